@@ -255,7 +255,7 @@ def _work(rank: int, size: int, folder: Path) -> None:
             return
         # What the last function has made is closed, now that no rank is in it any more.
         if "deepspeed" not in sys.modules:  # which keeps those that it has made
-            parts = {} if world._groups is None else world._groups._parts
+            parts = {} if world._groups is None else world._groups._subgroups
             for group in set(_world.pg_map) - kept - {*parts.values()}:
                 dist.destroy_process_group(group)
         torch.set_grad_enabled(True)  # a loop that was refused within no_grad may be suspended there

@@ -25,7 +25,7 @@ def mesh_backends(world: World) -> list[str]:
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         assert world._groups is not None
         info = RankInfo(world.rank, world.size, 0, 1, "part")
-        placed = World(info, CPU, replace(world._groups, carry=staged_carrier))
+        placed = World(info, CPU, replace(world._groups, make_carrier=staged_carrier))
         return [
             dist.get_backend(placed.device_mesh(Mesh(4 // members, shard=members), "shard").get_group())
             for members in (2, 4)

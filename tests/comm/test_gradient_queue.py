@@ -71,9 +71,9 @@ def test_gradients_that_are_passed_on_late_are_kept_until_the_backward_is_over()
     member.put(1)
     member.put(2)
     member.put(0)
-    assert len(member.queue._kept) == 1
+    assert len(member.queue._late_gradients) == 1
     member.queue.clear()
-    assert member.queue._kept == []
+    assert member.queue._late_gradients == []
 
 
 def test_a_second_gradient_of_a_unit_in_one_backward_is_refused() -> None:

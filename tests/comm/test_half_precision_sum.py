@@ -10,7 +10,7 @@ from lockstep.comm.canonical import HalfPrecisionSum
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import cut
-from lockstep.core.tolerance import unit_roundoff, worst_case
+from lockstep.core.tolerance import unit_roundoff, worst_case_bound
 
 pytestmark = pytest.mark.slow("several ranks")
 
@@ -43,7 +43,9 @@ def test_a_sum_in_16_bits(size: int) -> None:
         terms = torch.stack([leaf(number).double() for number in range(leaves)])
         # One rank sends nothing; several round what they send, and each addition after that.
         roundoff = unit_roundoff("fp32" if size == 1 else precision)
-        allowed = worst_case(roundoff, leaves if size == 1 else size) + worst_case(unit_roundoff("fp32"), leaves)
+        allowed = worst_case_bound(roundoff, leaves if size == 1 else size) + worst_case_bound(
+            unit_roundoff("fp32"), leaves
+        )
         apart = (first.double() - terms.sum(0)).abs() / terms.abs().sum(0)
         assert float(apart.max()) <= allowed
-        assert size == 1 or float(apart.max()) > worst_case(unit_roundoff("fp32"), leaves)
+        assert size == 1 or float(apart.max()) > worst_case_bound(unit_roundoff("fp32"), leaves)

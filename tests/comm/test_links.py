@@ -11,13 +11,13 @@ import worlds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.links import MOST_ROUNDS, links, rounds, tournament
+from lockstep.comm.links import MAX_ROUNDS, links, rounds, schedule_tournament
 from lockstep.comm.world import World
 
 
 @given(st.integers(1, 40))
 def test_in_a_tournament_each_meets_each_once_and_nobody_two_at_a_time(count: int) -> None:
-    found = tournament(count)
+    found = schedule_tournament(count)
     assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(count), 2))
     assert all(len({*sum(pairs, ())}) == 2 * len(pairs) for pairs in found)
 
@@ -40,7 +40,7 @@ def test_of_many_ranks_one_of_each_host_meets_each_other_host() -> None:
 
 def test_of_very_many_hosts_each_meets_a_stated_number() -> None:
     planned = rounds([f"h{rank}" for rank in range(400)])
-    assert len(planned) == MOST_ROUNDS
+    assert len(planned) == MAX_ROUNDS
 
 
 def measured(world: World) -> list[dict[str, Any]]:

@@ -106,7 +106,7 @@ def test_what_a_stream_still_reads_is_held(monkeypatch: pytest.MonkeyPatch) -> N
     left = weakref.WeakSet(pieces)
     waits = [stream.submit(partial(id, pieces.pop(0))) for _ in range(2)]
     assert len(left) == 3  # none of it may be given to others: the stream has done neither
-    stream._kept[0][0].past = True  # type: ignore[attr-defined]
+    stream._in_flight[0][0].past = True  # type: ignore[attr-defined]
     waits.append(stream.submit(partial(id, pieces.pop())))
     assert len(left) == 2
     waits[1]()  # from here on the computing stream is behind it

@@ -33,14 +33,14 @@ def test_a_unit_that_is_called_again_is_as_old_as_its_first_call() -> None:
 
 def test_units_that_are_called_are_under_way_until_they_are_complete() -> None:
     calls, _ = forward(1)
-    assert calls.called() == [0, 1, 1]  # the rest of the model is called in each forward
+    assert calls.call_flags() == [0, 1, 1]  # the rest of the model is called in each forward
     assert [calls.is_under_way(unit) for unit in range(3)] == [False, True, True]
     calls.complete(1)
     assert [calls.is_under_way(unit) for unit in range(3)] == [False, False, True]
     calls.end_backward()
     assert [calls.is_complete(unit) for unit in range(3)] == [True] * 3
     calls.clear()
-    assert calls.called() == [0, 0, 0]
+    assert calls.call_flags() == [0, 0, 0]
     assert not calls.is_complete(1)
 
 

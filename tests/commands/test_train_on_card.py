@@ -33,7 +33,7 @@ MAY_WAIT = {
     "details": "an evaluation: the confusion matrix",
     "raw": "a save",
     "_keys_within_block": "the first digest",
-    "_keys_of_blocks": "the first digest",
+    "_get_block_keys": "the first digest",
     "add": "the first eight digests, whose time is taken",
     "_wanted_interval": "a report or a save: digests are collected",
     "collect": "a report or a save",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.devices import device_number, find_shared_devices, resolve_backend
+from lockstep.core.devices import choose_device_index, find_shared_devices, resolve_backend
 from lockstep.errors import UsageError
 
 
@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
     ],
 )
 def test_the_device_of_a_process(visible: int, local_rank: int, local_size: int, hidden: bool, number: int) -> None:
-    assert device_number(visible, local_rank, local_size, hidden) == number
+    assert choose_device_index(visible, local_rank, local_size, hidden) == number
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def test_too_few_devices_are_refused_on_all_ranks(visible: int, hidden: bool, fo
     problem = f"placement.processes: 4 processes on this host but only {found}"
     for local_rank in range(4):
         with pytest.raises(UsageError, match=problem):
-            device_number(visible, local_rank, 4, hidden)
+            choose_device_index(visible, local_rank, 4, hidden)
 
 
 @pytest.mark.parametrize(("visible", "numbers"), [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0])])
 def test_processes_that_share_take_the_devices_in_turn(visible: int, numbers: list[int]) -> None:
-    assert [device_number(visible, local_rank, 4, False, sharing=True) for local_rank in range(4)] == numbers
+    assert [choose_device_index(visible, local_rank, 4, False, sharing=True) for local_rank in range(4)] == numbers
 
 
 def test_what_carries_tensors_follows_from_the_device() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.core.mesh import DataRank
-from lockstep.core.reduction import FAN_OUT, Part, Reduction, Shares, reduction
+from lockstep.core.reduction import FAN_OUT, Part, Reduction, Shares, plan_reduction
 from lockstep.core.tree import LeafBlock
 
 RANKS = st.lists(st.integers(0, 50), min_size=1, max_size=40, unique=True).map(tuple)
@@ -13,7 +13,7 @@ LENGTHS = st.integers(0, 200)
 
 
 def contiguous(size: int, leaves: int) -> Reduction:
-    return reduction([DataRank(rank, size).own_blocks(leaves) for rank in range(size)], leaves)
+    return plan_reduction([DataRank(rank, size).own_blocks(leaves) for rank in range(size)], leaves)
 
 
 @given(RANKS, LENGTHS)
@@ -82,4 +82,4 @@ def test_a_rank_is_given_what_it_takes_part_in_alone() -> None:
 @pytest.mark.parametrize("held", [[[(0, 1)], []], [[(0, 1)], [(0, 1), (1, 1)]], [[(0, 1)], [(2, 1)]]])
 def test_blocks_that_are_not_all_leaves_once_are_refused(held: list[list[tuple[int, int]]]) -> None:
     with pytest.raises(KeyError):
-        reduction([[LeafBlock(*block) for block in own] for own in held], 2)
+        plan_reduction([[LeafBlock(*block) for block in own] for own in held], 2)

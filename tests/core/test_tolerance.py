@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.tolerance import comm_tolerance, likely, tolerance, unit_roundoff, worst_case
+from lockstep.core.tolerance import comm_tolerance, probabilistic_bound, tolerance, unit_roundoff, worst_case_bound
 
 FP32 = unit_roundoff("fp32")
 
@@ -31,7 +31,7 @@ def test_no_order_of_a_sum_is_off_by_more_than_the_worst_case(terms, random):
     for term in terms:
         total += np.float32(term)
     magnitude = math.fsum(map(abs, terms))
-    assert abs(float(total) - math.fsum(terms)) <= worst_case(FP32, len(terms)) * magnitude
+    assert abs(float(total) - math.fsum(terms)) <= worst_case_bound(FP32, len(terms)) * magnitude
 
 
 @given(st.integers(100, 5000), st.integers(0, 2**32 - 1))
@@ -43,29 +43,31 @@ def test_two_orders_of_a_random_sum_differ_by_less_than_the_tolerance(length, se
 
 @given(roundoffs, lengths)
 def test_the_likely_bound_grows_with_the_root(roundoff, length):
-    assert likely(roundoff, 4 * length) == pytest.approx(2 * likely(roundoff, length), rel=0.1)
-    assert worst_case(roundoff, 2 * length) >= 2 * worst_case(roundoff, length)
+    assert probabilistic_bound(roundoff, 4 * length) == pytest.approx(
+        2 * probabilistic_bound(roundoff, length), rel=0.1
+    )
+    assert worst_case_bound(roundoff, 2 * length) >= 2 * worst_case_bound(roundoff, length)
 
 
 @given(roundoffs, lengths, st.integers(1, 200), st.integers(1, 20))
 def test_more_of_anything_allows_more_and_never_more_than_the_worst_case(roundoff, length, depth, steps):
     here = tolerance(roundoff, length, depth, steps)
-    assert 0 < here <= 2 * depth * steps * worst_case(roundoff, length)
+    assert 0 < here <= 2 * depth * steps * worst_case_bound(roundoff, length)
     assert here < tolerance(roundoff, length + 1, depth, steps)
     assert here < tolerance(roundoff, length, depth + 1, steps)
     assert here < tolerance(roundoff, length, depth, steps + 1)
 
 
 def test_short_sums_take_the_worst_case_and_long_ones_the_likely():
-    assert tolerance(FP32, 10, 1, 1) == 2 * worst_case(FP32, 10)
-    assert tolerance(FP32, 4096, 1, 1) == 2 * likely(FP32, 4096) == pytest.approx(6.1e-5, rel=0.01)
+    assert tolerance(FP32, 10, 1, 1) == 2 * worst_case_bound(FP32, 10)
+    assert tolerance(FP32, 4096, 1, 1) == 2 * probabilistic_bound(FP32, 4096) == pytest.approx(6.1e-5, rel=0.01)
 
 
 def test_nothing_is_promised_where_all_digits_may_be_lost():
-    assert worst_case(unit_roundoff("bf16"), 256) == math.inf
+    assert worst_case_bound(unit_roundoff("bf16"), 256) == math.inf
     assert tolerance(unit_roundoff("bf16"), 10**6, 1, 1) == math.inf
 
 
 def test_what_is_sent_in_16_bits_is_off_by_a_rounding_for_each_rank_and_step():
     assert comm_tolerance(unit_roundoff("fp16"), 1, 1) == pytest.approx(2 * 2**-11, rel=1e-3)
-    assert comm_tolerance(unit_roundoff("bf16"), 4, 3) == 6 * worst_case(unit_roundoff("bf16"), 4)
+    assert comm_tolerance(unit_roundoff("bf16"), 4, 3) == 6 * worst_case_bound(unit_roundoff("bf16"), 4)

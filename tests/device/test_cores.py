@@ -4,15 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.device.cores import Seat, choose_cores, format_cores, parse
+from lockstep.device.cores import CpuLocality, choose_cores, format_cores, parse_cores
 
-ALL = parse("0-15")
-LEFT, RIGHT = parse("0-3,8-11"), parse("4-7,12-15")  # two nodes of four physical cores with two threads each
+ALL = parse_cores("0-15")
+# Two nodes of four physical cores with two threads each.
+LEFT, RIGHT = parse_cores("0-3,8-11"), parse_cores("4-7,12-15")
 SIBLINGS = {core: core % 8 for core in ALL}
 
 
-def seats(*nodes: frozenset[int], usable: frozenset[int] = ALL, host: str = "a") -> list[Seat]:
-    return [Seat(host, near, usable, bool(ALL - usable)) for near in nodes]
+def seats(*nodes: frozenset[int], usable: frozenset[int] = ALL, host: str = "a") -> list[CpuLocality]:
+    return [CpuLocality(host, near, usable, bool(ALL - usable)) for near in nodes]
 
 
 @pytest.mark.parametrize(
@@ -36,11 +37,11 @@ def seats(*nodes: frozenset[int], usable: frozenset[int] = ALL, host: str = "a")
         (seats(*[LEFT] * 5), 1, ["0-3,8-11"] * 5, None),
         (seats(LEFT, LEFT), 5, ["0-3,8-11"] * 2, "near its GPU, shared by 2 ranks: too few to divide"),
         # A container or a job with some of the cores: nobody bound one rank and not another.
-        (seats(LEFT, LEFT, RIGHT, usable=parse("0-1,4,8-9")), 1, ["0,8", "1,9", "4"], None),
-        (seats(LEFT, usable=parse("2,5")), 1, ["2,5"], None),
+        (seats(LEFT, LEFT, RIGHT, usable=parse_cores("0-1,4,8-9")), 1, ["0,8", "1,9", "4"], None),
+        (seats(LEFT, usable=parse_cores("2,5")), 1, ["2,5"], None),
         # Who was bound by a launcher stays where it is.
         (
-            [*seats(LEFT, usable=parse("4-5")), *seats(RIGHT, usable=parse("0-1"))],
+            [*seats(LEFT, usable=parse_cores("4-5")), *seats(RIGHT, usable=parse_cores("0-1"))],
             1,
             ["4-5", "0-1"],
             "bound before it started",
@@ -55,7 +56,7 @@ def seats(*nodes: frozenset[int], usable: frozenset[int] = ALL, host: str = "a")
         (seats(LEFT, LEFT, usable=RIGHT), 1, ["4-7,12-15"] * 2, "it may not use any of the cores near its GPU"),
     ],
 )
-def test_cores_of_made_up_hosts(placed: list[Seat], least: int, cores: list[str], why: str | None) -> None:
+def test_cores_of_made_up_hosts(placed: list[CpuLocality], least: int, cores: list[str], why: str | None) -> None:
     found = [choose_cores(rank, placed, SIBLINGS, least) for rank in range(len(placed))]
     assert [format_cores(each.cores) for each in found] == cores
     assert why is None or {each.reason for each in found} == {why}
@@ -76,7 +77,7 @@ def test_a_rank_always_has_cores_that_it_may_use(nodes, usable, least) -> None:
 
 @given(st.sets(st.integers(0, 300)))
 def test_lists_are_read_as_they_are_written(cores) -> None:
-    assert parse(format_cores(cores)) == cores
+    assert parse_cores(format_cores(cores)) == cores
 
 
 @pytest.mark.parametrize(
@@ -84,5 +85,5 @@ def test_lists_are_read_as_they_are_written(cores) -> None:
     [("", []), ("7\n", [7]), ("0-2,4", [0, 1, 2, 4]), ("0-55,112-167", [*range(56), *range(112, 168)])],
 )
 def test_lists_of_linux(text, cores) -> None:
-    assert sorted(parse(text)) == cores
+    assert sorted(parse_cores(text)) == cores
     assert format_cores(cores) == text.strip()

@@ -83,7 +83,7 @@ def carried(
     """Return the ranks of a world that is carried otherwise. `nccl` gives it that one's edges, by gloo."""
     info = RankInfo(world.rank, world.size, world.local_rank, world.local_size, "part")
     assert world._groups is not None
-    return World(info, CPU, replace(world._groups, carry=carry, backend=backend))
+    return World(info, CPU, replace(world._groups, make_carrier=carry, backend=backend))
 
 
 def staged_trace(world: World, case: toys.Case) -> toys.Trace:

@@ -13,8 +13,8 @@ import worlds
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.device.cores import format_cores, parse
-from lockstep.ranks.affinity import bind, pci_address, seat_of, siblings
+from lockstep.device.cores import format_cores, parse_cores
+from lockstep.ranks.affinity import bind, make_locality, pci_address, siblings
 
 CARDS = ["0000:1b:00.0", "0000:43:00.0", "0000:9d:00.0", "0000:c3:00.0"]
 
@@ -37,17 +37,17 @@ def sysfs(root: Path, online: str, cards: dict[str, tuple[int, str]], threads: d
 
 def test_a_seat_is_read(tmp_path) -> None:
     root = sysfs(tmp_path, "0-7", {CARDS[0]: (1, "4-7")}, {0: "0,4", 4: "0,4"})
-    seat = seat_of("a", CARDS[0], parse("0-5"), root)
+    seat = make_locality("a", CARDS[0], parse_cores("0-5"), root)
     assert (format_cores(seat.near), format_cores(seat.usable), seat.limited) == ("4-7", "0-5", True)
-    assert not seat_of("a", CARDS[0], parse("0-7"), root).limited
-    assert siblings(parse("0,4,5"), root) == {0: 0, 4: 0, 5: 5}
+    assert not make_locality("a", CARDS[0], parse_cores("0-7"), root).limited
+    assert siblings(parse_cores("0,4,5"), root) == {0: 0, 4: 0, 5: 5}
 
 
 @pytest.mark.parametrize("card", [CARDS[0], CARDS[1], CARDS[2]])
 def test_a_card_without_a_node_has_no_cores_near(tmp_path, card) -> None:
     """-1: Linux lists all cores as local. A container may not show the card, and a file may not be what it was."""
     root = sysfs(tmp_path, "0-7", {CARDS[0]: (-1, "0-7"), CARDS[1]: (0, "none")})
-    assert not seat_of("a", card, parse("0-7"), root).near
+    assert not make_locality("a", card, parse_cores("0-7"), root).near
 
 
 def test_the_address_is_that_of_sysfs() -> None:

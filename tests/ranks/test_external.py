@@ -40,15 +40,15 @@ def rendezvous(rank: int, launcher: str = "slurm") -> Rendezvous:
 
 
 def test_one_rank_of_each_host_says_that_rank_0_is_gone() -> None:
-    said = {rank: external._lines_alone(rendezvous(rank), LOST) for rank in (1, 2, 3)}
+    said = {rank: external._failure_lines_without_store(rendezvous(rank), LOST) for rank in (1, 2, 3)}
     assert said == {1: [LOST.words], 2: [LOST.words], 3: []}
-    assert all(external._lines_alone(rendezvous(rank, "environment"), LOST) for rank in (1, 2, 3))
+    assert all(external._failure_lines_without_store(rendezvous(rank, "environment"), LOST) for rank in (1, 2, 3))
 
 
 def test_a_cause_of_its_own_is_said_by_any_rank() -> None:
     own = Failure(3, 4, "b", "error: disk full")
-    assert external._lines_alone(rendezvous(3), own) == [own.words]
-    assert external._lines_alone(rendezvous(3), replace(own, secondary=True)) == []
+    assert external._failure_lines_without_store(rendezvous(3), own) == [own.words]
+    assert external._failure_lines_without_store(rendezvous(3), replace(own, secondary=True)) == []
 
 
 def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lockstep.errors import (
     UsageError,
     UserCodeError,
 )
-from lockstep.ranks.external import _lines
+from lockstep.ranks.external import _failure_lines
 from lockstep.ranks.failure import Failure, PeerFailedError, failure_of, from_json
 from lockstep.ranks.rank_log import RankLog
 
@@ -90,8 +90,8 @@ def test_a_cause_that_nobody_knows_is_refused() -> None:
 def test_each_failure_is_told_in_full_once_and_by_each_host_in_a_line() -> None:
     elsewhere = replace(FAILURE, secondary=True)
     on_host = [RankInfo(rank, 4, rank % 2, 2, "slurm") for rank in range(4)]
-    assert _lines(on_host[1], FAILURE, FAILURE) == [FAILURE.words]
-    said = [_lines(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
+    assert _failure_lines(on_host[1], FAILURE, FAILURE) == [FAILURE.words]
+    said = [_failure_lines(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
     assert said == [
         [f"rank 0 stops because of it: {FAILURE.line}"],
         [f"rank 2 stops because of it: {FAILURE.line}"],
@@ -103,9 +103,9 @@ def test_the_same_failure_of_several_ranks_is_told_once_unless_they_have_termina
     own = replace(FAILURE, rank=2)
     other = replace(own, text="error: another")
     by_slurm, by_hand = RankInfo(2, 4, 0, 2, "slurm"), RankInfo(2, 4, 0, 2, "environment")
-    assert _lines(by_slurm, own, FAILURE) == []
-    assert _lines(by_hand, own, FAILURE) == [own.words]
-    assert _lines(by_slurm, other, FAILURE) == [other.words]
+    assert _failure_lines(by_slurm, own, FAILURE) == []
+    assert _failure_lines(by_hand, own, FAILURE) == [own.words]
+    assert _failure_lines(by_slurm, other, FAILURE) == [other.words]
 
 
 def test_a_loader_process_that_died_is_told_in_a_line_whatever_was_running() -> None:

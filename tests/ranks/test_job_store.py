@@ -15,7 +15,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.ranks import job_store
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.job_store import LONGEST, JobStore, UntrustedError, fields, text, whole
+from lockstep.ranks.job_store import MAX_VALUE_BYTES, JobStore, UntrustedError, parse_fields, parse_int, parse_text
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import StallDetector
 from lockstep.ranks.status import RankStatus
@@ -34,7 +34,7 @@ def as_is(value: Any) -> Any:
 
 @pytest.mark.parametrize("secret", [SECRET, b""], ids=["signed", "unsigned"])
 def test_values_come_back_as_they_were_set(raw: Any, secret: bytes) -> None:
-    store = JobStore(raw, secret).part("start")
+    store = JobStore(raw, secret).with_prefix("start")
     for value in ({"a": [1, 2.5, None, True]}, "Grüße \udcff \x1b", 7, ""):
         store.set("key", value)
         assert store.read("key", as_is) == value
@@ -72,14 +72,14 @@ def test_a_rank_without_the_secret_says_that_it_has_none(raw: Any) -> None:
 
 
 def test_a_signed_value_holds_for_its_key_and_its_start_alone(raw: Any) -> None:
-    store = JobStore(raw, SECRET).part("start")
+    store = JobStore(raw, SECRET).with_prefix("start")
     store.set("here 1", "go")
     sealed = raw.get("start/here 1").decode()
     for key in ("start/here 2", "later/here 1", "here 1", "start/here 1 "):
         raw.set(key, sealed)
     refused(store, "here 2")
     refused(store, "here 1 ")
-    refused(JobStore(raw, SECRET).part("later"), "here 1")
+    refused(JobStore(raw, SECRET).with_prefix("later"), "here 1")
     refused(JobStore(raw, SECRET), "here 1")
     raw.set("start/here 1", sealed.replace("go", "no"))
     refused(store, "here 1")
@@ -87,13 +87,13 @@ def test_a_signed_value_holds_for_its_key_and_its_start_alone(raw: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", "go", "{", "[" * 100_000, "1" * 100_000, "\xff", "nan", '"' + "x" * LONGEST + '"'],
+    ["", "go", "{", "[" * 100_000, "1" * 100_000, "\xff", "nan", '"' + "x" * MAX_VALUE_BYTES + '"'],
     ids=["empty", "word", "half", "deep", "number", "bytes", "nan", "long"],
 )
 def test_without_a_secret_form_and_length_are_checked(raw: Any, value: str) -> None:
     raw.set("key", f"- {value}")
     found = refused(JobStore(raw, b""))
-    assert ("bytes long" in found) == (len(value) > LONGEST)
+    assert ("bytes long" in found) == (len(value) > MAX_VALUE_BYTES)
     assert "; if another run uses the same rendezvous, choose a different port or file" in found
 
 
@@ -101,37 +101,37 @@ def test_what_a_caller_cannot_parse_is_refused(raw: Any) -> None:
     store = JobStore(raw, SECRET)
     store.set("key", "-1")
     with pytest.raises(UntrustedError, match="'key' does not have the format of this version"):
-        store.read("key", whole)
+        store.read("key", parse_int)
 
 
 def test_nothing_longer_than_others_read_is_set(raw: Any) -> None:
     store = JobStore(raw, SECRET)
-    store.set("key", "x" * (LONGEST - 2))
-    assert len(store.read("key", text)) == LONGEST - 2
+    store.set("key", "x" * (MAX_VALUE_BYTES - 2))
+    assert len(store.read("key", parse_text)) == MAX_VALUE_BYTES - 2
     with pytest.raises(ValueError, match="key: 131,073 bytes exceed the limit of 131,072 bytes"):
-        store.set("key", "x" * (LONGEST - 1))
+        store.set("key", "x" * (MAX_VALUE_BYTES - 1))
 
 
 def test_what_comes_first_stays_unless_a_stranger_wrote_it(raw: Any) -> None:
     store = JobStore(raw, SECRET)
     raw.set("failure", "- 0")
-    assert [store.settle("failure", value, text) for value in ("first", "second")] == ["first", "first"]
-    assert store.read("failure", text) == "first"
+    assert [store.set_once("failure", value, parse_text) for value in ("first", "second")] == ["first", "first"]
+    assert store.read("failure", parse_text) == "first"
 
 
 @pytest.mark.parametrize(
     ("parse", "expected", "values"),
     [
         (
-            partial(fields, kinds={"rank": int, "host": str}),
+            partial(parse_fields, types={"rank": int, "host": str}),
             "",
             [
                 *(None, [], "a", {}, {"rank": 1}, {"rank": 1, "host": "a", "more": 1}, {"rank": 1, "host": None}),
                 *({"rank": rank, "host": "a"} for rank in (True, "1", 1.0)),
             ],
         ),
-        (partial(whole, most=3), "an integer from 0 to 3", [-1, True, 1.0, "1", None, 4, 10**30]),
-        (text, "text", [1, None, ["a"], "a\0b"]),
+        (partial(parse_int, maximum=3), "an integer from 0 to 3", [-1, True, 1.0, "1", None, 4, 10**30]),
+        (parse_text, "text", [1, None, ["a"], "a\0b"]),
     ],
 )
 def test_what_ranks_read_is_of_the_form_they_expect(parse: Any, expected: str, values: list[Any]) -> None:
@@ -143,7 +143,7 @@ def test_what_ranks_read_is_of_the_form_they_expect(parse: Any, expected: str, v
 def test_the_table_has_all_keys_that_ranks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks do all that is done at a store; what they write, and nothing else, is in the table."""
     written: set[str] = set()
-    for name in ("set", "add", "settle"):
+    for name in ("set", "add", "set_once"):
         method = getattr(JobStore, name)
 
         def noting(self: JobStore, key: str, *rest: Any, method: Any = method) -> Any:
@@ -167,7 +167,7 @@ def test_the_table_has_all_keys_that_ranks_write(tmp_path: Path, monkeypatch: py
         stall = StallDetector(rendezvous, 0.2, lambda _: reported.set(), hidden=True)
         with Heartbeat(rendezvous, 30.0), stall:
             assert reported.wait(60)
-            until(lambda: stall._question > 0)
+            until(lambda: stall._next_query > 0)
         rendezvous.fail(Failure(rank, 2, "a", "error: disk full"))
         rendezvous.leave()
 

@@ -18,7 +18,7 @@ from waiting import QUICK
 from lockstep.config.load import load
 from lockstep.errors import EXIT_FAILED, EXIT_PREFLIGHT, PreflightError, TrainingError
 from lockstep.ranks.failure import Failure
-from lockstep.ranks.local_launcher import End, cause, run_workers
+from lockstep.ranks.local_launcher import WorkerExit, find_first_failure, run_workers
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import training
 from lockstep.runs.folder import RunStart
@@ -92,17 +92,17 @@ OWN = Failure(0, 3, "a", "error: gone wrong", time=3.0)
 @pytest.mark.parametrize(
     ("ends", "first"),
     [
-        ([End(0, 0, 1.0, result=0), End(1, 0, 1.0, result=75)], None),
-        ([End(0, 1, 1.0, failure=LOST), End(1, -9, 2.0)], 1),  # killed, and seen late
-        ([End(0, 1, 1.0, failure=LOST), End(1, 0, 2.0)], 1),  # os._exit(0)
-        ([End(0, 1, 1.0, failure=LOST), End(1, 1, 3.1, failure=OWN)], 1),
-        ([End(0, -6, 3.2), End(1, -9, 2.0), End(2, 1, 3.1, failure=OWN)], 1),
-        ([End(0, -6, 3.2), End(1, 1, 3.3, failure=OWN)], 1),  # it is the time of the error that counts
-        ([End(0, 0, 5.0, result=0), End(1, 1, 1.0, failure=LOST)], 1),  # nobody knows more
+        ([WorkerExit(0, 0, 1.0, result=0), WorkerExit(1, 0, 1.0, result=75)], None),
+        ([WorkerExit(0, 1, 1.0, failure=LOST), WorkerExit(1, -9, 2.0)], 1),  # killed, and seen late
+        ([WorkerExit(0, 1, 1.0, failure=LOST), WorkerExit(1, 0, 2.0)], 1),  # os._exit(0)
+        ([WorkerExit(0, 1, 1.0, failure=LOST), WorkerExit(1, 1, 3.1, failure=OWN)], 1),
+        ([WorkerExit(0, -6, 3.2), WorkerExit(1, -9, 2.0), WorkerExit(2, 1, 3.1, failure=OWN)], 1),
+        ([WorkerExit(0, -6, 3.2), WorkerExit(1, 1, 3.3, failure=OWN)], 1),  # it is the time of the error that counts
+        ([WorkerExit(0, 0, 5.0, result=0), WorkerExit(1, 1, 1.0, failure=LOST)], 1),  # nobody knows more
     ],
 )
-def test_the_cause_is_the_first_failure_that_is_no_lost_peer(ends: list[End], first: int | None) -> None:
-    found = cause(ends)
+def test_the_cause_is_the_first_failure_that_is_no_lost_peer(ends: list[WorkerExit], first: int | None) -> None:
+    found = find_first_failure(ends)
     assert (found.rank if found else None) == first
 
 

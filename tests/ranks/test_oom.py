@@ -24,10 +24,12 @@ def test_kills_are_counted_from_the_start(tmp_path: Path, monkeypatch: pytest.Mo
     counts.write_text("pgfault 12\noom_kill 3\n")
     monkeypatch.setattr(oom, "_VMSTAT", counts)
     killed = oom.KillDetector(20)
-    assert killed.words(0) == ""
-    assert killed.words(3 << 30) == "it used up to 3,072 MiB"
+    assert killed.describe(0) == ""
+    assert killed.describe(3 << 30) == "it used up to 3,072 MiB"
     counts.write_text("pgfault 12\noom_kill 4\n")
-    assert killed.words(3 << 30) == ("out of memory: the kernel killed a process on this host; it used up to 3,072 MiB")
+    assert killed.describe(3 << 30) == (
+        "out of memory: the kernel killed a process on this host; it used up to 3,072 MiB"
+    )
     assert oom.kills() == 4
 
 
@@ -38,11 +40,11 @@ def test_a_kill_of_long_ago_is_no_news(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(oom, "_VMSTAT", counts)
     killed = oom.KillDetector(20)
     counts.write_text("oom_kill 4\n")
-    killed.look()
-    assert "out of memory" in killed.words(0)  # who was killed may not have ended yet
+    killed.record_healthy()
+    assert "out of memory" in killed.describe(0)  # who was killed may not have ended yet
     for _ in range(20):
-        killed.look()
-    assert killed.words(0) == ""
+        killed.record_healthy()
+    assert killed.describe(0) == ""
 
 
 def test_without_counts_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

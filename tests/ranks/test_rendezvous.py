@@ -401,15 +401,15 @@ def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], lost_after
 
 def silence(heartbeat: Heartbeat) -> None:
     """Let a rank that was heard once say nothing more, as if it were stopped."""
-    until(lambda: heartbeat._looks > 0)
-    heartbeat._over.set()
+    until(lambda: heartbeat._poll_count > 0)
+    heartbeat._stop_event.set()
 
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
 def test_ranks_that_live_are_left_alone(infos: Any) -> None:
     def work(_: Rendezvous, heartbeat: Heartbeat) -> str:
         time.sleep(8 * QUICK.beat_s)
-        return str(heartbeat.cause())
+        return str(heartbeat.find_cause())
 
     assert beating(infos, work) == ["None"] * SIZE
 
@@ -427,7 +427,7 @@ def test_a_rank_of_which_nothing_is_heard_is_given_up(
         time.sleep(4 * QUICK.silent_s)
         return "silent" if rendezvous.info.rank == 1 else "waited"
 
-    monkeypatch.setattr("lockstep.ranks.process_state.state", lambda _: seen)
+    monkeypatch.setattr("lockstep.ranks.process_state.get_state", lambda _: seen)
     first, silent, _ = beating(infos, work, lost_after_s=0.4 if seen == "unknown" else 30.0)
     assert silent == "silent"
     assert first.rank == 1

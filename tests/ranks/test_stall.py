@@ -238,4 +238,4 @@ def test_every_file_that_waits_for_an_exchange_is_known_for_it() -> None:
     files = [path for path in package.glob("lockstep/**/*.py") if waits.search(path.read_text(encoding="utf-8"))]
     found = {str(path.relative_to(package)) for path in files}
     assert "lockstep/comm/carrier.py" in found
-    assert found <= {*stall._DOORS}
+    assert found <= {*stall._WAIT_MODULES}

@@ -17,7 +17,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.errors import LockstepError, UsageError
 from lockstep.ranks import failure, heartbeat, stall
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError
-from lockstep.ranks.heartbeat import Beat, Heartbeat, watched
+from lockstep.ranks.heartbeat import Beat, Heartbeat, watched_ranks
 from lockstep.ranks.job_store import JobStore, UntrustedError
 from lockstep.ranks.rendezvous import Rendezvous, differences
 from lockstep.ranks.stall import StallDetector
@@ -261,7 +261,7 @@ def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 65, 66, 5000])
 def test_each_rank_is_watched_by_one_other_and_rank_0_by_all(size: int) -> None:
-    ranks = [watched(rank, size) for rank in range(size)]
+    ranks = [watched_ranks(rank, size) for rank in range(size)]
     times = Counter({rank: 1 if rank else size - 1 for rank in range(size)})
     assert Counter(each for own in ranks for each in own) == times
     assert max(map(len, ranks)) <= 65
@@ -270,16 +270,16 @@ def test_each_rank_is_watched_by_one_other_and_rank_0_by_all(size: int) -> None:
 def test_only_a_later_beat_of_a_rank_is_a_sign_of_life() -> None:
     """A stranger can write none, but can write again what a rank once wrote."""
     watching = Heartbeat(Rendezvous(RankInfo(0, 2, 0, 2, "environment"), 20.0, end), 30.0)
-    watching._note(1, Beat(5))
+    watching._record_beat(1, Beat(5))
     for found in (Beat(4), Beat(5), None, UntrustedError("beat 1", "is forged")):
-        before = watching._silent[1]
-        watching._note(1, found)
-        assert watching._silent[1] == before + 1
-    watching._note(1, Beat(6))
-    assert watching._silent[1] == 0
-    watching._note(1, Beat(7, left=True))
-    watching._note(1, Beat(7, left=True))
-    assert watching._silent[1] == 0
+        before = watching._polls_since_beat[1]
+        watching._record_beat(1, found)
+        assert watching._polls_since_beat[1] == before + 1
+    watching._record_beat(1, Beat(6))
+    assert watching._polls_since_beat[1] == 0
+    watching._record_beat(1, Beat(7, left=True))
+    watching._record_beat(1, Beat(7, left=True))
+    assert watching._polls_since_beat[1] == 0
 
 
 def test_a_stranger_does_not_end_the_heartbeat() -> None:
@@ -296,15 +296,15 @@ def test_a_stranger_does_not_end_the_heartbeat() -> None:
         raw = stranger(rendezvous)
         with Heartbeat(rendezvous, QUICK.silent_s) as beating:
             if rendezvous.info.rank == 1:
-                until(lambda: beating._looks > 1)
-                beating._over.set()
+                until(lambda: beating._poll_count > 1)
+                beating._stop_event.set()
                 while not ended.wait(0.1):
                     raw.set("beat 1", f"- {json.dumps(asdict(Beat(10**6, left=True)))}")
                 return True
             return ended.wait(60)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.ranks.process_state.state", lambda _: "unknown")
+        patch.setattr("lockstep.ranks.process_state.get_state", lambda _: "unknown")
         assert started(work) == [True, True]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.comm.carrier import Addressed, Carrier, renumber_ranks
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.core.mesh import DataRank
-from lockstep.core.reduction import Move, Reduction, Shares, reduction
+from lockstep.core.reduction import Move, Reduction, Shares, plan_reduction
 from lockstep.core.tree import LeafBlock, total
 
 
@@ -34,7 +34,7 @@ def add_(left: Tensor, right: Tensor) -> Tensor:
 class Sum(Protocol):
     """Sums a flat vector over ranks. CanonicalSum and its replacements implement this protocol."""
 
-    def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor: ...
+    def __call__(self, pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor, /) -> Tensor: ...
 
 
 def local_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
@@ -66,30 +66,32 @@ class CanonicalSum:
         self._size = len(self._data_ranks)
         self.alone = self._size == 1  # there is no other rank
         self._rank_shares = Shares(tuple(range(self._size)))
-        self._plans: dict[int, Reduction] = {}  # by number of leaves of the tree
+        self._schedules: dict[int, Reduction] = {}  # by number of leaves
         self._holder_sums: dict[int, CanonicalSum] = {}
 
-    def for_holders(self, leaves: int) -> CanonicalSum:
+    def for_holders(self, num_leaves: int) -> CanonicalSum:
         """Return a CanonicalSum over the ranks that hold leaves of a tree of this size. This rank must hold a leaf."""
-        if leaves not in self._holder_sums:
+        if num_leaves not in self._holder_sums:
             holders = [
-                rank for rank, data_rank in enumerate(self._data_ranks) if data_rank.own_blocks(leaves, self._chunks)
+                rank
+                for rank, data_rank in enumerate(self._data_ranks)
+                if data_rank.own_blocks(num_leaves, self._chunks)
             ]
             carrier = self._carrier and renumber_ranks(self._carrier, holders)
             data_ranks = [self._data_ranks[rank] for rank in holders]
-            self._holder_sums[leaves] = CanonicalSum(holders.index(self._rank), data_ranks, carrier, self._chunks)
-        return self._holder_sums[leaves]
+            self._holder_sums[num_leaves] = CanonicalSum(holders.index(self._rank), data_ranks, carrier, self._chunks)
+        return self._holder_sums[num_leaves]
 
-    def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
-        """Return the sum over all leaves of the reduction tree, on every rank. `leaves` is the number of leaves.
+    def __call__(self, pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor) -> Tensor:
+        """Return the sum over all leaves of the reduction tree, on every rank.
 
-        `pieces` are the flat pieces of this rank, which may be overwritten. Ranks without pieces take the length, dtype
-        and device from the flat tensor `like`.
+        `pieces` are the flat pieces of this rank, which may be overwritten. `like` is a flat tensor of the same length,
+        dtype and device, for ranks without pieces.
         """
         if self.alone:
-            return total(pieces, leaves, add_)
-        rounds, shares = self._plan(leaves)
-        blocks = self._data_ranks[self._rank].own_blocks(leaves, self._chunks)
+            return total(pieces, num_leaves, add_)
+        rounds, shares = self._get_schedule(num_leaves)
+        blocks = self._data_ranks[self._rank].own_blocks(num_leaves, self._chunks)
         values = {block.first: _Share(range(len(like)), pieces[block], is_received=False) for block in blocks}
         for sums, moves in rounds:
             for left, right, _ in sums:
@@ -124,15 +126,15 @@ class CanonicalSum:
         self._gather(gathered.view(-1), self._rank_shares)
         return gathered
 
-    def _plan(self, leaves: int) -> Reduction:
+    def _get_schedule(self, num_leaves: int) -> Reduction:
         """Return the part of the reduction schedule in which this rank participates."""
-        if leaves not in self._plans:
-            blocks = [data_rank.own_blocks(leaves, self._chunks) for data_rank in self._data_ranks]
-            self._plans[leaves] = reduction(blocks, leaves).for_rank(self._rank)
-        return self._plans[leaves]
+        if num_leaves not in self._schedules:
+            blocks = [data_rank.own_blocks(num_leaves, self._chunks) for data_rank in self._data_ranks]
+            self._schedules[num_leaves] = plan_reduction(blocks, num_leaves).for_rank(self._rank)
+        return self._schedules[num_leaves]
 
     def _reshard(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
-        """Send this rank's shares of blocks to their targets, and receive the shares of this rank."""
+        """Send shares of blocks to the ranks that add them next, and receive the shares that this rank adds next."""
         sent: list[Addressed] = []
         received: list[Addressed] = []
         for move in moves:
@@ -179,15 +181,15 @@ class HalfPrecisionSum:
     their own dtype and not in the order of the tree, because it sends a single vector.
     """
 
-    def __init__(self, across: CanonicalSum, dtype: torch.dtype) -> None:
-        self._across = across
+    def __init__(self, canonical_sum: CanonicalSum, dtype: torch.dtype) -> None:
+        self._canonical_sum = canonical_sum
         self._dtype = dtype
 
-    def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
+    def __call__(self, pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all leaves of the reduction tree, on every rank. See CanonicalSum."""
-        if self._across.alone:
-            return self._across(pieces, leaves, like)
-        return self._across.sum_over_ranks(local_sum(pieces, like).to(self._dtype)).to(like.dtype)
+        if self._canonical_sum.alone:
+            return self._canonical_sum(pieces, num_leaves, like)
+        return self._canonical_sum.sum_over_ranks(local_sum(pieces, like).to(self._dtype)).to(like.dtype)
 
 
 def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor, holders: int) -> list[Tensor]:
@@ -210,7 +212,10 @@ def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor,
 
 
 class _Share(NamedTuple):
-    """A rank's share of a block: its range in the vector, and whether it was received into separate memory."""
+    """A rank's share of a block: the range `part` of the vector, as a tensor.
+
+    `is_received` is whether the tensor was received from other ranks, into separate memory.
+    """
 
     part: range
     tensor: Tensor
@@ -226,7 +231,7 @@ class _Share(NamedTuple):
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
-    """Transfer non-empty tensors, and make the current stream wait. Raises PeerLostError if a peer is lost."""
+    """Transfer the non-empty tensors, and make the current stream wait. Raises PeerLostError if a peer is lost."""
     with translate_peer_errors():
         carrier(
             [transfer for transfer in sent if transfer[0].numel()],

@@ -1,9 +1,9 @@
 """Carriers transfer tensors between ranks, either directly through the backend or staged through host memory.
 
-comm/world.py selects the carrier once, by backend and device. NCCL transfers CUDA tensors, and gloo transfers CPU
-tensors. gloo's send and recv use the address of a tensor without checking its device (torch, ProcessGroupGloo::send).
-gloo's all-gather, which fully_shard uses, copies CUDA tensors to pinned memory and back by itself. Carriers never add,
-so the bits don't depend on the carrier.
+comm/world.py selects the carrier by backend and device. NCCL transfers CUDA tensors, and gloo transfers CPU tensors.
+gloo's send and recv use the address of a tensor without checking its device (torch, ProcessGroupGloo::send). gloo's
+all-gather, which fully_shard uses, copies CUDA tensors to pinned memory and back by itself. Carriers never add, so the
+bits don't depend on the carrier.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,17 @@ Addressed = tuple[Tensor, int]  # a contiguous tensor, and the group rank of the
 
 @final
 class Transfer:
-    """A pending transfer. It keeps sent tensors alive, and copies staged tensors to the device when they arrive."""
+    """A pending transfer. Keeps sent tensors alive, and copies received staged tensors to the device on `wait`."""
 
     def __init__(
-        self, works: Sequence[dist.Work], sent_tensors: Sequence[Tensor], landing: Sequence[tuple[Tensor, Tensor]]
+        self,
+        works: Sequence[dist.Work],
+        sent_tensors: Sequence[Tensor],
+        staged_receives: Sequence[tuple[Tensor, Tensor]],
     ):
         self._works = works
         self._sent_tensors = sent_tensors
-        self._staged_receives = landing
+        self._staged_receives = staged_receives
         self.on_arrival: Callable[[], None] | None = None  # called when all tensors have arrived
 
     def wait(self) -> None:
@@ -65,22 +68,22 @@ def staged_carrier(group: dist.ProcessGroup) -> Carrier:
     """
 
     def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
-        staged_sends = [(empty_host_tensor(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
+        host_sends = [(empty_host_tensor(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
         for device in {tensor.device for tensor, _ in sent if tensor.device.type == "cuda"}:
             # The copies run on the current stream, after the kernels that compute the tensors. gloo must not read the
             # copies before they are complete.
             torch.cuda.current_stream(device).synchronize()
-        staged_receives = [(empty_host_tensor(tensor), peer) for tensor, peer in received]
-        landing = [(tensor, host) for (tensor, _), (host, _) in zip(received, staged_receives, strict=True)]
-        return Transfer(_start(group, staged_sends, staged_receives), [host for host, _ in staged_sends], landing)
+        host_receives = [(empty_host_tensor(tensor), peer) for tensor, peer in received]
+        staged_receives = [(tensor, host) for (tensor, _), (host, _) in zip(received, host_receives, strict=True)]
+        return Transfer(_start(group, host_sends, host_receives), [host for host, _ in host_sends], staged_receives)
 
     return start
 
 
-def renumber_ranks(carrier: Carrier, numbers: Sequence[int]) -> Carrier:
-    """Return a carrier with different rank numbers: rank i of the result is rank `numbers[i]` of `carrier`."""
+def renumber_ranks(carrier: Carrier, ranks: Sequence[int]) -> Carrier:
+    """Return `carrier` with its ranks renumbered: rank i of the result is rank `ranks[i]` of `carrier`."""
     return lambda sent, received: carrier(
-        [(tensor, numbers[peer]) for tensor, peer in sent], [(tensor, numbers[peer]) for tensor, peer in received]
+        [(tensor, ranks[peer]) for tensor, peer in sent], [(tensor, ranks[peer]) for tensor, peer in received]
     )
 
 

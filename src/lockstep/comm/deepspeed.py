@@ -23,10 +23,10 @@ def import_deepspeed(device: Literal["cpu", "cuda"]) -> Any:
     """Return the module `deepspeed` for a device type. The first import takes several seconds."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about distutils and deprecated names of torch in DeepSpeed's own code
+        warnings.simplefilter("ignore")  # DeepSpeed's own code uses distutils and deprecated names of torch
         module: Any = import_module("deepspeed")
     module.ops.__compatible_ops__[_SHARED_MEMORY] = False
-    logging.getLogger(_LOGGER).setLevel(logging.ERROR)  # its warnings are about settings that Lockstep chooses
+    logging.getLogger(_LOGGER).setLevel(logging.ERROR)  # DeepSpeed warns about settings that Lockstep chooses
     return module
 
 
@@ -47,7 +47,7 @@ def init_deepspeed(world: World) -> Any:
 
 @contextmanager
 def translate_deepspeed_errors() -> Iterator[None]:
-    """Run a block in which DeepSpeed communicates. Errors of its collectives are raised as PeerLostError."""
+    """Translate errors of DeepSpeed's collectives in the `with` block to PeerLostError."""
     try:
         yield
     except RuntimeError as error:

@@ -12,9 +12,9 @@ from lockstep.comm.process_groups import ProcessGroups
 
 
 class Edge(NamedTuple):
-    """The carriers to a neighbor (`outbound`) and from the neighbor (`inbound`). Both directions are independent.
+    """The carriers to a neighbor (`outbound`) and from the neighbor (`inbound`).
 
-    `peer` is the group rank of the neighbor.
+    The two directions are independent. `peer` is the group rank of the neighbor.
     """
 
     outbound: Carrier
@@ -37,14 +37,14 @@ class Edges:
         """Return the edges to the ranks `neighbors`. All ranks must call this, and neighbors must list each other."""
         missing = set(neighbors) - self._edges.keys()
         if self._groups.backend == "nccl":
-            self._edges |= self._one_way_edges(missing)
+            self._edges |= self._create_one_way_edges(missing)
         elif missing:  # gloo sends and receives on separate threads, so both directions can share a group
             carrier = self._groups.carrier(self._groups.main, range(self._size), "between stages")
             self._edges |= {rank: Edge(carrier, carrier, rank) for rank in missing}
         return {rank: self._edges[rank] for rank in neighbors}
 
-    def _one_way_edges(self, neighbors: Collection[int]) -> dict[int, Edge]:
-        """Return edges with a separate group for each direction.
+    def _create_one_way_edges(self, neighbors: Collection[int]) -> dict[int, Edge]:
+        """Create a separate group for each direction, and return the edges to `neighbors`.
 
         NCCL runs the operations of a group in order, and a send only completes after its receive has started. If both
         directions shared a group, two ranks that both send first would deadlock. (torch's pipelines do the same with

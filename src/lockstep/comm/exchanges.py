@@ -10,37 +10,37 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
 _OWN_MODULES: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in forward hooks
-OF_ROWS: Final = "an operation with weights in rows"  # name of all collectives that DTensor calls
+OF_ROWS: Final = "an operation with weights in rows"  # the name that is used for all collectives of DTensor
 _DTENSOR_MODULES: Final = "torch.distributed.tensor."
-_QUERY_PREFIXES: Final = ("get_", "_get_", "set_", "__")  # prefixes of calls that don't communicate, such as get_rank
+_QUERY_PREFIXES: Final = ("get_", "_get_", "set_", "__")  # functions that don't communicate, such as get_rank
 
 
 @contextmanager
-def intercept(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, call `tell` with the name of each collective that Lockstep didn't call, before it begins.
+def intercept(on_collective: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_collective` before each collective in the `with` block that Lockstep didn't call, with its name.
 
-    `tell` may be called twice for a collective. If `tell` raises, the exception is raised in the caller of the
-    collective.
+    `on_collective` may be called twice for a collective. If `on_collective` raises an exception, it propagates to the
+    caller of the collective.
     """
     # Each collective in these modules first looks up its group, by calling a function of the module by name. Therefore
     # it doesn't matter how the caller imported the collective. ProcessGroup.register_pre_hook of torch 2.15 only sees
     # calls in a single group, and no calls if there is only one process.
     with ExitStack() as stack:
         for lookup in ("_rank_not_in_group", "_get_default_group"):
-            stack.enter_context(_patched(c10d, lookup, tell))
+            stack.enter_context(_patch_lookup(c10d, lookup, on_collective))
         # Remove at torch >= 2.12: older versions look up the group in functional collectives by a different name.
         resolver = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
-        stack.enter_context(_patched(functional, resolver, tell))
+        stack.enter_context(_patch_lookup(functional, resolver, on_collective))
         yield
 
 
 @contextmanager
-def _patched(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iterator[None]:
+def _patch_lookup(module: ModuleType, name: str, on_collective: Callable[[str], None]) -> Iterator[None]:
     original = getattr(module, name)
 
     def intercepted(*group: Any) -> Any:
         if label := _collective_name(sys._getframe(1)):
-            tell(label)
+            on_collective(label)
         return original(*group)
 
     setattr(module, name, intercepted)

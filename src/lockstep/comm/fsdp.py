@@ -1,4 +1,7 @@
-"""The interface to torch's fully_shard (FSDP2), with a reduce-scatter that hands over gradients without adding."""
+"""The interface to torch's fully_shard (FSDP2).
+
+Replaces its reduce-scatter, so that Lockstep receives each rank's unreduced gradients and sums them in its own order.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
@@ -65,32 +68,32 @@ class Sharded:
 
     def __post_init__(self, units: Sequence[nn.Module], offload: bool, narrow: GatherDtype | None) -> None:
         model, mesh, keep_gathered = self.model, self.mesh, self.keep_gathered
-        self._offloads = offload and mesh.device_type == "cuda"
-        self._outputs: dict[int, Tensor] = {}  # by unit: the output of the last reduce-scatter, if shards are offloaded
+        self._offloads = offload and mesh.device_type == "cuda"  # whether shards are offloaded to the CPU
+        self._outputs: dict[int, Tensor] = {}  # by unit: the output of the reduce-scatter, if shards are offloaded
         self._calls = UnitCalls(len(units) + 1)
-        self._forwards_under_way = 0
+        self._active_forwards = 0
         self._counts_parameters = False  # whether the hooks of _count_parameters are registered
-        self._backward = False  # whether a backward pass of a step is running
+        self._in_step_backward = False  # whether a backward pass of a step is running
         self._graph_task = -1  # autograd's ID of this backward pass
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         self._gradients = GradientQueue(
             self.names, self._calls.is_under_way, self._make_zeros, self._pass_on, self._may_wait
         )
         self._gathers = Gathers(
-            partial(_exchange_units, mesh), self._gather, self._scatter, self._gradients.advance, self._check
+            partial(_exchange_units, mesh), self._unshard, self._reshard, self._gradients.advance, self._check_schedule
         )
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # Inputs of a unit aren't cast, because a single process has no units.
-        precision = _policy(narrow)
+        precision = _make_mp_policy(narrow)
         is_older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.wide
         for number, unit in enumerate((*units, model)):
             locations = older_fsdp.find_parameters(unit, wide) if is_older else ()
             fully_shard(
                 unit, mesh=mesh, reshard_after_forward=not keep_gathered, offload_policy=policy, mp_policy=precision
             )
-            sharded, group = self._units[number], _group(self._units[number])
+            sharded, group = self._units[number], _param_group(self._units[number])
             if is_older and group is not None:
-                older_fsdp.complete(group, locations)
+                older_fsdp.patch_group(group, locations)
             if narrow is not None and group is not None:
                 grad_dtype.keep_computed_dtype(group)
             _add_zeros(sharded)
@@ -106,19 +109,20 @@ class Sharded:
             if unit is not model:
                 unit.register_forward_pre_hook(partial(self._before_unit, number), prepend=True)
             unit.register_forward_hook(partial(self._after_unit, number), prepend=True, with_kwargs=True)
-            setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - takes precedence over fully_shard's
+            setattr(unit, "__deepcopy__", _raise_on_copy)  # noqa: B010 - takes precedence over fully_shard's
         if keep_gathered:
             self._units[-1].set_reshard_after_backward(False)
-        self._reshards_after_backward = (
-            False  # whether the parameters that stay gathered during a step are freed after this backward pass
-        )
+        # Whether parameters that stay gathered during a step are freed after the current backward pass.
+        self._reshards_after_backward = False
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
-        self._parameters = list(model.parameters())  # the shards; the model's attributes change when units are gathered
-        numbers = [number for number, unit in enumerate(self._units) if _parameters(unit)]
-        self._forwards = sorted(numbers, key=lambda number: (number + 1) % len(self._units))  # the last unit first
+        # Keep the sharded parameters, because gathering a unit replaces the parameters of its modules.
+        self._sharded_parameters = list(model.parameters())
+        numbers = [number for number, unit in enumerate(self._units) if _sharded_parameters(unit)]
+        self._forward_order = sorted(numbers, key=lambda number: (number + 1) % len(self._units))  # the last unit first
         self._all_gathered = False  # whether all units are gathered
-        self._same_order = True  # whether all members always requested units in the same order in the backward pass
+        # Whether, in all backward passes so far, all members requested units in the same order.
+        self._same_order = True
 
     def begin_step(self) -> None:
         """Discard the unit calls since the last backward pass. Call this before the first forward pass of a step."""
@@ -126,13 +130,13 @@ class Sharded:
 
     def begin_round(self, last: bool) -> None:
         """Prepare for a backward pass. Call this before each backward pass of a step, with `last=True` for the last."""
-        self._backward = True
+        self._in_step_backward = True
         self._outputs.clear()
         self._reshards_after_backward = self.keep_gathered and last
         if not self.keep_gathered:
-            order = sorted(self._forwards, reverse=True)
+            order = sorted(self._forward_order, reverse=True)
             self._gathers.begin(f"backward of {self._calls.passes}", order)
-            self._gather(order[0])  # the last unit, even if this member didn't call any of the last blocks
+            self._unshard(order[0])  # the last unit, even if this member didn't call any of the last blocks
         self._all_gathered = self._all_gathered and not last
         if self._calls.several_threads:
             self._count_parameters()
@@ -142,33 +146,34 @@ class Sharded:
         """Complete all units. Call this method after each backward pass."""
         self._calls.end_backward()
         if not self.keep_gathered:
-            self._gathers.end(called=self._calls.called())
+            self._gathers.end(call_flags=self._calls.call_flags())
             self._same_order = self._same_order and not self._gathers.differed
         self._gradients.end()
         _check_gradients(self._units, self.names)
-        if (
-            self._reshards_after_backward
-        ):  # after all units, because a weight used outside of its unit would read freed memory
+        # Free parameters only after the backward pass of all units. If a weight is used outside its unit, autograd
+        # would otherwise read freed memory.
+        if self._reshards_after_backward:
             for module in self._units:
                 module.reshard()
         self._gradients.clear()
         self._calls.clear()
-        self._backward = False
+        self._in_step_backward = False
         self._graph_task = -1
 
     def end_round(self) -> None:
         """Clear the partial gradients. Call this method after each backward pass of a step except the last."""
-        for parameter in self._parameters:
+        for parameter in self._sharded_parameters:
             parameter.grad = None
 
     def copy_sums(self) -> None:
-        """Copy the gradient sums of a step to the CPU. Call this method when the sums are complete.
+        """Copy the gradient sums of a step to the offloaded shards. Call this method when the sums are complete.
 
-        If shards are offloaded, fully_shard has already copied the gradients, but before the sums were complete.
+        fully_shard has already copied the gradients to the CPU, but before the sums were complete. If shards aren't
+        offloaded, this is a no-op.
         """
         for unit, output in self._outputs.items():
             offset = 0
-            for parameter in _group(self._units[unit]).fsdp_params:
+            for parameter in _param_group(self._units[unit]).fsdp_params:
                 if parameter.sharded_param.requires_grad:
                     rows = output.as_strided(parameter.sharded_size, parameter.contiguous_sharded_stride, offset)
                     parameter.sharded_param.grad._local_tensor.copy_(rows)
@@ -182,7 +187,7 @@ class Sharded:
             unit.reshard()
 
     def state(self, primary: bool) -> dict[str, MaybeSharded]:
-        """Return the state dict of the model. `primary` is whether this rank's replica reports its shards."""
+        """Return the state dict of the model. `primary` is whether this rank reports its rows (core/shard.py)."""
         items = self.model.state_dict().items()
         return {
             name: _shard(tensor, self.mesh, primary) if isinstance(tensor, DTensor) else tensor
@@ -200,7 +205,7 @@ class Sharded:
         Tensors that haven't been gathered yet are missing.
         """
         shards = {}
-        for group in filter(None, map(_group, self._units)):
+        for group in filter(None, map(_param_group, self._units)):
             for parameter in group.fsdp_params:
                 if (tensor := getattr(parameter, "_unsharded_param", None)) is not None:
                     shards[tensor] = parameter.sharded_param
@@ -209,32 +214,32 @@ class Sharded:
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         if _in_backward():  # recomputation
             return
-        self._forwards_under_way += 1
+        self._active_forwards += 1
         if torch.is_grad_enabled():
             self._calls.begin_forward()
         if not self._all_gathered:
-            self._gathers.begin(f"forward, training={module.training}", self._forwards)
+            self._gathers.begin(f"forward, training={module.training}", self._forward_order)
 
     def _end_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if _in_backward():
             return
-        self._forwards_under_way -= 1
+        self._active_forwards -= 1
         if self._all_gathered:
             return
-        schedule = self._gathers.end(kept=self.keep_gathered)
+        schedule = self._gathers.end(keep_gathered=self.keep_gathered)
         self._all_gathered = self.keep_gathered
         if not self._gradients.order and torch.is_grad_enabled():
             trained = {
                 unit
-                for unit in self._forwards
-                if any(parameter.requires_grad for parameter in _parameters(self._units[unit]))
+                for unit in self._forward_order
+                if any(parameter.requires_grad for parameter in _sharded_parameters(self._units[unit]))
             }
             self._gradients.order = [unit for unit in reversed(list(dict.fromkeys(schedule))) if unit in trained]
 
     def _before_unit(self, unit: int, module: nn.Module, inputs: Any) -> None:
         if _in_backward():
             return
-        if not self._forwards_under_way:
+        if not self._active_forwards:
             raise refusal(f"{self.names[unit]} {CALLED_ALONE}", CALL_THE_MODEL)
         # In a call without gradients, autocast also caches the casts of weights with their autograd nodes. These nodes
         # are older than the nodes of the later call, so autograd only reaches them after all units in between.
@@ -243,7 +248,7 @@ class Sharded:
 
     def _after_unit(self, unit: int, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         freed = set()
-        if not self.keep_gathered and (group := _group(self._units[unit])) is not None:
+        if not self.keep_gathered and (group := _param_group(self._units[unit])) is not None:
             freed = {parameter._unsharded_param.untyped_storage().data_ptr() for parameter in group.fsdp_params}
         outputs = separate_outputs(outputs, (args, kwargs), freed)
         if torch.is_grad_enabled():
@@ -269,14 +274,16 @@ class Sharded:
     def _finish(self, unit: int) -> None:
         """Collect the gradients of a unit whose backward pass is complete, and free its gathered parameters."""
         self._calls.complete(unit)
-        if (group := _group(self._units[unit])) is not None and group._training_state == TrainingState.PRE_BACKWARD:
+        if (
+            group := _param_group(self._units[unit])
+        ) is not None and group._training_state == TrainingState.PRE_BACKWARD:
             group.post_backward()
         self._gradients.advance(unit)
 
     def _check_graph_task(self, _gradient: Tensor) -> None:
-        """Raise UsageError in a nested backward pass, because fully_shard would collect the gradients of all units."""
-        if not self._backward:
-            raise _foreign_backward()
+        """Raise UsageError in a nested backward pass, because fully_shard would collect all gradients when it ends."""
+        if not self._in_step_backward:
+            raise _foreign_backward_error()
         task = torch._C._current_graph_task_id()
         if self._graph_task == -1:
             self._graph_task = task
@@ -293,7 +300,7 @@ class Sharded:
             return
         self._counts_parameters = True
         for number, unit in enumerate(self._units[:-1]):
-            group = _group(unit)
+            group = _param_group(unit)
             parameters = [] if group is None else [sharded._unsharded_param for sharded in group.fsdp_params]
             if parameters and all(parameter.requires_grad for parameter in parameters):
                 for parameter in parameters:
@@ -303,13 +310,13 @@ class Sharded:
 
     def _count_accumulated(self, unit: int, count: int, _parameter: Tensor) -> None:
         accumulated = self._calls.accumulate(unit)
-        if self._backward and self._calls.several_threads and accumulated == count:
+        if self._in_step_backward and self._calls.several_threads and accumulated == count:
             self._finish(unit)
 
     def _enqueue_gradients(self, unit: int, gradients: Tensor, output: Tensor) -> None:
         """Add the gradients of a unit to the queue."""
-        if not self._backward:
-            raise _foreign_backward()
+        if not self._in_step_backward:
+            raise _foreign_backward_error()
         if self._offloads:
             self._outputs.setdefault(unit, output)
         self._gradients.put(unit, gradients, output)
@@ -317,8 +324,8 @@ class Sharded:
     def _make_zeros(self, unit: int) -> None:
         """Make fully_shard reduce zeros for a unit that wasn't called."""
         if not self.keep_gathered:
-            self._gathers.reach(unit)
-        _group(self._units[unit]).post_backward()
+            self._gathers.join_through(unit)
+        _param_group(self._units[unit]).post_backward()
 
     def _may_wait(self) -> bool:
         return self._same_order and not self._gathers.differed
@@ -329,15 +336,15 @@ class Sharded:
         The memory of the sums is then allocated on this stream, no matter when they are computed. Memory of the compute
         stream could be reused as soon as it is freed, even if the reduce-scatter stream hasn't read it yet.
         """
-        group = _group(self._units[unit])
+        group = _param_group(self._units[unit])
         side_stream, current_stream = group.comm_ctx.reduce_scatter_stream, group.device_handle.current_stream()
         side_stream.wait_stream(current_stream)
         with group.device_handle.stream(side_stream):
             self.receive(unit, gradients, output, may_wait)
         current_stream.wait_stream(side_stream)
 
-    def _check(self, unit: int, remaining: Sequence[int]) -> None:
-        """Raise UsageError for a unit that the other members don't gather again in this phase."""
+    def _check_schedule(self, unit: int, remaining: Sequence[int]) -> None:
+        """Raise UsageError if the remaining schedule of this phase doesn't contain the unit."""
         if unit not in remaining:
             raise refusal(
                 f"{self.names[unit]} is called more often than in the first forward, or the first backward did not "
@@ -346,19 +353,19 @@ class Sharded:
                 "output.sum() for a detached output), or use strategy zero2, zero1 or ddp",
             )
 
-    def _gather(self, unit: int) -> None:
+    def _unshard(self, unit: int) -> None:
         self._units[unit].unshard()
 
-    def _scatter(self, unit: int) -> None:
+    def _reshard(self, unit: int) -> None:
         self._units[unit].reshard()
 
     def _prefetch(self) -> None:
         if remaining := self._gathers.remaining():
-            group = _group(self._units[remaining[0]])
+            group = _param_group(self._units[remaining[0]])
             group._prefetch_unshard(group, "backward")
 
 
-def _policy(narrow: GatherDtype | None) -> MixedPrecisionPolicy:
+def _make_mp_policy(narrow: GatherDtype | None) -> MixedPrecisionPolicy:
     if narrow is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     policy = partial(MixedPrecisionPolicy, narrow.dtype, torch.float32, cast_forward_inputs=False)
@@ -382,7 +389,7 @@ def local_gradient(parameter: DTensor) -> Tensor:
 def _check_gradients(units: Sequence[FSDPModule], names: Sequence[str]) -> None:
     """Raise UsageError if a parameter received a gradient after the gradients of its unit were collected."""
     for unit, name in zip(units, names, strict=True):
-        group = _group(unit)
+        group = _param_group(unit)
         for parameter in () if group is None else group.fsdp_params:
             tensor = getattr(parameter, "_unsharded_param", None)
             if tensor is not None and tensor.grad is not None:
@@ -393,10 +400,10 @@ def _check_gradients(units: Sequence[FSDPModule], names: Sequence[str]) -> None:
 
 
 def _exchange_units(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
-    answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(mesh.size())]
+    gathered = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(mesh.size())]
     with translate_peer_errors():
-        dist.all_gather(answers, torch.tensor(numbers), group=mesh.get_group())
-    return [answer.tolist() for answer in answers]
+        dist.all_gather(gathered, torch.tensor(numbers), group=mesh.get_group())
+    return [row.tolist() for row in gathered]
 
 
 def _shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
@@ -410,7 +417,7 @@ def rows_per_member(shape: torch.Size, members: int) -> int:
     return -(-shape[0] // members)
 
 
-def _foreign_backward() -> UsageError:
+def _foreign_backward_error() -> UsageError:
     return refusal(
         "a backward other than step.backward goes through the placed model, whose weights are sharded by rows",
         "pass the whole loss to step.backward(mean=loss), once per micro-batch; to compute other derivatives, use "
@@ -418,29 +425,30 @@ def _foreign_backward() -> UsageError:
     )
 
 
-def _no_copy(_memo: object) -> NoReturn:
+def _raise_on_copy(_memo: object) -> NoReturn:
     raise refusal(
         "the placed model cannot be copied, because its weights are sharded by rows",
         "copy it before run.place and read the weights with full_tensor(), or use strategy ddp or zero1",
     )
 
 
-def _group(unit: FSDPModule) -> Any:
+def _param_group(unit: FSDPModule) -> Any:
     """Return fully_shard's parameter group of a unit, or None if the unit has no direct parameters."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 
-def _parameters(unit: FSDPModule) -> list[Any]:
-    group = _group(unit)
+def _sharded_parameters(unit: FSDPModule) -> list[Any]:
+    group = _param_group(unit)
     return [] if group is None else [sharded.sharded_param for sharded in group.fsdp_params]
 
 
 def _add_zeros(unit: FSDPModule) -> None:
-    """Make the reduction of a unit use zeros for parameters that only other members may have used.
+    """Make fully_shard reduce zeros for the parameters of a unit that this rank didn't use.
 
-    This is like set_reduce_scatter_unused_params, which is missing in torch 2.11.
+    Other members may have used these parameters. This is like set_reduce_scatter_unused_params, which is missing in
+    torch 2.11.
     """
-    if (group := _group(unit)) is None:
+    if (group := _param_group(unit)) is None:
         return
     post_backward = group.post_backward
 
@@ -456,7 +464,7 @@ def _add_zeros(unit: FSDPModule) -> None:
 
 @final
 class _AllGatherHook(DefaultAllGather):
-    """The all-gather of a unit, with a call to `before` ahead of each gather."""
+    """The all-gather of a unit. Calls `before` before each gather."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
@@ -470,8 +478,10 @@ class _AllGatherHook(DefaultAllGather):
 
 @final
 class _ReduceScatterHook(DefaultAllocMixin, ReduceScatter):
-    def __init__(self, hand: Callable[[Tensor, Tensor], None]) -> None:
-        self._enqueue_gradients = hand
+    """Replaces the reduce-scatter of a unit: passes the unreduced gradients to `enqueue_gradients`, without sending."""
+
+    def __init__(self, enqueue_gradients: Callable[[Tensor, Tensor], None]) -> None:
+        self._enqueue_gradients = enqueue_gradients
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -32,35 +32,35 @@ CALL_THE_MODEL: Final = (
 @final
 @dataclass(eq=False)
 class Gathers:
-    """The gathers of a rank. All ranks must make the same calls to `begin` and `end`.
+    """Issues the all-gathers of a rank in scheduled order. All ranks must make the same calls to `begin` and `end`.
 
-    - `ask` sends integers to all ranks and returns the integers of each rank.
-    - `gather` gathers a unit if it isn't gathered, and calls `join_before` for this unit.
-    - `scatter` frees a unit.
-    - `joined` is called after this rank has joined a gather for other ranks.
-    - `check` is called with a unit and the rest of the schedule before this rank gathers the unit. `check` raises an
-      error if the unit can't be gathered.
+    - `exchange` sends integers to all ranks and returns the integers of each rank.
+    - `gather` gathers a unit if it isn't gathered yet. Before the collective, it calls `join_before` for the unit.
+    - `scatter` frees the gathered parameters of a unit.
+    - `on_join` is called after this rank has joined a gather for other ranks.
+    - `check` is called before this rank gathers a unit, with the unit and the rest of the schedule. It raises an error
+      if the unit can't be gathered.
     """
 
-    ask: Callable[[Sequence[int]], Sequence[Sequence[int]]]
+    exchange: Callable[[Sequence[int]], Sequence[Sequence[int]]]
     gather: Callable[[int], None]
     scatter: Callable[[int], None]
-    joined: Callable[[], None]
+    on_join: Callable[[], None]
     check: Callable[[int, Sequence[int]], None]
-    differed: bool = False  # whether ranks requested different units at the same time while a phase was recorded
+    differed: bool = False  # whether ranks requested different units at the same time while this phase was recorded
     _schedules: dict[str, list[int]] = field(default_factory=dict)
     _phase: str | None = None
     _usual_order: Sequence[int] = ()
     _schedule: list[int] = field(default_factory=list)
     _position: int = 0
     _gathered_for_peers: list[int] = field(default_factory=list)  # units gathered for other ranks
-    _joining: bool = False
-    _issued: bool = False
+    _joining: bool = False  # whether this rank is joining a gather for other ranks
+    _gather_issued: bool = False  # whether the last `gather` issued a collective
 
     def begin(self, phase: str, usual_order: Sequence[int]) -> Sequence[int]:
-        """Begin a phase, which has a separate schedule. Returns the schedule, or [] if it isn't recorded yet.
+        """Begin a phase, such as a forward pass. Returns its schedule, or [] if the schedule isn't recorded yet.
 
-        `usual_order` is the order in which the units are likely to be called.
+        Each phase has a separate schedule. `usual_order` is the order in which the units are likely to be called.
         """
         self._phase, self._usual_order, self._position, self.differed = phase, usual_order, 0, False
         self._schedule = self._schedules.get(phase, [])
@@ -71,9 +71,9 @@ class Gathers:
         return self._schedule[self._position :] if self._phase in self._schedules else ()
 
     def join_before(self, unit: int) -> None:
-        """Join the gathers of other ranks that come before `unit`. Called right before the collective of `unit`."""
+        """Take part in the gathers that come before `unit` in the schedule. Called right before `unit` is gathered."""
         if self._joining:
-            self._issued = True
+            self._gather_issued = True
             return
         if self._phase is None:  # outside of phases, all ranks call the same units
             return
@@ -82,25 +82,26 @@ class Gathers:
         while (next_unit := self._next_unit(unit)) != unit:
             self._join(next_unit)
 
-    def reach(self, unit: int) -> None:
-        """Join all gathers up to and including the last gather of a unit that this rank doesn't call."""
+    def join_through(self, unit: int) -> None:
+        """Take part in all gathers up to the last gather of `unit`, which this rank doesn't call."""
         while unit in self.remaining() if self._phase in self._schedules else unit not in self._schedule:
             self._join(self._next_unit(unit))
 
-    def end(self, kept: bool = False, called: Sequence[int] | None = None) -> Sequence[int]:
-        """Join the remaining gathers, free the units gathered for other ranks unless `kept`, and return the schedule.
+    def end(self, keep_gathered: bool = False, call_flags: Sequence[int] | None = None) -> Sequence[int]:
+        """End a phase: take part in the remaining gathers, and return the schedule of the phase.
 
-        `called` contains 1 for each unit that this rank called, and 0 for all other units. If it is set, the units that
-        some ranks called although no rank requested them are left out of the schedule of this phase.
+        Frees the units that were gathered for other ranks, unless `keep_gathered` is set. `call_flags` contains 1 for
+        each unit that this rank called, and 0 for all other units. If it is set, units that a rank called without
+        requesting a gather are left out of the schedule.
         """
         assert self._phase is not None
         is_new = self._phase not in self._schedules
         while (next_unit := self._next_unit(_NO_UNIT)) != _NO_UNIT:
             self._join(next_unit)
         if is_new:
-            self._add_unrequested(called)
+            self._add_unrequested(call_flags)
             self._schedules[self._phase] = self._schedule
-        for unit in () if kept else self._gathered_for_peers:
+        for unit in () if keep_gathered else self._gathered_for_peers:
             self.scatter(unit)
         self._gathered_for_peers.clear()
         self._phase = None
@@ -113,17 +114,20 @@ class Gathers:
                 return _NO_UNIT
             self._position += 1
             return self._schedule[self._position - 1]
-        answers = {unit for [unit] in self.ask([requested])}
+        answers = {unit for [unit] in self.exchange([requested])}
         self.differed |= len(answers) > 1
         if answers == {_NO_UNIT}:
             return _NO_UNIT
         self._schedule.append(min(answers - {_NO_UNIT}, key=self._usual_order.index))
         return self._schedule[-1]
 
-    def _add_unrequested(self, called: Sequence[int] | None) -> None:
-        called_by_any = [any(flags) for flags in zip(*self.ask(called), strict=True)] if called is not None else []
+    def _add_unrequested(self, call_flags: Sequence[int] | None) -> None:
+        """Insert the units that no rank requested into the schedule, in the usual order, and gather them."""
+        called_by_any = (
+            [any(flags) for flags in zip(*self.exchange(call_flags), strict=True)] if call_flags is not None else []
+        )
         for position, unit in enumerate(self._usual_order):
-            if unit in self._schedule or (called is not None and called_by_any[unit]):
+            if unit in self._schedule or (call_flags is not None and called_by_any[unit]):
                 continue
             later_units = self._usual_order[position + 1 :]
             first = next(
@@ -134,14 +138,14 @@ class Gathers:
             self._join(unit)
 
     def _join(self, unit: int) -> None:
-        self._joining, self._issued = True, False
+        self._joining, self._gather_issued = True, False
         try:
             self.gather(unit)
-            if self._issued:
+            if self._gather_issued:
                 self._gathered_for_peers.append(unit)
             else:  # the unit was already gathered and remains gathered
                 self.scatter(unit)
                 self.gather(unit)
         finally:
             self._joining = False
-        self.joined()
+        self.on_join()

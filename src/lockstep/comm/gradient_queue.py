@@ -32,9 +32,9 @@ class GradientQueue:
     may_wait: Callable[[], bool]
     order: Sequence[int] = ()  # the order of the units; empty until it is known
     _remaining_units: deque[int] = field(default_factory=deque, init=False)
-    _waiting: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    _queued: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
     _added_units: set[int] = field(default_factory=set, init=False)  # units added in this backward pass
-    _kept: list[Tensor] = field(default_factory=list, init=False)  # gradients that were handed over late
+    _late_gradients: list[Tensor] = field(default_factory=list, init=False)  # gradients that were handed over late
     _advancing: bool = field(default=False, init=False)
 
     def begin(self) -> None:
@@ -47,13 +47,13 @@ class GradientQueue:
         if unit in self._added_units:  # autograd ran a node of this unit after its backward was considered complete
             raise UsageError(f"{self.names[unit]} has another gradient after its backward; use strategy ddp or zero1")
         self._added_units.add(unit)
-        self._waiting[unit] = gradients, output  # the sharded gradients become views of `output`
+        self._queued[unit] = gradients, output  # the sharded gradients become views of `output`
         self.advance(unit)
 
     def advance(self, last_unit: int | None = None) -> None:
-        """Hand over the gradients of complete units in order. Units that weren't called have zeros.
+        """Hand over the gradients of complete units in order, and zeros for units that weren't called.
 
-        `last_unit` is the unit whose gradients fully_shard reduced last.
+        `last_unit` is the unit whose gradients fully_shard passed to the reduce-scatter last.
         """
         if self._advancing:
             return
@@ -61,24 +61,24 @@ class GradientQueue:
         try:
             while self._remaining_units:
                 unit = self._remaining_units[0]
-                if self.is_under_way(unit) and unit not in self._waiting:
+                if self.is_under_way(unit) and unit not in self._queued:
                     return
-                if unit not in self._waiting:
+                if unit not in self._queued:
                     self.make_zeros(unit)
                 self._remaining_units.popleft()
                 if unit != last_unit:  # fully_shard only keeps the last gradients that it reduced alive
-                    self._kept.append(self._waiting[unit][0])
-                self.pass_on(unit, *self._waiting.pop(unit), self.may_wait())
+                    self._late_gradients.append(self._queued[unit][0])
+                self.pass_on(unit, *self._queued.pop(unit), self.may_wait())
         finally:
             self._advancing = False
 
     def end(self) -> None:
         """Hand over all remaining gradients after a backward pass."""
         self.advance()
-        for unit in sorted(self._waiting):  # the order isn't known in the first backward pass
-            self.pass_on(unit, *self._waiting.pop(unit), True)
+        for unit in sorted(self._queued):  # the order isn't known in the first backward pass
+            self.pass_on(unit, *self._queued.pop(unit), True)
 
     def clear(self) -> None:
         """Clear the state of a backward pass."""
-        self._kept.clear()
+        self._late_gradients.clear()
         self._added_units.clear()

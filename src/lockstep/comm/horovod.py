@@ -25,7 +25,7 @@ from lockstep.errors import UsageError
 Compression = Literal["none", "fp16"]
 
 
-_LAUNCHED: Final = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # set by horovodrun, or by mpirun when it starts Horovod
+_LAUNCHER_VARIABLES: Final = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # set by horovodrun and by mpirun
 
 
 @final
@@ -91,12 +91,13 @@ class Horovod:
             "HOROVOD_STALL_CHECK_TIME_SECONDS": timeout,
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(int(timeout) + 1),
         }
-        if not any(name in os.environ for name in _LAUNCHED):
+        if not any(name in os.environ for name in _LAUNCHER_VARIABLES):
             variables |= self._start_rendezvous(world)
         for name, value in variables.items():
             os.environ.setdefault(name, value)
 
     def _start_rendezvous(self, world: World) -> dict[str, str]:
+        """Start the rendezvous server on rank 0. Returns the environment variables for Horovod on this rank."""
         is_single_host = world.local_size == world.size
         address = ""
         if not world.rank:

@@ -18,8 +18,8 @@ from torch import Tensor
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 
-ALONE: Final = 66  # maximum number of pairs that are measured one at a time; 12 ranks have 66 pairs
-MOST_ROUNDS: Final = 100
+_MAX_SEPARATE_PAIRS: Final = 66  # if there are more pairs, several are measured at a time; 12 ranks have 66 pairs
+MAX_ROUNDS: Final = 100
 _PINGS: Final = 20
 _FIRST_BYTES: Final = 16 << 10
 _LAST_BYTES: Final = 16 << 20
@@ -42,19 +42,21 @@ class Link:
 def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     """Return the pairs of ranks to measure in each round. `hosts` lists the host of each rank."""
     size = len(hosts)
-    if size * (size - 1) // 2 <= ALONE:
+    if size * (size - 1) // 2 <= _MAX_SEPARATE_PAIRS:
         return [[(source, target)] for source in range(size) for target in range(source + 1, size)]
     ranks_by_host = {host: [rank for rank in range(size) if hosts[rank] == host] for host in dict.fromkeys(hosts)}
-    leads = [ranks[0] for ranks in ranks_by_host.values()]
-    rounds_between = [[(leads[first], leads[second]) for first, second in pairs] for pairs in tournament(len(leads))]
+    leaders = [ranks[0] for ranks in ranks_by_host.values()]
+    rounds_between = [
+        [(leaders[first], leaders[second]) for first, second in pairs] for pairs in schedule_tournament(len(leaders))
+    ]
     rounds_within = [
         [(first, second) for ranks in ranks_by_host.values() for first, second in list(pairwise(ranks))[offset::2]]
         for offset in (0, 1)
     ]
-    return [*(pairs for pairs in rounds_within if pairs), *rounds_between[:MOST_ROUNDS]]
+    return [*(pairs for pairs in rounds_within if pairs), *rounds_between[:MAX_ROUNDS]]
 
 
-def tournament(count: int) -> list[list[Pair]]:
+def schedule_tournament(count: int) -> list[list[Pair]]:
     """Return the rounds of a round-robin tournament in which each of `count` players meets each other player once."""
     players = [*range(count), *([-1] if count % 2 else [])]  # the player who is paired with -1 pauses
     schedule = []
@@ -66,30 +68,33 @@ def tournament(count: int) -> list[list[Pair]]:
     return schedule
 
 
-def links(world: World, planned: Sequence[Sequence[Pair]], step: Callable[[], None] = lambda: None) -> list[Link]:
-    """Measure each pair in both directions, and return the links from this rank. All ranks must call this function."""
+def links(world: World, schedule: Sequence[Sequence[Pair]], on_round: Callable[[], None] = lambda: None) -> list[Link]:
+    """Measure each pair of ranks in both directions, and return the links from this rank. All ranks must call this.
+
+    `schedule` contains the pairs of each round. `on_round` is called at the start of each round.
+    """
     device = world.device if world.backend == "nccl" else torch.device("cpu")
     buffer = torch.ones(_LAST_BYTES, dtype=torch.uint8, device=device)
-    measured = []
-    for pairs in planned:
-        step()
+    measured_links = []
+    for pairs in schedule:
+        on_round()
         world.barrier()
         for source, target in pairs:
             with translate_peer_errors():
                 if world.rank == source:
-                    measured.append(_measure_link(world, target, buffer))
+                    measured_links.append(_measure_link(world, target, buffer))
                     _echo(target, buffer)
                 elif world.rank == target:
                     _echo(source, buffer)
-                    measured.append(_measure_link(world, source, buffer))
-    return measured
+                    measured_links.append(_measure_link(world, source, buffer))
+    return measured_links
 
 
 def _measure_link(world: World, target: int, buffer: Tensor) -> Link:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
     def round_trip(count: int) -> float:
-        """Send `count` and then `count` bytes. Return the seconds until the target has confirmed the messages."""
+        """Send `count`, and `count` bytes if it is positive. Returns the seconds until the target has replied."""
         start = time.perf_counter()
         dist.send(header.fill_(count), target)
         if count > 0:
@@ -103,7 +108,7 @@ def _measure_link(world: World, target: int, buffer: Tensor) -> Link:
     latency_s = min(round_trip(-1) for _ in range(_PINGS)) / 2
     size, elapsed_s = _FIRST_BYTES, 0.0
     while True:
-        elapsed_s = min(round_trip(size) for _ in range(_REPEATS))  # the minimum, because a repeat may wait for a core
+        elapsed_s = min(round_trip(size) for _ in range(_REPEATS))  # the minimum, because a process may wait for a core
         if elapsed_s > _MIN_MEASURED_S or size == _LAST_BYTES:
             break
         size *= 4

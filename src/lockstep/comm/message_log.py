@@ -19,7 +19,7 @@ SENT, RECEIVED = " to ", " from "
 
 
 def by_peer(messages: Mapping[str, str], way: str) -> dict[int, list[str]]:
-    """Return the messages to or from each peer, depending on `way`, in a form that is the same on both ranks."""
+    """Return the messages to or from each peer as text that is the same on both ranks. `way` is SENT or RECEIVED."""
     messages_by_peer: dict[int, list[str]] = {}
     for name, digest in messages.items():
         label, separator, suffix = name.rpartition(way)
@@ -55,7 +55,7 @@ class MessageLog:
             self._notes[f"{name} #{self._counts[name]}"] = self._digests.noted(tensor)
 
     def watch(self, carrier: Carrier, label: str, ranks: Sequence[int]) -> Carrier:
-        """Return a carrier that transfers and records. `ranks` maps peers of the carrier to ranks."""
+        """Return a carrier that also records the transferred tensors. `ranks` maps peers of the carrier to ranks."""
 
         def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
             for tensor, peer in sent:

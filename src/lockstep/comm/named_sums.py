@@ -12,11 +12,11 @@ from lockstep.comm.world import World
 
 @final
 class NamedSums:
-    """The sums over the batches of this rank.
+    """Adds up named tensors over batches.
 
     Integers are added immediately, because their sum is exact in any order. Floating-point values are stored in a table
-    with one row per batch, and rows of other ranks are zeros. Therefore adding the tables of all ranks is exact. The
-    rows are then summed in a fixed order. If `enabled` is False, `total` returns an empty dict.
+    with one row per batch. The rows of other ranks' batches are zeros, so adding the tables of all ranks is exact. The
+    rows are then summed with a single rounding. If `enabled` is False, `total` returns an empty dict.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -43,16 +43,18 @@ class NamedSums:
 
 
 def add_over_ranks(
-    world: World, whole: Mapping[str, Tensor], rows: Mapping[int, Mapping[str, Tensor]], count: int
+    world: World, integer_sums: Mapping[str, Tensor], rows: Mapping[int, Mapping[str, Tensor]], count: int
 ) -> dict[str, Tensor]:
-    """Return the sums of the integers `whole`, and of `rows` by batch number, over all ranks.
+    """Return the sums of `integer_sums` and of `rows` over all ranks. `rows` contains the values of each batch.
 
-    A rank without batches receives the names and shapes from the other ranks.
+    Ranks without batches receive the names and shapes from the other ranks.
     """
     first = next(iter(rows.values()), {})
-    own_shapes = [{name: list(tensor.shape) for name, tensor in kind.items()} for kind in (whole, first)]
-    whole_shapes, row_shapes = next((shapes for shapes in world.all_gather_json(own_shapes) if any(shapes)), own_shapes)
-    sums = {name: world.add_(_int_tensor(whole.get(name), shape)) for name, shape in whole_shapes.items()}
+    own_shapes = [{name: list(tensor.shape) for name, tensor in group.items()} for group in (integer_sums, first)]
+    integer_shapes, row_shapes = next(
+        (shapes for shapes in world.all_gather_json(own_shapes) if any(shapes)), own_shapes
+    )
+    sums = {name: world.add_(_int_tensor(integer_sums.get(name), shape)) for name, shape in integer_shapes.items()}
     for name, shape in row_shapes.items():
         table = torch.zeros(count, *shape, dtype=torch.float64)
         if rows:

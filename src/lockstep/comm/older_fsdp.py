@@ -15,12 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def is_older() -> bool:
-    """Return whether fully_shard in this version of torch lacks these features."""
+    """Return whether fully_shard in this version of torch gathers all parameters of a unit in the same dtype."""
     return "param_dtype_override_fn" not in {field.name for field in fields(MixedPrecisionPolicy)}
 
 
 def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> set[tuple[nn.Module, str]]:
-    """Return the modules and names of these parameters in a unit. Call this before fully_shard replaces them."""
+    """Return the module and the name of each parameter in a unit. Call this before fully_shard replaces parameters."""
     return {
         (module, name)
         for module in unit.modules()
@@ -29,19 +29,20 @@ def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> se
     }
 
 
-def complete(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
-    """Gather the parameters `wide` of a unit in their own dtype, and convert all gradients to the same dtype.
+def patch_group(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
+    """Make fully_shard gather the parameters `wide` of a unit in their own dtype.
 
-    `group` is the fully_shard parameter group of the unit.
+    Gradients of the unit are all converted to the same dtype, as fully_shard requires. `group` is fully_shard's
+    parameter group of the unit.
     """
     for parameter in group.fsdp_params:
         if (parameter._module_info.module, parameter._module_info.param_name) in wide:
-            unchanged = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
-            parameter.init_dtype_attrs = partial(_with_policy, parameter.init_dtype_attrs, unchanged)
+            own_dtype = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+            parameter.init_dtype_attrs = partial(_init_with_policy, parameter.init_dtype_attrs, own_dtype)
     group.post_backward = partial(_unify_dtypes, group, group.post_backward)
 
 
-def _with_policy(init_dtype_attrs: Any, policy: MixedPrecisionPolicy, unit_policy: MixedPrecisionPolicy) -> None:
+def _init_with_policy(init_dtype_attrs: Any, policy: MixedPrecisionPolicy, unit_policy: MixedPrecisionPolicy) -> None:
     init_dtype_attrs(policy)
 
 

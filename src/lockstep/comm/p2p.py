@@ -1,6 +1,6 @@
 """Point-to-point transfers of tensors between pipeline stages. Sends don't wait for the receiver to be ready.
 
-A parcel consists of a message and a list of tensors. The message is a vector of integers with a fixed length that
+A parcel consists of a message and a list of tensors. The message is a vector of integers with a fixed length, and
 describes the tensors. Each tensor keeps its memory layout, because some kernels choose their algorithm by strides, and
 the receiver must make the same choice as a single process. gloo transfers the messages and all CPU tensors, such as
 generator states. The carriers of the world transfer the tensors on the device.
@@ -32,7 +32,7 @@ from lockstep.errors import TrainingError
 
 _TAG: Final = 1  # tag of gloo messages; carriers use no tags
 _MESSAGE_LENGTH: Final = 512
-_NONE_CODE: Final = -1  # used instead of a dtype index for None
+_NONE_CODE: Final = -1  # replaces the dtype index for None
 _INT_CODE: Final = -2
 _DTYPES: Final = (
     torch.float32,
@@ -169,7 +169,7 @@ class PointToPoint:
 def backward_input(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Parameter]
 ) -> list[dict[str, Any]]:
-    """Run the part of a backward pass that computes the gradients of `inputs`. Returns the data for `backward_weight`.
+    """Run the part of a backward pass that computes the gradients of `inputs`. Returns input for `backward_weight`.
 
     The gradients of `inputs` aren't returned, because hooks receive them during the backward pass. Gradients of
     vectors, such as BatchNorm weights, are computed immediately. Deferring them would save nothing, and a CUDA kernel

@@ -16,55 +16,54 @@ from lockstep.comm.peer_errors import translate_peer_errors
 @final
 @dataclass(eq=False)
 class ProcessGroups:
-    """Two process groups of all ranks of a world, and groups of subsets of the ranks, which are created once per use.
+    """Two process groups of all ranks of a world, and groups of subsets of the ranks, which are cached.
 
-    The main thread uses `main` and a side stream uses `side`, so both can communicate at the same time. If the default
-    process group belongs to user code, it is left unchanged, and `backends` contains its backends, which new groups
-    then use.
+    The main thread uses `main` and a side stream uses `side`, so both can communicate at the same time. If user code
+    created the default process group, the default group isn't used, and `backends` sets the backends of new groups.
     """
 
     main: dist.ProcessGroup
     side: dist.ProcessGroup
     timeout: timedelta | None = None
-    carry: Callable[[dist.ProcessGroup], Carrier] = direct_carrier
+    make_carrier: Callable[[dist.ProcessGroup], Carrier] = direct_carrier
     backend: Literal["nccl", "gloo"] = "gloo"
     backends: str | None = None
     numbers: Sequence[int] = ()  # maps ranks of the world to ranks in torch.distributed, if they differ
     log: MessageLog | None = None  # records the messages in all groups except the groups of `among`
-    _parts: dict[tuple[bool, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
+    _subgroups: dict[tuple[bool, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         """Create a group of `ranks`. All ranks of the world must call this method."""
         return dist.new_group([self.number(rank) for rank in ranks], timeout=self.timeout, backend=self.backends)
 
-    def part(self, parts: list[list[int]], ranks: list[int], side_stream: bool) -> dist.ProcessGroup:
+    def get_subgroup(self, parts: list[list[int]], ranks: list[int], side_stream: bool) -> dist.ProcessGroup:
         """Return the group of `ranks`, this rank's entry in `parts`, for a side stream or for the main thread."""
         if len(parts) == 1:
             return self.side if side_stream else self.main
         key = side_stream, str(parts)
-        if key not in self._parts:
-            self._parts[key] = self._new_parts(parts, ranks)
-        return self._parts[key]
+        if key not in self._subgroups:
+            self._subgroups[key] = self._create_subgroups(parts, ranks)
+        return self._subgroups[key]
 
     def among(self, parts: list[list[int]], ranks: list[int]) -> Self:
-        """Return the groups of a separate world of `ranks`, this rank's entry in `parts`. All ranks must call this."""
-        group = self._new_parts(parts, ranks)
+        """Return new process groups for `ranks`, this rank's entry in `parts`. All ranks must call this method."""
+        group = self._create_subgroups(parts, ranks)
         return replace(self, main=group, side=group, numbers=self._group_ranks(ranks), log=None)
 
-    def _new_parts(self, parts: list[list[int]], own_ranks: list[int]) -> dist.ProcessGroup:
-        """Create a group for each part, as all ranks must, and return the group of this rank."""
+    def _create_subgroups(self, parts: list[list[int]], own_ranks: list[int]) -> dist.ProcessGroup:
+        """Create the groups of all parts, because all ranks must create all groups. Returns the group of this rank."""
         groups = [self.new_group(ranks) for ranks in parts]
         group = groups[parts.index(own_ranks)]
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def number(self, rank: int) -> int:
-        """Return the rank in torch.distributed of rank `rank` of the world."""
+        """Convert a rank of the world to a rank of torch.distributed."""
         return self.numbers[rank] if self.numbers else rank
 
     def carrier(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
-        """Return the carrier of the group of `ranks`, with peers numbered by their position in `ranks`."""
-        carrier = self.carry(group)
+        """Return a carrier for the group of `ranks`. Peers are numbered by their position in `ranks`."""
+        carrier = self.make_carrier(group)
         if order := self._group_ranks(ranks):
             carrier = renumber_ranks(carrier, order)
         return carrier if self.log is None else self.log.watch(carrier, label, ranks)
@@ -91,5 +90,5 @@ class ProcessGroups:
         if self.backends is None:
             dist.destroy_process_group()
             return
-        for group in (self.main, self.side, *self._parts.values()):
+        for group in (self.main, self.side, *self._subgroups.values()):
             dist.destroy_process_group(group)

@@ -38,13 +38,13 @@ class Rpc:
         # gloo's variable selects the interface. TensorPipe reads a different variable.
         if (interface := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
-        # The ranks are already connected, so torch uses their store instead of a new rendezvous.
+        # The ranks are already connected, so RPC uses their store instead of a new rendezvous.
         store, scheme = world.own_store("calls"), f"lockstep-{os.urandom(8).hex()}"
 
-        def own_store(_: object) -> Iterator[tuple[Any, int, int]]:
+        def yield_store(_: object) -> Iterator[tuple[Any, int, int]]:
             yield store, world.rank, world.size
 
-        dist.register_rendezvous_handler(scheme, own_store)  # type: ignore[attr-defined, no-untyped-call]
+        dist.register_rendezvous_handler(scheme, yield_store)  # type: ignore[attr-defined, no-untyped-call]
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"{scheme}://",
             rpc_timeout=world.timeout_s,

@@ -1,10 +1,10 @@
 """A world in which this process is one of many ranks and its peers are simulated. Nothing is sent.
 
-The rank computes, stores and sends the same data as in a real run, but takes a single process for any number of ranks.
+The rank computes, stores and counts as sent the same amount of data as in a real run, but no other process is needed.
 Received tensors contain zeros, or the rank's own tensors. They arrive with the delay of a link of the given bandwidth,
-which determines how much memory is held by pending transfers. This means that you can measure memory, time and traffic,
-but the results are meaningless. Ranks whose behavior depends on received data, such as pipeline stages, can't be
-simulated.
+which determines how much memory pending transfers hold. You can therefore measure memory, time and traffic, but the
+results of the computation are meaningless. Ranks whose behavior depends on received data, such as pipeline stages,
+can't be simulated.
 """
 
 import random
@@ -44,7 +44,7 @@ class Delivery:
 
 @final
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the `messages` and `bytes` that this rank would have sent over a `link` (in bytes per second).
+    """Counts the `messages` and `bytes` that this rank would send. `link` is the bandwidth in bytes per second.
 
     If `late` is set, each send takes `late` times as long on average, with random variation, and collectives don't
     block. Transfers then complete at different times in each step, as on a busy network.
@@ -69,17 +69,16 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._lock:
             self.messages += messages
             self.bytes += size
-            times = self.late * self._random.expovariate(1.0) if self.late else 1.0
-            self._free_time = max(self._free_time, time.monotonic()) + times * size / self.link
+            delay_factor = self.late * self._random.expovariate(1.0) if self.late else 1.0
+            self._free_time = max(self._free_time, time.monotonic()) + delay_factor * size / self.link
             return Delivery(self._free_time)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count an operation if it is a collective, and run the operation."""
         name = str(func)
         if name.startswith("c10d."):
-            total_bytes = max(
-                sum(tensor.nbytes for tensor in tensors_of(argument)) for argument in args
-            )  # the full size, not the part of a rank
+            # The largest argument has the full size, and the other arguments have the size of a rank's part.
+            total_bytes = max(sum(tensor.nbytes for tensor in tensors_of(argument)) for argument in args)
             [size] = [dist.ProcessGroup.unbox(argument).size() for argument in args if _is_group(argument)]
             rounds = 2 if "allreduce" in name else 1
             delivery = self.send(rounds * (size - 1), rounds * total_bytes * (size - 1) // size)
@@ -87,7 +86,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 delivery.wait()
         return func(*args, **(kwargs or {}))
 
-    def carry(self, group: dist.ProcessGroup) -> Carrier:
+    def make_carrier(self, group: dist.ProcessGroup) -> Carrier:
         """Return a carrier that counts sent tensors and fills received tensors with zeros."""
 
         def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
@@ -105,7 +104,10 @@ def _is_group(value: Any) -> bool:
 
 @contextmanager
 def simulated_world(rank: int, size: int, device: torch.device, link: float) -> Iterator[tuple[World, Traffic]]:
-    """Yield a world in which this process is `rank` of `size`, and its traffic over a `link` (bytes per second)."""
+    """Yield a world in which this process is rank `rank` of `size`, and the traffic counter of this rank.
+
+    `link` is the bandwidth of the simulated link in bytes per second.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # lazy import: registers the backend "fake"
 
     traffic, timeout = Traffic(link), timedelta(minutes=1)  # collectives never reach this timeout
@@ -117,7 +119,7 @@ def simulated_world(rank: int, size: int, device: torch.device, link: float) -> 
     first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    world = World(info, device, ProcessGroups(first, second, timeout, traffic.carry))
+    world = World(info, device, ProcessGroups(first, second, timeout, traffic.make_carrier))
     try:
         yield world, traffic
     finally:

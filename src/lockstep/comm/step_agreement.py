@@ -14,10 +14,11 @@ _NO_VALUE: Final = -1 << 40  # less than any number in the all-reduce
 
 @final
 class StepAgreement:
-    """An all-reduce after each step, whose result is used one step later.
+    """Compares numbers across ranks after each step in an all-reduce, and uses the result one step later.
 
-    All other communication between two steps starts with a blocking all-reduce of the same shape. This detects a rank
-    that has started its next step instead. Collectives of different shapes would abort the process.
+    All other communication between two steps starts with a blocking all-reduce of the same shape. If a rank has already
+    started its next step, the shapes still match, and the rank is detected. Collectives of different shapes would abort
+    the process instead.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -25,41 +26,44 @@ class StepAgreement:
         self._rank = rank
         self._size = size
         self._sent: tuple[Tensor, Any] | None = None
-        self._level = 0  # result of the last completed exchange
+        self._level = 0  # the highest level in the last completed all-reduce
         self.facts: dict[str, Any] = {}  # must be the same on all ranks
-        self.where = ""  # the line of user code that the facts come from
-        self.compared, self.compared_where = self.facts, ""  # the facts of the last exchange
-        self.metrics: dict[str, float] = {}  # metrics; should be the same on all ranks that report any
-        self.metrics_differ = False  # whether the metrics differed in the last completed exchange
+        self.where = ""  # the line of user code that set the facts
+        self.compared, self.compared_where = self.facts, ""  # the facts in the last all-reduce
+        self.metrics: dict[str, float] = {}  # should be the same on all ranks that report metrics
+        self.metrics_differ = False  # whether the metrics differed in the last completed all-reduce
 
     def exchange(self, level: int) -> int:
-        """Start the exchange of this step, and return the highest level of the previous step. Call `settle` first."""
+        """Start the all-reduce of this step, and return the highest level of the previous step. Call `settle` first."""
         agreed, self._level = self._level, 0
         self.compared, self.compared_where = self.facts, self.where
         self._sent = self._reduce(level, 0)
         return agreed
 
     def settle(self) -> bool:
-        """Wait for the exchange of the last step. Returns whether the facts were the same on all ranks."""
+        """Wait for the all-reduce of the last step. Returns whether the facts were the same on all ranks."""
         self.metrics_differ = False
         if (numbers := self.wait()) is None:
             return True
         self._level, _, facts, _, _, negated_facts, _ = numbers.tolist()
-        if (elsewhere := self._other_place(numbers, 0)) is not None:
+        if (mismatch := self._find_mismatch(numbers, 0)) is not None:
             raise UsageError(
-                f"rank {elsewhere[1]} did not start its next step when this rank did; make the same calls on all ranks "
+                f"rank {mismatch[1]} did not start its next step when this rank did; make the same calls on all ranks "
                 f"between two steps"
             )
         return bool(facts == -negated_facts)
 
     def meet(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks, after `settle`. Returns the place and rank of a rank at a different place, or None."""
+        """Wait for all ranks. Returns the place and rank of a rank at a different place, or None.
+
+        Call `settle` first.
+        """
         numbers, work = self._reduce(0, place)
         work.wait()
-        return self._other_place(numbers, place)
+        return self._find_mismatch(numbers, place)
 
     def wait(self) -> Tensor | None:
-        """Wait for the exchange of the last step, and return its numbers. A second call returns None."""
+        """Wait for the all-reduce of the last step, and return its numbers. A second call returns None."""
         if self._sent is None:
             return None
         (numbers, work), self._sent = self._sent, None
@@ -67,7 +71,7 @@ class StepAgreement:
         return numbers
 
     def _reduce(self, level: int, place: int) -> tuple[Tensor, Any]:
-        """Start an all-reduce with the maximum of the level, and the maximum and minimum of all other numbers."""
+        """Start an all-reduce of the maximum level, and of the maximum and minimum of all other numbers."""
         values = [place * self._size + self._rank, _digest(self.facts), _digest(self.metrics)]
         negated = [-value for value in values]
         if not self.metrics:
@@ -76,9 +80,9 @@ class StepAgreement:
         numbers = torch.tensor([level, *values, *negated])
         return numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    def _other_place(self, numbers: Tensor, place: int) -> tuple[int, int] | None:
-        _, last, _, metrics, first, _, negated_figures = numbers.tolist()
-        self.metrics_differ |= metrics + negated_figures > 0
+    def _find_mismatch(self, numbers: Tensor, place: int) -> tuple[int, int] | None:
+        _, last, _, metrics, first, _, negated_metrics = numbers.tolist()
+        self.metrics_differ |= metrics + negated_metrics > 0
         return next((position for code in (last, -first) if (position := divmod(code, self._size))[0] != place), None)
 
 

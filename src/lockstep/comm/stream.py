@@ -17,7 +17,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol[Result]):
-    """Waits for a result. On the CPU, raises TimeoutError if the result takes longer than `timeout_s` seconds."""
+    """Waits for a result and returns it. On the CPU, raises TimeoutError if this takes longer than `timeout_s`."""
 
     def __call__(self, timeout_s: float | None = None) -> Result: ...
 
@@ -47,13 +47,13 @@ class ThreadStream:
     """Runs functions on a single background thread.
 
     If a function fails, all functions submitted after it fail with the same error and don't run. Otherwise, a peer
-    could mistake the second transfer for the first transfer, which this rank skipped. If their sizes differ, gloo would
-    abort the process of the peer.
+    could mistake the next transfer for the transfer that failed. If their sizes differ, gloo would abort the process of
+    the peer.
     """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "stream")
-        self._failed: BaseException | None = None
+        self._error: BaseException | None = None
 
     def submit(self, function: Callable[[], T]) -> Pending[T]:
         future = self._executor.submit(self._run, function)
@@ -67,12 +67,12 @@ class ThreadStream:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, function: Callable[[], T]) -> T:
-        if self._failed is not None:
-            raise self._failed
+        if self._error is not None:
+            raise self._error
         try:
             return function()
         except BaseException as error:
-            self._failed = error
+            self._error = error
             raise
 
 
@@ -85,27 +85,27 @@ class CudaStream:
     or the compute stream waits for it. Tensors that this stream allocates are safe: before it allocates new memory, it
     waits for the compute stream.
 
-    The NCCL operations of this stream and of the compute stream are in two groups, and could deadlock if the two groups
-    waited for each other. Therefore all ranks submit in the same order, and after a step, the compute stream only
-    communicates after `wait`. In zero3, both communicate at the same time, each with kernels on a few of the GPU's
-    multiprocessors.
+    This stream and the compute stream use two NCCL process groups, which could deadlock if they waited for each other.
+    Therefore all ranks submit functions in the same order, and after a step, the compute stream only communicates after
+    `wait`. In zero3, both streams communicate at the same time. This works because NCCL's kernels only occupy a few of
+    the GPU's multiprocessors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._kept: deque[tuple[torch.cuda.Event, Callable[[], object]]] = deque()
+        self._in_flight: deque[tuple[torch.cuda.Event, Callable[[], object]]] = deque()
 
     def submit(self, function: Callable[[], T]) -> Pending[T]:
-        while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
-            self._kept.popleft()
+        while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
+            self._in_flight.popleft()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             result = function()
-        self._kept.append((self._stream.record_event(), function))
+        self._in_flight.append((self._stream.record_event(), function))
 
         def wait(timeout_s: float | None = None) -> T:
             torch.cuda.current_stream().wait_stream(self._stream)
-            self._kept.clear()
+            self._in_flight.clear()
             return result
 
         return wait

@@ -16,25 +16,25 @@ from typing import final
 
 @final
 class UnitCalls:
-    """The calls of units since the last backward pass, and the units whose backward pass is complete.
+    """Records the calls of units since the last backward pass, and which units have completed their backward pass.
 
-    Units are numbered. The last unit consists of the rest of the model, and its call begins first.
+    Units are identified by index. The last unit is the rest of the model, and its call begins first.
     """
 
-    def __init__(self, units: int) -> None:
-        self._units = units
-        self.passes = 0  # number of forward passes of the full model
+    def __init__(self, num_units: int) -> None:
+        self._num_units = num_units
+        self.passes = 0  # number of forward passes of the model
         self._calls = 0
         self._first: dict[int, int] = {}  # index of the first call, by unit
         self._threads: set[int] = set()  # threads of the forward passes
         self._complete: set[int] = set()
-        self._accumulated = [0] * units  # number of parameters with a gradient, by unit
+        self._accumulated = [0] * num_units  # number of parameters with a gradient, by unit
 
     def begin_forward(self) -> None:
-        """Record the start of a forward pass of the full model."""
+        """Record the start of a forward pass of the model."""
         self.passes += 1
         self._threads.add(threading.get_ident())
-        self._first[self._units - 1] = -1
+        self._first[self._num_units - 1] = -1
 
     def begin_call(self, unit: int) -> None:
         """Record the start of a call of a unit."""
@@ -47,12 +47,12 @@ class UnitCalls:
 
     @property
     def several_threads(self) -> bool:
-        """Whether the forward passes ran in several threads."""
+        """Whether forward passes ran in more than one thread."""
         return len(self._threads) > 1
 
-    def called(self) -> list[int]:
+    def call_flags(self) -> list[int]:
         """Return a list with 1 for each unit that was called, and 0 for all other units."""
-        return [int(unit in self._first) for unit in range(self._units)]
+        return [int(unit in self._first) for unit in range(self._num_units)]
 
     def completed_by(self, call: int) -> list[int]:
         """Return the units that become complete once the gradient of the output of a call is ready."""
@@ -80,7 +80,7 @@ class UnitCalls:
 
     def end_backward(self) -> None:
         """Record that the backward pass has ended, which completes all units."""
-        self._complete.update(range(self._units))
+        self._complete.update(range(self._num_units))
 
     def forget_calls(self) -> None:
         """Forget all calls so far, because they aren't part of the next backward pass."""
@@ -92,4 +92,4 @@ class UnitCalls:
         self._first.clear()
         self._threads.clear()
         self._complete.clear()
-        self._accumulated = [0] * self._units
+        self._accumulated = [0] * self._num_units

@@ -1,4 +1,4 @@
-"""Copies or aliases the outputs of units whose memory fully_shard may free, or whose hooks it uses to gather."""
+"""Makes the outputs of units safe to use after fully_shard frees the units' gathered parameters."""
 
 from typing import Any, cast, final
 
@@ -7,26 +7,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-def separate_outputs(outputs: Any, inputs: Any, freed: set[int]) -> Any:
+def separate_outputs(outputs: Any, inputs: Any, freed_addresses: set[int]) -> Any:
     """Return outputs that share no memory with freed tensors and aren't autograd views.
 
-    `freed` contains the addresses of memory that is freed after the forward pass of the unit. If a unit returns
-    parameters or views of parameters, they would otherwise be read after they are freed. In addition, fully_shard
-    gathers the parameters of a unit for its backward pass in a hook on its outputs. If an output is a view, an in-place
-    operation on the output would remove the hook.
+    `freed_addresses` contains the addresses of memory that is freed after the forward pass of the unit. Outputs in this
+    memory, such as parameters or views of parameters, are copied. Views are also replaced, because fully_shard
+    registers a hook on each output, which gathers the unit for its backward pass. An in-place operation on a view would
+    remove the hook.
     """
-    views = torch.is_grad_enabled()
-    if not (views or freed):
+    grad_enabled = torch.is_grad_enabled()
+    if not (grad_enabled or freed_addresses):
         return outputs
-    input_ids = {id(leaf) for leaf in tree_leaves(inputs)} if views else set()
+    input_ids = {id(leaf) for leaf in tree_leaves(inputs)} if grad_enabled else set()
 
     def separate(output: Tensor) -> Tensor:
         if id(output) in input_ids:  # the unit returns an input, which must remain the same tensor
             return output
         has_memory = type(output) in (Tensor, nn.Parameter) and output.layout == torch.strided
-        if has_memory and output.untyped_storage().data_ptr() in freed:
+        if has_memory and output.untyped_storage().data_ptr() in freed_addresses:
             return output.clone()
-        return cast(Tensor, _Identity.apply(output, output.stride())) if views and output._is_view() else output
+        return cast(Tensor, _Identity.apply(output, output.stride())) if grad_enabled and output._is_view() else output
 
     return tree_map_only(Tensor, separate, outputs)
 

@@ -35,7 +35,14 @@ from lockstep.common.differences import differences
 from lockstep.common.plainfile import parse_json
 from lockstep.common.rank import RankInfo
 from lockstep.core import random
-from lockstep.core.devices import SHARING, Backend, check_cuda, device_number, find_shared_devices, resolve_backend
+from lockstep.core.devices import (
+    SHARING,
+    Backend,
+    check_cuda,
+    choose_device_index,
+    find_shared_devices,
+    resolve_backend,
+)
 from lockstep.core.mesh import Axis, Mesh
 from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
@@ -44,8 +51,9 @@ from lockstep.errors import UsageError
 # If a rank is lost, the heartbeat (ranks/heartbeat.py) ends the other ranks within seconds and reports the reason. By
 # default, torch would abort the process as soon as NCCL detects the broken connection, before the reason is known. A
 # collective that exceeds placement.timeout_s still ends the process (the second variable is new in torch 2.15).
-_NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
-_ARRIVED: Final = "arrived"  # a counter in the store: how many times a rank has reached the end of `without_timeout`
+_NCCL_ENV: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
+# A counter in the store. Each rank increments it at the end of each `without_timeout` block.
+_ARRIVALS_KEY: Final = "arrived"
 _POLL_PAUSES_S: Final = 0.002, 0.2  # the shortest and the longest pause between two polls of the counter
 
 
@@ -79,7 +87,7 @@ class World:
         the number of chunks that sequences are split into. All ranks must call this method with the same arguments.
         """
         data_ranks, order = mesh.data_ranks_along(*axes)
-        ranks = self._own_part(mesh.groups(*axes))
+        ranks = self._find_own_group(mesh.groups(*axes))
         carrier = renumber_ranks(self.carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
         return CanonicalSum(order.index(ranks.index(self.rank)), data_ranks, carrier, chunks)
 
@@ -87,21 +95,23 @@ class World:
         """Return the carrier between the ranks that differ only along these axes. See `canonical` for the arguments."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
-        ranks = self._own_part(parts)
-        return self._groups.carrier(self._groups.part(parts, ranks, side_stream), ranks, f"along {', '.join(axes)}")
+        ranks = self._find_own_group(parts)
+        return self._groups.carrier(
+            self._groups.get_subgroup(parts, ranks, side_stream), ranks, f"along {', '.join(axes)}"
+        )
 
     def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
         """Return a torch DeviceMesh of the ranks that differ only along these axes, for use on this thread."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
-        group = self._groups.part(parts, self._own_part(parts), side_stream=False)
+        group = self._groups.get_subgroup(parts, self._find_own_group(parts), side_stream=False)
         # from_group uses the existing group. If all groups use gloo, torch would otherwise create an NCCL group.
         return DeviceMesh.from_group(group, self.device.type)
 
     def own_store(self, use: str) -> Any:
-        """Return a separate store of these ranks for a single purpose.
+        """Return a separate store for a single purpose, with its own key prefix.
 
-        If there are several ranks, all of them must call this method in the same order.
+        If several ranks share the store, they must all make the same calls in the same order.
         """
         assert self._store is not None
         self._store_count += 1
@@ -128,19 +138,19 @@ class World:
         return self._edges.connect(neighbors) if self._edges is not None else {}
 
     def number(self, rank: int) -> int:
-        """Return the rank in torch.distributed of rank `rank` of this world."""
+        """Convert a rank of this world to a rank of torch.distributed."""
         return self._groups.number(rank) if self._groups is not None else rank
 
-    def _own_part(self, parts: list[list[int]]) -> list[int]:
+    def _find_own_group(self, parts: list[list[int]]) -> list[int]:
         """Return the entry of `parts` that contains this rank."""
         [ranks] = [ranks for ranks in parts if self.rank in ranks]
         return ranks
 
     def rotated(self, mesh: Mesh, distance: int, log: MessageLog) -> Self:
-        """Return a world of the same processes in which each process takes the rank of a different shard group.
+        """Return a world of the same processes in which each shard group takes the ranks of a different shard group.
 
-        The new rank is `distance` shard groups further. The members of a shard group stay together and keep their
-        order. `log` records the messages of the new world. Don't close the returned world.
+        The new ranks are those of the shard group `distance` positions later, wrapping around. The order within a shard
+        group is kept. `log` records the messages of the new world. Don't close the returned world.
         """
         numbers, shards = [*range(self.size)], mesh.groups("shard")
         for index, members in enumerate(shards):
@@ -157,7 +167,7 @@ class World:
         return CudaStream(self.device) if self.device.type == "cuda" else ThreadStream()
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators that a model draws from: the generator of the CPU, and the generator of the device."""
+        """Return the random number generators that a model draws from: the CPU's, and on CUDA also the device's."""
         if self.device.type == "cuda":
             return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
         return [torch.default_generator]
@@ -169,14 +179,17 @@ class World:
             torch.cuda.set_device(device)
 
     def seed(self, key: int) -> None:
-        """Seed all `generators` with a key from core/random.py."""
+        """Seed all generators of this rank with a key from core/random.py."""
         seed = random.torch_seed(key)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
 
     def add_(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks in place. Only for integers and disjoint entries, because the order isn't fixed.
+        """Sum a tensor over all ranks in place.
+
+        The order of the additions isn't fixed. Therefore only use this method for integers, or if at most one rank has
+        a nonzero value in each element.
 
         A CUDA tensor is summed on its device, and this process doesn't wait for the result.
         """
@@ -216,7 +229,7 @@ class World:
             return self._agreement.exchange(level)
 
     def note(self, facts: dict[str, Any], where: str = "") -> None:
-        """Set the facts that must be the same on all ranks, and the line of user code that they come from, if any.
+        """Set the facts that must be the same on all ranks. `where` is the line of user code that set them, if any.
 
         `agree_to_stop` compares the facts. If they differ, the next `agree_to_stop` or `meet` raises UsageError.
         """
@@ -224,7 +237,7 @@ class World:
             self._agreement.facts, self._agreement.where = facts, where
 
     def say(self, metrics: dict[str, float]) -> None:
-        """Add metrics of the run, which `agree_to_stop` and `meet` compare across ranks."""
+        """Add metrics that `agree_to_stop` and `meet` compare across ranks."""
         if self._agreement is not None:
             self._agreement.metrics.update(metrics)
 
@@ -232,16 +245,15 @@ class World:
     def metrics_differ(self) -> bool:
         """Whether ranks reported different metrics in the last completed comparison.
 
-        The comparison of a step completes one step later. Therefore the value covers the metrics that ranks reported
-        before the second-to-last comparison. The value is identical on all ranks.
+        The comparison of a step completes one step later. The value is identical on all ranks.
         """
         return self._agreement is not None and self._agreement.metrics_differ
 
     def meet(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks. Returns the place and rank of a rank at a different place, or None if there is none.
+        """Wait for all ranks, and check that they are at the same place in the program.
 
-        The returned rank is the lowest or the highest of the ranks at different places. Places are numbered from 1. A
-        rank that calls `agree_to_stop` instead is at place 0 and takes part as well.
+        Returns the place and the rank of a rank at a different place, or None if all ranks are at this place. Places
+        are numbered from 1. A rank that calls `agree_to_stop` instead also takes part, and is at place 0.
         """
         if self._agreement is None:
             return None
@@ -296,18 +308,18 @@ class World:
 
     @contextmanager
     def without_timeout(self) -> Iterator[None]:
-        """Wait for all ranks at the end of the block, without a timeout. All ranks must enter the block.
+        """Wait for all ranks at the end of the `with` block, without a timeout. All ranks must enter the block.
 
-        A collective would time out if a rank takes long in the block. This wait uses the store instead, so it can last
-        as long as all ranks send heartbeats. A rank that fails in the block leaves it immediately and doesn't make the
-        other ranks wait.
+        A collective would time out if a rank spends a long time in the block. This wait uses the store instead, so it
+        can last as long as all ranks send heartbeats. If the block raises an exception, the rank doesn't wait, and the
+        other ranks don't wait for this rank.
         """
         self._untimed_count += 1
         try:
             yield
         finally:
             with translate_peer_errors():
-                arrivals = self._store.add(_ARRIVED, 1) if self._store is not None else 0
+                arrivals = self._store.add(_ARRIVALS_KEY, 1) if self._store is not None else 0
         if arrivals:
             with translate_peer_errors():
                 self._wait_for_arrivals(self._untimed_count * self.size)
@@ -315,23 +327,23 @@ class World:
     def _wait_for_arrivals(self, count: int) -> None:
         """Poll the store. A blocking wait would time out, and would block all other users of the connection."""
         pause_s, longest_s = _POLL_PAUSES_S
-        while int(self._store.get(_ARRIVED)) < count:
+        while int(self._store.get(_ARRIVALS_KEY)) < count:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
 
     def duplicate(self) -> Self:
-        """Return a world of the same ranks with a separate process group, for use on a different thread.
+        """Return a world of the same ranks with its own process group, for use on a different thread.
 
         All ranks must call this method. Don't close the returned world.
         """
         return self.among([list(range(self.size))])
 
     def among(self, groups: list[list[int]]) -> Self:
-        """Return a separate world of the ranks in the same group of `groups` as this rank.
+        """Return a world of the ranks that are in the same entry of `groups` as this rank, with its own process group.
 
-        Each rank must be in exactly one group. All ranks must call this method. Don't close the returned world.
+        Each rank must be in exactly one entry. All ranks must call this method. Don't close the returned world.
         """
-        ranks = self._own_part(groups)
+        ranks = self._find_own_group(groups)
         info = RankInfo(ranks.index(self.rank), len(ranks), self.local_rank, self.local_size, "part")
         if all(len(members) == 1 for members in groups):
             return World(info, self.device)
@@ -389,7 +401,7 @@ def open_world(
     if info.local_size == info.size and len(set(rendezvous.hosts)) == 1:
         _use_loopback_interface(info.launcher == "lockstep")
     if tensor_backend == "nccl":
-        for name, value in _NCCL.items():
+        for name, value in _NCCL_ENV.items():
             os.environ.setdefault(name, value)
     timeout = timedelta(seconds=timeout_s or rendezvous.timeout_s)
     backends = _backends(device, tensor_backend)
@@ -397,12 +409,12 @@ def open_world(
         group_store = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
         if existing is None:
             dist.init_process_group(backends, store=group_store, rank=info.rank, world_size=info.size, timeout=timeout)
-        first = dist.group.WORLD if existing is None else dist.new_group(timeout=timeout, backend=backends)
-        second = dist.new_group(timeout=timeout, backend=backends)
-    assert isinstance(first, dist.ProcessGroup)
-    assert isinstance(second, dist.ProcessGroup)
-    carry = staged_carrier if on_gpu and tensor_backend == "gloo" else direct_carrier
-    groups = ProcessGroups(first, second, timeout, carry, tensor_backend, None if existing is None else backends)
+        main = dist.group.WORLD if existing is None else dist.new_group(timeout=timeout, backend=backends)
+        side = dist.new_group(timeout=timeout, backend=backends)
+    assert isinstance(main, dist.ProcessGroup)
+    assert isinstance(side, dist.ProcessGroup)
+    make_carrier = staged_carrier if on_gpu and tensor_backend == "gloo" else direct_carrier
+    groups = ProcessGroups(main, side, timeout, make_carrier, tensor_backend, None if existing is None else backends)
     world = World(info, device, groups, group_store)
     if world.on_gpu:
         world.sharing = _find_sharing_ranks(world, tensor_backend)
@@ -427,26 +439,29 @@ def process_group() -> tuple[int, int] | None:
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backend: Backend = "auto") -> torch.device:
-    """Return the device of this rank. Raises UsageError if there is no such device, or if `backend` can't use it."""
+    """Select the device of this rank and return it.
+
+    Raises UsageError if there is no such device, or if `backend` can't use the device.
+    """
     count = torch.cuda.device_count()
     check_cuda(device, count)
     on_gpu = device != "cpu" and count > 0
-    sharing = resolve_backend(backend, on_gpu) == "gloo"
+    may_share = resolve_backend(backend, on_gpu) == "gloo"
     if not on_gpu:
         return torch.device("cpu")
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ
-    number = device_number(count, info.local_rank, info.local_size, hidden, sharing)
+    index = choose_device_index(count, info.local_rank, info.local_size, hidden, may_share)
     fix_workspace()
-    cuda_device = torch.device("cuda", number)
+    cuda_device = torch.device("cuda", index)
     torch.cuda.set_device(cuda_device)
     return cuda_device
 
 
 def _use_loopback_interface(launched: bool) -> None:
-    """Make gloo, NCCL and RPC listen on the loopback interface, because all ranks are on this host.
+    """Make gloo, NCCL and RPC listen on the loopback interface. Called if all ranks are on this host.
 
-    If the user has set these variables, their values are kept. The exception is `launched`: if Lockstep launched the
-    ranks, the values are overwritten, because the user must have set them for other jobs.
+    If `launched`, Lockstep's own launcher started the ranks, and environment variables that select an interface are
+    overwritten, because the user must have set them for other jobs. Otherwise, values that the user has set are kept.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ[name] = ports.loopback() if launched else os.environ.get(name, ports.loopback())
@@ -455,17 +470,18 @@ def _use_loopback_interface(launched: bool) -> None:
 def _find_sharing_ranks(world: World, backend: str) -> list[list[int]]:
     """Return the groups of ranks that share a device.
 
-    If there are any and the backend is NCCL, raises UsageError on all ranks, because NCCL's own error would be unclear.
-    The exception is if NCCL_HOSTID makes NCCL treat these ranks as different hosts, which works but is slow.
+    If ranks share a device with the NCCL backend, raises UsageError on all ranks, because NCCL's own error would be
+    unclear. The error isn't raised if NCCL_HOSTID makes NCCL treat these ranks as different hosts, which works but is
+    slow.
     """
     uuid = str(torch.cuda.get_device_properties(world.device).uuid)
 
-    def sharing_ranks(name: str) -> list[list[int]]:
+    def group_ranks(name: str) -> list[list[int]]:
         names = world.gather(hashlib.sha256(name.encode()).digest())
         return find_shared_devices({rank: digest.hex() for rank, digest in enumerate(names)})
 
-    groups = sharing_ranks(uuid)
-    if groups and backend == "nccl" and sharing_ranks(f"{uuid} {os.environ.get('NCCL_HOSTID')}"):
+    groups = group_ranks(uuid)
+    if groups and backend == "nccl" and group_ranks(f"{uuid} {os.environ.get('NCCL_HOSTID')}"):
         raise UsageError(
             f"placement.device: ranks {', '.join(map(str, groups[0]))} share one CUDA device; let the launcher assign "
             f"a separate device to each process (srun --gpus-per-task=1), start fewer processes on this host, or use "

@@ -1,6 +1,6 @@
-"""The schedule of a recomputation audit: which micro-batches are recomputed, and by which ranks.
+"""The schedule of recomputation audits: which micro-batches are recomputed, and by which ranks.
 
-The schedule depends only on the step number.
+The schedule depends only on the step number, the mesh and the number of micro-batches.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from lockstep.core.order import Step
 
 @dataclass(frozen=True)
 class AuditSchedule:
-    """The micro-batches that each rank recomputes in an audit.
+    """Assigns a micro-batch to recompute to each rank.
 
-    Every `every` steps, each rank recomputes one micro-batch of a different rank. In a run with a single rank, the rank
-    recomputes one of its own. The pairs of ranks and the micro-batches rotate from audit to audit.
+    Every `every` steps, each rank recomputes one micro-batch of a different rank. A single rank recomputes one of its
+    own micro-batches. The pairs of ranks and the micro-batches rotate from audit to audit.
     """
 
     every: int
@@ -22,11 +22,11 @@ class AuditSchedule:
     microbatches: int
 
     def due(self, step: Step) -> bool:
-        """Whether `step` is audited."""
+        """Return whether `step` is audited."""
         return is_due(step.number, self.every)
 
     def target(self, rank: int, step: Step) -> int:
-        """Return the audited micro-batch of `rank`, or the last micro-batch of the step if the rank has none."""
+        """Return the micro-batch of `rank` that is recomputed. Defaults to the last micro-batch of the step."""
         leaves = min(self.microbatches, step.samples)
         own_indices = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
         return own_indices[self._audit_index(step) // self._peer_count % len(own_indices)][0]
@@ -47,5 +47,5 @@ class AuditSchedule:
 
 
 def is_due(number: int, every: int) -> bool:
-    """Whether step `number` is audited. Steps are counted from 0."""
+    """Return whether step `number` is audited. Steps are counted from 0."""
     return (number + 1) % every == 0

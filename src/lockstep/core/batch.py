@@ -1,4 +1,4 @@
-"""Batches: a tensor, or any nesting of tuples, lists, mappings and dataclasses with tensors. Samples run along dim 0.
+"""Batches: a tensor, or nested tuples, lists, mappings and dataclasses of tensors. Dim 0 is the sample dimension.
 
 A dataclass, a SimpleNamespace or a UserDict (such as the encodings of transformers) is treated as a container of its
 attributes. Functions that replace tensors return a shallow copy and don't modify the original object.
@@ -21,10 +21,10 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]  # positional or keyword arguments 
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch in traversal order. Skips all other values."""
+    """Return the tensors of a batch in traversal order. Other values are skipped."""
     if isinstance(batch, Tensor):
         return [batch]
-    if type(batch) in (list, tuple) and all(isinstance(each, Tensor) for each in batch):
+    if type(batch) in (list, tuple) and all(isinstance(tensor, Tensor) for tensor in batch):
         return [*batch]  # fast path for the most common batches: pytree.tree_leaves takes 5 us
     tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(batch):
@@ -36,15 +36,15 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the batch with `change` applied to each tensor. All other values are unchanged."""
+    """Return the batch with `change` applied to each tensor. Other values stay the same."""
 
-    def changed(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
         attributes = _attributes(leaf)
         return _with_attributes(leaf, map_tensors(change, attributes)) if attributes else leaf
 
-    return pytree.tree_map(changed, batch)
+    return pytree.tree_map(convert, batch)
 
 
 def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
@@ -54,7 +54,7 @@ def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
 
 
 def leaves_with_paths(batch: Batch) -> list[tuple[str, Any]]:
-    """Return path and value of each pytree leaf. Paths are like `['input']` or `[0]`, or "" for the batch itself."""
+    """Return the path and the value of each pytree leaf. Paths are like `['input']` or `[0]`, or "" at the root."""
     leaves: list[tuple[str, Any]] = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
@@ -67,14 +67,14 @@ def leaves_with_paths(batch: Batch) -> list[tuple[str, Any]]:
 def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
     """Return the batch with `change(path, leaf)` applied to each pytree leaf, with paths as in `leaves_with_paths`."""
 
-    def changed(path: Any, leaf: Any) -> Any:
+    def convert(path: Any, leaf: Any) -> Any:
         attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
         if not attributes:
             return change(pytree.keystr(path), leaf)
         inner = map_with_paths(lambda subpath, value: change(pytree.keystr(path) + subpath, value), attributes)
         return _with_attributes(leaf, inner)
 
-    return pytree.tree_map_with_path(changed, batch)
+    return pytree.tree_map_with_path(convert, batch)
 
 
 def length(batch: Batch) -> int:
@@ -95,7 +95,7 @@ def _attributes(leaf: Any) -> dict[str, Any]:
 
 
 def _with_attributes(leaf: Any, attributes: Mapping[str, Any]) -> Any:
-    changed = copy(leaf)
+    result = copy(leaf)
     for name, value in attributes.items():
-        object.__setattr__(changed, name, value)  # works for frozen dataclasses; nothing else refers to the copy yet
-    return changed
+        object.__setattr__(result, name, value)  # works for frozen dataclasses; nothing else refers to the copy yet
+    return result

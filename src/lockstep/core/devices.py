@@ -20,7 +20,7 @@ def check_cuda(device: Literal["auto", "cpu", "cuda"], device_count: int) -> Non
 
 
 def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
-    """Return the backend that carries tensors between ranks. Raises UsageError for NCCL without a CUDA device."""
+    """Return the backend that transfers tensors between ranks. Raises UsageError for NCCL if the run is on the CPU."""
     if backend == "nccl" and not on_gpu:
         raise UsageError(
             "placement.backend: nccl does not support CPU tensors, and this run is on the CPU; use auto or gloo"
@@ -40,21 +40,23 @@ def in_words(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
     return nccl if backend == "nccl" or device == "cuda" else f"{nccl}; without CUDA, with gloo"
 
 
-def device_number(visible: int, local_rank: int, local_size: int, hidden: bool, sharing: bool = False) -> int:
-    """Return the index of this process's device among its `visible` devices. `visible` must be at least 1.
+def choose_device_index(
+    visible_count: int, local_rank: int, local_size: int, is_hidden: bool, sharing: bool = False
+) -> int:
+    """Return the index of the device of this process. `visible_count` is the number of visible devices, at least 1.
 
     Usually all processes on a host see the same devices, and each process uses a separate device. If `sharing` is set,
-    devices are assigned round-robin, so several processes can use the same device. If a process sees only one device
-    because the launcher hid the other devices (`hidden`), the process uses this device. Raises UsageError on
-    all ranks if there are too few devices.
+    devices are assigned round-robin, so several processes can use the same device. If the launcher hides devices from
+    the process (`is_hidden`) and only one device is visible, the process uses this device. Raises UsageError on all
+    ranks if there are too few devices.
     """
-    if visible >= local_size or sharing:
-        return local_rank % visible
-    if visible == 1 and hidden:
+    if visible_count >= local_size or sharing:
+        return local_rank % visible_count
+    if visible_count == 1 and is_hidden:
         return 0
-    devices = "1 CUDA device" if visible == 1 else f"{visible} CUDA devices"
+    devices = "1 CUDA device" if visible_count == 1 else f"{visible_count} CUDA devices"
     raise UsageError(
-        f"placement.processes: {local_size} processes on this host but only {devices}; use at most {visible}, or "
+        f"placement.processes: {local_size} processes on this host but only {devices}; use at most {visible_count}, or "
         f"placement.device=cpu, or {SHARING}, or let the launcher show each process only its own device "
         f"(CUDA_VISIBLE_DEVICES, as with srun --gpus-per-task=1)"
     )

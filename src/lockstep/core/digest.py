@@ -23,11 +23,9 @@ from lockstep.core.shard import NamedTensors, Shard
 _BLOCK: Final = 1 << 15  # words that share a block key; fits into a CPU cache
 _BLOCKS_PER_PRODUCT: Final = {"cpu": 1}  # blocks per multiplication; a GPU needs large kernels
 _BLOCKS_PER_PRODUCT_ON_GPU: Final = 128
-_MAX_SMALL_ELEMENTS: Final = _BLOCK  # elements; tensors up to this size are digested together, with cached keys
-_WORD_DTYPES: Final = {
-    1: torch.uint8,
-    2: torch.int16,
-}  # by element size in bytes; larger elements are split into int32 words
+_MAX_SMALL_ELEMENTS: Final = _BLOCK  # tensors up to this size are digested together, with cached keys
+# By element size in bytes. Larger elements are split into int32 words.
+_WORD_DTYPES: Final = {1: torch.uint8, 2: torch.int16}
 
 
 class _Piece(NamedTuple):
@@ -46,7 +44,7 @@ class TensorDigest(NamedTuple):
     shape: torch.Size
 
     def text(self) -> str:
-        """Return the digest, dtype and shape as text, to be sent to other ranks. Synchronizes with the device."""
+        """Return the digest, dtype and shape as text that can be sent to other ranks. Synchronizes with the device."""
         return f"{int(self.digest):x} {str(self.dtype).removeprefix('torch.')} {'x'.join(map(str, self.shape))}"
 
 
@@ -67,29 +65,29 @@ class Digests:
         words, first = _words(tensor, first)
         if not len(words):
             return torch.zeros((), dtype=torch.int64, device=tensor.device)
-        head = min(-first % _BLOCK, len(words))
-        full = (len(words) - head) // _BLOCK * _BLOCK
+        head_words = min(-first % _BLOCK, len(words))
+        full_words = (len(words) - head_words) // _BLOCK * _BLOCK
         word_keys = _keys_within_block(words.device)
-        sums = [(words[:head] * word_keys[first % _BLOCK :][:head]).sum().reshape(1)] if head else []
-        at_once = _BLOCKS_PER_PRODUCT.get(words.device.type, _BLOCKS_PER_PRODUCT_ON_GPU)
-        blocks = words[head : head + full].view(-1, _BLOCK)
-        sums += [(group * word_keys).sum(1) for group in torch.split(blocks, at_once)]
-        if remainder := len(words) - head - full:
-            sums.append((words[head + full :] * word_keys[:remainder]).sum().reshape(1))
-        sums_of_blocks = torch.cat(sums)
-        begin, end = first // _BLOCK, first // _BLOCK + len(sums_of_blocks)
-        return (sums_of_blocks * self._keys_of_blocks(words.device, end)[begin:end]).sum()
+        sums = [(words[:head_words] * word_keys[first % _BLOCK :][:head_words]).sum().reshape(1)] if head_words else []
+        blocks_per_product = _BLOCKS_PER_PRODUCT.get(words.device.type, _BLOCKS_PER_PRODUCT_ON_GPU)
+        blocks = words[head_words : head_words + full_words].view(-1, _BLOCK)
+        sums += [(group * word_keys).sum(1) for group in torch.split(blocks, blocks_per_product)]
+        if remainder := len(words) - head_words - full_words:
+            sums.append((words[head_words + full_words :] * word_keys[:remainder]).sum().reshape(1))
+        block_sums = torch.cat(sums)
+        begin, end = first // _BLOCK, first // _BLOCK + len(block_sums)
+        return (block_sums * self._get_block_keys(words.device, end)[begin:end]).sum()
 
     def noted(self, tensor: Tensor) -> TensorDigest:
         """Return the digest of a tensor, with its dtype and shape."""
         return TensorDigest(self.digest(tensor), tensor.dtype, tensor.shape)
 
     def of_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
-        """Return this rank's part of the digest of named tensors. The digest is the sum over all ranks.
+        """Return this rank's part of the digest of named tensors. Add up the parts of all ranks to get the digest.
 
-        The result is on the device of the tensors. If some tensors are offloaded, it is on one of their devices. An
-        unsharded tensor is counted on the rank whose `owned` contains its name, which must be exactly one rank. A shard
-        is counted on the primary rank among the ranks that hold it.
+        Each unsharded tensor is only included on one rank: `owned` contains the names of this rank's tensors. A shard
+        is included on the primary rank among the ranks that hold it. The result is on the device of the tensors, or on
+        any of their devices if some tensors are offloaded.
         """
         parts = []
         small: dict[tuple[torch.dtype, torch.device], list[_Piece]] = {}
@@ -98,27 +96,27 @@ class Digests:
                 small.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(piece)
             else:
                 parts.append(self.digest(piece.tensor, piece.first) * _key_of_name(piece.name))
-        parts += [self.digest_small(pieces) for pieces in small.values()]
+        parts += [self._digest_small(pieces) for pieces in small.values()]
         if not parts:
             return torch.zeros((), dtype=torch.int64)
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
-    def digest_small(self, pieces: Sequence[_Piece]) -> Tensor:
-        """Return the sum of the digests of pieces with the same dtype and device, with a single multiplication."""
+    def _digest_small(self, pieces: Sequence[_Piece]) -> Tensor:
+        """Return the sum of the digests of `pieces`. All pieces must have the same dtype and device."""
         words, _ = _words(torch.cat([piece.tensor.reshape(-1) for piece in pieces]))
         layout = (words.dtype, words.device, *((piece.name, piece.first, piece.tensor.numel()) for piece in pieces))
         if layout not in self._small_keys:
-            self._small_keys[layout] = torch.cat([self._keys_of_piece(piece) for piece in pieces])
+            self._small_keys[layout] = torch.cat([self._piece_keys(piece) for piece in pieces])
         return (words * self._small_keys[layout]).sum()
 
-    def _keys_of_piece(self, piece: _Piece) -> Tensor:
+    def _piece_keys(self, piece: _Piece) -> Tensor:
         """Return the key of each word in a piece."""
         words, first = _words(piece.tensor, piece.first)
         word_indices = torch.arange(first, first + len(words), device=words.device)
-        of_blocks = self._keys_of_blocks(words.device, (first + len(words)) // _BLOCK + 1)[word_indices // _BLOCK]
-        return _keys_within_block(words.device)[word_indices % _BLOCK] * of_blocks * _key_of_name(piece.name)
+        block_keys = self._get_block_keys(words.device, (first + len(words)) // _BLOCK + 1)[word_indices // _BLOCK]
+        return _keys_within_block(words.device)[word_indices % _BLOCK] * block_keys * _key_of_name(piece.name)
 
-    def _keys_of_blocks(self, device: torch.device, count: int) -> Tensor:
+    def _get_block_keys(self, device: torch.device, count: int) -> Tensor:
         """Return the keys of at least `count` blocks."""
         if device not in self._block_keys or len(self._block_keys[device]) < count:
             self._block_keys[device] = _keys(1, 1 << (count - 1).bit_length()).to(device)
@@ -126,22 +124,23 @@ class Digests:
 
 
 def differing_bit(first_text: str, second_text: str) -> str:
-    """Return a description of the flipped bit between two digest texts of a tensor, or "" if it isn't a single bit.
+    """Describe the flipped bit that explains two different digests of a tensor. Returns "" if no single bit does.
 
-    A flipped bit adds or subtracts the key of its word times a power of two. Keys are odd, so this power is the largest
-    power of two that divides the difference, and the quotient is the key of very few words, usually of a single word. A
-    different change looks like a single flipped bit with the same probability with which two digests collide.
+    The arguments are results of `TensorDigest.text`. A flipped bit adds or subtracts the key of its word times a power
+    of two. Keys are odd, so this power is the largest power of two that divides the difference, and the quotient is the
+    key of very few words, usually of a single word. Any other change looks like a flipped bit with the same probability
+    with which two digests collide.
     """
     (first, *tensor), (second, *second_tensor) = first_text.split(" "), second_text.split(" ")
-    change = int(second, 16) - int(first, 16)
-    if not change or tensor != second_tensor or len(tensor) != 2:
+    difference = int(second, 16) - int(first, 16)
+    if not difference or tensor != second_tensor or len(tensor) != 2:
         return ""
     dtype, shape = getattr(torch, tensor[0]), tuple(map(int, filter(None, tensor[1].split("x"))))
     # Number of words per element, and index of the bit within its word.
-    words, bit = max(1, dtype.itemsize // 4), (change & -change).bit_length() - 1
+    words, bit = max(1, dtype.itemsize // 4), (difference & -difference).bit_length() - 1
     if bit >= 8 * min(dtype.itemsize, 4):
         return ""
-    count, signed = math.prod(shape) * words, (change + (1 << 63)) % (1 << 64) - (1 << 63)
+    count, signed = math.prod(shape) * words, (difference + (1 << 63)) % (1 << 64) - (1 << 63)
     word_keys = _keys_within_block(torch.device("cpu"))
     for block, key in enumerate(_keys(1, -(-count // _BLOCK))):
         key_products = (word_keys[: count - block * _BLOCK] * key) << bit
@@ -171,7 +170,7 @@ def _keys(stream: int, count: int) -> Tensor:
 
 
 def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
-    """Yield the pieces that are counted on this rank."""
+    """Yield the pieces whose digests are included on this rank."""
     for name, value in tensors.items():
         if not isinstance(value, Shard):
             if name in owned:

@@ -112,7 +112,7 @@ class PlainRecipe:
 
 
 def nonfinite_advice(recipe: EngineRecipe | None) -> str:
-    """Return the advice for a loss that isn't finite. If `recipe` is None, the advice is for a custom training loop."""
+    """Return the advice for a nonfinite loss. If `recipe` is None, the advice is for a custom training loop."""
     if recipe is None:
         return "lower the learning rate, or clip with step.update(clip=...)"
     clip = "" if recipe.clip_norm else "set recipe.clip_norm, "

@@ -4,17 +4,17 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 
 
-def find_minority(opinions: Iterable[tuple[int, Hashable]]) -> list[int] | None:
+def find_minority(votes: Iterable[tuple[int, Hashable]]) -> list[int] | None:
     """Return the ranks with at least one result that differs from the most frequent result, or [] if all ranks agree.
 
-    `opinions` are pairs of a rank and its result. A rank can have several results. Returns None if the vote is
-    inconclusive: if two results tie for the most frequent, or if more than half of the ranks differ from it. The most
-    frequent result doesn't need an absolute majority, because two faulty ranks almost never agree bit for bit.
+    `votes` contains (rank, result) pairs. A rank can have several results. Returns None if the vote is inconclusive: if
+    two results tie for the most frequent, or if more than half of the ranks have a different result. The most frequent
+    result doesn't need an absolute majority, because two faulty ranks almost never produce the same bits.
     """
-    results_by_rank = list(opinions)
+    results_by_rank = list(votes)
     results = Counter(result for _, result in results_by_rank).most_common(2)
     if len(results) > 1 and results[0][1] == results[1][1]:
         return None
     ranks = {rank for rank, _ in results_by_rank}
-    odd = {rank for rank, result in results_by_rank if result != results[0][0]}
-    return None if len(ranks) > 1 and 2 * len(odd) > len(ranks) else sorted(odd)
+    outliers = {rank for rank, result in results_by_rank if result != results[0][0]}
+    return None if len(ranks) > 1 and 2 * len(outliers) > len(ranks) else sorted(outliers)

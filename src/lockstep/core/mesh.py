@@ -66,19 +66,19 @@ class Mesh(NamedTuple):
     def data_ranks_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
         """Return the data ranks of a group along these axes, sorted by tree leaves, and their indices in the group."""
         lengths = {axis: getattr(self, axis) for axis in axes}
-        shard = lengths.pop("shard", 1)  # its ranks have alternating leaves; other axes have contiguous parts
+        shard = lengths.pop("shard", 1)  # ranks along this axis have alternating leaves, not contiguous leaves
         context = lengths.pop("context", 1)
         group_mesh = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
         data_ranks = [group_mesh.data_rank(index) for index in range(group_mesh.size)]
         order = sorted(range(group_mesh.size), key=lambda index: data_ranks[index].seat)
-        if axes == ("replicate",) and self.expert > 1:  # a rank already has the sum of all ranks of its expert group
+        if axes == ("replicate",) and self.expert > 1:  # each rank already has the sum over its expert group
             count, step = group_mesh.size * self.expert, self.expert
             data_ranks = [DataRank(first, count, spans=step) for first in range(0, count, step)]
         return [data_ranks[index] for index in order], order
 
     @property
     def spread(self) -> Mesh:
-        """The mesh for layers outside the split matrix products, in which tensor-parallel ranks split the sequences."""
+        """The mesh for layers whose matrix products aren't split. There, tensor-parallel ranks split the sequences."""
         return self._replace(context=self.context * self.tensor, tensor=1)
 
     def data_rank(self, rank: int) -> DataRank:
@@ -92,7 +92,7 @@ class Mesh(NamedTuple):
 
 
 class DataRank(NamedTuple):
-    """The position of a rank in the distribution of the data: member `member` of replica `replica`.
+    """The micro-batches and sequence chunks of a rank, which is member `member` of replica `replica`.
 
     Each replica has a contiguous part of the micro-batches of a step, so that a replica can add up its own part first.
     The members of a replica process this part in rounds. In round k, they have micro-batches k * members,
@@ -129,13 +129,14 @@ class DataRank(NamedTuple):
 
     def rounds(self, leaves: int) -> list[tuple[int, int]]:
         """Return the first micro-batch of each round of the replica, and the number of members with a micro-batch."""
-        ours = part(leaves, self.replicas, self.replica)
-        # The first of the replicas in lockstep has the most micro-batches.
+        own_range = part(leaves, self.replicas, self.replica)
+        # Among the replicas in lockstep, the first replica has the most micro-batches.
         longest = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)
-        alone = self.members == self.in_step == 1  # otherwise, a rank without micro-batches must still join one round
-        rounds = max(-(-len(longest) // self.members), 0 if alone else 1)
-        firsts = (min(ours.start + number * self.members, ours.stop) for number in range(rounds))
-        return [(first, min(self.members, ours.stop - first)) for first in firsts]
+        # Unless a rank is independent, it must join at least one round, even without a micro-batch.
+        is_independent = self.members == self.in_step == 1
+        rounds = max(-(-len(longest) // self.members), 0 if is_independent else 1)
+        first_indices = (min(own_range.start + number * self.members, own_range.stop) for number in range(rounds))
+        return [(first, min(self.members, own_range.stop - first)) for first in first_indices]
 
     def own_blocks(self, leaves: int, chunks: int = 1) -> list[LeafBlock]:
         """Return the blocks of the reduction tree (core/tree.py) that this rank holds after adding its leaves.
@@ -145,28 +146,34 @@ class DataRank(NamedTuple):
         need to keep the gradients of each micro-batch.
         """
         microbatches = leaves // chunks
-        ours = part(microbatches, self.replicas, self.replica)
-        own = part(chunks, self.seats, self.seat)
+        own_range = part(microbatches, self.replicas, self.replica)
+        own_chunks = part(chunks, self.seats, self.seat)
         if self.members > 1:
-            [chunk] = own  # members compute one chunk at a time
-            return [LeafBlock(chunk * microbatches + leaf, 1) for leaf in ours[self.member :: self.members]]
-        ours = range(ours.start, part(microbatches, self.replicas, self.replica + self.spans - 1).stop)
-        if len(ours) == microbatches:
-            return blocks(range(own.start * microbatches, own.stop * microbatches))
-        firsts = [chunk * microbatches for chunk in own]
-        return [block for first in firsts for block in blocks(range(first + ours.start, first + ours.stop))]
+            [chunk] = own_chunks  # members compute one chunk at a time
+            return [LeafBlock(chunk * microbatches + leaf, 1) for leaf in own_range[self.member :: self.members]]
+        own_range = range(own_range.start, part(microbatches, self.replicas, self.replica + self.spans - 1).stop)
+        if len(own_range) == microbatches:
+            return blocks(range(own_chunks.start * microbatches, own_chunks.stop * microbatches))
+        first_indices = [chunk * microbatches for chunk in own_chunks]
+        return [
+            block for first in first_indices for block in blocks(range(first + own_range.start, first + own_range.stop))
+        ]
 
     @property
     def primary(self) -> bool:
-        """Whether this rank counts the micro-batches, among all ranks that have the same micro-batches."""
+        """Whether this rank counts the micro-batches on behalf of all ranks that have the same micro-batches."""
         return self.first and self.seat == 0
 
     def turns(self, batches: int) -> list[int | None]:
-        """Return the indices of the batches that this rank evaluates, padded with None to the number of rounds."""
+        """Return the indices of the batches that this rank evaluates in an evaluation of `batches` batches.
+
+        The list is padded with None, because all ranks that run in lockstep must take part in the same number of
+        rounds.
+        """
         rank = (self.replica * self.members + self.member) * self.seats + self.seat
         ranks = self.replicas * self.members * self.seats
         own_batches: list[int | None] = list(range(rank, batches, ranks))
         in_step_ranks = self.members * self.in_step
         in_step_ranks *= self.seats if in_step_ranks > 1 else 1
-        most_batches = len(range(rank - rank % in_step_ranks, batches, ranks))
-        return own_batches + [None] * (most_batches - len(own_batches))
+        max_batches = len(range(rank - rank % in_step_ranks, batches, ranks))
+        return own_batches + [None] * (max_batches - len(own_batches))

@@ -34,20 +34,20 @@ def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
     if tensors and _is_folded(tensors[0]):
         return folded_norms(matrices)
-    return [torch.linalg.vector_norm(rows, dim=1, dtype=_sum_dtype(rows)).double() for rows in matrices]
+    return [torch.linalg.vector_norm(rows, dim=1, dtype=_accumulation_dtype(rows)).double() for rows in matrices]
 
 
 def folded_norms(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the row norms of each tensor of shape [R, n], added by repeated halving: float64 of shape [R]."""
+    """Return the row norms of each tensor [R, n], added by repeated halving: float64 of shape [R]."""
     norms: dict[int, Tensor] = {}
-    for group in _groups(matrices):
-        squares = torch.cat([matrices[index].to(_sum_dtype(matrices[index])) for index in group]).square_()
+    for group in _group_by_width(matrices):
+        squares = torch.cat([matrices[index].to(_accumulation_dtype(matrices[index])) for index in group]).square_()
         width = squares.shape[1]
         while width > 1:
             half = -(-width // 2)
             squares[:, : width - half].add_(squares[:, half:width])
             width = half
-        row_norm_values = squares[:, :1].sum(1).sqrt_().double()  # there is one column left, or none
+        row_norm_values = squares[:, :1].sum(1).sqrt_().double()  # one column is left, or no column if n is 0
         norms |= zip(group, torch.split(row_norm_values, [len(matrices[index]) for index in group]), strict=True)
     return [norms[index] for index in range(len(matrices))]
 
@@ -60,9 +60,9 @@ def norm_of_rows(norms: Tensor) -> Tensor:
 
 
 def clip_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the tensors in place so that their total norm, which is `norm`, is at most `max_norm`.
+    """Scale the tensors in place so that their total norm is at most `max_norm`. `norm` is their current total norm.
 
-    If `norm` is smaller, the tensors don't change.
+    If `norm` is at most `max_norm`, the tensors don't change.
     """
     factor = (max_norm / norm).clamp(max=1.0).float()
     torch._foreach_mul_(list(tensors), factor.to(tensors[0].device) if tensors else factor)
@@ -72,19 +72,19 @@ def _is_folded(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
+def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _groups(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield groups of indices of tensors with the same row width and accumulation dtype.
+def _group_by_width(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Group tensors of the same row width and accumulation dtype. Yields the indices of the tensors in each group.
 
-    A group has at most _MAX_FOLDED_ELEMENTS elements. A larger tensor forms a group by itself.
+    A group has at most _MAX_FOLDED_ELEMENTS elements. A larger tensor forms its own group.
     """
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     elements: Counter[tuple[int, torch.dtype]] = Counter()
     for index, rows in enumerate(matrices):
-        key = rows.shape[1], _sum_dtype(rows)
+        key = rows.shape[1], _accumulation_dtype(rows)
         if elements[key] and elements[key] + rows.numel() > _MAX_FOLDED_ELEMENTS:
             yield groups.pop(key)
             elements[key] = 0

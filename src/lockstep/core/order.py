@@ -10,23 +10,23 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-def cut(length: int, parts: int) -> list[range]:
-    """Split range(length) into `parts` contiguous ranges whose sizes differ by at most one. Longer ranges come first.
+def cut(length: int, count: int) -> list[range]:
+    """Split range(length) into `count` contiguous ranges whose sizes differ by at most one. Longer ranges come first.
 
     If there are fewer elements than parts, the last ranges are empty.
     """
-    return [part(length, parts, index) for index in range(parts)]
+    return [part(length, count, index) for index in range(count)]
 
 
-def part(length: int, parts: int, index: int) -> range:
+def part(length: int, count: int, index: int) -> range:
     """Return range `index` of `cut(length, parts)`."""
-    size, longer = divmod(length, parts)
-    first = index * size + min(index, longer)
-    return range(first, first + size + (index < longer))
+    size, remainder = divmod(length, count)
+    first = index * size + min(index, remainder)
+    return range(first, first + size + (index < remainder))
 
 
 class Step(NamedTuple):
-    """One optimizer update: its position in the sample order of the epoch, and the number of earlier samples."""
+    """One optimizer update: its samples, as positions in the sample order of the epoch, and the progress of the run."""
 
     number: int  # step number in the run, from 0
     epoch: int  # from 0
@@ -45,8 +45,8 @@ class Step(NamedTuple):
     def microbatches(self, count: int) -> list[range]:
         """Split the step into at most `count` micro-batches, as positions in the sample order of the epoch.
 
-        No micro-batch is empty: a step with fewer samples than `count` has one micro-batch per sample. Empty
-        micro-batches would add nothing, so the sum has the same bits without these micro-batches.
+        A step with fewer samples than `count` has one micro-batch per sample. Empty micro-batches are omitted, which
+        doesn't change the bits of the sums.
         """
         parts = cut(self.samples, min(count, self.samples))
         return [range(self.first + positions.start, self.first + positions.stop) for positions in parts]
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """All steps of a run. You can access a step by its number in constant time.
+    """All steps of a run, indexed by step number. Indexing takes constant time.
 
     `length` is the number of training samples, and `batch` is the global batch size. The run ends after `steps`
     updates, or after `epochs` epochs if `steps` is None.

@@ -5,7 +5,7 @@ from typing import Final, Literal
 
 Precision = Literal["fp32", "tf32", "bf16", "bf16-compute", "fp16", "fp16-compute", "fp16-true"]
 
-# Precisions with loss scaling: part of the computation or the gradients are in fp16.
+# Precisions that use loss scaling, because gradients or parts of the computation are in fp16.
 SCALED: Final[frozenset[Precision]] = frozenset({"fp16", "fp16-compute", "fp16-true"})
 
 # The optimization levels of NVIDIA apex. Many existing recipes use these names.
@@ -30,13 +30,14 @@ _UNSUPPORTED: Final = {
 def translate_precision(name: object) -> object:
     """Return the Lockstep name of the precision `name`. Optimization levels of apex are translated.
 
-    Raises ValueError for the name of a precision in a different framework, and for an unsupported precision.
+    Raises ValueError for an unsupported precision. Other frameworks' names are also errors, which suggest the Lockstep
+    name. All other values are returned unchanged.
     """
     text = str(name)
     if text in APEX:
         return APEX[text]
-    for refused, reason in _UNSUPPORTED.items():
-        if text.startswith(refused):
+    for prefix, reason in _UNSUPPORTED.items():
+        if text.startswith(prefix):
             raise ValueError(f"{text} is not supported: {reason}")
     if text in _FOREIGN_NAMES:
         raise ValueError(f"{text} is named {_FOREIGN_NAMES[text]} in Lockstep; use {_FOREIGN_NAMES[text]}")

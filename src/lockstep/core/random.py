@@ -60,8 +60,8 @@ def uniform(key: int, indices: NDArray[np.int64], draws: int) -> NDArray[np.floa
 def below(key: int, counters: UInt64, bound: int) -> UInt64:
     """Draw a number from 0 to `bound` - 1 for each counter: uint64 of the same shape. `bound` must be at most 2**32.
 
-    The probabilities of two numbers differ by at most `bound` / 2**32. This function applies the hash only once, while
-    `bits` applies it twice, so use it if you chain several draws.
+    The probabilities of two numbers differ by at most `bound` / 2**32. This function applies the hash once, while
+    `bits` applies it twice. Use it if several draws are chained.
     """
     words = _mix_array(counters * np.uint64(_WEYL) + np.uint64(key))
     words >>= np.uint64(32)
@@ -82,7 +82,7 @@ def _mix(word: int) -> int:
 
 
 def _mix_array(words: UInt64) -> UInt64:
-    """Mix in place, which takes half the time, and return the array."""
+    """Apply `_mix` to each word in place, which takes half the time of a copy, and return the array."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

@@ -40,9 +40,9 @@ class Rate:
         epoch = samples_seen / self.samples_per_epoch
         if self.each == "epoch":
             epoch = math.floor(epoch)
-        return self._decayed(epoch) * self._warmup(epoch)
+        return self._decayed_rate(epoch) * self._warmup_multiplier(epoch)
 
-    def _decayed(self, epoch: float) -> float:
+    def _decayed_rate(self, epoch: float) -> float:
         progress = min(epoch / self.epochs, 1.0)
         match self.curve:
             case "constant":
@@ -59,13 +59,13 @@ class Rate:
                 factor = shape(epoch, self.epochs)
         return self.minimum + (self.base - self.minimum) * factor
 
-    def _warmup(self, epoch: float) -> float:
+    def _warmup_multiplier(self, epoch: float) -> float:
         if epoch >= self.warmup_epochs:
             return 1.0
         progress = epoch / self.warmup_epochs
         return self.warmup_factor * (1.0 - progress) + progress
 
 
-def scale_rate(value: float, per_samples: int | None, batch: int) -> float:
-    """Return the base learning rate: `value`, scaled linearly by `batch / per_samples` if `per_samples` is set."""
-    return value if per_samples is None else value * batch / per_samples
+def scale_rate(value: float, reference_batch_size: int | None, batch: int) -> float:
+    """Return the base learning rate: `value`, scaled linearly with the batch size if a reference batch size is set."""
+    return value if reference_batch_size is None else value * batch / reference_batch_size

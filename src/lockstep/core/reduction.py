@@ -1,7 +1,7 @@
 """The communication schedule for adding tensors over ranks in the order of the reduction tree.
 
-If a single rank holds all leaves of a block (core/tree.py), this rank holds the sum of the block as a full vector. If
-several ranks hold its leaves, the sum is sharded: each of these ranks has an equal *share*. To add two blocks, both are
+If a single rank holds all leaves of a block (core/tree.py), the rank holds the sum of the block as a full vector. If
+several ranks hold the leaves, the sum is sharded: each of these ranks has an equal *share*. To add two blocks, both are
 resharded over the union of their ranks, in an order in which each rank keeps most of its share. Therefore the shares
 get smaller at each level of the tree. Each rank sends about the same amount of data as in a reduce-scatter, and the
 number of its receivers only grows with the number of levels. If the number of ranks is a power of two and all ranks
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Shares:
-    """The ranks over which a vector is sharded, in the order of their parts. All parts are about equal."""
+    """The ranks over which a vector is sharded, in the order of their parts. The parts have about the same length."""
 
     ranks: tuple[int, ...]
 
@@ -53,25 +53,27 @@ class Shares:
         position, size, held_parts = self.positions[rank], len(self.ranks), 1
         while held_parts < size:
             count = min(held_parts, size - held_parts)
-            before, behind = (self.ranks[(position + distance) % size] for distance in (-held_parts, held_parts))
-            sent, received = (
-                self._wrapped_parts(first % size, count, length) for first in (position, position + held_parts)
+            previous_rank, next_rank = (
+                self.ranks[(position + distance) % size] for distance in (-held_parts, held_parts)
             )
-            yield [Part(before, part) for part in sent], [Part(behind, part) for part in received]
+            sent, received = (
+                self._split_wrapped(first % size, count, length) for first in (position, position + held_parts)
+            )
+            yield [Part(previous_rank, part) for part in sent], [Part(next_rank, part) for part in received]
             held_parts += count
 
-    def _wrapped_parts(self, position: int, count: int, length: int) -> list[range]:
-        """Return the parts of `count` ranks from `position` on, as two ranges, because they can wrap around."""
+    def _split_wrapped(self, position: int, count: int, length: int) -> list[range]:
+        """Return the parts of `count` ranks starting at `position`, as two ranges, because they can wrap around."""
         parts = self._parts(position, count, length)
         return [range(parts.start, min(parts.stop, length)), range(max(parts.stop - length, 0))]
 
-    # Not the same parts as in order.part: with this formula, `parts_over` finds an element's part in constant time.
+    # The parts differ from order.part. With this formula, `parts_over` finds the part of an element in constant time.
     def _parts(self, position: int, count: int, length: int) -> range:
         size = len(self.ranks)
         return range(length * position // size, length * (position + count) // size)
 
     def parts_over(self, part: range, length: int) -> Iterator[Part]:
-        """Yield the ranks that hold elements of `part`, a part of a vector of this length, with these elements."""
+        """Yield each rank that holds elements of the range `part` of a vector, with the range of these elements."""
         size = len(self.ranks)
         if part:
             first, last = (((element + 1) * size - 1) // length for element in (part.start, part.stop - 1))
@@ -81,7 +83,7 @@ class Shares:
                     yield Part(self.ranks[position], overlap)
 
     def union(self, other: Shares) -> Shares:
-        """Return the union of the ranks of both, in an order in which each rank keeps most of its share."""
+        """Return shares over the ranks of both, in an order in which each rank keeps most of its previous share."""
         smaller, larger = sorted((self, other), key=lambda shares: len(shares.ranks))
         centers = smaller.centers | larger.centers
         if len(centers) == len(larger.ranks):
@@ -107,7 +109,7 @@ class Shares:
 
 
 class Sum(NamedTuple):
-    """An addition of two sibling blocks, identified by their first leaves. Each rank adds in place into `left`."""
+    """The addition of two sibling blocks, which are identified by their first leaves. `right` is added to `left`."""
 
     left: int
     right: int
@@ -131,14 +133,14 @@ class Move(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The sums of a round, and then its moves. The moves of a round are independent of each other."""
+    """A round of the schedule: all sums, followed by all moves. The moves are independent of each other."""
 
     sums: list[Sum]
     moves: list[Move]
 
 
 class Reduction(NamedTuple):
-    """The rounds of a sum over ranks, and the shares of the result. All ranks hold a share of the result."""
+    """The schedule of a sum over ranks, and the shares of the result. All ranks hold a share of the result."""
 
     rounds: list[Round]
     shares: Shares
@@ -155,7 +157,7 @@ class Reduction(NamedTuple):
         return self._replace(rounds=rounds)
 
 
-def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], num_leaves: int) -> Reduction:
+def plan_reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], num_leaves: int) -> Reduction:
     """Return the schedule for summing all leaves across the ranks, given the blocks that each rank holds.
 
     `num_leaves` is the number of leaves of the reduction tree. A block is sent as soon as its sum is complete, even if
@@ -163,19 +165,19 @@ def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], num_leaves: int) ->
     missing.
     """
     shares = {block.first: Shares((rank,)) for rank, rank_blocks in enumerate(blocks_by_rank) for block in rank_blocks}
-    ready = dict.fromkeys(shares, 0)  # first round in which a block can be sent or added
+    next_rounds = dict.fromkeys(shares, 0)  # the first round in which a block can be sent or added
     rounds: list[Round] = []
 
     def round_for(block: int) -> Round:
-        while len(rounds) <= ready[block]:
+        while len(rounds) <= next_rounds[block]:
             rounds.append(Round([], []))
-        return rounds[ready[block]]
+        return rounds[next_rounds[block]]
 
     def reshard(block: int, target: Shares) -> None:
         while (source := shares[block]) != target:
             shares[block] = target.evenly_spaced(FAN_OUT * len(source.ranks))
             round_for(block).moves.append(Move(block, source, shares[block]))
-            ready[block] += 1
+            next_rounds[block] += 1
 
     half = 1
     while half < num_leaves:
@@ -184,12 +186,12 @@ def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], num_leaves: int) ->
             target = shares[left].union(shares[right])
             reshard(left, target)
             reshard(right, target)
-            ready[left] = max(ready[left], ready.pop(right))
+            next_rounds[left] = max(next_rounds[left], next_rounds.pop(right))
             round_for(left).sums.append(Sum(left, right, target))
             del shares[right]
         half *= 2
     if [*shares] != [0] or sum(block.size for rank_blocks in blocks_by_rank for block in rank_blocks) != num_leaves:
-        raise KeyError(f"the blocks of all ranks are not {num_leaves} leaves")
-    idle = tuple(rank for rank, rank_blocks in enumerate(blocks_by_rank) if not rank_blocks)
-    reshard(0, shares[0].union(Shares(idle)))
+        raise KeyError(f"the blocks of all ranks must cover exactly {num_leaves} leaves")
+    idle_ranks = tuple(rank for rank, rank_blocks in enumerate(blocks_by_rank) if not rank_blocks)
+    reshard(0, shares[0].union(Shares(idle_ranks)))
     return Reduction(rounds, shares[0])

@@ -1,8 +1,8 @@
 """The order in which each epoch visits the samples: shuffled, sequential, or a function of the epoch.
 
-A custom order is a function that is part of the recipe. The function returns the sample indices of an epoch, and must
-return the same number of indices for each epoch. It can repeat or omit samples. The result must depend only on the
-epoch, so that every rank and every resumed run gets the same order.
+A custom order is a user function that returns the sample indices of an epoch. It must return the same number of indices
+for each epoch, and can repeat or omit samples. The result must depend only on the epoch, so that every rank and every
+resumed run gets the same order.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SEQUENTIAL: Final = "sequential"
 @final
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of a dataset with `samples` samples. `order` is the setting. Error messages start with `label`."""
+    """The order in which a dataset of `samples` samples is visited, as set by `order`. Errors start with `label`."""
 
     order: str | IndexFunction
     seed: int
@@ -80,7 +80,7 @@ class SampleOrder:
 
     @cached_property
     def _cached_indices(self) -> Callable[[int], NDArray[np.int64]]:
-        return lru_cache(2)(self._compute)  # the data loader can be an epoch ahead
+        return lru_cache(2)(self._compute)  # the data loader can be one epoch ahead of the training loop
 
     def _compute(self, epoch: int) -> NDArray[np.int64]:
         assert not isinstance(self.order, str)

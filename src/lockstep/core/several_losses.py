@@ -1,4 +1,4 @@
-"""Several losses of one task or training loop: their names, their totals and their means."""
+"""Support for several named losses in a task or training loop: names, weights, totals and means."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -8,25 +8,26 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 
-Loss = Tensor | Mapping[str, Tensor]  # a sum over a batch, 0-dim, or several sums by name
+Loss = Tensor | Mapping[str, Tensor]  # the sum of a loss over a batch (0-dim), or several such sums by name
 Weight = int | Mapping[str, int]  # the divisor of the loss, or the divisor of each loss by name
 
 LOSS: Final = "loss"
-_LOSS: Final = "loss/"  # prefix of the name of a loss in the sums and metrics of a task
-_WEIGHT: Final = "weight/"
+_LOSS_PREFIX: Final = "loss/"  # prefix of the name of a loss in the sums and metrics of a task
+_WEIGHT_PREFIX: Final = "weight/"
 
 
-def check_weights(who: str, weights: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the weights of several losses in the order of their names. Doesn't check the values of the weights.
+def check_weights(label: str, weights: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the weights of several losses, sorted by name. Only the names are checked.
 
-    Raises UsageError with a message that begins with `who` if a name isn't valid.
+    Raises UsageError if a name isn't a valid identifier. The message begins with `label`.
     """
     if not weights:
-        raise UsageError(f"{who} returned an empty mapping; return an integer for the name of each loss")
+        raise UsageError(f"{label} returned an empty mapping; return an integer for the name of each loss")
     invalid = next((name for name in weights if not isinstance(name, str) or not name.isidentifier()), None)
     if invalid is not None:
         raise UsageError(
-            f"{who} returned the name {invalid!r}; name losses by letters, digits and underscores, such as second_head"
+            f"{label} returned the name {invalid!r}; name losses by letters, digits and underscores, such as "
+            f"second_head"
         )
     return {name: weights[name] for name in sorted(weights)}
 
@@ -47,10 +48,10 @@ def sum_of_losses(loss: Loss) -> Tensor:
 
 
 def loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
-    """Return the losses and the weights of a batch, with the names that they have in the sums of a task."""
+    """Return the losses and the weights of a batch, by their names among the sums of a task (`loss/NAME`)."""
     if isinstance(loss, Mapping) and isinstance(weight, Mapping):
-        losses = {f"{_LOSS}{name}": value for name, value in loss.items()}
-        return losses | {f"{_WEIGHT}{name}": torch.tensor(value) for name, value in weight.items()}
+        losses = {f"{_LOSS_PREFIX}{name}": value for name, value in loss.items()}
+        return losses | {f"{_WEIGHT_PREFIX}{name}": torch.tensor(value) for name, value in weight.items()}
     check_alike(loss, weight)
     assert isinstance(loss, Tensor)
     return {LOSS: loss, "weight": torch.tensor(weight)}
@@ -67,7 +68,10 @@ def check_alike(loss: Loss, weight: Weight, task: str = "task") -> None:
 
 
 def with_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the sums over all batches. If there are several losses, add their total under the name `loss`."""
+    """Return `sums`, with the total loss added under the name `loss` if there are several losses.
+
+    `sums` are the sums over all batches. The total is the sum of the mean losses.
+    """
     means = loss_means(sums)
     if not means:
         return sums
@@ -76,17 +80,19 @@ def with_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def loss_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the mean of each of several losses over all batches, by its name in the metrics: `loss/NAME`.
+    """Return the mean of each loss over all batches, by its name in the metrics (`loss/NAME`).
 
-    If the weight of a loss is 0, its mean is 0. Returns {} for a single loss.
+    If the weight of a loss is 0, its mean is 0. Returns {} if there is only a single loss without a name.
     """
-    names = sorted(key.removeprefix(_WEIGHT) for key in sums if key.startswith(_WEIGHT))
+    names = sorted(key.removeprefix(_WEIGHT_PREFIX) for key in sums if key.startswith(_WEIGHT_PREFIX))
     return {
-        f"{_LOSS}{name}": float(sums[f"{_LOSS}{name}"]) / weight if (weight := int(sums[f"{_WEIGHT}{name}"])) else 0.0
+        f"{_LOSS_PREFIX}{name}": float(sums[f"{_LOSS_PREFIX}{name}"]) / weight
+        if (weight := int(sums[f"{_WEIGHT_PREFIX}{name}"]))
+        else 0.0
         for name in names
     }
 
 
 def is_reserved(name: str) -> bool:
     """Return whether a name of a sum or a metric is reserved for a loss or its weight."""
-    return name.startswith((_LOSS, _WEIGHT))
+    return name.startswith((_LOSS_PREFIX, _WEIGHT_PREFIX))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """Elements that are consecutive both in the shard and in the full tensor, in row-major order."""
+    """A range of elements that are consecutive both in the shard and in the full tensor, in row-major order."""
 
     at: int  # offset in the full tensor
     own: int  # offset in the shard
@@ -19,7 +19,7 @@ class Segment(NamedTuple):
 
 
 class Chunked(NamedTuple):
-    """The rearrangement of a tensor of shape `shape` that makes its chunks (parallel/tensor/) consecutive rows.
+    """The rearrangement of a tensor of shape `shape` in which tensor-parallel chunks are consecutive rows.
 
     The tensor is viewed with shape `view`, dim `dim` is moved to the front, and all dims except the last are flattened
     into rows. A 1-dim tensor stays 1-dim, and each of its elements is a row.
@@ -34,16 +34,16 @@ class Chunked(NamedTuple):
         """Whether the tensor has one dim."""
         return len(self.shape) == 1
 
-    def to_rows(self, whole: Tensor) -> Tensor:
-        """Return the tensor with its chunks as rows. This is a copy unless the tensor already has this order."""
-        rearranged = whole.reshape(self.view).movedim(self.dim, 0)
+    def to_rows(self, full_tensor: Tensor) -> Tensor:
+        """Return the tensor with its chunks as rows. Copies the tensor unless it already has this order."""
+        rearranged = full_tensor.reshape(self.view).movedim(self.dim, 0)
         return rearranged.reshape(-1) if self.flat else rearranged.reshape(-1, self.view[-1])
 
     def from_rows(self, tensor: Tensor) -> Tensor:
         """Return the tensor with its original shape. This is the inverse of `to_rows`."""
         first = self.view[self.dim]
-        other_lengths = [length for dim, length in enumerate(self.view) if dim != self.dim]
-        return tensor.reshape(first, *other_lengths).movedim(0, self.dim).reshape(self.shape)
+        remaining_lengths = [length for dim, length in enumerate(self.view) if dim != self.dim]
+        return tensor.reshape(first, *remaining_lengths).movedim(0, self.dim).reshape(self.shape)
 
     def starts(self, rows: slice) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return the offset of each of these rows in the original tensor."""
@@ -88,9 +88,9 @@ NamedTensors: TypeAlias = Mapping[str, MaybeSharded]
 
 
 def piece(flat: Tensor, first: int, shape: torch.Size) -> Shard:
-    """Return a shard with the elements `flat` of a tensor of shape `shape`, starting at element `first`.
+    """Return a shard of individual elements: `flat` contains elements of a tensor of shape `shape` from `first` on.
 
-    The tensor must have at least one dim.
+    The tensor must have at least one dim. Each element is treated as a row.
     """
     if len(shape) == 1:
         return Shard(flat, first, shape)
@@ -102,11 +102,11 @@ def local_tensor(value: MaybeSharded) -> Tensor:
     return value.tensor if isinstance(value, Shard) else value
 
 
-def slice_of(whole: Tensor, like: MaybeSharded) -> Tensor:
-    """Return the rows of `whole` that `like` holds. The result is a view unless `like` has rearranged rows."""
+def slice_of(full_tensor: Tensor, like: MaybeSharded) -> Tensor:
+    """Return the rows of `full_tensor` that `like` holds. The result is a view unless `like` has rearranged rows."""
     if not isinstance(like, Shard) or not like.shape:
-        return whole
-    rows = whole if like.chunked is None else like.chunked.to_rows(whole)
+        return full_tensor
+    rows = full_tensor if like.chunked is None else like.chunked.to_rows(full_tensor)
     return rows[like.first : like.first + len(like.tensor)]
 
 

@@ -20,9 +20,9 @@ from lockstep.core.random import UInt64
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # positions in an epoch -> sample indices of the same shape
 
-MAX_SORTED_SAMPLES: Final = (
-    4096  # samples; a network on a small rectangle shuffles poorly, and a permutation array takes just 32 KiB
-)
+# Larger datasets are shuffled by a network. A network on a small rectangle shuffles poorly, while a permutation array
+# of this size takes just 32 KiB.
+MAX_SORTED_SAMPLES: Final = 4096
 # With 4 rounds, neighbors in the order are measurably closer than by chance. With 6 rounds, this is only measurable
 # below 1,000 samples.
 _ROUNDS: Final = 8
@@ -65,9 +65,9 @@ class Network:
 
     def _permute(self, numbers: UInt64) -> UInt64:
         rows, columns = np.divmod(numbers, np.uint64(self._columns))
-        for across, down in self.keys:
-            columns = _rotate(columns, random.below(across, rows, self._columns), self._columns)
-            rows = _rotate(rows, random.below(down, columns, self._rows), self._rows)
+        for row_key, column_key in self.keys:
+            columns = _rotate(columns, random.below(row_key, rows, self._columns), self._columns)
+            rows = _rotate(rows, random.below(column_key, columns, self._rows), self._rows)
         return np.asarray(rows * np.uint64(self._columns) + columns)
 
     @cached_property
@@ -79,7 +79,8 @@ class Network:
         return -(-self.length // self._columns)
 
 
-def _rotate(numbers: UInt64, by: UInt64, end: int) -> UInt64:
-    """Return `(numbers + by) % end` if both are below `end`. Overwrites `by`."""
-    by += numbers
-    return np.asarray(np.minimum(by, by - np.uint64(end)))  # if `by` is below `end`, the difference wraps around
+def _rotate(numbers: UInt64, offsets: UInt64, end: int) -> UInt64:
+    """Return `(numbers + offsets) % end`. Both inputs must be below `end`. Overwrites `offsets`."""
+    offsets += numbers
+    # If a sum is below `end`, the unsigned difference wraps around and is larger than the sum.
+    return np.asarray(np.minimum(offsets, offsets - np.uint64(end)))

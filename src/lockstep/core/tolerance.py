@@ -32,13 +32,13 @@ def unit_roundoff(precision: str) -> float:
     return 2.0 ** -SIGNIFICAND_BITS[precision]
 
 
-def worst_case(roundoff: float, length: int) -> float:
-    """Return gamma_n for sums of `length` terms. The result is infinity if n u >= 1, because no bound holds then."""
+def worst_case_bound(roundoff: float, length: int) -> float:
+    """Return gamma_n for sums of `length` terms, or infinity if n u >= 1, because the bound then doesn't hold."""
     product = length * roundoff
     return product / (1 - product) if product < 1 else math.inf
 
 
-def likely(roundoff: float, length: int) -> float:
+def probabilistic_bound(roundoff: float, length: int) -> float:
     """Return the probabilistic bound for sums of `length` terms: exp(LAMBDA sqrt(n) u + n u**2 / (1 - u)) - 1."""
     exponent = LAMBDA * math.sqrt(length) * roundoff + length * roundoff**2 / (1 - roundoff)
     return math.expm1(exponent) if exponent < 1 else math.inf
@@ -51,7 +51,7 @@ def comm_tolerance(roundoff: float, ranks: int, steps: int) -> float:
     of a step is gamma_n with n = `ranks`. As long as the learning rate times the curvature is below 2, which stable
     training requires, the effect on the next gradient is less than twice this error. Hence the factor 2 x steps.
     """
-    return 2 * steps * worst_case(roundoff, ranks)
+    return 2 * steps * worst_case_bound(roundoff, ranks)
 
 
 def tolerance(roundoff: float, length: int, depth: int, steps: int) -> float:
@@ -66,4 +66,4 @@ def tolerance(roundoff: float, length: int, depth: int, steps: int) -> float:
     bound. The tolerance doesn't account for models that amplify small differences from step to step, so use it only for
     a few steps.
     """
-    return 2 * depth * steps * min(worst_case(roundoff, length), likely(roundoff, length))
+    return 2 * depth * steps * min(worst_case_bound(roundoff, length), probabilistic_bound(roundoff, length))

@@ -77,7 +77,7 @@ class Counter(Generic[T]):
 
 
 def total(pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
-    """Add the pieces that cover all leaves in the order of the tree. `leaves` is the number of leaves.
+    """Return the sum of all pieces, added in the order of the tree. `leaves` is the number of leaves.
 
     The pieces must cover each leaf exactly once, like the `blocks` of any partition of the leaves. Raises KeyError if a
     leaf is missing. `add(left, right)` may modify `left` in place.

@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 # 256 has eight micro-batches, which up to eight processes can share. The default is the same on every machine, so that
 # the results don't depend on the machine.
 MICROBATCH: Final = 32
-_EARLIER_MICROBATCHES: Final = 8  # default number of micro-batches before MICROBATCH was introduced
+_LEGACY_MICROBATCHES: Final = 8  # default number of micro-batches before MICROBATCH was introduced
 
 
 def check_work(processes: int, microbatches: int) -> None:
@@ -41,12 +41,12 @@ def check_several(processes: int, strategy: str) -> None:
 
 
 def too_few(processes: int, microbatches: int, microbatch: int | None = None) -> str:
-    """Return the error text for a step with fewer micro-batches than processes, including the key to change.
+    """Return the error text for a step with fewer micro-batches than processes. The text suggests a key to change.
 
-    If the recipe sets `microbatch`, the text suggests a larger batch.
+    If the recipe sets `microbatch`, the text suggests a larger batch instead of more micro-batches.
     """
-    unit, limit_unit = ("micro-batch", "process") if microbatches == 1 else ("micro-batches", "processes")
-    text = f"{processes} processes but only {microbatches} {unit}; use at most {microbatches} {limit_unit}, or set"
+    noun, limit_noun = ("micro-batch", "process") if microbatches == 1 else ("micro-batches", "processes")
+    text = f"{processes} processes but only {microbatches} {noun}; use at most {microbatches} {limit_noun}, or set"
     if microbatch is not None:
         return f"{text} recipe.batch={processes * microbatch}, which changes the results: it is a different recipe"
     return (
@@ -62,4 +62,4 @@ def default_microbatches(batch: int, microbatch: int | None = None) -> int:
 
 def earlier_microbatches(batch: int) -> int:
     """Return the default number of micro-batches in earlier versions, to resume runs that started with this default."""
-    return min(_EARLIER_MICROBATCHES, batch)
+    return min(_LEGACY_MICROBATCHES, batch)

@@ -1,6 +1,6 @@
-"""Removes tensors that user code caches at module level while Lockstep inspects a model, such as masks in `lru_cache`.
+"""Removes tensors that a model caches at module level during an inspection, such as masks in an `lru_cache`.
 
-An inspection runs the model on the meta device, on the CPU or in float64. If the model cached a mask during the
+An inspection runs the model on the meta device, on the CPU or in float64. If the model caches a mask during the
 inspection, the training run would otherwise use this mask, with the wrong device or dtype.
 """
 
@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-# Packages that are skipped in addition to the standard library: dependencies of torch and Lockstep, which don't cache
-# masks of a model. Searching a package that is missing from this list only takes milliseconds.
+# Packages that aren't searched, like the standard library: dependencies of torch and Lockstep, which don't cache
+# tensors of a model. Searching a package that is missing from this list only takes milliseconds.
 _LIBRARIES: Final = frozenset(
     [
         *("PIL", "accelerate", "anyio", "boto3", "botocore", "charset_normalizer", "click", "cryptography", "cuda"),
@@ -28,7 +28,7 @@ _LIBRARIES: Final = frozenset(
         *("tqdm", "transformers", "triton", "typing_extensions", "urllib3", "wandb", "yaml"),
     ]
 )
-# Exact types, because accessing a subclass can import modules.
+# Subclasses are excluded, because accessing an instance of a subclass can import modules.
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict)
 _CONTAINER_TYPES: Final = frozenset(
     (*_MAPPINGS, list, tuple, set, frozenset, staticmethod, classmethod, FunctionType, _lru_cache_wrapper)
@@ -40,10 +40,10 @@ Tensors = Mapping[int, Tensor]  # by id, which is unique because the mapping kee
 
 @contextmanager
 def drop_new_tensors() -> Iterator[None]:
-    """Drop the tensors that the block added to module-level caches.
+    """On exit, drop the tensors that code in the `with` block added to module-level caches.
 
-    Searches modules and their types, functions with their defaults and closures, and nested containers. Clears an
-    `lru_cache` that holds a new tensor. If a variable was rebound to a new tensor, restores its old value.
+    Searches modules and their types, functions with their defaults and closures, and nested containers. Clears each
+    `lru_cache` that holds a new tensor. If a variable was rebound to a new tensor, its old value is restored.
     """
     before = {id(tensor): tensor for tensor in _all_tensors()}
     variables = {id(owner): dict(namespace) for owner, namespace in _namespaces()}
@@ -61,8 +61,8 @@ def _all_tensors() -> list[Tensor]:
 def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield each module and class of user code and third-party packages with its variables."""
     for name, module in [*sys.modules.items()]:
-        top = name.partition(".")[0]
-        if top in _LIBRARIES or (top in sys.stdlib_module_names and top != "__main__"):
+        package = name.partition(".")[0]
+        if package in _LIBRARIES or (package in sys.stdlib_module_names and package != "__main__"):
             continue
         if not isinstance(module, ModuleType):
             continue
@@ -102,11 +102,11 @@ def _contents(value: Any) -> list[Any]:
     if isinstance(value, staticmethod | classmethod):
         return [value.__func__]
     if isinstance(value, FunctionType):
-        return [vars(value), *(value.__defaults__ or ()), value.__kwdefaults__, *_cells(value)]
+        return [vars(value), *(value.__defaults__ or ()), value.__kwdefaults__, *_closure_values(value)]
     return []
 
 
-def _cells(function: FunctionType) -> Iterator[Any]:
+def _closure_values(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -146,7 +146,7 @@ def _drop_nested(value: Any, previous: Tensors, depth: int, visited: set[int]) -
 
 
 def _is_new(value: Any, previous: Tensors) -> bool:
-    """Whether an entry is a new tensor or an immutable container with a new tensor."""
+    """Return whether an entry is a new tensor or an immutable container with a new tensor."""
     if type(value) in (tuple, frozenset):
         return _holds_new(value, previous)
     return isinstance(value, Tensor) and id(value) not in previous

@@ -30,7 +30,10 @@ _SLOWDOWN_REASONS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. Fields that the GPU or its driver doesn't report are None. `bus` is the PCI address in sysfs format."""
+    """A GPU, as reported by NVML. `bus` is the PCI address in sysfs format.
+
+    A field is None if the GPU or its driver doesn't report the value.
+    """
 
     name: str
     uuid: str
@@ -44,7 +47,7 @@ class Card:
     uncorrected: int = 0  # uncorrected memory errors since the driver was loaded
     uncorrected_ever: int = 0
     repair: tuple[str, ...] = ()  # pending or failed memory repairs
-    slowed: tuple[str, ...] = ()  # reasons why its clocks are currently reduced
+    slowed: tuple[str, ...] = ()  # reasons why the clocks are currently reduced
     power_limit_w: float | None = None
     power_default_w: float | None = None
     link_width: int | None = None
@@ -53,7 +56,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Driver:
-    """The NVML report. `cuda` is the newest CUDA version that the driver supports. `problem` is the error of NVML."""
+    """The results of querying NVML, or its error as `problem`. `cuda` is the newest CUDA version that is supported."""
 
     version: str = ""
     cuda: str = ""
@@ -63,7 +66,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA device, as listed by torch. `reads` are the devices whose memory it can access directly."""
+    """A CUDA device, as reported by torch. `reads` are the devices whose memory the device can access directly."""
 
     name: str
     uuid: str
@@ -74,7 +77,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The results of all GPU checks on this host.
+    """The results of all GPU queries on this host.
 
     - `kernel`: the version line of the kernel driver, or "" if no driver is loaded.
     - `files`: whether the current user can open each device file of the driver.
@@ -93,7 +96,7 @@ class Evidence:
 
 
 def look(driver: Driver, root: Path = _ROOT) -> Evidence:
-    """Return `driver` together with the results of all other checks. Initializes CUDA."""
+    """Run all other GPU queries, and return the results together with `driver`. Initializes CUDA."""
     device_count, raised = _start_cuda()
     version = shown_text(root / "proc/driver/nvidia/version")
     return Evidence(
@@ -121,7 +124,7 @@ def query_driver() -> Driver:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         cards = tuple(_card(nvml, handle) for handle in handles)
         return Driver(nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}", cards)
-    except nvml.NVMLError as error:  # e.g. a GPU that fell off the bus
+    except nvml.NVMLError as error:  # for example, a GPU has fallen off the bus
         return Driver(problem=str(error))
     finally:
         nvml.nvmlShutdown()
@@ -190,7 +193,7 @@ def _device(index: int, device_count: int) -> Device:
 
 
 def _libraries() -> dict[str, str | None]:
-    """Return the versions of the GPU libraries of torch."""
+    """Return the versions of torch and its GPU libraries. A version is None if torch is built without the library."""
     built = torch.version.cuda is not None
     cudnn = torch.backends.cudnn.version() if built else None  # type: ignore[no-untyped-call]
     return {
@@ -218,10 +221,10 @@ def _libcuda_error() -> str:
 def _start_cuda() -> tuple[int, str]:
     """Initialize CUDA. Returns the number of devices that torch finds, and the error if the initialization failed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.cuda.init raises an error for the same problem
+        warnings.simplefilter("ignore")  # torch.cuda.init below raises an error for the same problem
         count = torch.cuda.device_count()
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        except (RuntimeError, AssertionError) as error:  # AssertionError: built without CUDA
+        except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it is built without CUDA
             return count, str(error).partition("\n")[0]
     return count, ""

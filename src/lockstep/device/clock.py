@@ -9,18 +9,18 @@ from typing import Final, final
 
 import torch
 
-_SCHEDSTAT: Final = "/proc/thread-self/schedstat"  # of this thread: ns on a core, ns in the run queue, time slices
+_SCHEDSTAT: Final = "/proc/thread-self/schedstat"  # contains: ns on a core, ns in the run queue, number of time slices
 _MAX_LINE_BYTES: Final = 64
 _PARTS: Final = ("computing", "waiting for a core", "waiting")
 
 
 @final
 class Clock:
-    """Assigns the time of the thread that created it to activities, starting with the activity `first`.
+    """Measures the time that the creating thread spends on each activity, starting with the activity `first`.
 
     The time of the activity `split` is divided into `computing` on a core, `waiting for a core` in the run queue of the
-    kernel (only measured on Linux), and `waiting` for other ranks and their data. On CUDA, the time of `split` isn't
-    divided, because the thread spins while it waits for the GPU.
+    kernel (only measured on Linux), and `waiting` for other ranks and their data. On CUDA, the time isn't divided,
+    because the thread spins while it waits for the GPU.
     """
 
     def __init__(self, device: torch.device, first: str, split: str) -> None:
@@ -30,35 +30,35 @@ class Clock:
             self._schedstat = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # not Linux, or a kernel without these statistics
             self._schedstat = -1
-        self._spent: dict[str, float] = defaultdict(float)
+        self._seconds: dict[str, float] = defaultdict(float)
         self._activity = first
         self._last_times = self._read()
 
     def turn_to(self, activity: str) -> None:
-        """Assign the time from now on to `activity`."""
+        """Start measuring `activity`, until the next call."""
         times = self._read()
-        wall, on_core, for_core = (after - before for after, before in zip(times, self._last_times, strict=True))
+        wall, on_core, for_core = (after - previous for after, previous in zip(times, self._last_times, strict=True))
         if self._activity == self._split:
             for part, seconds in zip(_PARTS, (on_core, for_core, max(0.0, wall - on_core - for_core)), strict=True):
-                self._spent[part] += seconds
+                self._seconds[part] += seconds
         else:
-            self._spent[self._activity] += wall
+            self._seconds[self._activity] += wall
         self._activity, self._last_times = activity, times
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Assign the time of the block to `activity`."""
-        before = self._activity
+        """Measure the `with` block as `activity`, and then continue with the previous activity."""
+        previous = self._activity
         self.turn_to(activity)
         try:
             yield
         finally:
-            self.turn_to(before)
+            self.turn_to(previous)
 
     def activity_seconds(self) -> dict[str, float]:
         """Return the seconds spent on each activity so far."""
         self.turn_to(self._activity)
-        return dict(self._spent)
+        return dict(self._seconds)
 
     def split_seconds(self) -> float:
         """Return the seconds spent on the activity `split` so far."""
@@ -66,12 +66,12 @@ class Clock:
         return sum(seconds.get(part, 0.0) for part in self._parts)
 
     def close(self) -> None:
-        """Close the file with the kernel statistics. You can call this method more than once."""
+        """Close the kernel statistics file. Repeated calls are no-ops."""
         descriptor, self._schedstat = self._schedstat, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def _read(self) -> tuple[float, float, float]:
         """Return the current wall-clock time, the time on a core and the time in the run queue, in seconds."""
-        waited = os.pread(self._schedstat, _MAX_LINE_BYTES, 0).split()[1] if self._schedstat >= 0 else b"0"
-        return time.perf_counter(), time.thread_time(), int(waited) / 1e9
+        waited_ns = os.pread(self._schedstat, _MAX_LINE_BYTES, 0).split()[1] if self._schedstat >= 0 else b"0"
+        return time.perf_counter(), time.thread_time(), int(waited_ns) / 1e9

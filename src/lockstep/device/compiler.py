@@ -34,12 +34,11 @@ OPTIONS: Final = {
     "assume_aligned_inputs": True,
 }
 
-# Compiled graphs per code object, which all blocks of a class share. A recipe has about six shapes in two modes.
+# Maximum number of compiled graphs per code object. Blocks of the same class share a code object, and each needs about
+# six shapes in two modes.
 _RECOMPILE_LIMIT: Final = 4096
-_DISABLING_VARIABLES: Final = (
-    "TORCHDYNAMO_DISABLE",
-    "TORCH_COMPILE_DISABLE",
-)  # torch would run eagerly, with different bits
+# With these variables, torch would run eagerly, which changes the bits.
+_DISABLING_VARIABLES: Final = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 _TRITON_VARIABLES: Final = ("TRITON_F32_DEFAULT", "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
 _PREPARED_SETTINGS: Final = ("force_non_lazy_backward_lowering", "suppress_errors")
 _CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
@@ -67,10 +66,10 @@ def check_compiler(gpu: bool) -> None:
 
 
 def prepare(fingerprint: Mapping[str, Any]) -> None:
-    """Configure torch.compile in this process so that it never falls back to eager mode or uses kernels of other runs.
+    """Configure torch.compile so that it never falls back to eager mode and never uses kernels of different runs.
 
-    The kernel cache gets a folder for this fingerprint, because torch's cache key contains neither the version of the
-    C++ compiler nor the CPU that it optimizes for.
+    Each fingerprint has a separate cache folder for kernels, because torch's cache key contains neither the version of
+    the C++ compiler nor the CPU model.
     """
     from torch._dynamo import config  # imported here because it takes a second
     from torch._functorch import config as autograd
@@ -80,14 +79,14 @@ def prepare(fingerprint: Mapping[str, Any]) -> None:
     config.recompile_limit = config.accumulated_recompile_limit = _RECOMPILE_LIMIT
     config.fail_on_recompile_limit_hit = True
     config.suppress_errors = False
-    autograd.force_non_lazy_backward_lowering = True  # compile errors appear in forward, where the block is known
-    base = Path(cache_dir())
-    base = base.parent if base.name.startswith(_CACHE_PREFIX) else base
-    os.environ[_CACHE_VARIABLE] = str(base / f"{_CACHE_PREFIX}{_digest(fingerprint)}")
+    autograd.force_non_lazy_backward_lowering = True  # raise compile errors in forward, where the block is known
+    cache_root = Path(cache_dir())
+    cache_root = cache_root.parent if cache_root.name.startswith(_CACHE_PREFIX) else cache_root
+    os.environ[_CACHE_VARIABLE] = str(cache_root / f"{_CACHE_PREFIX}{_digest(fingerprint)}")
 
 
 def compiler_facts(gpu: bool) -> dict[str, str]:
-    """Return the compiler and its settings, which change the bits of compiled blocks."""
+    """Return the version of the compiler and a hash of its settings. Both change the bits of compiled blocks."""
     from torch._dynamo import config as tracing
     from torch._functorch import config as autograd
     from torch._inductor import config as kernels
@@ -103,9 +102,9 @@ def compiler_facts(gpu: bool) -> dict[str, str]:
 
 
 def _portable_settings(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the portable settings of a torch config module, without paths on this host.
+    """Yield the settings of a torch config module that are independent of paths on this host.
 
-    Skips the settings that `prepare` changes, because they are the same for all runs.
+    Settings that `prepare` changes are skipped, because they are the same for all runs.
     """
     for name, value in module.save_config_portable().items():
         if "_dir" not in name and "limit" not in name and name not in _PREPARED_SETTINGS:
@@ -142,8 +141,8 @@ def _cxx() -> str:
 
 
 def _cxx_version() -> str:
-    answer = subprocess.run([_cxx(), "--version"], capture_output=True, text=True, timeout=60, check=False)
-    return answer.stdout.partition("\n")[0] or _cxx()
+    result = subprocess.run([_cxx(), "--version"], capture_output=True, text=True, timeout=60, check=False)
+    return result.stdout.partition("\n")[0] or _cxx()
 
 
 def _digest(value: Any) -> str:

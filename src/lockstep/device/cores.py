@@ -9,10 +9,10 @@ Cores = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Seat:
+class CpuLocality:
     """The host of a rank, the cores near its GPU (empty if unknown), and the cores that the rank may use.
 
-    `limited` is true if the rank may not use all cores of the host.
+    `limited` is whether some cores of the host aren't available to the rank.
     """
 
     host: str
@@ -29,7 +29,7 @@ class Binding:
     reason: str
 
 
-def parse(text: str) -> Cores:
+def parse_cores(text: str) -> Cores:
     """Parse a list of cores in the Linux format, such as `0-3,8,10-11`. Raises ValueError if the list isn't valid."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
@@ -49,33 +49,33 @@ def format_cores(cores: Iterable[int]) -> str:
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-def choose_cores(rank: int, seats: Sequence[Seat], siblings: Mapping[int, int], least: int) -> Binding:
-    """Return the cores to bind `rank` to, given the `seats` of all ranks.
+def choose_cores(rank: int, localities: Sequence[CpuLocality], siblings: Mapping[int, int], min_cores: int) -> Binding:
+    """Return the cores to bind `rank` to, given the `localities` of all ranks.
 
-    The cores near a GPU are divided among the ranks whose GPUs are near these cores. `least` is the number of cores
+    The cores near a GPU are divided among the ranks whose GPUs are near these cores. `min_cores` is the number of cores
     that a rank needs for its threads. If a rank would get fewer cores, the ranks share all of these cores instead.
 
     `siblings` maps each core of the host to the first logical core on the same physical core. Siblings are always
     assigned to the same rank. A rank that was bound before it started keeps its cores. If several ranks of a host have
     the same limited cores, the limit belongs to their container or job, and the ranks don't count as bound.
     """
-    own_seat = seats[rank]
-    host_ranks = [index for index, seat in enumerate(seats) if seat.host == own_seat.host]
-    if own_seat.limited and (
-        len(host_ranks) == 1 or any(seats[index].usable != own_seat.usable for index in host_ranks)
-    ):
-        return Binding(own_seat.usable, "bound before it started")
-    if not own_seat.near:
-        return Binding(own_seat.usable, "the kernel does not report the cores near its GPU")
-    near_cores = own_seat.near & own_seat.usable
+    own = localities[rank]
+    host_ranks = [index for index, locality in enumerate(localities) if locality.host == own.host]
+    if own.limited and (len(host_ranks) == 1 or any(localities[index].usable != own.usable for index in host_ranks)):
+        return Binding(own.usable, "bound before it started")
+    if not own.near:
+        return Binding(own.usable, "the kernel does not report the cores near its GPU")
+    near_cores = own.near & own.usable
     if not near_cores:
-        return Binding(own_seat.usable, "it may not use any of the cores near its GPU")
-    sharers = [index for index in host_ranks if seats[index].near == own_seat.near]
-    if len(sharers) == 1:
+        return Binding(own.usable, "it may not use any of the cores near its GPU")
+    sharing_ranks = [index for index in host_ranks if localities[index].near == own.near]
+    if len(sharing_ranks) == 1:
         return Binding(near_cores, "near its GPU")
-    physical = sorted({siblings.get(core, core) for core in near_cores})
-    physical_parts = [frozenset(physical[index] for index in part) for part in cut(len(physical), len(sharers))]
+    physical_cores = sorted({siblings.get(core, core) for core in near_cores})
+    physical_parts = [
+        frozenset(physical_cores[index] for index in part) for part in cut(len(physical_cores), len(sharing_ranks))
+    ]
     parts = [frozenset(core for core in near_cores if siblings.get(core, core) in part) for part in physical_parts]
-    if min(map(len, parts)) < least:
-        return Binding(near_cores, f"near its GPU, shared by {len(sharers)} ranks: too few to divide")
-    return Binding(parts[sharers.index(rank)], f"near its GPU, divided among {len(sharers)} ranks")
+    if min(map(len, parts)) < min_cores:
+        return Binding(near_cores, f"near its GPU, shared by {len(sharing_ranks)} ranks: too few to divide")
+    return Binding(parts[sharing_ranks.index(rank)], f"near its GPU, divided among {len(sharing_ranks)} ranks")

@@ -18,13 +18,13 @@ _CUDA_VARIABLES: Final = (
 
 
 def read_switches(device: torch.device) -> str:
-    """Return the environment variables that are set and affect this device, as `NAME=value NAME=value`, or NONE."""
+    """Return the variables that are set and affect results on this device, as `NAME=value NAME=value`, or NONE."""
     names = (*_ALL_DEVICE_VARIABLES, *_CUDA_VARIABLES) if device.type == "cuda" else _ALL_DEVICE_VARIABLES
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NONE
 
 
 def check_switches(precision: str) -> None:
-    """Raise UsageError if an environment variable contradicts the precision of a run on CUDA, or selects by timing."""
+    """Raise UsageError if an environment variable contradicts `precision` or makes torch select kernels by timing."""
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "0":
         raise UsageError(
             "PYTORCH_TUNABLEOP_ENABLED is set: it selects kernels of matrix products by timing, so ranks may select "

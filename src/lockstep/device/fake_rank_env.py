@@ -8,22 +8,22 @@ from typing import Final
 
 import torch.distributed as dist
 
-_RANKS: Final = ("RANK", "LOCAL_RANK")
-_SIZES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK")
+_SIZE_VARIABLES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """Within the block, torch.distributed and the environment report that this process is rank `rank` of `size`.
+    """Make torch.distributed and the environment report that this process is rank `rank` of `size`.
 
-    There must be no process group yet. Collectives return immediately without communication, so their results are
-    meaningless.
+    This applies during the `with` block. There must be no process group yet. Collectives return immediately without
+    communication, so their results are meaningless.
     """
-    # The import registers the backend "fake". The module is internal to torch, which uses it in its own tests.
+    # Importing this internal module of torch registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    before = {name: os.environ[name] for name in (*_RANKS, *_SIZES) if name in os.environ}
-    os.environ.update({**dict.fromkeys(_RANKS, str(rank)), **dict.fromkeys(_SIZES, str(size))})
+    before = {name: os.environ[name] for name in (*_RANK_VARIABLES, *_SIZE_VARIABLES) if name in os.environ}
+    os.environ.update({**dict.fromkeys(_RANK_VARIABLES, str(rank)), **dict.fromkeys(_SIZE_VARIABLES, str(size))})
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore(), timeout=timedelta(seconds=10))
     try:
         yield
@@ -35,5 +35,5 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 def remove_rank_variables() -> None:
     """Remove the variables that describe a rank from the environment."""
-    for name in (*_RANKS, *_SIZES):
+    for name in (*_RANK_VARIABLES, *_SIZE_VARIABLES):
         os.environ.pop(name, None)

@@ -27,7 +27,7 @@ _SECRET_VARIABLES: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
 
 
 def facts() -> dict[str, Any]:
-    """Return the facts of this host, which takes about 100 ms. Initializes CUDA if there is a GPU."""
+    """Return the facts of this host. Takes about 100 ms, and initializes CUDA if there is a GPU."""
     return {
         "host": socket.gethostname(),
         "versions": versions(),
@@ -65,7 +65,7 @@ def memory() -> dict[str, int | None]:
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of compute and communication libraries, except those that may be secret."""
+    """Return the environment variables of compute and communication libraries, without possible secrets."""
     return {
         name: env[name]
         for name in sorted(env)

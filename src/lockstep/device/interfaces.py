@@ -45,7 +45,7 @@ def addresses(host: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is a loopback address, which no other host can reach."""
+    """Return whether an address is a loopback address, which other hosts can't reach."""
     with suppress(ValueError):
         return ip_address(address.partition("%")[0]).is_loopback
     return False
@@ -54,8 +54,8 @@ def is_loopback(address: str) -> bool:
 def gloo_interface(up_interfaces: Mapping[str, Any], host_addresses: list[str], env: Mapping[str, str]) -> str | None:
     """Return the interface that gloo uses for a job on several hosts, or None if it is unknown.
 
-    If GLOO_SOCKET_IFNAME is set, this is the interface that it names. Otherwise, it is the interface with the first
-    address of the host name that belongs to this host, or the loopback interface if there is no such address (torch,
+    If GLOO_SOCKET_IFNAME is set, gloo uses this interface. Otherwise, gloo uses the interface with the first address of
+    the host name that belongs to this host, or the loopback interface if there is no such address (torch,
     `ProcessGroupGloo::createDefaultDevice`).
     """
     if _VARIABLE in env:

@@ -1,9 +1,9 @@
-"""The operations without deterministic kernels on CUDA. All checks use this list.
+"""The list of operations without deterministic kernels on CUDA.
 
-REFUSED contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms`, i.e. the calls of
-`alertNotDeterministic` in its CUDA libraries. It also contains operations that torch doesn't reject although their
-kernels add in the order in which threads finish. These entries have `torch_raises=False`. benchmarks/gpu_kernels.py
-measures the operations that Lockstep uses instead. docs/gpu.md is based on both.
+REFUSED contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms`, i.e. the operations
+that call `alertNotDeterministic` in torch's CUDA sources. The entries with `torch_raises=False` are operations that
+torch doesn't reject although their kernels add in the order in which threads finish. benchmarks/gpu_kernels.py measures
+the operations that Lockstep uses instead. The table in docs/gpu.md is generated from both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ class Refused:
 
     - `named`: the torch name, without the trailing underscore of the in-place variant.
     - `applies`: returns whether a call with these arguments is rejected.
-    - `avoided`: whether the function in torch.nn.functional uses a different, deterministic kernel on CUDA, from torch
-      version `since` on. Such an operation is only rejected if it appears on CUDA, and ignored on the CPU.
+    - `avoided`: whether the function in torch.nn.functional uses a different, deterministic kernel on CUDA, starting
+      with torch version `since`. Such an operation is ignored on the CPU, and only rejected if it is called on CUDA.
     """
 
     named: str
@@ -38,7 +38,7 @@ class Refused:
     since: str = OLDEST
 
     def is_avoided(self) -> bool:
-        """Whether the function in torch.nn.functional uses a deterministic kernel on CUDA in this version of torch."""
+        """Return whether the torch.nn.functional function has a deterministic CUDA kernel in this version of torch."""
         return self.avoided and torch.__version__ >= self.since
 
 
@@ -62,7 +62,7 @@ def _is_product(call: Call) -> bool:
 
 
 def _is_single_scan(call: Call) -> bool:
-    """Whether a single scan covers the entire tensor. CUDA then splits it among thread blocks without a fixed order."""
+    """Return whether one scan covers the entire tensor, which CUDA splits among thread blocks without a fixed order."""
     tensor: torch.Tensor = call["self"]
     scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
     return tensor.is_floating_point() and tensor.numel() == scanned > 1
@@ -92,7 +92,7 @@ _SCAN_ORDER: Final = "its thread blocks combine their results in the order in wh
 def _backward(
     named: str, what: str, instead: str, applies: Callable[[Call], bool] = lambda _: True, avoided: bool = False
 ) -> Refused:
-    """Return an entry for a backward operation with atomic additions. The text omits "backward" if `avoided` is set."""
+    """Return an entry for a backward operation with atomic additions. If `avoided`, the text omits "backward"."""
     what = what if avoided else f"{what}, backward"
     return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
 

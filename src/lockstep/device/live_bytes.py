@@ -18,13 +18,12 @@ from typing import Final, final
 import psutil
 
 _POLL_INTERVAL_S: Final = 0.0002
-_SWITCH_INTERVAL_S: Final = (
-    0.0001  # switch interval of the GIL; by default, the polling thread would wait 5 ms for the GIL
-)
+# Switch interval of the GIL. With the default, the polling thread would wait 5 ms for the GIL.
+_SWITCH_INTERVAL_S: Final = 0.0001
 
 
 def can_count() -> bool:
-    """Whether the C library can count allocated bytes, which requires glibc 2.33 or later."""
+    """Return whether the C library can count allocated bytes, which requires glibc 2.33 or later."""
     return getattr(ctypes.CDLL(None), "mallinfo2", None) is not None
 
 
@@ -50,14 +49,14 @@ class LiveBytes:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Exclude memory that is allocated in the block and still in use at its end from the count."""
+        """Exclude memory from the count that is allocated in the `with` block and still in use at its end."""
         before = self.now()
         yield
         self._start += self.now() - before
 
     @contextmanager
     def watched(self) -> Iterator[list[int]]:
-        """Yield a list with one number: the peak of the bytes in use. It is updated until the block ends."""
+        """Yield a list with one number: the peak number of bytes in use, which is updated until the block ends."""
         peak = [self.now()]
         stop = threading.Event()
 

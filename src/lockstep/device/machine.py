@@ -1,4 +1,4 @@
-"""The facts of the machine of a run: the full record, and the fingerprint of the facts that change the bits."""
+"""Describes the machine of a run: a full record, and a fingerprint of everything that changes the bits."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ _HASH_DIGITS: Final = 12  # hex digits of a hash; enough to avoid collisions
 def environment() -> dict[str, Any]:
     """Return the record of this machine for the run folder, as JSON-serializable values.
 
-    Versions are read from installed metadata, so packages aren't imported. Environment variables are excluded, because
+    Versions are read from package metadata, so packages aren't imported. Environment variables are excluded, because
     they can contain secrets. This function initializes CUDA if there are GPUs, so don't call it in a process that forks
     later.
     """
@@ -48,10 +48,11 @@ def environment() -> dict[str, Any]:
 
 
 def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
-    """Return the fingerprint: the facts, besides the recipe, that change the bits. Equal facts give the same bits.
+    """Return the fingerprint of this machine: all facts, besides the recipe, that change the bits.
 
-    If `compiled` is set, the facts include the compiler and its settings. On the CPU, they include the CPU model,
-    because a CPU with the same instruction set can have different cache sizes, which change how libraries block sums.
+    Two runs of a recipe with equal fingerprints have the same bits. If `compiled` is set, the fingerprint includes the
+    compiler and its settings. On the CPU, it includes the CPU model, because a CPU with the same instruction set can
+    have different cache sizes, which change how libraries block sums.
     """
     fingerprint: dict[str, Any] = {
         "torch": str(torch.__version__),
@@ -105,7 +106,7 @@ def _cpuinfo() -> dict[str, str]:
     if not _LINUX_CPUINFO.exists():
         return {}
     first, _, _ = _LINUX_CPUINFO.read_text().partition("\n\n")
-    pairs = (line.partition(":") for line in first.splitlines())
+    pairs = (command.partition(":") for command in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
@@ -123,7 +124,7 @@ def _gpu_libraries() -> dict[str, Any]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of `folder` and whether there are uncommitted changes, or None outside of a repository."""
+    """Return the commit of `folder` and whether there are uncommitted changes, or None outside a repository."""
     commit = _run_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -132,10 +133,10 @@ def _git(folder: Path) -> dict[str, Any] | None:
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:
-    # The commit is only informational, so a repository on a slow network file system must not delay a run.
-    line = ["git", "-C", str(folder), *arguments]
+    # The timeout prevents a repository on a slow network file system from delaying a run.
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        answer = subprocess.run(line, capture_output=True, text=True, timeout=10, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout
+    return result.stdout

@@ -1,6 +1,6 @@
 """Host memory: keeps freed memory for the next step, and allocates pinned memory for copies to and from a GPU.
 
-A step frees its activations and gradients, and the next step needs the same number of bytes again. By default, glibc
+Each step frees its activations and gradients, and the next step allocates the same amount of memory. By default, glibc
 returns free memory at the end of the heap to the kernel, which then has to find and clear each page again.
 """
 
@@ -10,7 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_M_TRIM_THRESHOLD: Final = -1  # constants of <malloc.h>
+# Constants from <malloc.h>.
+_M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _NEVER_TRIM: Final = 2**31 - 1
 _MAX_THRESHOLD_BYTES: Final = 32 << 20  # the maximum in glibc; larger blocks are always returned to the kernel
@@ -25,9 +26,9 @@ def keep_freed_memory() -> None:
 
 
 def empty_host_tensor(tensor: Tensor) -> Tensor:
-    """Return an uninitialized CPU tensor for a copy of `tensor`. It is pinned if `tensor` is on a GPU.
+    """Return an uninitialized CPU tensor for a copy of `tensor`, in pinned memory if `tensor` is on a GPU.
 
-    Call this function for each copy. Copies record an event for pinned memory, and torch only reuses the memory when
-    the copies are complete (CachingHostAllocator). Therefore no buffer is overwritten while a stream still reads it.
+    Call this function for each copy. Copies record an event for pinned memory, and torch (CachingHostAllocator) only
+    reuses the memory once the copies are complete. Therefore no buffer is overwritten while a stream still reads it.
     """
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

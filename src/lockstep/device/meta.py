@@ -12,7 +12,7 @@ from lockstep.device.cached_tensors import drop_new_tensors
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model on the meta device to inspect names and shapes. Falls back to the CPU if this fails."""
-    with warnings.catch_warnings(action="ignore"):  # the real build repeats the relevant warnings
+    with warnings.catch_warnings(action="ignore"):  # the build for training repeats the relevant warnings
         try:
             with drop_new_tensors(), torch.device("meta"):
                 return build()
@@ -21,5 +21,5 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values. Meta and fake tensors only have a shape."""
+    """Return whether a tensor has values. Meta and fake tensors only have a shape."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))

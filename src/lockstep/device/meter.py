@@ -22,12 +22,12 @@ class Meter:
         self._weight += weight
 
     def restart(self) -> None:
-        """Reset the counts and the clock. Call this after time that wasn't spent on training."""
+        """Reset the counts and the clock. Call this after an interruption of training, such as an evaluation."""
         self._samples = self._weight = 0
         self._start_s = time.perf_counter()
 
     def read(self) -> tuple[float, float]:
-        """Return the samples and the weight per second since the last read or restart."""
+        """Return samples per second and weight per second since the last read or restart."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self._start_s

@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 
 
 def check(host: str, port: int, near: bool) -> None:
-    """Raise UsageError if rank 0 can't listen at `host` and `port`. The errors are the same as those of `listener`."""
+    """Raise UsageError if rank 0 can't listen at `host` and `port`. See `listener` for the arguments and errors."""
     listener(host, port, near).close()
 
 
@@ -28,7 +28,7 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
         results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # Prefer IPv4. Some names only resolve to IPv6.
         family, *_, address = min(results, key=lambda result: result[0] != socket.AF_INET)
-        # Debian maps the host's own name to a loopback address, which other hosts can't reach.
+        # Debian resolves the name of the host itself to a loopback address, which other hosts can't reach.
         if not near and is_loopback(str(address[0])) and not (is_loopback(host) or host == "localhost"):
             return _listen_on_all_interfaces(port)
         return socket.create_server(address, family=family)
@@ -74,7 +74,8 @@ def _listen_on_all_interfaces(port: int) -> socket.socket:
 def holder(port: int) -> str:
     """Return the process that owns a TCP port, as `pid 17 (command line)`, or "" if it is unknown."""
     with suppress(psutil.Error):  # macOS only allows root to list connections
-        # Accepted connections have the port of their listener but can belong to a different process. Listeners first.
+        # An accepted connection has the port of its listener, but can belong to a different process. List listeners
+        # first.
         owners = sorted(
             (connection.status != psutil.CONN_LISTEN, connection.pid)
             for connection in psutil.net_connections("tcp")

@@ -22,10 +22,8 @@ _COMPUTE_DTYPES: Final[Mapping[Precision, torch.dtype]] = {
 _TF32_CAPABILITY: Final = (8, 0)
 
 _WORKSPACE_VARIABLE: Final = "CUBLAS_WORKSPACE_CONFIG"
-_DETERMINISTIC_WORKSPACES: Final = (
-    ":4096:8",
-    ":16:8",
-)  # with these values, matrix products don't depend on other streams
+# With these values, matrix products don't depend on the work of other streams.
+_DETERMINISTIC_WORKSPACES: Final = (":4096:8", ":16:8")
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
@@ -35,7 +33,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def computing_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the compute dtype of the full model, or None if the weights or autocast determine the dtype."""
+    """Return the dtype that the whole model computes in, or None if the weights or autocast determine the dtype."""
     return _COMPUTE_DTYPES.get(precision)
 
 
@@ -45,7 +43,7 @@ def stored_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaler with a dynamic or a `static` scale. It is only enabled for the fp16 precisions."""
+    """Return a loss scaler with a dynamic or a static scale. The scaler is only enabled for fp16 precisions."""
     scaler = torch.amp.GradScaler(
         device.type,
         init_scale=loss_scale.initial if loss_scale.static is None else loss_scale.static,
@@ -92,9 +90,9 @@ def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.devic
 
 
 def fix_workspace() -> None:
-    """Make cuBLAS deterministic. Call this function before CUDA starts, because CUDA reads the variable on startup.
+    """Set CUBLAS_WORKSPACE_CONFIG so that cuBLAS is deterministic. Call this function before CUDA is initialized.
 
-    If you have set a deterministic value, it is kept. For any other value, raises UsageError.
+    A deterministic value that is already set is kept. Raises UsageError for any other value.
     """
     setting = os.environ.setdefault(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
     if setting not in _DETERMINISTIC_WORKSPACES:
@@ -105,20 +103,20 @@ def fix_workspace() -> None:
 
 
 def attention() -> str:
-    """Return the kernels that scaled_dot_product_attention can select on CUDA. It selects by shape and dtype."""
+    """Return the backends that scaled_dot_product_attention can select on CUDA, depending on shape and dtype."""
     enabled = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
         "flash": torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
         "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
         "math": torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
     }
-    return ", ".join(name for name, on in enabled.items() if on)
+    return ", ".join(name for name, is_enabled in enabled.items() if is_enabled)
 
 
 def _set_attention_backends() -> None:
     """Disable cuDNN attention, because its backward pass adds in any order.
 
-    With use_deterministic_algorithms, the backward pass of flash attention and of memory-efficient attention adds in a
+    With use_deterministic_algorithms, the backward passes of flash attention and memory-efficient attention add in a
     fixed order. The math backend consists of matrix products and a softmax. torch uses the first of these three
     backends that supports the shape and dtype.
     """
@@ -129,7 +127,7 @@ def _set_attention_backends() -> None:
 
 
 def _disable_reduced_precision() -> None:
-    """Compute in at least the precision of the tensors. By default, cuDNN uses TF32 and cuBLAS may add in 16 bits."""
+    """Disable computation in less than the precision of the tensors, such as TF32 in cuDNN or 16-bit sums in cuBLAS."""
     # The first setting affects every operation without a separate setting, and the next two affect the rest. The legacy
     # settings (allow_tf32) are set too, because torch raises an error if they contradict the newer settings.
     torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
@@ -155,7 +153,7 @@ def _enable_tf32() -> None:
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raise UsageError if `device` doesn't support `precision` and would silently use a different precision."""
+    """Raise UsageError if `device` doesn't support `precision`, because torch would silently use fp32 instead."""
     if precision != "tf32":
         return
     if device.type != "cuda":

@@ -15,15 +15,14 @@ _REASONS: Final[Mapping[int, str]] = {
 
 
 def limit_error(action: str, error: OSError) -> PreflightError:
-    """Return the error for a run that couldn't perform `action` because of `error`."""
+    """Return the error to raise if `action` failed with `error`. The message names the limit that was reached."""
     return _error(f"cannot {action}: {error.strerror or error}", _REASONS.get(error.errno or 0, ""))
 
 
 def too_many_files(error: BaseException) -> PreflightError | None:
-    """Return the error for a run that reached the limit on open files, or None if it failed for a different reason.
+    """Return the error to raise if `error` was caused by the limit on open files, or None if it had a different cause.
 
-    C++ errors only contain the text of the system error, so the text is compared. Such errors can also come from
-    communication.
+    The text of the system error is compared, because errors of C++ libraries such as gloo only contain this text.
     """
     text = os.strerror(errno.EMFILE)
     cause: BaseException | None = error

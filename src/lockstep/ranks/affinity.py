@@ -18,23 +18,24 @@ import torch
 
 from lockstep.comm.world import World
 from lockstep.common import plainfile
-from lockstep.device.cores import Cores, Seat, choose_cores, format_cores, parse
+from lockstep.device.cores import Cores, CpuLocality, choose_cores, format_cores, parse_cores
 
 _SYSFS: Final = Path("/sys")
 _SIBLINGS: Final = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
-    """Bind this process to cores. Return the cores of each rank, and the reason for them, as text. All ranks call it.
+    """Bind this process to the CPU cores near its GPU. All ranks must call this function.
 
-    If the device isn't a GPU, this is a no-op.
+    Returns one line for each rank, with its cores and the reason why they were chosen. If the device isn't a GPU, this
+    is a no-op.
     """
     if not world.on_gpu:
         return []
-    seat = seat_of(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
-    seats = [_parse_seat(text) for text in world.all_gather_text(_to_json(seat))]
-    binding = choose_cores(world.rank, seats, siblings(seat.usable, sysfs), threads)
-    if binding.cores != seat.usable:
+    locality = make_locality(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
+    localities = [_parse_locality(text) for text in world.all_gather_text(_to_json(locality))]
+    binding = choose_cores(world.rank, localities, siblings(locality.usable, sysfs), threads)
+    if binding.cores != locality.usable:
         _bind_threads(binding.cores)
     return world.all_gather_text(f"{format_cores(binding.cores)}: {binding.reason}")
 
@@ -47,44 +48,44 @@ def pci_address(device: torch.device) -> str:
     return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
-def seat_of(host: str, address: str, usable: Cores, sysfs: Path) -> Seat:
-    """Return the seat of a rank whose GPU is at `address`: its host, the cores near its GPU, and its usable cores."""
+def make_locality(host: str, address: str, usable: Cores, sysfs: Path) -> CpuLocality:
+    """Return the host of a rank, the cores near the GPU at the PCI address `address`, and the usable cores."""
     device_folder = sysfs / "bus/pci/devices" / address
     # If a GPU has no NUMA node (-1), Linux reports all cores as local.
     near = (
-        _cores(device_folder / "local_cpulist")
+        _read_cores(device_folder / "local_cpulist")
         if plainfile.shown_text(device_folder / "numa_node") not in ("", "-1")
         else frozenset()
     )
-    online = _cores(sysfs / "devices/system/cpu/online")
-    return Seat(host, near, usable, limited=bool(online - usable))
+    online = _read_cores(sysfs / "devices/system/cpu/online")
+    return CpuLocality(host, near, usable, limited=bool(online - usable))
 
 
 def siblings(cores: Cores, sysfs: Path) -> dict[int, int]:
-    """Return the first logical core of the same physical core for each core."""
-    return {core: min({core, *_cores(sysfs / _SIBLINGS.format(core))}) for core in cores}
+    """Map each logical core to the first logical core of the same physical core."""
+    return {core: min({core, *_read_cores(sysfs / _SIBLINGS.format(core))}) for core in cores}
 
 
-def _cores(file: Path) -> Cores:
+def _read_cores(file: Path) -> Cores:
     with suppress(ValueError):
-        return parse(plainfile.shown_text(file))
+        return parse_cores(plainfile.shown_text(file))
     return frozenset()
 
 
-def _to_json(seat: Seat) -> str:
-    return json.dumps([seat.host, format_cores(seat.near), format_cores(seat.usable), seat.limited])
+def _to_json(locality: CpuLocality) -> str:
+    return json.dumps([locality.host, format_cores(locality.near), format_cores(locality.usable), locality.limited])
 
 
-def _parse_seat(text: str) -> Seat:
+def _parse_locality(text: str) -> CpuLocality:
     host, near, usable, limited = plainfile.parse_json(text)
-    return Seat(host, parse(near), parse(usable), limited)
+    return CpuLocality(host, parse_cores(near), parse_cores(usable), limited)
 
 
 def _bind_threads(cores: Cores) -> None:
-    """Bind all threads with the same affinity as this thread. Threads and processes that start later inherit it."""
+    """Bind all threads that have the same affinity as this thread. New threads and processes inherit the binding."""
     affinity = os.sched_getaffinity(0)
     for thread in map(int, os.listdir("/proc/self/task")):
-        with suppress(ProcessLookupError):  # the thread has ended
-            # A thread with a different affinity was bound by a library such as NCCL.
+        with suppress(ProcessLookupError):  # raised if the thread has ended
+            # Skip threads with a different affinity, because a library such as NCCL has bound them.
             if os.sched_getaffinity(thread) == affinity:
                 os.sched_setaffinity(thread, cores)

@@ -1,4 +1,4 @@
-"""A rank that an external launcher started. Reports its failure to the store, and prints it if no other rank does."""
+"""Ranks of an external launcher. A rank reports its failure to the store, and prints it if no other rank does."""
 
 import os
 import sys
@@ -22,9 +22,10 @@ from lockstep.ranks.timing import TIMING, Timing
 def membership(
     info: RankInfo, address: str, timeout_s: float, lost_after_s: float, timing: Timing = TIMING
 ) -> Iterator[Rendezvous]:
-    """Join the other ranks, and stay a member of the job while the block runs.
+    """Join the other ranks, and send heartbeats while the `with` block runs.
 
-    An error ends this process immediately, even if other threads are running. The error is printed on the terminal.
+    An error in the block ends this process immediately, even if other threads are running. The error is printed on the
+    terminal.
     """
     rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     heartbeat = Heartbeat(rendezvous, lost_after_s)
@@ -38,14 +39,15 @@ def membership(
                 # If no rank reported a cause, for example because a link between two other hosts went down, the lost
                 # peer is reported as the failure.
                 unexplained = replace(failure_of(error, rendezvous.info, rendezvous.rank_log), secondary=False)
-                rendezvous.end(heartbeat.cause() or unexplained)
+                rendezvous.end(heartbeat.find_cause() or unexplained)
         rendezvous.leave()
 
 
 def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
-    """End this rank because of an error that it found before joining the other ranks.
+    """End this rank because of an error that was found before the ranks joined.
 
-    If the other ranks join soon, the error is reported to these ranks. An error that all ranks found is printed once.
+    If the other ranks join soon, the error is reported to these ranks. If all ranks found the same error, it is printed
+    once.
     """
     rendezvous = Rendezvous(info, TIMING.refuse_s, _end)
     try:
@@ -73,12 +75,14 @@ def _end(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
 
 
 def _report(rendezvous: Rendezvous, failure: Failure) -> None:
-    """Report the failure to the other ranks, and print everything that no other rank prints."""
+    """Report the failure to the other ranks, and print the lines about it that no other rank prints."""
     timing = rendezvous.timing
     first = run_with_timeout(timing.report_s, lambda: rendezvous.fail(failure))  # the store may no longer exist
     if (save_failure := rendezvous.keep_failure) is not None:
         run_with_timeout(timing.report_s, lambda: save_failure(first or failure))  # the disk may hang
-    for line in _lines(rendezvous.info, failure, first) if first else _lines_alone(rendezvous, failure):
+    for line in (
+        _failure_lines(rendezvous.info, failure, first) if first else _failure_lines_without_store(rendezvous, failure)
+    ):
         with suppress(OSError):  # the terminal may no longer exist
             rendezvous.rank_log.notice(line)
     run_with_timeout(timing.leave_s, rendezvous.leave)
@@ -86,18 +90,18 @@ def _report(rendezvous: Rendezvous, failure: Failure) -> None:
     sys.stderr.flush()
 
 
-def _lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
+def _failure_lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
     """Return the lines that this rank prints about `failure`. `first` is the first failure among all ranks."""
-    by_hand = info.launcher == "environment"  # ranks that are started manually may have separate terminals
+    started_manually = info.launcher == "environment"  # such ranks may have separate terminals
     if failure == first and not failure.secondary:
         return [failure.words]
     if failure.rank == info.rank:
-        return [failure.words] if by_hand or failure.text != first.text else []
-    return [f"rank {info.rank} stops because of it: {first.line}"] if by_hand or info.local_rank == 0 else []
+        return [failure.words] if started_manually or failure.text != first.text else []
+    return [f"rank {info.rank} stops because of it: {first.line}"] if started_manually or info.local_rank == 0 else []
 
 
-def _lines_alone(rendezvous: Rendezvous, failure: Failure) -> list[str]:
-    """Return the lines that this rank prints about `failure` if the store is gone and ranks can't coordinate."""
+def _failure_lines_without_store(rendezvous: Rendezvous, failure: Failure) -> list[str]:
+    """Return the lines that this rank prints about `failure` if the store is gone, so that ranks can't coordinate."""
     info = rendezvous.info
     is_cause = failure.rank == info.rank and not failure.secondary
     on_host_of_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host

@@ -15,7 +15,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable, printable_line
 from lockstep.device.ulimits import too_many_files
 from lockstep.errors import EXIT_FAILED, Cause, CorruptionError, LockstepError, TrainingError, UsageError
-from lockstep.ranks.job_store import fields, whole
+from lockstep.ranks.job_store import parse_fields, parse_int
 from lockstep.ranks.rank_log import RankLog, with_rank
 
 _MAX_CHARS: Final = 8_000  # characters, each up to six bytes in JSON; fits into the 64 KiB buffer of a pipe
@@ -25,9 +25,9 @@ _MAX_CHARS: Final = 8_000  # characters, each up to six bytes in JSON; fits into
 class Failure:
     """The failure of a rank.
 
-    `secondary` is set if the rank only ended because another rank failed. `log` is the path of the rank's log, or
-    empty. `wrong` lists the ranks whose results an audit found to be wrong. `text` is safe to print. If it is too long,
-    its middle is omitted.
+    `secondary` is set if the rank only ended because another rank failed. `log` is the path of the rank's log, or "".
+    `wrong` lists the ranks whose results an audit found to be wrong. `text` is the error message, which is safe to
+    print. If it is too long, its middle is omitted.
     """
 
     rank: int
@@ -73,36 +73,36 @@ class Failure:
 
 
 def from_json(text: str | bytes) -> Failure:
-    """Parse the output of `to_json`. Raise ValueError for any other text."""
+    """Parse the output of `to_json`. Raises ValueError for any other text."""
     return parse_failure(plainfile.parse_json(text))
 
 
 def parse_failure(value: Any) -> Failure:
-    """Return the failure in a JSON value. Raise ValueError if the value isn't a failure."""
-    kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
-    kinds |= {"secondary": bool, "log": str, "time": float, "wrong": list, "cause": str}
-    failure = Failure(**fields(value, kinds))
-    whole(failure.rank, most=whole(failure.size, least=1) - 1)
+    """Convert a JSON value to a Failure. Raises ValueError if the value isn't a valid failure."""
+    types = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
+    types |= {"secondary": bool, "log": str, "time": float, "wrong": list, "cause": str}
+    failure = Failure(**parse_fields(value, types))
+    parse_int(failure.rank, maximum=parse_int(failure.size, minimum=1) - 1)
     for rank in failure.wrong:
-        whole(rank, most=failure.size - 1)
+        parse_int(rank, maximum=failure.size - 1)
     if failure.cause not in get_args(Cause):
         raise ValueError(f"cause: expected one of {', '.join(get_args(Cause))}")
-    whole(failure.exit_code, least=1, most=255)  # not 0, because a failure never counts as success
+    parse_int(failure.exit_code, minimum=1, maximum=255)  # not 0, because a failure never counts as success
     if not isfinite(failure.time):
         raise ValueError("time: expected a finite number")
     return failure
 
 
 def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
-    """Return the failure that describes an exception.
+    """Convert an exception to a Failure.
 
-    If another rank was lost or a system limit was reached, the traceback is only written to the log.
+    If a process was lost or too many files were open, the traceback is only written to the log.
     """
     known_error = too_many_files(error) or lost_loader_process(error) or find_peer_error(error)
     if known_error is not None:
         rank_log.note("".join(traceback.format_exception(error)))
         error = known_error
-    # torch raises OutOfMemoryError for device memory.
+    # torch raises OutOfMemoryError if device memory is exhausted.
     memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)

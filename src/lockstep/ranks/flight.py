@@ -1,4 +1,4 @@
-"""Access to torch's Flight Recorder of collectives, if this version of torch provides it and it isn't disabled."""
+"""Access to torch's Flight Recorder, which records collectives, if torch provides it and it isn't disabled."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ from lockstep.common import plainfile
 
 
 def write(path: Path, nccl: bool) -> bool:
-    """Write the Flight Recorder dump of this rank as JSON to `path`. Return whether a record exists.
+    """Write the Flight Recorder dump of this rank as JSON to `path`. Returns whether a dump was written.
 
-    The dump is from NCCL, or from gloo if `nccl` is False. It contains sizes, dtypes, sequence numbers and states,
-    but no stacks. To disable recording in torch, set TORCH_FR_BUFFER_SIZE=0.
+    The dump contains the collectives of NCCL, or of gloo if `nccl` is False: sizes, dtypes, sequence numbers and
+    states, but no stacks. To disable recording in torch, set TORCH_FR_BUFFER_SIZE=0.
     """
     try:
         from torch._C import _distributed_c10d as c10d

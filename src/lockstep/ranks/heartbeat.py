@@ -32,7 +32,7 @@ from lockstep.common.text import printable_line
 from lockstep.errors import Cause
 from lockstep.ranks import oom, process_state
 from lockstep.ranks.failure import Failure
-from lockstep.ranks.job_store import UntrustedError, fields, whole
+from lockstep.ranks.job_store import UntrustedError, parse_fields, parse_int
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 
@@ -41,10 +41,10 @@ _CHILDREN: Final = 64
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat. After a rank is lost, its last heartbeat is all that the other ranks know about it.
+    """A heartbeat of a rank. If the rank is lost, the other ranks report the status in its last heartbeat.
 
-    `look` is the number of polls of the store by the rank. `left` marks the final heartbeat after the rank has
-    completed its work.
+    `look` is the number of times that the rank has polled the store. `process` identifies its process
+    (ranks/process_state.py). `left` marks the final heartbeat of a rank that has completed its work.
     """
 
     look: int
@@ -55,15 +55,15 @@ class Beat:
 
 
 def parse_beat(value: Any) -> Beat:
-    """Return the heartbeat in a JSON value. Raise ValueError if the value isn't a heartbeat."""
-    kinds = {"look": int, "process": str, "peak": int, "status": str, "left": bool}
-    beat = Beat(**fields(value, kinds))
-    whole(beat.look)
-    whole(beat.peak)
+    """Convert a JSON value to a heartbeat. Raises ValueError if the value isn't a valid heartbeat."""
+    types = {"look": int, "process": str, "peak": int, "status": str, "left": bool}
+    beat = Beat(**parse_fields(value, types))
+    parse_int(beat.look)
+    parse_int(beat.peak)
     return replace(beat, status=printable_line(beat.status))
 
 
-def watched(rank: int, size: int) -> list[int]:
+def watched_ranks(rank: int, size: int) -> list[int]:
     """Return the ranks whose heartbeats `rank` reads: its children in the tree and rank 0, which may host the store."""
     first = _CHILDREN * rank + 1
     return [*range(min(rank, 1)), *range(first, min(first + _CHILDREN, size))]
@@ -73,23 +73,25 @@ def watched(rank: int, size: int) -> list[int]:
 class Heartbeat:
     """A context manager that sends and checks heartbeats. Enter it after the rendezvous.
 
-    It ends this process if another rank failed and the main thread doesn't react, or if a rank is lost. A rank that is
-    stopped or on another host is lost if it has sent no heartbeat for `lost_after_s` seconds.
+    Ends this process if a rank is lost, or if a rank failed and the main thread of this process doesn't react. A rank
+    that is stopped or on a different host is declared lost if it has sent no heartbeat for `lost_after_s` seconds.
     """
 
     def __init__(self, rendezvous: Rendezvous, lost_after_s: float) -> None:
         self._rendezvous = rendezvous
-        self._beat_s, self._missed = rendezvous.timing.beat_s, rendezvous.timing.missed
-        self._lost_looks = max(self._missed, round(lost_after_s / self._beat_s))
+        self._beat_s, self._silent_polls = rendezvous.timing.beat_s, rendezvous.timing.missed
+        self._lost_polls = max(self._silent_polls, round(lost_after_s / self._beat_s))
         rank, size = rendezvous.info.rank, rendezvous.info.size
-        self._watched = watched(rank, size)
-        self._beats: dict[int, Beat] = {}  # last received heartbeat by rank
-        self._killed = oom.KillDetector(round(rendezvous.timing.memory_s / self._beat_s))
-        self._looks = 0  # number of polls of the store
-        self._silent = dict.fromkeys(self._watched, 0)  # number of polls since the last new heartbeat, by rank
+        self._watched_ranks = watched_ranks(rank, size)
+        self._beats: dict[int, Beat] = {}  # by rank: its last heartbeat
+        self._kill_detector = oom.KillDetector(round(rendezvous.timing.memory_s / self._beat_s))
+        self._poll_count = 0  # number of polls of the store
+        self._polls_since_beat = dict.fromkeys(self._watched_ranks, 0)  # by rank: polls since its last heartbeat
         self._failed: Failure | None = None
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._beat, self._check)]
+        self._stop_event = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._heartbeat_loop, self._watch_loop)
+        ]
 
     def __enter__(self) -> Self:
         for thread in self._threads if self._rendezvous.store else []:
@@ -97,108 +99,118 @@ class Heartbeat:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._over.set()
+        self._stop_event.set()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(self._beat_s)  # a thread that waits for a store that no longer exists may never end
         if self._rendezvous.store and kind is None:
             with suppress(RuntimeError):  # raised if rank 0 has already left and closed the store
-                self._rendezvous.store.set(_key(self._rendezvous.info.rank), asdict(Beat(self._looks + 1, left=True)))
+                self._rendezvous.store.set(
+                    _key(self._rendezvous.info.rank), asdict(Beat(self._poll_count + 1, left=True))
+                )
 
-    def cause(self) -> Failure | None:
-        """Return the reason why a collective failed, or None if no reason is found within a few heartbeats."""
+    def find_cause(self) -> Failure | None:
+        """Return the failure that caused a collective to fail, or None if no cause is found within a few heartbeats."""
         extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # most ranks learn about a failure from rank 0
         if self._rendezvous.info.size > 1 + _CHILDREN:  # the lost rank may be any rank, not only a watched rank
             peers = [peer for peer in range(self._rendezvous.info.size) if peer != self._rendezvous.info.rank]
-            self._silent = {**dict.fromkeys(peers, 0), **self._silent}
-            self._watched = peers
-        first_poll, deadline = self._looks, time.monotonic() + (self._missed + extra_beats) * self._beat_s
+            self._polls_since_beat = {**dict.fromkeys(peers, 0), **self._polls_since_beat}
+            self._watched_ranks = peers
+        first_poll, deadline = self._poll_count, time.monotonic() + (self._silent_polls + extra_beats) * self._beat_s
         while self._failed is None and time.monotonic() < deadline:
             time.sleep(self._beat_s / 5)
-            if lost := self._lost_ranks(self._missed):
-                return self._failure_of(lost)
+            if lost := self._lost_ranks(self._silent_polls):
+                return self._make_loss_failure(lost)
         if self._failed:
             return replace(self._failed, secondary=True)
-        return None if self._looks - first_poll >= self._missed else self._make_store_failure(self._missed)
+        return (
+            None
+            if self._poll_count - first_poll >= self._silent_polls
+            else self._make_store_failure(self._silent_polls)
+        )
 
-    def _beat(self) -> None:
-        """Send heartbeats, read the heartbeats of watched ranks, and check for failures, until the block ends."""
+    def _heartbeat_loop(self) -> None:
+        """Send and read heartbeats, and check for failures. Runs until the `with` block exits."""
         assert self._rendezvous.store is not None
-        process = process_state.identity()
-        with suppress(RuntimeError):  # if the store is gone, the other thread notices that `_looks` no longer grows
+        process = process_state.get_identity()
+        with suppress(
+            RuntimeError
+        ):  # if the store is gone, the other thread notices that `_poll_count` no longer grows
             store = self._rendezvous.store.clone()  # a request blocks its connection for all other threads
-            while not self._over.is_set():
-                beat = Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
+            while not self._stop_event.is_set():
+                beat = Beat(self._poll_count, process, oom.peak_bytes(), self._rendezvous.status().words)
                 store.set(_key(self._rendezvous.info.rank), asdict(beat))
-                senders = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
+                senders = [rank for rank in self._watched_ranks if rank in self._beats or store.has(_key(rank))]
                 # Read all heartbeats with a single request. If the main thread is busy, reading the heartbeats of a
                 # thousand ranks one by one would take longer than the heartbeat interval.
                 beats = dict(zip(senders, store.read_all([_key(rank) for rank in senders], parse_beat), strict=True))
-                for rank in self._watched:
-                    self._note(rank, beats.get(rank))
-                if all(rank in self._beats and self._beats[rank].left for rank in self._watched):
-                    self._over.set()  # all watched ranks have completed their work
-                if self._failed is None and all(missed < self._missed for missed in self._silent.values()):
-                    self._killed.look()
+                for rank in self._watched_ranks:
+                    self._record_beat(rank, beats.get(rank))
+                if all(rank in self._beats and self._beats[rank].left for rank in self._watched_ranks):
+                    self._stop_event.set()  # all watched ranks have completed their work
+                if self._failed is None and all(
+                    missed < self._silent_polls for missed in self._polls_since_beat.values()
+                ):
+                    self._kill_detector.record_healthy()
                 self._failed = self._failed or self._rendezvous.first_failure(store)
-                self._looks += 1
-                self._over.wait(self._beat_s)
+                self._poll_count += 1
+                self._stop_event.wait(self._beat_s)
 
-    def _note(self, rank: int, beat: Beat | UntrustedError | None) -> None:
-        """Record a heartbeat or its absence. Only newer heartbeats count, because an old value could be replayed."""
+    def _record_beat(self, rank: int, beat: Beat | UntrustedError | None) -> None:
+        """Record a heartbeat or its absence. Older heartbeats are ignored, because an old value could be replayed."""
         last = self._beats.get(rank)
         if isinstance(beat, Beat) and (last is None or beat.look > last.look):
-            self._beats[rank], self._silent[rank] = beat, 0
+            self._beats[rank], self._polls_since_beat[rank] = beat, 0
         elif last is None or not last.left:
-            self._silent[rank] += 1
+            self._polls_since_beat[rank] += 1
 
-    def _check(self) -> None:
+    def _watch_loop(self) -> None:
         """End this process if a rank failed or is lost, or if the store no longer responds."""
         last_polls = stuck_beats = beats_since_failure = 0
-        while not self._over.wait(self._beat_s):
-            stuck_beats = 0 if self._looks != last_polls else stuck_beats + 1
-            last_polls = self._looks
+        while not self._stop_event.wait(self._beat_s):
+            stuck_beats = 0 if self._poll_count != last_polls else stuck_beats + 1
+            last_polls = self._poll_count
             if self._failed:
                 beats_since_failure += 1
                 if beats_since_failure >= self._rendezvous.timing.notice_s / self._beat_s:
                     self._rendezvous.end(replace(self._failed, secondary=True))
-            elif stuck_beats >= self._lost_looks:
+            elif stuck_beats >= self._lost_polls:
                 self._rendezvous.end(self._make_store_failure(stuck_beats))
-            elif lost_ranks := self._lost_ranks(self._lost_looks):
-                self._rendezvous.end(self._failure_of(lost_ranks))
+            elif lost_ranks := self._lost_ranks(self._lost_polls):
+                self._rendezvous.end(self._make_loss_failure(lost_ranks))
 
     def _lost_ranks(self, num_polls: int) -> list[int]:
-        """Return the silent ranks whose process is gone, or is in an unknown state after `num_polls` polls."""
-        silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
-        states = {rank: process_state.state(self._last_beat(rank).process) for rank in silent}
-        overdue = {rank for rank in silent if self._silent[rank] >= num_polls}
+        """Return the silent ranks whose process no longer exists, or is in an unknown state after `num_polls` polls."""
+        silent = [rank for rank, missed in self._polls_since_beat.items() if missed >= self._silent_polls]
+        states = {rank: process_state.get_state(self._last_beat(rank).process) for rank in silent}
+        overdue = {rank for rank in silent if self._polls_since_beat[rank] >= num_polls}
         return [rank for rank in silent if states[rank] == "gone" or (states[rank] == "unknown" and rank in overdue)]
 
     def _last_beat(self, rank: int) -> Beat:
         """Return the last heartbeat of a rank, or an empty heartbeat if there is none."""
         return self._beats.get(rank, Beat(0))
 
-    def _failure_of(self, ranks: list[int]) -> Failure:
-        """Return the failure that describes the lost `ranks`."""
+    def _make_loss_failure(self, ranks: list[int]) -> Failure:
+        """Return the failure to report if `ranks` are lost."""
         rank = ranks[0]
         last = self._last_beat(rank)
-        is_gone = process_state.state(last.process) == "gone"
+        is_gone = process_state.get_state(last.process) == "gone"
         on_this_host = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
-        memory = self._killed.words(last.peak) if on_this_host else oom.describe_peak(last.peak)
+        memory = self._kill_detector.describe(last.peak) if on_this_host else oom.describe_peak(last.peak)
         status = f" (last status: {last.status})" if last.status else ""
         explanation = (
             f"{'killed' if is_gone else 'killed, stopped, disconnected or hung'}{f' ({memory})' if memory else ''}"
         )
-        observation = f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}"
-        return self._loss_failure(ranks, observation, explanation, "host" if oom.KILLED in memory else "transient")
+        observation = f"no heartbeat for {self._polls_since_beat[rank] * self._beat_s:.0f} s{status}"
+        return self._make_failure(ranks, observation, explanation, "host" if oom.KILLED in memory else "transient")
 
     def _make_store_failure(self, num_polls: int) -> Failure:
         """Return the failure to report if the store hasn't responded for `num_polls` polls."""
         host = "torchrun's agent" if self._rendezvous.info.hosted else "rank 0, which hosts the rendezvous store,"
         observation = f"{host} has not answered for {num_polls * self._beat_s:.0f} s"
-        return self._loss_failure([0], observation, "killed, stopped or disconnected")
+        return self._make_failure([0], observation, "killed, stopped or disconnected")
 
-    def _loss_failure(
+    def _make_failure(
         self, ranks: list[int], observation: str, explanation: str, cause: Cause = "transient"
     ) -> Failure:
         hosts = self._rendezvous.hosts

@@ -1,4 +1,4 @@
-"""The rendezvous store of a job: the keys that ranks write, and the conditions under which a value is trusted.
+"""The rendezvous store of a job: the keys that ranks write, and how values are protected against other processes.
 
 A store that listens on a network accepts values from any process that can connect to it. If the job has a secret, each
 value is therefore signed together with its key, which contains the ID of this start of the run. This means that nobody
@@ -23,8 +23,7 @@ which only show which rank came first, and the values that torch writes for its 
 | `left` | counter: number of ranks that no longer need the store | each rank |
 | `group ...` | addresses of gloo and NCCL | torch |
 
-A World also keeps a counter under the same prefix as these addresses. The counter is how often the ranks have completed
-work without a timeout, such as a save.
+World.without_timeout (comm/world.py) also keeps a counter under the prefix `group`.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LONGEST: Final = 128 * 1024  # maximum length of a value in bytes
-# Maximum length of facts in bytes (tens of thousands of names); torch sends up to 8 MiB.
-LONGEST_FACTS: Final = 4 * 1024 * 1024
+MAX_VALUE_BYTES: Final = 128 * 1024  # maximum length of a value in bytes
+# Maximum length of facts in bytes. Facts can contain tens of thousands of names. torch allows values of up to 8 MiB.
+MAX_FACTS_BYTES: Final = 4 * 1024 * 1024
 _UNSIGNED: Final = "-"
-_SAME_SECRET: Final = "set the same LOCKSTEP_JOB_SECRET on all ranks, or on none"
-ANOTHER_RUN: Final = "if another run uses the same rendezvous, choose a different port or file"
+_SAME_SECRET_HINT: Final = "set the same LOCKSTEP_JOB_SECRET on all ranks, or on none"
+ANOTHER_RUN_HINT: Final = "if another run uses the same rendezvous, choose a different port or file"
 
 
 @final
 class UntrustedError(UsageError):
-    """A value in the store that doesn't appear to come from a rank of this job."""
+    """Raised if a value in the store wasn't written by a rank of this job."""
 
     def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"rendezvous store: {key!r} {problem}; {ANOTHER_RUN}")
+        super().__init__(f"rendezvous store: {key!r} {problem}; {ANOTHER_RUN_HINT}")
 
 
 @final
@@ -73,13 +72,13 @@ class JobStore:
         self._secret = secret
         self._path = path
 
-    def part(self, name: str) -> JobStore:
+    def with_prefix(self, name: str) -> JobStore:
         """Return a view of the store whose keys are prefixed with `name`."""
-        part = dist.PrefixStore(name, self.unsigned)  # type: ignore[attr-defined]
-        return JobStore(part, self._secret, f"{self._path}{name}/")
+        prefixed = dist.PrefixStore(name, self.unsigned)  # type: ignore[attr-defined]
+        return JobStore(prefixed, self._secret, f"{self._path}{name}/")
 
     def clone(self) -> JobStore:
-        """Return a new connection for use in a thread. A request blocks its connection for all other threads."""
+        """Open a new connection, for use in another thread. A request blocks its connection for all other threads."""
         return JobStore(self.unsigned.clone(), self._secret, self._path)
 
     def has(self, key: str) -> bool:
@@ -90,54 +89,54 @@ class JobStore:
         """Add to a counter and return its new value. Counters aren't signed."""
         return self.unsigned.add(key, number)
 
-    def set(self, key: str, value: Any, longest: int = LONGEST) -> None:
+    def set(self, key: str, value: Any, max_bytes: int = MAX_VALUE_BYTES) -> None:
         """Set a key to a JSON-compatible value."""
-        self.unsigned.set(key, self._sign(key, value, longest))
+        self.unsigned.set(key, self._sign(key, value, max_bytes))
 
-    def read(self, key: str, parse: Callable[[Any], T], longest: int = LONGEST) -> T:
-        """Return the value of a key after passing it to `parse`. Wait until the key is set.
+    def read(self, key: str, parse: Callable[[Any], T], max_bytes: int = MAX_VALUE_BYTES) -> T:
+        """Wait until a key is set, and return its value after passing it to `parse`.
 
-        `parse` must raise ValueError for any value that ranks don't write. If `parse` rejects the value, or if the
-        value isn't signed with the secret of this job, raises UntrustedError.
+        `parse` must raise ValueError for any value that ranks don't write. Raises UntrustedError if `parse` rejects the
+        value, or if the value isn't signed with the secret of this job.
         """
-        return self._verify(key, self.unsigned.get(key), parse, longest)
+        return self._verify(key, self.unsigned.get(key), parse, max_bytes)
 
     def read_all(
-        self, keys: Sequence[str], parse: Callable[[Any], T], longest: int = LONGEST
+        self, keys: Sequence[str], parse: Callable[[Any], T], max_bytes: int = MAX_VALUE_BYTES
     ) -> list[T | UntrustedError]:
-        """Read several keys with a single request. For each key, return the result of `read`, or its UntrustedError."""
+        """Read several keys with a single request. Returns the parsed value of each key, or an UntrustedError."""
         values: list[T | UntrustedError] = []
-        for key, sealed in zip(keys, self.unsigned.multi_get(list(keys)) if keys else (), strict=True):
+        for key, signed_value in zip(keys, self.unsigned.multi_get(list(keys)) if keys else (), strict=True):
             try:
-                values.append(self._verify(key, sealed, parse, longest))
+                values.append(self._verify(key, signed_value, parse, max_bytes))
             except UntrustedError as error:
                 values.append(error)
         return values
 
-    def settle(self, key: str, value: Any, parse: Callable[[Any], T]) -> T:
-        """Set a key unless another rank has already set it. Return its value. An untrusted value is overwritten."""
-        sealed = self._sign(key, value, LONGEST)
-        stored = self.unsigned.compare_set(key, "", sealed)
+    def set_once(self, key: str, value: Any, parse: Callable[[Any], T]) -> T:
+        """Set a key unless another rank has already set it, and return its value. Overwrites an untrusted value."""
+        signed_value = self._sign(key, value, MAX_VALUE_BYTES)
+        stored = self.unsigned.compare_set(key, "", signed_value)
         try:
-            return self._verify(key, stored, parse, LONGEST)
+            return self._verify(key, stored, parse, MAX_VALUE_BYTES)
         except UntrustedError:
-            self.unsigned.set(key, sealed)
+            self.unsigned.set(key, signed_value)
             return parse(value)
 
-    def _sign(self, key: str, value: Any, longest: int) -> str:
+    def _sign(self, key: str, value: Any, max_bytes: int) -> str:
         text = json.dumps(value, sort_keys=True)
-        if len(text) > longest:
-            raise ValueError(f"{key}: {len(text):,} bytes exceed the limit of {longest:,} bytes")
+        if len(text) > max_bytes:
+            raise ValueError(f"{key}: {len(text):,} bytes exceed the limit of {max_bytes:,} bytes")
         return f"{self._signature(key, text.encode())} {text}"
 
-    def _verify(self, key: str, sealed: bytes, parse: Callable[[Any], T], longest: int) -> T:
-        signature, _, text = sealed.partition(b" ")
-        if len(text) > longest:
-            raise UntrustedError(key, f"is {len(text):,} bytes long, more than the limit of {longest:,} bytes")
+    def _verify(self, key: str, signed_value: bytes, parse: Callable[[Any], T], max_bytes: int) -> T:
+        signature, _, text = signed_value.partition(b" ")
+        if len(text) > max_bytes:
+            raise UntrustedError(key, f"is {len(text):,} bytes long, more than the limit of {max_bytes:,} bytes")
         if not self._secret and len(signature) == 2 * hashlib.sha256().digest_size:
-            raise UntrustedError(key, f"is signed, but this rank has no job secret; {_SAME_SECRET}")
+            raise UntrustedError(key, f"is signed, but this rank has no job secret; {_SAME_SECRET_HINT}")
         if not hmac.compare_digest(signature, self._signature(key, text).encode()):
-            raise UntrustedError(key, f"is not signed with the secret of this job; {_SAME_SECRET}")
+            raise UntrustedError(key, f"is not signed with the secret of this job; {_SAME_SECRET_HINT}")
         try:
             return parse(plainfile.parse_json(text))
         except ValueError as error:
@@ -151,25 +150,25 @@ class JobStore:
         return hmac.new(self._secret, f"{self._path}{key}\0".encode() + text, hashlib.sha256).hexdigest()
 
 
-def fields(value: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Return `value` if it is a dict with exactly these fields and types. Otherwise, raise ValueError."""
-    if type(value) is not dict or value.keys() != kinds.keys():
-        raise ValueError(f"expected {', '.join(kinds)}")
-    for name, kind in kinds.items():
-        if type(value[name]) is not kind:
-            raise ValueError(f"{name}: expected {kind.__name__}")
+def parse_fields(value: Any, types: Mapping[str, type]) -> dict[str, Any]:
+    """Return `value` if it is a dict with exactly the fields and types in `types`. Otherwise, raise ValueError."""
+    if type(value) is not dict or value.keys() != types.keys():
+        raise ValueError(f"expected {', '.join(types)}")
+    for name, type_ in types.items():
+        if type(value[name]) is not type_:
+            raise ValueError(f"{name}: expected {type_.__name__}")
     return value
 
 
-def text(value: Any) -> str:
+def parse_text(value: Any) -> str:
     """Return `value` if it is a string. Otherwise, raise ValueError."""
     if type(value) is not str or "\0" in value:
         raise ValueError("expected text")
     return value
 
 
-def whole(value: Any, least: int = 0, most: int = 2**53) -> int:
-    """Return `value` if it is an integer from `least` to `most`. Otherwise, raise ValueError."""
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"expected an integer from {least} to {most}")
+def parse_int(value: Any, minimum: int = 0, maximum: int = 2**53) -> int:
+    """Return `value` if it is an integer from `minimum` to `maximum`. Otherwise, raise ValueError."""
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise ValueError(f"expected an integer from {minimum} to {maximum}")
     return value

@@ -1,7 +1,8 @@
 """Starts the processes of a run on this machine. If a process fails, ends all processes and reports the first failure.
 
-This requires no network port and no folder. The workers rendezvous in an unnamed file, which the agent keeps open, and
-gloo listens only on the loopback interface (comm/world.py). Each worker reports its result or failure through a pipe.
+The launching process is called the agent. It requires no network port and no folder: the workers rendezvous in an
+unnamed file, which the agent keeps open, and gloo only listens on the loopback interface (comm/world.py). Each worker
+reports its result or failure through a pipe.
 """
 
 import multiprocessing
@@ -36,17 +37,17 @@ from lockstep.ranks.timing import TIMING, Timing
 
 Worker = Callable[[Rendezvous], int]  # returns the exit code
 
-_PIPE: Final = 1 << 16
-_DONE: Final = b"done "
+_READ_BYTES: Final = 1 << 16
+_DONE_PREFIX: Final = b"done "
 
 
 @dataclass(frozen=True)
-class End:
-    """The end of a worker process, as seen by the agent at `time`, in seconds since 1970.
+class WorkerExit:
+    """How a worker process ended. The agent noticed this at `time`, in seconds since 1970.
 
-    `code` has the same meaning as in subprocess: -N means that signal N killed the process. `result` is the exit code
-    that the worker reported after completing its work. `failure` is the reason if the worker ended earlier. If the
-    worker was killed or called os._exit, `result` and `failure` are None.
+    `code` is the exit code, or -N if signal N killed the process. `result` is the exit code that the worker reported
+    after completing its work. `failure` is the failure that the worker reported instead. If the worker was killed or
+    called os._exit, both are None.
     """
 
     rank: int
@@ -70,31 +71,31 @@ def run_workers(
     failed: Callable[[Failure], None] | None = None,
     timing: Timing = TIMING,
 ) -> int:
-    """Run `worker` in the given number of processes, once all processes have joined. Return the exit code of the run.
+    """Start `processes` processes that join each other and call `worker`. Returns the exit code of the run.
 
-    `logs` is the folder of the rank logs, if there are any. The message about a killed worker names it. `failed` is
-    called with the failure that ended the run.
+    `logs` is the folder of the rank logs, if there are any. If a worker is killed, the error message contains the path
+    of its log. `failed` is called with the failure that ended the run.
 
     Signals that stop a run are forwarded to the workers. A worker that uses StopRequest continues to a step boundary,
-    and any other worker ends. A second SIGINT kills all workers. Only the first failure is printed, not the failures of
-    workers that lost a peer.
+    and any other worker ends. A second SIGINT kills all workers. Only the first failure is printed, and not the
+    failures of workers that lost a peer as a result.
     """
     check_loopback(timing)
-    started = _Workers(timing)
+    workers = _Workers(timing)
     with ExitStack() as stack:
-        received = stack.enter_context(_relay_signals(started))
+        received = stack.enter_context(_relay_signals(workers))
         address = stack.enter_context(_unnamed_file())
-        # Ends the workers before the file is closed, because a worker that opens a missing file waits for it.
-        stack.callback(started.end)
+        # End the workers before the file is closed, because a worker that opens a missing file waits for it.
+        stack.callback(workers.end)
         for rank in range(processes):
-            started.start(rank, method, partial(_run_worker, worker, rank, processes, address, timeout_s, timing))
-        ends = started.watch()
-        first = cause(ends)
+            workers.start(rank, method, partial(_run_worker, worker, rank, processes, address, timeout_s, timing))
+        exits = workers.watch()
+        first = find_first_failure(exits)
         if first is None:
-            return max(end.result or 0 for end in ends)
+            return max(end.result or 0 for end in exits)
         if -first.code in received:
             return _report_signal(-first.code)
-        failure = first.failure or _unreported_failure(first, processes, started.memory(first.rank), logs)
+        failure = first.failure or _unreported_failure(first, processes, workers.describe_memory(first.rank), logs)
     # All workers have ended, so no worker prints anything after this.
     print(failure.words, file=sys.stderr)
     if failed:
@@ -102,12 +103,12 @@ def run_workers(
     return failure.exit_code
 
 
-def cause(ends: Sequence[End]) -> End | None:
-    """Return the end of the worker that failed first, or None if all workers completed their work.
+def find_first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
+    """Return the exit of the worker that failed first, or None if all workers completed their work.
 
-    A worker that only lost another rank is returned only if no other worker failed.
+    Workers that ended because they lost a peer are only considered if no other worker failed.
     """
-    failed = [end for end in ends if end.result is None]
+    failed = [end for end in exits if end.result is None]
     return min(failed, key=lambda end: (end.secondary, end.failure.time if end.failure else end.time), default=None)
 
 
@@ -127,12 +128,12 @@ def check_loopback(timing: Timing = TIMING) -> None:
 
 @dataclass
 class _Process:
-    """A worker: its process, a descriptor that becomes readable when the process ends, and the pipe for its report."""
+    """The process of a worker, and the pipe through which the worker reports its result or failure."""
 
     process: BaseProcess
     ending: int  # file descriptor, readable once the process has ended
     pipe: Connection
-    end: End | None = None
+    end: WorkerExit | None = None
     peak: int = 0  # resident memory in bytes
 
 
@@ -143,25 +144,26 @@ class _Workers:
     def __init__(self, timing: Timing) -> None:
         self._workers: list[_Process] = []
         self._timing = timing
-        self._killed = oom.KillDetector(round(timing.memory_s / timing.watch_s))
+        self._kill_detector = oom.KillDetector(round(timing.memory_s / timing.watch_s))
 
-    def start(self, rank: int, method: Literal["fork", "spawn"], body: Callable[[Connection], None]) -> None:
-        """Start the worker of the next rank."""
+    def start(self, rank: int, method: Literal["fork", "spawn"], target: Callable[[Connection], None]) -> None:
+        """Start the worker of rank `rank`, which must be the next rank."""
         fork = method == "fork"
         context = multiprocessing.get_context("fork") if fork else multiprocessing.get_context("spawn")
         try:
             pipe, worker_end = context.Pipe(duplex=False)
             with worker_end:
-                process = context.Process(target=body, args=(worker_end,))
+                process = context.Process(target=target, args=(worker_end,))
                 process.start()
                 self._workers.append(_Process(process, _open_end_descriptor(process), pipe))
         except OSError as error:
             raise limit_error(f"start rank {rank}", error) from error
 
-    def watch(self) -> list[End]:
-        """Wait until all workers have ended or the first failure is known. Return the ends of the workers.
+    def watch(self) -> list[WorkerExit]:
+        """Wait until all workers have ended or the first failure is known. Returns the exits of all ended workers.
 
-        If a worker only ended because it lost a peer, waits up to `cause_s` for the worker that failed first.
+        If a worker only ended because it lost a peer, this method waits up to `cause_s` for the worker that failed
+        first.
         """
         deadline = float("inf")
         while running := [worker for worker in self._workers if worker.end is None]:
@@ -169,31 +171,31 @@ class _Workers:
             for rank, worker in enumerate(self._workers):
                 if worker.end is None:
                     worker.peak = max(worker.peak, oom.peak_bytes(worker.process.pid or 0))
-                    worker.end = _end_of(rank, worker)
-            first = cause(self.ends)
+                    worker.end = _get_exit(rank, worker)
+            first = find_first_failure(self.exits)
             if first is None:
-                self._killed.look()
+                self._kill_detector.record_healthy()
             elif not first.secondary:
                 break
             else:
                 deadline = min(deadline, time.monotonic() + self._timing.cause_s)
                 if time.monotonic() >= deadline:
                     break
-        return self.ends
+        return self.exits
 
     @property
-    def ends(self) -> list[End]:
+    def exits(self) -> list[WorkerExit]:
         return [worker.end for worker in self._workers if worker.end]
 
-    def memory(self, rank: int) -> str:
-        """Return a text about the peak memory of a killed worker, and whether the machine ran out of memory."""
-        return self._killed.words(self._workers[rank].peak)
+    def describe_memory(self, rank: int) -> str:
+        """Describe the peak memory of a killed worker, and whether the machine ran out of memory."""
+        return self._kill_detector.describe(self._workers[rank].peak)
 
     def signal(self, number: int) -> bool:
-        """Send a signal to all running workers. Return whether any worker was started."""
+        """Send a signal to all running workers. Returns whether any worker has been started."""
         for worker in self._workers:
             with suppress(ProcessLookupError):
-                _send(worker, number)
+                _send_signal(worker, number)
         return bool(self._workers)
 
     def end(self) -> None:
@@ -204,7 +206,7 @@ class _Workers:
             wait([worker.ending], max(0.0, deadline - time.monotonic()))
         self.signal(signal.SIGKILL)
         for worker in self._workers:
-            worker.process.join(self._timing.stop_s)  # a process that waits for a device or disk can't always be killed
+            worker.process.join(self._timing.stop_s)  # SIGKILL can't end a process that waits for a device or disk
             worker.pipe.close()
             os.close(worker.ending)
 
@@ -217,7 +219,7 @@ def _open_end_descriptor(process: BaseProcess) -> int:
         return os.dup(process.sentinel)
 
 
-def _send(worker: _Process, number: int) -> None:
+def _send_signal(worker: _Process, number: int) -> None:
     try:
         signal.pidfd_send_signal(worker.ending, number)
     except AttributeError:  # not Linux
@@ -225,28 +227,28 @@ def _send(worker: _Process, number: int) -> None:
             os.kill(worker.process.pid, number)
 
 
-def _end_of(rank: int, worker: _Process) -> End | None:
-    """Return the end of a worker, or None if it is still running."""
+def _get_exit(rank: int, worker: _Process) -> WorkerExit | None:
+    """Return the exit of a worker, or None if the worker is still running."""
     code = worker.process.exitcode
     if code is None:
         return None
     report = b""
     os.set_blocking(worker.pipe.fileno(), False)  # a leftover loader process may keep the pipe open
     with suppress(BlockingIOError):
-        while part := os.read(worker.pipe.fileno(), _PIPE):
+        while part := os.read(worker.pipe.fileno(), _READ_BYTES):
             report += part
     end_time = time.time()
-    if report.startswith(_DONE):  # the work is complete, so a later crash of the process doesn't matter
-        return End(rank, code, end_time, result=int(report.removeprefix(_DONE)))
-    with suppress(ValueError):  # raised if the worker was killed while it wrote the report
-        return End(rank, code, end_time, failure=from_json(report))
-    return End(rank, code, end_time)
+    if report.startswith(_DONE_PREFIX):  # the work is complete, so a later crash of the process doesn't matter
+        return WorkerExit(rank, code, end_time, result=int(report.removeprefix(_DONE_PREFIX)))
+    with suppress(ValueError):  # raised if the worker was killed while writing the report
+        return WorkerExit(rank, code, end_time, failure=from_json(report))
+    return WorkerExit(rank, code, end_time)
 
 
 def _run_worker(
     worker: Worker, rank: int, size: int, address: str, timeout_s: float, timing: Timing, pipe: Connection
 ) -> None:
-    """Run the worker in its process. The process ends with the agent, and gets no signals from the terminal."""
+    """Run the worker in this process. The process ends with the agent, and receives no signals from the terminal."""
     die_with_parent()
     # The terminal sends Ctrl-C to all processes in its process group. In a separate process group, a worker receives
     # the signal only once, from the agent.
@@ -260,7 +262,7 @@ def _run_worker(
     # A spawned process has separate streams, and a forked process shares the streams of its parent.
     with member(rendezvous, address), ignore_terminal_errors():
         code = worker(rendezvous)
-    os.write(pipe.fileno(), _DONE + str(code).encode())
+    os.write(pipe.fileno(), _DONE_PREFIX + str(code).encode())
 
 
 def _end(pipe: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
@@ -272,8 +274,8 @@ def _end(pipe: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn
     end_process(rendezvous, failure, report)
 
 
-def _unreported_failure(end: End, size: int, memory: str, logs: Path | None) -> Failure:
-    """Return the failure of a worker that ended without reporting it."""
+def _unreported_failure(end: WorkerExit, size: int, memory: str, logs: Path | None) -> Failure:
+    """Return the failure to report for a worker that ended without reporting a failure."""
     if end.code < 0:
         end_text = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
     else:
@@ -286,17 +288,17 @@ def _unreported_failure(end: End, size: int, memory: str, logs: Path | None) -> 
 
 
 def _report_signal(number: int) -> int:
-    """Print the signal that ended a run before training started. Return 128 + the signal number, as shells do."""
+    """Print the signal that ended a run. Returns 128 + the signal number as the exit code, as shells do."""
     print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
     return 128 + number
 
 
 @contextmanager
 def _unnamed_file() -> Iterator[str]:
-    """Yield the rendezvous address of an in-memory file. It can't be removed, and disappears when this process ends."""
+    """Yield the rendezvous address of an in-memory file, which disappears when this process ends."""
     try:
         descriptor = os.memfd_create("lockstep")
-    except AttributeError:  # other systems have no in-memory files, so use a named file on disk
+    except AttributeError:  # only Linux has in-memory files; use a named file on disk
         with TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
             yield f"file://{folder}/store"
         return
@@ -309,8 +311,8 @@ def _unnamed_file() -> Iterator[str]:
 
 
 @contextmanager
-def _relay_signals(started: _Workers) -> Iterator[list[int]]:
-    """Forward signals that stop a run to the workers while the block runs. Yield the list of received signals."""
+def _relay_signals(workers: _Workers) -> Iterator[list[int]]:
+    """Forward signals that stop a run to the workers during the `with` block. Yields the list of received signals."""
     received: list[int] = []
     agent = os.getpid()
 
@@ -320,7 +322,7 @@ def _relay_signals(started: _Workers) -> Iterator[list[int]]:
             os.kill(os.getpid(), number)
         received.append(number)
         kills = received.count(signal.SIGINT) > 1
-        if not started.signal(signal.SIGKILL if kills else number):
+        if not workers.signal(signal.SIGKILL if kills else number):
             raise SystemExit(_report_signal(number))
         if kills:
             os._exit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""A rank of a run: joins the other ranks, and ends its process immediately if an error is raised.
+"""Runs code as a rank: joins the other ranks, and ends the process immediately if an error is raised.
 
 How a rank reports its failure depends on the launcher:
 - If Lockstep started the rank, the rank writes to a pipe (ranks/local_launcher.py). The store of these ranks is a file.
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @contextmanager
 def member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
-    """Join the other ranks, then run the block. Any error ends this process with `rendezvous.end`."""
+    """Join the other ranks, then run the `with` block. Any error ends this process with `rendezvous.end`."""
     try:
         rendezvous.join(address)
         yield
@@ -41,7 +41,7 @@ def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rend
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return the result of `work`. If it takes longer than `seconds`, return None, and keep it running in a thread."""
+    """Run `work` in a thread and return its result, or None after `seconds`. The thread keeps running in this case."""
     replies: list[T] = []
     worker = threading.Thread(target=lambda: replies.append(work()), daemon=True)
     try:

@@ -36,26 +36,26 @@ KILLED: Final = "out of memory: the kernel killed a process on this host"
 
 @final
 class KillDetector:
-    """Counts recent out-of-memory kills on this host. Create it before the processes start.
+    """Detects whether an out-of-memory kill on this host can explain a lost process. Create it before processes start.
 
-    The host may be shared with other jobs, so older kills may be unrelated to this run. Call `look` at regular
-    intervals while all processes are healthy. Kills before the last `looks` calls are ignored.
+    The host may be shared with other jobs, so older kills may be unrelated to this run. Call `record_healthy` at
+    regular intervals while all processes are healthy. Kills before the last `num_polls` calls are ignored.
     """
 
-    def __init__(self, looks: int) -> None:
-        self._counts = deque([kills()], maxlen=looks)
+    def __init__(self, num_polls: int) -> None:
+        self._counts = deque([kills()], maxlen=num_polls)
 
-    def look(self) -> None:
-        """Record that all processes are healthy, so that earlier kills don't explain a later failure."""
+    def record_healthy(self) -> None:
+        """Record that all processes are healthy, so earlier kills can't explain a later failure."""
         self._counts.append(kills())
 
-    def words(self, peak: int) -> str:
-        """Return a message about the peak memory of a process, in bytes, and whether the host ran out of memory."""
+    def describe(self, peak: int) -> str:
+        """Describe the peak memory of a lost process, and whether the host ran out of memory. `peak` is in bytes."""
         if kills() > self._counts[0]:
             return "; ".join(filter(None, [KILLED, describe_peak(peak)]))
         return describe_peak(peak)
 
 
 def describe_peak(peak: int) -> str:
-    """Return a message about the peak memory of a process, in bytes, or an empty string if it is 0 (unknown)."""
+    """Describe the peak memory of a process in bytes. Returns "" if `peak` is 0 (unknown)."""
     return f"it used up to {peak / 2**20:,.0f} MiB" if peak else ""

@@ -1,4 +1,4 @@
-"""Support for a process group that the script has opened itself, for example after mp.spawn.
+"""Support for scripts that open the process group themselves, for example after mp.spawn.
 
 The ranks rendezvous in the store of the group, which rank 0 of the script keeps open. If no launcher variables specify
 the rank of a process, Lockstep uses its rank in the process group.
@@ -25,8 +25,8 @@ _ADVICE: Final = (
 def rank_in_open_group() -> RankInfo | None:
     """Return the rank of this process in the open process group, or None if no group with several ranks is open.
 
-    All ranks of the group must call it. If the store of the group isn't a TCPStore, raises UsageError, because the
-    ranks can't rendezvous in it.
+    All ranks of the group must call this function. Raises UsageError if the store of the group isn't a TCPStore,
+    because the ranks can't rendezvous in it.
     """
     group = process_group()
     if group is None or group[1] == 1:

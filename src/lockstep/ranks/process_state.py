@@ -1,8 +1,8 @@
 """The state of a process on this machine, to check on a rank that missed its heartbeats.
 
-The state is read directly from Linux. psutil computes the start time of a process from the wall clock. If the clock is
-changed in between, psutil would report a different process. On other systems, the state is unknown, and the rank is
-only lost after the timeout.
+The state is read directly from /proc on Linux. psutil computes the start time of a process from the wall clock, so it
+would report a different process if the clock is changed. On other systems, the state is unknown, and the rank is only
+declared lost after the timeout.
 """
 
 import os
@@ -18,27 +18,27 @@ _START_TIME_FIELD: Final = 19
 _STATES: Final[dict[str, State]] = {"R": "runs", "S": "runs", "D": "runs", "Z": "gone", "X": "gone"}  # T is stopped
 
 
-def identity() -> str:
-    """Return an identifier of this process that is unique across hosts, or an empty string if unsupported."""
+def get_identity() -> str:
+    """Return an identifier of this process that is unique across hosts, or "" if this isn't Linux."""
     with suppress(OSError):
         return f"{_pid_space()} {os.getpid()} {_stat(os.getpid())[_START_TIME_FIELD]}"
     return ""
 
 
-def state(process: str) -> State:
-    """Return the state of a process by its `identity`. It is "unknown" if the process is stopped or not visible."""
+def get_state(process: str) -> State:
+    """Return the state of a process, given its identity. Returns "unknown" if the process is stopped or not visible."""
     try:
-        numbers, number, started = process.rsplit(" ", 2)
-        if numbers != _pid_space():
+        pid_space, pid_text, start_time = process.rsplit(" ", 2)
+        if pid_space != _pid_space():
             return "unknown"
-        pid = int(number)
+        pid = int(pid_text)
     except (OSError, ValueError):
         return "unknown"
     try:
         fields = _stat(pid)
     except OSError:
         return "gone"
-    return _STATES.get(fields[_STATE_FIELD], "unknown") if fields[_START_TIME_FIELD] == started else "gone"
+    return _STATES.get(fields[_STATE_FIELD], "unknown") if fields[_START_TIME_FIELD] == start_time else "gone"
 
 
 def _pid_space() -> str:

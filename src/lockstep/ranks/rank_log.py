@@ -19,7 +19,7 @@ _STDOUT, _STDERR = 1, 2
 
 @final
 class RankLog:
-    """Access to the terminal of a rank. It still works after stdout and stderr are redirected to a file."""
+    """Writes to the terminal and the log file of a rank, even if stdout and stderr are redirected to a file."""
 
     def __init__(self, info: RankInfo) -> None:
         self.host = socket.gethostname()
@@ -47,13 +47,13 @@ class RankLog:
 
     @contextmanager
     def capture(self, path: Path) -> Iterator[TextIO]:
-        """Redirect the output of this process to the file `path` while the block runs. Yield the file.
+        """Redirect the output of this process to the file `path` during the `with` block. Yields the file.
 
         On rank 0, the output of Python code is copied to the file. On all other ranks, the entire output only goes to
         the file, including the output of native libraries. If a process crashes in native code, its stack is written to
         standard error, which is the terminal on rank 0 and the file on all other ranks. The file is opened for
-        appending. If writing the file fails, for example because the disk is full, the run continues. In this case, the
-        log has gaps, and a warning at the end reports them.
+        appending. If writing to the file fails, for example because the disk is full, the run continues, and a warning
+        at the end reports that the log has gaps.
         """
         self.log = path
         if not faulthandler.is_enabled():
@@ -64,8 +64,8 @@ class RankLog:
             redirection = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
             with redirection:
                 yield log
-        if log.trouble:
-            self.line(f"warning: {path}: the log has gaps: {log.trouble}")
+        if log.problem:
+            self.line(f"warning: {path}: the log has gaps: {log.problem}")
 
 
 @final
@@ -96,19 +96,19 @@ class _UnfailingStream(io.TextIOBase, TextIO):
 
 @final
 class _Log(io.TextIOBase, TextIO):
-    """A log file, opened for appending. Writing never raises an error. If a write fails, `trouble` holds the reason.
+    """A log file, opened for appending. Writing never raises an error. If a write fails, `problem` is the reason.
 
-    A thread may still write after the file is closed. By then, its descriptor number may belong to a different file.
-    Therefore, writing is a no-op after `close`.
+    Writing is a no-op after `close`. Threads may still write then, and the number of the file descriptor may already
+    belong to a different file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.trouble = ""
+        self.problem = ""
         self._lock = threading.Lock()
         try:
             self._descriptor = plainfile.descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError as error:
-            self.trouble = error.strerror or str(error)
+            self.problem = error.strerror or str(error)
             self._descriptor = os.open(os.devnull, os.O_WRONLY)
 
     def write(self, text: str, /) -> int:
@@ -117,7 +117,7 @@ class _Log(io.TextIOBase, TextIO):
                 if self._descriptor >= 0:
                     os.write(self._descriptor, text.encode(errors="replace"))
             except OSError as error:
-                self.trouble = error.strerror or str(error)
+                self.problem = error.strerror or str(error)
         return len(text)
 
     def fileno(self) -> int:
@@ -136,7 +136,7 @@ class _Log(io.TextIOBase, TextIO):
 
 @final
 class _Tee(io.TextIOBase):
-    """Writes to a stream and to a log. All other attributes are delegated to the stream."""
+    """Writes to a stream and to a log. Other attributes are looked up on the stream."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
         self._stream = stream
@@ -164,10 +164,10 @@ class _Tee(io.TextIOBase):
 
 @contextmanager
 def ignore_terminal_errors() -> Iterator[None]:
-    """While the block runs, ignore output that can't be written. The logs of the ranks still contain this output.
+    """Ignore errors of stdout and stderr during the `with` block. The logs of the ranks still contain the output.
 
-    A closed terminal, a closed pipe (`| head`) or a full disk must not end a run. Standard descriptors that are closed
-    are reopened on /dev/null. Otherwise, the next opened file would get the descriptor of the terminal.
+    A closed terminal, a closed pipe (`| head`) or a full disk must not end a run. Closed standard descriptors are
+    reopened on /dev/null, because the next opened file would otherwise get the descriptor of the terminal.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
@@ -185,7 +185,7 @@ def log_name(rank: int) -> str:
 
 
 def with_rank(rank: int, size: int, host: str, text: str) -> str:
-    """Return `text` with a prefix that names the rank. If the run has a single process, return `text` unchanged."""
+    """Return `text` with a prefix that names the rank. If the run has a single process, there is no prefix."""
     return f"[rank {rank} of {size}, {host}] {text}" if size > 1 else text
 
 
@@ -198,7 +198,7 @@ def _copy_output(log: _Log) -> Iterator[None]:
 
 @contextmanager
 def _redirect_output(log: _Log) -> Iterator[None]:
-    """Redirect the Python streams and their file descriptors to the log. Native code writes to the descriptors."""
+    """Redirect stdout and stderr to the log, including the file descriptors, which native code writes to."""
     copies = [(number, os.dup(number)) for number in (1, 2)]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -213,10 +213,10 @@ def _redirect_output(log: _Log) -> Iterator[None]:
             os.close(copy)
 
 
-def _make_unfailing(stream: TextIO | None, standard: int) -> TextIO:
-    """Return a stream that ignores errors. A stream without a descriptor, as in a notebook, is returned unchanged."""
+def _make_unfailing(stream: TextIO | None, descriptor: int) -> TextIO:
+    """Return a copy of a stream that ignores errors. A stream without a descriptor, as in a notebook, isn't copied."""
     if stream is None:
-        return _UnfailingStream(standard)
+        return _UnfailingStream(descriptor)
     return _UnfailingStream(stream.fileno()) if _has_descriptor(stream) else stream
 
 

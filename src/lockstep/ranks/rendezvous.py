@@ -1,7 +1,7 @@
 """The rendezvous of the ranks when a run starts or restarts, which works without a process group.
 
-The ranks use a torch.distributed store, which rank 0 or torchrun's agent hosts, or which is a shared file. The
-store may still contain keys of an earlier start of the run. Therefore, the rendezvous has these phases:
+The ranks use a torch.distributed store, which is hosted by rank 0 or torchrun's agent, or is a shared file. The store
+may still contain keys of an earlier start of the run. Therefore, the rendezvous has these phases:
 
 1. Rank 0 generates an ID for this start of the run and writes it to the store. All keys are prefixed with that ID.
 
@@ -41,7 +41,15 @@ from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
 from lockstep.errors import TransientError, UsageError, os_error_as
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parse_failure
-from lockstep.ranks.job_store import ANOTHER_RUN, LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
+from lockstep.ranks.job_store import (
+    ANOTHER_RUN_HINT,
+    MAX_FACTS_BYTES,
+    JobStore,
+    UntrustedError,
+    parse_fields,
+    parse_int,
+    parse_text,
+)
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.status import RankStatus
 from lockstep.ranks.timing import TIMING, Timing
@@ -58,11 +66,11 @@ _LEFT: Final = "left"
 @final
 @dataclass(eq=False)
 class Rendezvous:
-    """The ranks of a run from `join` to `leave`, which is one start of the run.
+    """Connects the ranks of one start of a run, from `join` to `leave`.
 
-    `store` is None if the run has a single rank. `hosts` contains the host names by rank. `_end` ends the process
-    immediately, in the way that its launcher requires. `status` returns the status of this rank. It is called on any
-    thread, and the owner of the rendezvous may replace it. If `secret` is set, ranks sign everything they write.
+    `store` is None if the run has a single rank. `hosts` contains the host name of each rank. `_end` ends the process
+    immediately, in the way that its launcher requires. `status` returns the status of this rank. It can be called from
+    any thread, and code that runs the rank can replace it. If `secret` is set, ranks sign the values that they write.
     """
 
     info: RankInfo
@@ -76,7 +84,7 @@ class Rendezvous:
     keep_failure: Callable[[Failure], None] | None = field(default=None, init=False)
     hosts_store: bool = field(default=False, init=False)  # whether this process hosts the store
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _exchanges: int = field(default=0, init=False)
+    _exchange_count: int = field(default=0, init=False)
     _warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -84,32 +92,32 @@ class Rendezvous:
         self.hosts: tuple[str, ...] = (self.rank_log.host,)
 
     def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raise RanksDifferError on all ranks if `facts` differ from the facts of rank 0. All ranks call it.
+        """Raise RanksDifferError on all ranks if the `facts` of a rank differ from rank 0. All ranks must call this.
 
         `facts` must be JSON-compatible.
         """
         if self.store is None:
             return
-        key = self._exchange("compare")
+        key = self._next_key("compare")
         with self._store_errors():
             self._publish(key, _hash_long_facts(facts))
             if self.info.rank == 0:  # only rank 0 compares, so that not every rank has to read the facts of all ranks
                 verdict = "\n".join(differences(dict(enumerate(self._read_all(key))), self.hosts))
-                self.store.set(f"{key} verdict", verdict, LONGEST_FACTS)
+                self.store.set(f"{key} verdict", verdict, MAX_FACTS_BYTES)
             self._wait(f"{key} verdict", key)
-            verdict = self.store.read(f"{key} verdict", text, LONGEST_FACTS)
+            verdict = self.store.read(f"{key} verdict", parse_text, MAX_FACTS_BYTES)
         if verdict:
             raise RanksDifferError(printable(verdict))
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Gather a value from each rank. Return the values by rank on rank 0, and an empty list on all other ranks.
+        """Gather a value from each rank. Returns the values by rank on rank 0, and an empty list on all other ranks.
 
-        All ranks call it and wait for all ranks. `value` must be JSON-compatible. The error at the timeout names the
-        missing ranks.
+        All ranks must call this method, and wait for each other. `value` must be JSON-compatible. If the wait times
+        out, the error names the missing ranks.
         """
         if self.store is None:
             return [dict(value)]
-        key = self._exchange("gather")
+        key = self._next_key("gather")
         with self._store_errors():
             self._publish(key, value)
             if self.info.rank == 0:
@@ -119,35 +127,35 @@ class Rendezvous:
 
     def _publish(self, key: str, value: Mapping[str, Any]) -> None:
         assert self.store is not None
-        self.store.set(f"{key} {self.info.rank}", value, LONGEST_FACTS)
+        self.store.set(f"{key} {self.info.rank}", value, MAX_FACTS_BYTES)
         if self.store.add(f"{key} count", 1) == self.info.size:
             self.store.set(f"{key} all", True)
 
     def _read_all(self, key: str) -> list[dict[str, Any]]:
-        """Wait until all ranks have written a value for `key`. Return the values by rank."""
+        """Wait until all ranks have written a value for `key`, and return the values by rank."""
         assert self.store is not None
         self._wait(f"{key} all", key)
-        values = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _parse_facts, LONGEST_FACTS)
+        values = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _parse_facts, MAX_FACTS_BYTES)
         for value in values:
             if isinstance(value, UntrustedError):
                 raise value
         return [value for value in values if isinstance(value, dict)]
 
     def tell(self, words: str = "") -> str:
-        """Broadcast the text `words` of rank 0 to all ranks. All ranks call it."""
+        """Broadcast the text `words` of rank 0 to all ranks. All ranks must call this method."""
         if self.store is None:
             return words
-        key = self._exchange("tell")
+        key = self._next_key("tell")
         with self._store_errors():
             if self.info.rank == 0:
                 self.store.set(f"{key} 0", words)
             self._wait(f"{key} 0", key)
-            return self.store.read(f"{key} 0", text)
+            return self.store.read(f"{key} 0", parse_text)
 
     def first_failure(self, store: JobStore | None = None) -> Failure | None:
-        """Return the first reported failure that wasn't caused by another rank, or None if there is none.
+        """Return the first failure that a rank reported, or None if no rank has failed.
 
-        `store` is a separate connection to the same store, for use in a thread.
+        On a background thread, pass a separate connection as `store`.
         """
         store = store or self.store
         if store is None or not store.has(_FAILURE):
@@ -161,20 +169,20 @@ class Rendezvous:
             return None
 
     def fail(self, failure: Failure) -> Failure | None:
-        """Report the failure of this rank to the other ranks. Return the first failure among all ranks.
+        """Report the failure of this rank to the other ranks. Returns the first failure among all ranks.
 
-        If there is no store, or if the process that hosted it is gone, returns None.
+        Returns None if there is no store, or if the process that hosted the store is gone.
         """
         if self.store is None:
             return None
         with suppress(RuntimeError):
             if not failure.secondary:
-                return self.store.settle(_FAILURE, asdict(failure), parse_failure)
+                return self.store.set_once(_FAILURE, asdict(failure), parse_failure)
             return self.first_failure() or failure
         return None
 
     def end(self, failure: Failure) -> NoReturn:
-        """End this process because of a failure. Any thread may call it. A second call from another thread blocks."""
+        """End this process because of a failure. Can be called from any thread. A second call blocks."""
         self._ending.acquire()
         self._end(self, failure)
 
@@ -192,9 +200,9 @@ class Rendezvous:
     def join(self, requested: str) -> None:
         """Rendezvous with the other ranks at the address `requested`: env://, tcp://HOST:PORT or file:///PATH.
 
-        All ranks must call it before any other method. As in all other methods, the error at the timeout names the
-        missing ranks. A port that is in use raises UsageError. If the launcher can restart the host of this rank
-        separately, the rank waits until the previous start of the run has ended, and joins the next start.
+        All ranks must call this method before any other method. If the wait times out, the error names the missing
+        ranks. Raises UsageError if the port is in use. If the launcher can restart the host of this rank separately,
+        the rank waits until the previous start of the run has ended, and joins the next start.
         """
         if self.info.size == 1:
             return
@@ -209,24 +217,26 @@ class Rendezvous:
         while True:
             try:
                 with self._store_errors():
-                    base = JobStore(_store(self, address), self.secret)
+                    base_store = JobStore(_store(self, address), self.secret)
                     if self.info.rank == 0:
-                        self._register_ranks(base)
+                        self._register_ranks(base_store)
                     else:
-                        self._join_start(base, 0.0 if hosted_by_rank_0 else min(self.timing.late_s, self.timeout_s))
+                        self._join_start(
+                            base_store, 0.0 if hosted_by_rank_0 else min(self.timing.late_s, self.timeout_s)
+                        )
                 return
             except PeerLostError:  # the previous start of the run has ended, together with its rank 0
                 if time.monotonic() >= retry_until:
                     raise
                 self.store = None
 
-    def _register_ranks(self, base: JobStore) -> None:
+    def _register_ranks(self, base_store: JobStore) -> None:
         name = uuid.uuid4().hex
-        self.store = base.part(name)
+        self.store = base_store.with_prefix(name)
         registrations = {0: self._registration()}
         self.store.set("here 0", registrations[0])
-        base.set(_START, name)
-        for _ in self._polls(lambda: self._missing("here"), self.timing.name_missing_s):
+        base_store.set(_START, name)
+        for _ in self._poll(lambda: self._find_missing("here"), self.timing.name_missing_s):
             for rank in set(range(1, self.info.size)) - registrations.keys():
                 if self.store.has(f"here {rank}"):
                     registrations[rank] = self.store.read(f"here {rank}", _parse_registration)
@@ -234,29 +244,30 @@ class Rendezvous:
             if len(registrations) == self.info.size:
                 break
         self.hosts = tuple(registrations[rank]["host"] for rank in range(self.info.size))
-        self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, LONGEST_FACTS)
+        self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, MAX_FACTS_BYTES)
 
-    def _join_start(self, base: JobStore, late_s: float) -> None:
-        """Find the ID of this start of the run and wait for `begin`. Rank 0 may start up to `late_s` seconds later."""
+    def _join_start(self, base_store: JobStore, late_s: float) -> None:
+        """Register under the ID of this start of the run, and wait for `begin`. Rank 0 may be up to `late_s` s late."""
         stale: set[str] = set()
         current_id, wait_until, is_over = "", 0.0, False
         trust_after = time.monotonic() + late_s
-        for _ in self._polls(lambda: self._missing("here") if self.store else [0], self.timing.name_missing_s):
+        for _ in self._poll(lambda: self._find_missing("here") if self.store else [0], self.timing.name_missing_s):
             start_id = current_id
-            if base.has(_START):
+            if base_store.has(_START):
                 try:
-                    start_id = base.read(_START, _parse_start_id)
+                    start_id = base_store.read(_START, _parse_start_id)
                 except UntrustedError:  # the store may contain the ID of a different job until rank 0 starts
                     if self.store is None and time.monotonic() >= trust_after:
                         raise
             if start_id not in {current_id, *stale}:
-                part = base.part(start_id)
-                # This start of the run doesn't include this process.
+                part = base_store.with_prefix(start_id)
+                # If the ranks of this ID have already begun or failed, this process isn't one of them.
                 is_over = part.has(_BEGIN) or self.first_failure(part) is not None
                 if part.add(f"came {self.info.rank}", 1) > 1:
                     if not late_s and not self.info.restarted_separately:
                         raise UsageError(
-                            f"rendezvous: another process has already joined as rank {self.info.rank}; {ANOTHER_RUN}"
+                            f"rendezvous: another process has already joined as rank {self.info.rank}; "
+                            f"{ANOTHER_RUN_HINT}"
                         )
                     stale.add(start_id)
                     continue
@@ -266,7 +277,7 @@ class Rendezvous:
             if self.store is None or time.monotonic() < wait_until:
                 continue
             if self._is_set(_BEGIN):
-                hosts = self.store.read(_BEGIN, _parse_hosts, LONGEST_FACTS)
+                hosts = self.store.read(_BEGIN, _parse_hosts, MAX_FACTS_BYTES)
                 if is_over:
                     # The run continues without this rank, which must not write to the store of the run.
                     self.store = None
@@ -282,22 +293,22 @@ class Rendezvous:
             raise UsageError(
                 f"WORLD_SIZE: rank {rank} ({registration['host']}) was started with world size {registration['size']}, "
                 f"but rank {own_rank} ({self.rank_log.host}) with {self.info.size}; start all ranks with the same "
-                f"world size, and {ANOTHER_RUN}"
+                f"world size, and {ANOTHER_RUN_HINT}"
             )
 
-    def _exchange(self, operation: str) -> str:
-        self._exchanges += 1
-        return f"{operation} {self._exchanges}"
+    def _next_key(self, operation: str) -> str:
+        self._exchange_count += 1
+        return f"{operation} {self._exchange_count}"
 
     def _wait(self, key: str, prefix: str) -> None:
-        """Wait for `key`. It is set once all participating ranks have set `prefix RANK`."""
+        """Wait until `key` is set. If the wait times out, the ranks that haven't set `prefix RANK` are reported."""
         assert self.store is not None
-        for _ in self._polls(lambda: self._missing(prefix), self.timing.name_rank_0_s):
+        for _ in self._poll(lambda: self._find_missing(prefix), self.timing.name_rank_0_s):
             if self._is_set(key):
                 return
 
     def _is_set(self, key: str) -> bool:
-        """Return whether `key` is set. Raise PeerFailedError if it isn't and another rank failed."""
+        """Return whether `key` is set. Raises PeerFailedError if `key` isn't set and a rank has failed."""
         assert self.store is not None
         failure = self.first_failure()  # read this before the key, because a rank may set `key` and then fail
         is_set = self.store.has(key)
@@ -305,24 +316,26 @@ class Rendezvous:
             raise PeerFailedError(failure)
         return is_set
 
-    def _missing(self, prefix: str) -> list[int]:
+    def _find_missing(self, prefix: str) -> list[int]:
         assert self.store is not None
         missing = [rank for rank in range(self.info.size) if not self.store.has(f"{prefix} {rank}")]
         return [rank for rank in missing if rank != self.info.rank] or [0]
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Return a context manager that raises PeerLostError for the error that torch raises if the store is gone."""
+        """Translate the error that torch raises if the store is gone to PeerLostError."""
         try:
             yield
         except RuntimeError as error:
             first, *_ = *str(error).splitlines(), type(error).__name__
-            raise PeerLostError(f"lost {_listener(self.info)}, which hosts the rendezvous store ({first})") from error
+            raise PeerLostError(
+                f"lost {_describe_host(self.info)}, which hosts the rendezvous store ({first})"
+            ) from error
 
-    def _polls(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
-        """Yield once per poll. Report the missing ranks from time to time. Raise TransientError at the timeout.
+    def _poll(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
+        """Yield once per poll, and report the missing ranks from time to time. Raises TransientError at the timeout.
 
-        Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank on each host reports that.
+        Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank on each host reports this.
         """
 
         def words() -> str:
@@ -336,7 +349,7 @@ class Rendezvous:
             return polls(self.timeout_s, self.timing, words, self.rank_log.line)
         # The timeout is longer than on rank 0, because the error of rank 0 names the missing rank.
         timeout_s = self.timeout_s + self.timing.linger_s
-        return polls(timeout_s, self.timing, words, report if _reports(self.info) else None, name_rank_0_s)
+        return polls(timeout_s, self.timing, words, report if _reports_missing(self.info) else None, name_rank_0_s)
 
 
 def polls(
@@ -346,10 +359,10 @@ def polls(
     report: Callable[[str], None] | None,
     report_s: float | None = None,
 ) -> Iterator[None]:
-    """Yield once per poll, at increasing intervals. Raise TransientError at the timeout.
+    """Yield once per poll, at increasing intervals. Raises TransientError at the timeout.
 
-    If `report` is set, it is called with the names of the missing ranks after `report_s` seconds, and again whenever
-    the waiting time has doubled.
+    `missing` returns the names of the missing ranks. If `report` is set, it is called with a message about the missing
+    ranks after `report_s` seconds, and again whenever the waiting time has doubled.
     """
     report_s = timing.name_missing_s if report_s is None else report_s
     start, pause_s = time.monotonic(), timing.first_poll_s
@@ -364,30 +377,30 @@ def polls(
 
 
 def _parse_start_id(value: Any) -> str:
-    """Return `value` if it is the ID of a start of a run. Otherwise, raise ValueError."""
-    if not re.fullmatch("[0-9a-f]{32}", text(value)):
+    """Return `value` if it has the format of a start ID. Otherwise, raise ValueError."""
+    if not re.fullmatch("[0-9a-f]{32}", parse_text(value)):
         raise ValueError("expected the ID of a start")
     return str(value)
 
 
 def _parse_registration(value: Any) -> dict[str, Any]:
-    """Return the registration of a rank. Raise ValueError if the value isn't a registration."""
-    registration = fields(value, {"size": int, "host": str})
-    return {"size": whole(registration["size"], least=1), "host": printable_line(registration["host"])}
+    """Return the registration of a rank. Raises ValueError if the value isn't a valid registration."""
+    registration = parse_fields(value, {"size": int, "host": str})
+    return {"size": parse_int(registration["size"], minimum=1), "host": printable_line(registration["host"])}
 
 
 def _parse_hosts(value: Any) -> tuple[str, ...]:
-    """Return the host names of all ranks from the `begin` value. Raise ValueError if the value isn't valid."""
-    value_fields = fields(value, {"size": int, "hosts": list})
-    if not 1 <= value_fields["size"] == len(value_fields["hosts"]):
+    """Return the host names of all ranks from the `begin` value. Raises ValueError if the value isn't valid."""
+    values = parse_fields(value, {"size": int, "hosts": list})
+    if not 1 <= values["size"] == len(values["hosts"]):
         raise ValueError("hosts: expected one host for each rank")
-    return tuple(printable_line(text(host)) for host in value_fields["hosts"])
+    return tuple(printable_line(parse_text(host)) for host in values["hosts"])
 
 
 def _hash_long_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts, replacing each fact that is too long to send with its hash, such as a million names."""
+    """Return the facts. A fact that is too long to send, such as a million names, is replaced by its hash."""
     texts = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
-    max_length = LONGEST_FACTS // (2 * max(len(facts), 1))
+    max_length = MAX_FACTS_BYTES // (2 * max(len(facts), 1))
     return {
         name: value if len(texts[name]) <= max_length else hashlib.sha256(texts[name].encode()).hexdigest()
         for name, value in facts.items()
@@ -402,7 +415,7 @@ def _parse_facts(value: Any) -> dict[str, Any]:
 
 
 def _store(rendezvous: Rendezvous, address: str) -> Store:
-    """Connect to the store. Rank 0 opens the store, unless another process hosts it."""
+    """Open the store on rank 0, or connect to it on other ranks or if a different process hosts it."""
     info, timeout = rendezvous.info, timedelta(seconds=rendezvous.timeout_s)
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
@@ -434,9 +447,9 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
 
 
 def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_store: Callable[[], Store]) -> Store:
-    """Wait until a process listens on the port and responds. Return the result of `open_store`.
+    """Wait until a process listens on the port and responds. Returns the result of `open_store`.
 
-    torch would also wait, but without a message, and forever if the process on the port doesn't respond.
+    torch would also wait, but without a message, and forever if the process doesn't respond.
     """
     info, timing, reason = rendezvous.info, rendezvous.timing, ""
     answers: SimpleQueue[Store | RuntimeError] = SimpleQueue()
@@ -448,23 +461,23 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
             answers.put(error)
 
     def missing() -> str:
-        return f"{_listener(info)} at {host}:{port} ({reason})"
+        return f"{_describe_host(info)} at {host}:{port} ({reason})"
 
     connector = threading.Thread(target=connect, daemon=True)
-    deadline, last_known = inf, time.monotonic()
-    for _ in polls(rendezvous.timeout_s, timing, missing, rendezvous.rank_log.line if _reports(info) else None):
+    deadline, last_resolved_time = inf, time.monotonic()
+    for _ in polls(rendezvous.timeout_s, timing, missing, rendezvous.rank_log.line if _reports_missing(info) else None):
         if time.monotonic() > deadline:
-            raise UsageError(f"timed out after {timing.late_s:.0f} s waiting for {missing()}; {ANOTHER_RUN}")
+            raise UsageError(f"timed out after {timing.late_s:.0f} s waiting for {missing()}; {ANOTHER_RUN_HINT}")
         if not connector.ident:
             try:
                 socket.create_connection((host, port), timeout=timing.name_missing_s).close()
             except socket.gaierror as error:
                 reason = str(error.strerror)
-                if time.monotonic() - last_known >= timing.unknown_host_s and not info.restarted_separately:
+                if time.monotonic() - last_resolved_time >= timing.unknown_host_s and not info.restarted_separately:
                     raise ports.unknown(host, port, error) from error
                 continue
             except OSError as error:
-                last_known = time.monotonic()
+                last_resolved_time = time.monotonic()
                 reason = error.strerror or str(error)
                 continue
             reason = "a process listens there, but does not answer"
@@ -478,11 +491,14 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
     raise AssertionError  # unreachable, because polls raises an error
 
 
-def _reports(info: RankInfo) -> bool:
-    """Return whether this rank reports that rank 0 is missing: one rank per host, or every rank if started manually."""
+def _reports_missing(info: RankInfo) -> bool:
+    """Return whether this rank reports that rank 0 is missing.
+
+    One rank on each host does. If the ranks were started manually, each rank does.
+    """
     on_host_of_rank_0 = info.local_rank == info.rank
     return info.local_rank == int(on_host_of_rank_0) or info.launcher == "environment"
 
 
-def _listener(info: RankInfo) -> str:
+def _describe_host(info: RankInfo) -> str:
     return "torchrun's agent" if info.hosted and info.launcher == "torchrun" else "rank 0"

@@ -17,15 +17,16 @@ _ADVICE: Final = f"create a secret with (umask 077; openssl rand -hex 32 > FILE)
 
 
 def new_secret() -> str:
-    """Return a new secret."""
+    """Generate a random job secret."""
     return secrets.token_hex(32)
 
 
 def job_secret(env: Mapping[str, str]) -> bytes:
-    """Return the secret from one environment variable, or from the file that another names. Defaults to b"".
+    """Return the job secret, or b"" if there is none.
 
-    Raises UsageError if the length of the secret isn't allowed, if the file isn't owned by this user, or if other users
-    can access it.
+    The secret is the value of LOCKSTEP_JOB_SECRET, or the content of the file that LOCKSTEP_JOB_SECRET_FILE is set to.
+    Raises UsageError if the secret is too short, too long or not a single line. The file must be owned by this user,
+    and other users must not have access to it.
     """
     if SECRET in env:
         return _check_length(SECRET, os.fsencode(env[SECRET]))

@@ -25,7 +25,7 @@ _INTERRUPT: Final = 4
 
 
 def stopping() -> list[signal.Signals]:
-    """Return the signals that stop a run. This excludes SIGHUP if it is ignored, as under nohup."""
+    """Return the signals that stop a run. Excludes SIGHUP if the process ignores it, as under nohup."""
     numbers = [signal.Signals[name] for name in STOP_LEVELS.values()]
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 

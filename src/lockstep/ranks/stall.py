@@ -1,6 +1,6 @@
 """Stall detection: identifies the rank that the other ranks wait for, and reports its stack.
 
-On each rank, two background threads run next to the main thread:
+On each rank, two background threads run in addition to the main thread:
 
 1. The first thread samples the stack of the main thread once a second. If the main thread has waited for other ranks at
 the same line for longer than the timeout, the rank queries the state of all ranks through the store.
@@ -8,13 +8,13 @@ the same line for longer than the timeout, the rank queries the state of all ran
 2. The second thread of every rank answers the query with the step, the line and the stack of its main thread. A rank
 that doesn't answer is stopped, hung or gone.
 
-3. The rank that sent the query writes the report.
+The rank that sent the query writes the report.
 
 Ranks send nothing before the first query, and clocks are never compared across hosts.
 
 On a GPU, the device waits for other ranks. The main thread waits for the device when it reads a result or when the
-device queue is full. The stack can't tell this apart from computing. Therefore, any line may be a wait, and a rank is
-only known to be behind if it has completed fewer steps than another rank.
+device queue is full. In the stack, this looks the same as computing. Therefore, the thread may be waiting at any line,
+and a rank is only known to be behind if it has completed fewer steps than another rank.
 """
 
 import sys
@@ -27,17 +27,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, Self, final, get_args
 
 from lockstep.common.text import printable_line
-from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, whole
+from lockstep.ranks.job_store import JobStore, UntrustedError, parse_fields, parse_int, parse_text
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Phase, RankStatus
 
 _REPORT_LINES: Final = 8  # number of stack lines of a late rank in a report
-_SENT_LINES: Final = 100  # maximum number of stack lines that a rank sends, since a stack may be deep
+_SENT_LINES: Final = 100  # maximum number of stack lines that a rank sends
 
 _LOCKSTEP_PREFIX: Final = "lockstep/"
 _TORCH_PREFIX: Final = "torch/distributed/"
 # The modules in which the main thread waits for other ranks.
-_DOORS: Final = (
+_WAIT_MODULES: Final = (
     "lockstep/ranks/rendezvous.py",
     *(f"lockstep/comm/{module}.py" for module in ("world", "step_agreement", "canonical", "carrier", "stream", "p2p")),
     *(f"lockstep/comm/{module}.py" for module in ("links", "process_groups")),
@@ -46,21 +46,21 @@ _DOORS: Final = (
 
 _Role = Literal["is late", "is behind", "computes or waits", "waits"]
 _LATE_ROLES: Final[tuple[_Role, ...]] = ("is late", "is behind")
-# The last line of a report by role. The report uses the first role in this dict that any rank has.
-_ENDINGS: Final[Mapping[_Role, str]] = {
+# The last line of a report. If ranks have several of these roles, the report uses the first of them.
+_CONCLUSIONS: Final[Mapping[_Role, str]] = {
     "is late": "",
     "is behind": "",
     "computes or waits": "  no rank is behind: a GPU or one of these threads is computing, and the other ranks wait",
     "waits": "  no rank is late: the ranks wait for each other, at different places or over a broken link",
 }
-_SAVES: Final = (
+_SAVE_HINT: Final = (
     "  ranks wait for a save without a timeout; with placement.on_stall=end, set a longer placement.stall_timeout_s"
 )
 
 
 @dataclass(frozen=True)
 class ThreadState:
-    """The state of a rank's main thread: its status and its stack.
+    """The status of a rank and the stack of its main thread.
 
     The lines of `stack` have the form `file:line function`, with the innermost line last. `waits` is whether the thread
     is waiting for other ranks, or None if this can't be determined from the stack.
@@ -73,21 +73,21 @@ class ThreadState:
 
     @property
     def words(self) -> str:
-        """The status, and the innermost Lockstep line outside `_DOORS`, whose lines are the same for all waits."""
+        """The status, and the innermost Lockstep line outside the modules that wait for other ranks."""
         own_lines = [line for line in self.stack if line.startswith(_LOCKSTEP_PREFIX)]
-        outside_waits = [line for line in own_lines if not line.startswith(_DOORS)]
+        outside_waits = [line for line in own_lines if not line.startswith(_WAIT_MODULES)]
         return f"{self.status.words}, {(outside_waits or own_lines or self.stack)[-1]}"
 
 
 @final
 @dataclass(eq=False)
 class StallDetector:
-    """A context manager that watches the calling thread. All ranks enter it once, after joining.
+    """A context manager that watches the calling thread for stalls. All ranks must enter it once, after joining.
 
-    The rank that sends the query passes the report to `tell` on a background thread. It repeats the query for as long
-    as no rank makes progress. `record` writes this rank's Flight Recorder dump and returns its path, or an empty string
-    if there is no dump. Set `hidden` if a device waits for the other ranks instead of this thread. `hidden` applies
-    once the rank is set up. After a report, `late` contains the ranks that the other ranks wait for.
+    The rank that detects the stall passes the report to `tell` on a background thread, and repeats the query for as
+    long as no rank makes progress. `record` writes this rank's Flight Recorder dump and returns its path, or "" if
+    there is no dump. Set `hidden` if the device waits for other ranks instead of this thread. `hidden` only applies
+    after setup. After a report, `late` contains the ranks that the other ranks wait for.
     """
 
     rendezvous: Rendezvous
@@ -96,13 +96,13 @@ class StallDetector:
     record: Callable[[], str] = str
     hidden: bool = False
     late: list[int] = field(default_factory=list, init=False)
-    _question: int = 0  # number of the first query that this rank hasn't answered
+    _next_query: int = 0  # number of the first query that this rank hasn't answered
 
     def __post_init__(self) -> None:
         self._rank, self._size = self.rendezvous.info.rank, self.rendezvous.info.size
         self._timing = self.rendezvous.timing
         self._watched = threading.get_ident()
-        self._over = threading.Event()
+        self._stop_event = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._watch, self._answer)]
 
     def __enter__(self) -> Self:
@@ -111,65 +111,67 @@ class StallDetector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stop_event.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(self._timing.sample_s)  # a thread that waits for a store that is gone may never end
+                thread.join(self._timing.sample_s)  # if the store is gone, the thread may never end
 
     def _watch(self) -> None:
         """Sample the main thread. If it has waited too long, query the state of all ranks."""
-        last_state, last_question, last_change = self._thread_state(), 0, time.monotonic()
-        while not self._over.wait(self._pause_s):
+        last_state, last_query, last_change = self._thread_state(), 0, time.monotonic()
+        while not self._stop_event.wait(self._pause_s):
             state, now_s = self._thread_state(), time.monotonic()
-            if (state, self._question) != (last_state, last_question):
-                last_state, last_question, last_change = state, self._question, now_s
+            if (state, self._next_query) != (last_state, last_query):
+                last_state, last_query, last_change = state, self._next_query, now_s
             elif state.waits is not False and now_s - last_change >= self.timeout_s:
-                question_thread = threading.Thread(target=self._ask, args=(state, now_s - last_change), daemon=True)
-                question_thread.start()
-                question_thread.join(2 * self._timing.answer_s)
-                if question_thread.is_alive() and not self._over.is_set():
+                query_thread = threading.Thread(
+                    target=self._query_ranks, args=(state, now_s - last_change), daemon=True
+                )
+                query_thread.start()
+                query_thread.join(2 * self._timing.answer_s)
+                if query_thread.is_alive() and not self._stop_event.is_set():
                     self.tell(_no_answer_report(self._rank, state, now_s - last_change))
                 last_change = time.monotonic()
 
-    def _ask(self, state: ThreadState, seconds: float) -> None:
-        """Query the state of all ranks, and report the answers. A no-op if another rank has already sent this query."""
-        question = self._question
+    def _query_ranks(self, state: ThreadState, seconds: float) -> None:
+        """Query the state of all ranks, and report the answers. No-op if another rank has already sent this query."""
+        query = self._next_query
         with suppress(RuntimeError):  # raised if the store is gone, which the heartbeat reports
             store = self._connect()
-            if store.add(f"stall {question} first", 1) > 1:
+            if store.add(f"stall {query} first", 1) > 1:
                 return
-            store.set(_question_key(question), question)
+            store.set(_query_key(query), query)
             deadline = time.monotonic() + self._timing.answer_s
             answers: dict[int, tuple[str, ThreadState]] = {}
             while (
                 len(answers) < self._size
                 and time.monotonic() < deadline
-                and not self._over.wait(self._timing.answer_poll_s)
+                and not self._stop_event.wait(self._timing.answer_poll_s)
             ):
                 for rank in range(self._size):
-                    if rank not in answers and store.has(_answer_key(question, rank)):
+                    if rank not in answers and store.has(_answer_key(query, rank)):
                         with suppress(UntrustedError):
-                            answers[rank] = store.read(_answer_key(question, rank), parse_answer)
-            if not self._over.is_set():
+                            answers[rank] = store.read(_answer_key(query, rank), parse_answer)
+            if not self._stop_event.is_set():
                 self.late = late_ranks(answers, self._size)
-                self.tell(stall_report(answers, self._size, _first_line(self._rank, state, seconds)))
+                self.tell(stall_report(answers, self._size, _stall_line(self._rank, state, seconds)))
 
     def _answer(self) -> None:
         """Answer each query with the current state of the main thread."""
         with suppress(RuntimeError):
             store = self._connect()
-            while not self._over.wait(self._pause_s):
-                if store.has(_question_key(self._question)) and self._is_asked(store):
-                    state = self._thread_state()  # read the state first, because writing the dump takes a while
+            while not self._stop_event.wait(self._pause_s):
+                if store.has(_query_key(self._next_query)) and self._is_queried(store):
+                    state = self._thread_state()  # before `record`, which takes a while
                     answer = {"host": self.rendezvous.rank_log.host, **asdict(state), "record": self.record()}
                     answer["stack"] = state.stack[-_SENT_LINES:]
-                    store.set(_answer_key(self._question, self._rank), answer)
-                    self._question += 1
+                    store.set(_answer_key(self._next_query, self._rank), answer)
+                    self._next_query += 1
 
-    def _is_asked(self, store: JobStore) -> bool:
+    def _is_queried(self, store: JobStore) -> bool:
         """Return whether the query comes from a rank of this job."""
         with suppress(UntrustedError):
-            return store.read(_question_key(self._question), whole) == self._question
+            return store.read(_query_key(self._next_query), parse_int) == self._next_query
         return False
 
     @property
@@ -191,37 +193,40 @@ class StallDetector:
             for file, frame_summary in zip(files, summary, strict=True)
         )[::-1]
         status = self.rendezvous.status()
-        if own_file in _DOORS or files[0].startswith(_TORCH_PREFIX):
+        if own_file in _WAIT_MODULES or files[0].startswith(_TORCH_PREFIX):
             return ThreadState(status, _trim_to_wait(stack), True)
         return ThreadState(status, stack, None if self.hidden and status.phase != "setting up" else False)
 
 
-def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first: str) -> str:
-    """Return the report: which ranks are late and at which line, where the other ranks wait, and which don't answer."""
+def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first_line: str) -> str:
+    """Return the report about a stall: the ranks that are late or don't answer, and the lines where ranks wait.
+
+    `answers` contains the host and the state of each rank that answered.
+    """
     max_step = max((state.status.step for _, state in answers.values()), default=0)
     ranks_by_state: dict[tuple[_Role, str], list[str]] = {}
     for rank, (host, state) in sorted(answers.items()):
-        role = _role(state, max_step)
+        role = _get_role(state, max_step)
         stack = [] if role == "waits" else [f"      {line}" for line in state.stack[-_REPORT_LINES:]]
         name = str(rank) if role == "waits" else f"{rank} ({host})"
         ranks_by_state.setdefault((role, "\n".join([state.words, *stack])), []).append(name)
     silent = [rank for rank in range(size) if rank not in answers]
-    lines = [first]
+    lines = [first_line]
     lines += [f"  rank {rank} does not answer: stopped, hung or disconnected, or its host is down" for rank in silent]
-    for role in _ENDINGS:
+    for role in _CONCLUSIONS:
         lines += [
             f"  rank {', '.join(names)} {role}: {description}"
-            for (its_role, description), names in ranks_by_state.items()
-            if its_role == role
+            for (state_role, description), names in ranks_by_state.items()
+            if state_role == role
         ]
     records = [state.record for _, state in answers.values() if state.record]
     if records:
         lines.append(f"  torch's flight records: {', '.join(sorted(records))}")
     if not silent:
         roles = {role for role, _ in ranks_by_state}
-        lines += [ending for role, ending in _ENDINGS.items() if role in roles][:1]
-        late = [state for _, state in answers.values() if _role(state, max_step) in _LATE_ROLES]
-        lines += [_SAVES] if late and all(state.status.phase == "saving" for state in late) else []
+        lines += [conclusion for role, conclusion in _CONCLUSIONS.items() if role in roles][:1]
+        late = [state for _, state in answers.values() if _get_role(state, max_step) in _LATE_ROLES]
+        lines += [_SAVE_HINT] if late and all(state.status.phase == "saving" for state in late) else []
     return "\n".join(line for line in lines if line)
 
 
@@ -229,17 +234,17 @@ def late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -> lis
     """Return the ranks that don't answer. If all ranks answer, return the ranks that are late or behind."""
     silent = [rank for rank in range(size) if rank not in answers]
     max_step = max((state.status.step for _, state in answers.values()), default=0)
-    return silent or [rank for rank, (_, state) in sorted(answers.items()) if _role(state, max_step) in _LATE_ROLES]
+    return silent or [rank for rank, (_, state) in sorted(answers.items()) if _get_role(state, max_step) in _LATE_ROLES]
 
 
-def _role(state: ThreadState, max_step: int) -> _Role:
+def _get_role(state: ThreadState, max_step: int) -> _Role:
     """Return the role of a rank in the stall. `max_step` is the maximum number of completed steps of all ranks."""
     if state.waits is None:
         return "is behind" if state.status.step < max_step else "computes or waits"
     return "waits" if state.waits else "is late"
 
 
-def _first_line(rank: int, state: ThreadState, seconds: float) -> str:
+def _stall_line(rank: int, state: ThreadState, seconds: float) -> str:
     description = (
         f"has waited {seconds:.0f} s for other ranks"
         if state.waits
@@ -250,38 +255,38 @@ def _first_line(rank: int, state: ThreadState, seconds: float) -> str:
 
 def _no_answer_report(rank: int, state: ThreadState, seconds: float) -> str:
     return (
-        f"{_first_line(rank, state, seconds)}: {state.words}\n"
+        f"{_stall_line(rank, state, seconds)}: {state.words}\n"
         f"  the rendezvous store does not answer: rank 0 or the launcher's agent is stopped, or its host disconnected"
     )
 
 
-def _question_key(question: int) -> str:
-    return f"stall {question} asked"
+def _query_key(query: int) -> str:
+    return f"stall {query} asked"
 
 
-def _answer_key(question: int, rank: int) -> str:
-    return f"stall {question} answer {rank}"
+def _answer_key(query: int, rank: int) -> str:
+    return f"stall {query} answer {rank}"
 
 
 def parse_answer(value: Any) -> tuple[str, ThreadState]:
-    """Return the host and the thread state in a JSON answer. Raise ValueError if the value isn't an answer."""
+    """Return the host and the thread state in a JSON answer. Raises ValueError if the value isn't a valid answer."""
     waits = value.get("waits") if type(value) is dict else None
-    kinds = {"host": str, "status": dict, "stack": list, "waits": type(waits), "record": str}
-    answer = fields(value, kinds)
-    status = RankStatus(**fields(answer["status"], {"phase": str, "step": int}))
-    whole(status.step)
-    stack = tuple(printable_line(text(line)) for line in answer["stack"])
+    types = {"host": str, "status": dict, "stack": list, "waits": type(waits), "record": str}
+    answer = parse_fields(value, types)
+    status = RankStatus(**parse_fields(answer["status"], {"phase": str, "step": int}))
+    parse_int(status.step)
+    stack = tuple(printable_line(parse_text(line)) for line in answer["stack"])
     if status.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
         raise ValueError("expected the state of a rank")
     return printable_line(answer["host"]), ThreadState(status, stack, waits, printable_line(answer["record"]))
 
 
 def _trim_to_wait(stack: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a stack without the lines inside the wait, because these change while the thread waits."""
+    """Return a stack without the lines inside the waiting function, because they change while the thread waits."""
     own_lines = [index for index, line in enumerate(stack) if line.startswith(_LOCKSTEP_PREFIX)]
-    last_outside = max((index for index in own_lines if not stack[index].startswith(_DOORS)), default=-1)
-    door = next((index for index in own_lines if index > last_outside), len(stack))
-    return stack[: door + 1]
+    last_outside = max((index for index in own_lines if not stack[index].startswith(_WAIT_MODULES)), default=-1)
+    wait_index = next((index for index in own_lines if index > last_outside), len(stack))
+    return stack[: wait_index + 1]
 
 
 def _relative_name(filename: str) -> str:

@@ -1,4 +1,4 @@
-"""The status of a rank. Messages about a rank that other ranks wait for or have lost show its status."""
+"""The status of a rank, for messages about a rank that is late or lost."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -27,7 +27,7 @@ class Timing:
     late_s: float = 30.0
     # Time until an unknown host name is an error. The name of a container may be unknown until the container runs.
     unknown_host_s: float = 10.0
-    # Time for which the rank that hosts the store waits for ranks that still have to read from it.
+    # Time for which the rank that hosts the store waits for other ranks that still have to read from the store.
     linger_s: float = 5.0
 
     # Heartbeat interval. It is short enough to report a killed rank quickly, and a negligible load for the store (two
@@ -43,16 +43,16 @@ class Timing:
     # released, which takes seconds for many GB. Older kills on a shared host belong to other jobs.
     memory_s: float = 10.0
 
-    # Time for which a rank of an external launcher that found an error before the rendezvous waits for the other ranks,
-    # so that it can report the error to these ranks.
+    # If a rank of an external launcher finds an error before the rendezvous, it waits this long for the other ranks, so
+    # that it can report the error to them.
     refuse_s: float = 4.0
-    # Timeouts for ending a rank of an external launcher. Each step may hang (the host of the store is gone, a terminal
-    # is stopped, a disk is full), and so may all steps together.
+    # Timeouts for reporting a failure, for leaving the job, and for both together, if a rank of an external launcher
+    # ends. Each step may hang, for example if the host of the store is gone, or if a terminal is stopped.
     report_s: float = 2.0
     leave_s: float = 6.0
     end_s: float = 10.0
 
-    # Interval at which the local launcher reads the memory use of its ranks. The end of a rank wakes up the launcher
+    # Interval at which the local launcher reads the memory use of its ranks. If a rank ends, the launcher wakes up
     # immediately.
     watch_s: float = 0.5
     # Time to wait for the rank that failed first, if a rank only ended because it lost a peer.
