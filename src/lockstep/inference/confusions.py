@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.reporting import wording
-from lockstep.reporting.charts import matrix
+from lockstep.reporting.charts import make_matrix_chart
 from lockstep.reporting.page import Section, Table, Words
 
 _MAX_MATRIX_CLASSES: Final = 20  # maximum number of classes in a readable matrix
@@ -34,7 +34,7 @@ def confusions(
     if len(names) <= _MAX_MATRIX_CLASSES:
         counts = torch.zeros(len(names), len(names), dtype=torch.int64)
         counts.index_put_((truths, guesses), times, accumulate=True)
-        section = matrix(f"{run}: {unit} by class", "predicted", "true", names, counts.tolist(), note=_NOTE)
+        section = make_matrix_chart(f"{run}: {unit} by class", "predicted", "true", names, counts.tolist(), note=_NOTE)
     else:
         section = _pairs(run, names, truths, guesses, times, class_counts, unit)
     return [
@@ -54,7 +54,9 @@ def _pairs(
     for row in counts.argsort(descending=True, stable=True)[:_MAX_ROWS].tolist():
         truth, guess = divmod(int(keys[row]), len(names))
         count = int(counts[row])
-        rows.append([names[truth], names[guess], f"{count:,}", wording.percent(count / int(class_counts[truth]))])
+        rows.append(
+            [names[truth], names[guess], f"{count:,}", wording.format_percentage(count / int(class_counts[truth]))]
+        )
     if not rows:
         return Words(title, ["There are no mistakes."])
     note = f"{len(names):,} classes are too many for a matrix. These are the most frequent of {len(keys):,} pairs."
@@ -92,4 +94,4 @@ def _classes(
 
 
 def _share(part: int, total: int) -> str:
-    return wording.percent(part / total) if total else ""
+    return wording.format_percentage(part / total) if total else ""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
-from lockstep.reporting.charts import dots
+from lockstep.reporting.charts import make_scatter_chart
 from lockstep.reporting.page import Section, Table
 from lockstep.tasks.regression import Regression, match_shapes
 
@@ -34,7 +34,7 @@ def residuals(
     notes = [f"{len(indices):,} of {len(true):,} samples, evenly spaced."] if len(indices) < len(true) else []
     notes += [f"The first {_MAX_CHARTS} of {count} numbers."] if count > _MAX_CHARTS else []
     charts = [
-        dots(
+        make_scatter_chart(
             f"{run}: predicted {name}".rstrip(),
             "true",
             "predicted",
