@@ -21,7 +21,7 @@ _DEFAULT_SAMPLES: Final = 10_000  # maximum number of validation samples for eac
 
 @dataclass(frozen=True)
 class Report:
-    """The files that `report` has written. `warnings` list everything that couldn't be read or shown."""
+    """The files that `report` wrote. `warnings` describes everything that couldn't be read or shown."""
 
     page: Path
     charts: tuple[Path, ...]
