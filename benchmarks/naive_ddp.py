@@ -287,7 +287,7 @@ class NaiveDDP:
         fetched = self._ready.data.train.fetch(*request)
         weight = max(1, length(fetched) if task.counts_samples else task.weight(fetched))
         prepared = self._change.prepare(fetched, request)
-        batch = self._change.for_training(self._to_device(prepared), self.step, self._world.rank)
+        batch = self._change.transform_training_batch(self._to_device(prepared), self.step, self._world.rank)
         self._ddp.train()
         self._optimizer.zero_grad()
         loss = task.loss(call(self._ddp, task.inputs(batch)), batch) / weight
@@ -308,7 +308,7 @@ class NaiveDDP:
             for number, part in enumerate(batches):
                 fetched = self._validation.fetch(np.array(part), None)
                 weight = length(fetched) if task.counts_samples else task.weight(fetched)
-                batch = self._change.for_evaluation(self._to_device(fetched))
+                batch = self._change.transform_evaluation_batch(self._to_device(fetched))
                 added.add(number, batch_sums(task, call(self._model, task.inputs(batch)), batch, weight))
         return task_metrics(task, added.total(World(ALONE, self._world.device), len(batches)))
 

@@ -67,14 +67,14 @@ def by_hand(ready: Setup, ranks: int) -> dict[str, float]:
             for rank, order in enumerate(orders):
                 numbers = torch.tensor(order[first : first + BATCH]).numpy()
                 request = Request(numbers, random.key(random.AUGMENT, 0, epoch))
-                x, y = change.for_training(change.prepare(train.fetch(*request), request), 0, 0)
+                x, y = change.transform_training_batch(change.prepare(train.fetch(*request), request), 0, 0)
                 loss = functional.cross_entropy(model(x), y)
                 (loss / ranks).backward()
                 losses[rank].append(float(loss.detach()))
             optimizer.step()
 
     def right(numbers: list[int]) -> float:
-        x, y = change.for_evaluation(validation.fetch(torch.tensor(numbers).numpy(), None))
+        x, y = change.transform_evaluation_batch(validation.fetch(torch.tensor(numbers).numpy(), None))
         return float((model(x).argmax(1) == y).double().mean())
 
     shares = [right(list(each)) for each in samplers(len(validation), shuffle=False)]

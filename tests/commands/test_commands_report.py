@@ -17,8 +17,8 @@ from lockstep.errors import UsageError
 from lockstep.jobs.reader import runs_by_name
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import JsonLines
-from lockstep.reporting.page import Figures, Table
-from lockstep.reporting.run_page import curve_sections, sections
+from lockstep.reporting.page import Table, ValueGrid
+from lockstep.reporting.run_page import make_curve_sections, make_sections
 from lockstep.runs.runs import machine_of
 from lockstep.training.events import Event
 
@@ -41,7 +41,7 @@ report = partial(invoke, "report")
 def tables(*folders: Path) -> dict[str, list[dict[str, str]]]:
     """Return the tables of a page on the runs, by their headings."""
     found, _ = runs_by_name(folders or [Path("runs")])
-    made = [each for each in sections(found) if isinstance(each, Table)]
+    made = [each for each in make_sections(found) if isinstance(each, Table)]
     return {each.title: [dict(zip(each.columns, row, strict=True)) for row in each.rows] for each in made}
 
 
@@ -135,7 +135,9 @@ def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
     twice = [replace(evaluated(), step=step, weights=weights) for weights in ("model", "ema") for step in (46, 69)]
     run_folder("a", started(), stepped(46), *twice, stepped(), done())
     found, _ = runs_by_name([Path("runs")])
-    drawn = [each for each in curve_sections({run.folder: run.history for run in found}) if isinstance(each, Chart)]
+    drawn = [
+        each for each in make_curve_sections({run.folder: run.history for run in found}) if isinstance(each, Chart)
+    ]
     assert [each.title for each in drawn] == [
         *("loss", "top1", "top5", "loss/validation/ema", "top1/ema", "top5/ema"),
         *("samples/s", "learning rate", "norm of the gradient", "peak memory, MiB"),
@@ -148,9 +150,9 @@ def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
 def test_one_run_differs_from_none() -> None:
     run_folder("a", started(), stepped(), done())
     runs, _ = runs_by_name([Path("runs/a"), Path("runs")])  # named twice
-    grid, *others = sections(runs)
-    assert isinstance(grid, Figures)
-    assert dict(grid.figures)["machine"] == "2 cores of EPYC, torch 2.15.0"
+    grid, *others = make_sections(runs)
+    assert isinstance(grid, ValueGrid)
+    assert dict(grid.entries)["machine"] == "2 cores of EPYC, torch 2.15.0"
     assert not {"Runs", "What differs", "Restarts"} & {each.title for each in others}
 
 

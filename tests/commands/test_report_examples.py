@@ -18,7 +18,7 @@ from test_predict import SEGMENTS, TRUST, plain
 
 import lockstep
 from lockstep.data.images.digits import digits
-from lockstep.inference.inspection import _deviation_from_log
+from lockstep.inference.inspection import _compare_with_log
 from lockstep.reporting.run_log import History, Point
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -216,5 +216,5 @@ def test_of_a_damaged_checkpoint_the_one_before_is_shown_with_a_warning(run, tra
 )
 def test_figures_are_compared_with_those_of_their_step(logged, found, told):
     history = History(curves={"loss/validation": [Point(1, 8, 0.1, 9.0), Point(2, 16, 0.2, logged)]})
-    assert told in _deviation_from_log(SimpleNamespace(weights="model", step=2), history, {"loss": found})
-    assert _deviation_from_log(SimpleNamespace(weights="model", step=3), history, {"loss": found}) == ""
+    assert told in _compare_with_log(SimpleNamespace(weights="model", step=2), history, {"loss": found})
+    assert _compare_with_log(SimpleNamespace(weights="model", step=3), history, {"loss": found}) == ""

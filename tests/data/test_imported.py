@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.data.base import DataSet
 from lockstep.data.images.digits import digits
-from lockstep.data.images.leaves import tensor
+from lockstep.data.images.leaves import to_tensor
 from lockstep.data.imported import import_dataset
 from lockstep.errors import UsageError, UserCodeError
 
@@ -319,7 +319,7 @@ _COLOR = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
     ],
 )
 def test_values_become_tensors(value: Any, expected: torch.Tensor) -> None:
-    found = tensor(value)
+    found = to_tensor(value)
     assert found.dtype == expected.dtype
     assert torch.equal(found, expected)
 
@@ -327,4 +327,4 @@ def test_values_become_tensors(value: Any, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("value", ["text", None, [1, 2], {"a": 1}, np.array(["text"]), np.array([None])])
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="expected"):
-        tensor(value)
+        to_tensor(value)

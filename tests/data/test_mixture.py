@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.mixture import Mixture, parts, split_by_weight
+from lockstep.data.mixture import Mixture, iterate_sources, split_by_weight
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import UsageError
@@ -86,7 +86,7 @@ def test_a_number_is_one_sample_in_whatever_batch_it_comes() -> None:
     whole = samples(EPOCH, order, 3)
     assert [*samples(EPOCH, order[:37], 3), *samples(EPOCH, order[37:], 3)] == whole
     assert [samples(EPOCH, order[at : at + 1], 3)[0] for at in range(400)] == whole
-    assert [source for source, *_ in whole] == [EPOCH.source(number) for number in order.tolist()]
+    assert [source for source, *_ in whole] == [EPOCH.get_source_index(number) for number in order.tolist()]
 
 
 def test_without_a_draw_all_are_in_their_order() -> None:
@@ -215,7 +215,7 @@ def test_what_a_source_skips_counts_as_skipped() -> None:
 
 
 def test_its_parts_are_whole_whatever_an_epoch_has_of_them() -> None:
-    assert [len(each) for each in parts(Mixture([EPOCH, SMALL], [1, 1]))] == [6000, 40, 40]
+    assert [len(each) for each in iterate_sources(Mixture([EPOCH, SMALL], [1, 1]))] == [6000, 40, 40]
 
 
 def test_a_mixture_of_nothing_is_refused(tmp_path: Path) -> None:

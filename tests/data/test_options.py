@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from lockstep.data.options import Count, NoOptions, Share, build_options, option_errors
+from lockstep.data.options import Count, NoOptions, Share, build_options, find_option_errors
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Options:
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, Any], problems: list[str]) -> None:
-    assert [*option_errors(Options, given)] == problems
+    assert [*find_option_errors(Options, given)] == problems
 
 
 def test_unknown_options_are_refused_with_the_near_one() -> None:
-    [problem] = option_errors(Options, {"samples": 1, "shar": 0.5})
+    [problem] = find_option_errors(Options, {"samples": 1, "shar": 0.5})
     assert problem.startswith("options.shar: unknown option")
     assert "share" in problem
-    assert [*option_errors(NoOptions, {"share": 1})] == ["options.share: this dataset has no options; remove it"]
+    assert [*find_option_errors(NoOptions, {"share": 1})] == ["options.share: this dataset has no options; remove it"]
 
 
 def test_null_is_the_default() -> None:

@@ -3,21 +3,21 @@
 import numpy as np
 import pytest
 
-from lockstep.data.shares import in_share, rows_in_share, select_share
+from lockstep.data.shares import is_in_share, rows_in_share, select_share
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_a_share_is_as_large_as_asked(share: float) -> None:
-    named = np.mean([in_share(f"class/{number}.png", share) for number in range(4000)])
+    named = np.mean([is_in_share(f"class/{number}.png", share) for number in range(4000)])
     assert named == pytest.approx(share, abs=0.03)
     assert rows_in_share(4000, share).mean() == pytest.approx(share, abs=0.03)
 
 
 def test_a_larger_share_keeps_what_the_smaller_had() -> None:
     names = [f"{number}.png" for number in range(500)]
-    small, large = ({name for name in names if in_share(name, share)} for share in (0.1, 0.3))
+    small, large = ({name for name in names if is_in_share(name, share)} for share in (0.1, 0.3))
     assert small < large
-    assert not any(in_share(name, 0.0) for name in names)
+    assert not any(is_in_share(name, 0.0) for name in names)
 
 
 def test_a_share_that_is_taken_is_as_large_as_can_be() -> None:

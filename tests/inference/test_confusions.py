@@ -2,14 +2,14 @@
 
 import torch
 
-from lockstep.inference.confusions import confusions
+from lockstep.inference.confusions import make_confusion_sections
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import Table, Words
 
 
 def test_few_classes_are_a_matrix() -> None:
     truths, guesses = torch.tensor([0, 0, 0, 1, 2]), torch.tensor([0, 0, 1, 1, 0])
-    chart, classes = confusions(
+    chart, classes = make_confusion_sections(
         "r", ["cat", "dog", "cow"], truths, guesses, torch.ones(5, dtype=torch.int64), "samples"
     )
     assert isinstance(chart, Chart)
@@ -30,7 +30,7 @@ def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
     # Class n is right once, and the next one is predicted for it n times.
     truths, guesses = torch.arange(999).repeat(2), torch.cat([torch.arange(999), torch.arange(1, 1000)])
     times = torch.cat([torch.ones(999, dtype=torch.int64), torch.arange(999)])
-    pairs, classes = confusions("r", names, truths, guesses, times, "samples")
+    pairs, classes = make_confusion_sections("r", names, truths, guesses, times, "samples")
     assert isinstance(pairs, Table)
     assert isinstance(classes, Table)
     assert pairs.rows[0] == ["class 998", "class 999", "998", "99.90 %"]
@@ -43,13 +43,13 @@ def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
 
 def test_many_classes_without_a_mistake() -> None:
     each = torch.arange(1000)
-    pairs, _ = confusions("r", [*map(str, range(1000))], each, each, torch.ones_like(each), "samples")
+    pairs, _ = make_confusion_sections("r", [*map(str, range(1000))], each, each, torch.ones_like(each), "samples")
     assert pairs == Words("r: most frequent mistakes", ["There are no mistakes."])
 
 
 def test_pixels_are_counted_by_their_times() -> None:
     cells = torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([12_345, 1_000_000])
-    chart, classes = confusions("r", ["road", "sky"], *cells, "pixels")
+    chart, classes = make_confusion_sections("r", ["road", "sky"], *cells, "pixels")
     assert isinstance(chart, Chart)
     assert [trace["text"] for trace in chart.figure["data"]] == [[["12.3k", ""], ["", ""]], [["", ""], ["1M", ""]]]
     assert chart.figure["data"][1]["hovertext"][1][0] == "true sky, predicted road: 1,000,000"

@@ -51,7 +51,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_code_that_a_recipe_names_for_its_data_runs_only_if_it_is_trusted(saved: Path) -> None:
-    with pytest.warns(UserWarning, match="names code for its samples: named_data:data; pass trust=True"):
+    with pytest.warns(UserWarning, match="references user code to create samples: named_data:data; pass trust=True"):
         lockstep.load(saved)
     assert not Path("imported").exists()
     lockstep.load(saved, trust=True)

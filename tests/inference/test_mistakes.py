@@ -6,7 +6,13 @@ import pytest
 import torch
 from looked import evaluated, pixels, validation
 
-from lockstep.inference.mistakes import Guesses, are_pictures, collect_guesses, mistakes, thumbnails
+from lockstep.inference.mistakes import (
+    ClassPredictions,
+    are_images,
+    collect_predictions,
+    make_mistake_sections,
+    make_thumbnails,
+)
 from lockstep.inference.validation_pass import EvaluatedBatch
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import Section, Table, Tiles, Words
@@ -26,26 +32,32 @@ def batches(inputs: torch.Tensor, targets: torch.Tensor = TRUTHS) -> list[Evalua
 
 def view(inputs: torch.Tensor, targets: torch.Tensor = TRUTHS) -> list[Section]:
     """Return what is seen of them."""
-    return mistakes("r", TASK, validation(TASK, (inputs, targets), 5), batches(inputs, targets))
+    return make_mistake_sections("r", TASK, validation(TASK, (inputs, targets), 5), batches(inputs, targets))
 
 
 def test_the_largest_loss_is_first() -> None:
-    found = collect_guesses(TASK, batches(torch.zeros(5, 7)))
-    assert found.numbers.tolist() == [0, 1, 2, 4]  # what could not be read is no mistake
-    assert [(each.number, each.truth, each.guess) for each in found.worst()] == [(2, 2, 0), (4, 1, 2), (1, 0, 1)]
-    assert [each.of_truth for each in found.worst()] == pytest.approx([0.01, 0.2, 0.3])
-    assert [each.of_guess for each in found.worst(2)] == pytest.approx([0.9, 0.6])
+    found = collect_predictions(TASK, batches(torch.zeros(5, 7)))
+    assert found.sample_indices.tolist() == [0, 1, 2, 4]  # what could not be read is no mistake
+    assert [(each.sample_index, each.target, each.predicted) for each in found.get_worst()] == [
+        (2, 2, 0),
+        (4, 1, 2),
+        (1, 0, 1),
+    ]
+    assert [each.target_probability for each in found.get_worst()] == pytest.approx([0.01, 0.2, 0.3])
+    assert [each.predicted_probability for each in found.get_worst(2)] == pytest.approx([0.9, 0.6])
 
 
 def test_what_is_no_number_is_the_worst_and_equals_stay_in_order() -> None:
     losses = torch.tensor([1.0, 5.0, math.nan, 5.0], dtype=torch.float64)
-    found = Guesses(torch.arange(4), torch.zeros(4).long(), torch.ones(4).long(), losses, losses)
-    assert [each.number for each in found.worst()] == [2, 1, 3, 0]
+    found = ClassPredictions(torch.arange(4), torch.zeros(4).long(), torch.ones(4).long(), losses, losses)
+    assert [each.sample_index for each in found.get_worst()] == [2, 1, 3, 0]
 
 
 def test_the_heaviest_class_of_a_mixture_is_the_truth() -> None:
     mixtures = torch.tensor([[0.6, 0.4, 0], [0.6, 0.4, 0], [0, 0, 1], [0, 0, 0], [0, 1, 0]])
-    assert [each.number for each in collect_guesses(TASK, batches(torch.zeros(5, 7), mixtures)).worst()] == [2, 4, 1]
+    assert [
+        each.sample_index for each in collect_predictions(TASK, batches(torch.zeros(5, 7), mixtures)).get_worst()
+    ] == [2, 4, 1]
 
 
 def test_pictures_are_those_of_the_mistakes() -> None:
@@ -80,14 +92,14 @@ def test_a_model_without_mistakes() -> None:
 @pytest.mark.parametrize("channels", [1, 3])
 def test_each_pixel_of_a_small_picture_is_a_square_of_its_value(channels: int) -> None:
     given = torch.randint(0, 256, (2, channels, 8, 6), generator=torch.Generator().manual_seed(0)).byte()
-    for one, source in zip(given, thumbnails(given), strict=True):
+    for one, source in zip(given, make_thumbnails(given), strict=True):
         shown = pixels(source)
         assert shown.shape[:2] == (8 * 14, 6 * 14)
         assert torch.equal(shown[7::14, 7::14], one[0] if channels == 1 else one.permute(1, 2, 0))
 
 
 def test_a_large_picture_is_made_smaller() -> None:
-    [source] = thumbnails(torch.full((1, 3, 300, 600), 77, dtype=torch.uint8))
+    [source] = make_thumbnails(torch.full((1, 3, 300, 600), 77, dtype=torch.uint8))
     shown = pixels(source)
     assert shown.shape == (56, 112, 3)
     assert shown.unique().tolist() == [77]
@@ -95,9 +107,9 @@ def test_a_large_picture_is_made_smaller() -> None:
 
 def test_floats_are_stretched_from_black_to_white() -> None:
     values = torch.tensor([[-2.0, 0.0], [torch.nan, 2.0]])
-    shown = pixels(thumbnails(values[None, None])[0])
+    shown = pixels(make_thumbnails(values[None, None])[0])
     assert shown[::56, ::56].tolist() == [[0, 128], [128, 255]]
-    assert pixels(thumbnails(torch.full((1, 1, 2, 2), 3.5))[0]).unique().tolist() == [0]
+    assert pixels(make_thumbnails(torch.full((1, 1, 2, 2), 3.5))[0]).unique().tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -105,4 +117,4 @@ def test_floats_are_stretched_from_black_to_white() -> None:
     [((5, 3, 8, 8), True), ((5, 1, 8, 8), True), ((5, 4, 8, 8), False), ((5, 1, 40), False), ((5, 3, 1, 9), False)],
 )
 def test_what_is_a_picture(shape: tuple[int, ...], expected: bool) -> None:
-    assert are_pictures(torch.zeros(shape)) == expected
+    assert are_images(torch.zeros(shape)) == expected

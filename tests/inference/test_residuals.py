@@ -5,7 +5,7 @@ import torch
 from looked import evaluated, validation
 from torch import Tensor
 
-from lockstep.inference.residuals import residuals
+from lockstep.inference.residuals import make_residual_sections
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import Table
 from lockstep.tasks.regression import Regression
@@ -17,7 +17,7 @@ def sections(true: Tensor, found: Tensor, names: tuple[str, ...] = ()) -> tuple[
     half = len(true) // 2
     halves = slice(0, half), slice(half, len(true))
     batches = [evaluated((true[rows], true[rows]), found[rows], rows.start) for rows in halves]
-    *charts, table = residuals("r", TASK, validation(TASK, (true, true), len(true)), names, batches)
+    *charts, table = make_residual_sections("r", TASK, validation(TASK, (true, true), len(true)), names, batches)
     assert isinstance(table, Table)
     return [each for each in charts if isinstance(each, Chart)], table
 

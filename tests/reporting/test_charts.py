@@ -5,14 +5,14 @@ import math
 
 import pytest
 
-from lockstep.reporting.charts import Chart, bars, curves, dots, lines, matrix
+from lockstep.reporting.charts import Chart, bars, lines, make_curve_chart, make_matrix_chart, make_scatter_chart
 from lockstep.reporting.thinning import Point
 
 POINTS = [Point(1, 64, 0.5, 2.0), Point(2, 128, 1.0, math.nan), Point(3, 192, 1.5, 1.0)]
 
 
 def test_curves_over_samples_and_over_seconds() -> None:
-    chart = curves("loss", {"a": POINTS}, "loss")
+    chart = make_curve_chart("loss", {"a": POINTS}, "loss")
     [trace] = chart.figure["data"]
     assert trace["x"] == trace["meta"]["samples"] == [64, 128, 192]
     assert trace["meta"]["seconds"] == [0.5, 1.0, 1.5]
@@ -22,13 +22,15 @@ def test_curves_over_samples_and_over_seconds() -> None:
 
 
 def test_an_axis_of_one_value_begins_at_zero() -> None:
-    layout = curves("flops_per_s", {"a": [Point(8, 128, 15.0, 2556386947.84)]}, "flops_per_s").figure["layout"]
+    layout = make_curve_chart("flops_per_s", {"a": [Point(8, 128, 15.0, 2556386947.84)]}, "flops_per_s").figure[
+        "layout"
+    ]
     assert (layout["xaxis"]["rangemode"], layout["yaxis"]["rangemode"]) == ("tozero", "tozero")
-    assert "rangemode" not in curves("loss", {"a": POINTS}, "loss").figure["layout"]["yaxis"]
+    assert "rangemode" not in make_curve_chart("loss", {"a": POINTS}, "loss").figure["layout"]["yaxis"]
 
 
 def test_training_is_drawn_thin_beside_validation_in_one_color() -> None:
-    chart = curves("loss", {"a": POINTS, "b": POINTS}, "loss", training={"b": POINTS, "c": POINTS})
+    chart = make_curve_chart("loss", {"a": POINTS, "b": POINTS}, "loss", training={"b": POINTS, "c": POINTS})
     drawn = {trace["name"]: trace["line"] for trace in chart.figure["data"]}
     assert chart.legend == "runs"
     assert not chart.figure["layout"]["showlegend"]  # the page has one
@@ -38,13 +40,13 @@ def test_training_is_drawn_thin_beside_validation_in_one_color() -> None:
 
 
 def test_no_two_of_32_lines_look_alike() -> None:
-    chart = curves("loss", {f"run {number}": POINTS for number in range(32)}, "loss")
+    chart = make_curve_chart("loss", {f"run {number}": POINTS for number in range(32)}, "loss")
     assert len({json.dumps(trace["line"]) for trace in chart.figure["data"]}) == 32
 
 
 def test_the_color_of_a_name_depends_on_its_place_in_the_page_alone() -> None:
     names = ["a", "b", "c"]
-    chart = curves("loss", {"c": POINTS, "b": POINTS}, "loss", names=names)
+    chart = make_curve_chart("loss", {"c": POINTS, "b": POINTS}, "loss", names=names)
     same = lines("by position", "x", "y", {"c": [(1, 2.0)]}, names=names, legend="runs")
     found = [(trace["meta"]["name"], trace["meta"]["place"], trace["line"]) for trace in chart.figure["data"]]
     assert [(name, place) for name, place, _ in found] == [("b", 1), ("c", 2)]
@@ -54,7 +56,9 @@ def test_the_color_of_a_name_depends_on_its_place_in_the_page_alone() -> None:
 
 def test_percentages_and_rates_begin_at_zero() -> None:
     modes = [
-        curves("t", {"a": POINTS}, "y", percent=percent, from_zero=from_zero).figure["layout"]["yaxis"].get("rangemode")
+        make_curve_chart("t", {"a": POINTS}, "y", percent=percent, from_zero=from_zero)
+        .figure["layout"]["yaxis"]
+        .get("rangemode")
         for percent, from_zero in ((True, False), (False, True), (False, False))
     ]
     assert modes == ["tozero", "tozero", None]
@@ -71,14 +75,14 @@ def test_a_legend_of_one_name_or_of_repeated_colors_is_left_out() -> None:
 def test_names_are_text() -> None:
     name = '<a href="https://example.org">x</a> & <b>'
     escaped = '&lt;a href="https://example.org"&gt;x&lt;/a&gt; &amp; &lt;b&gt;'
-    assert curves("t", {name: POINTS}, "y").figure["data"][0]["name"] == escaped
+    assert make_curve_chart("t", {name: POINTS}, "y").figure["data"][0]["name"] == escaped
     assert lines("t", "x", "y", {name: [(1, 2)]}).figure["data"][0]["name"] == escaped
     [trace] = bars("t", "x", {name: [1.0]}, [name]).figure["data"]
     assert (trace["name"], trace["y"]) == (escaped, [escaped])
 
 
 def test_a_matrix_has_each_count_once_on_its_diagonal_or_beside_it() -> None:
-    chart = matrix("t", "guess", "truth", ["<a>", "b" * 30], [[30, 10], [0, 12_345]])
+    chart = make_matrix_chart("t", "guess", "truth", ["<a>", "b" * 30], [[30, 10], [0, 12_345]])
     right, wrong = chart.figure["data"]
     assert (right["z"], wrong["z"]) == ([[0.75, None], [None, 1.0]], [[None, 0.25], [None, None]])
     assert (right["text"], wrong["text"]) == ([["30", ""], ["", "12.3k"]], [["", "10"], ["", ""]])
@@ -92,11 +96,11 @@ def test_a_matrix_has_each_count_once_on_its_diagonal_or_beside_it() -> None:
     [(9_999, "9999"), (10_000, "10k"), (999_499, "999k"), (999_501, "1M"), (1_234_567, "1.23M"), (2 * 10**9, "2G")],
 )
 def test_large_counts_have_room_in_a_cell(count: int, shown: str) -> None:
-    assert matrix("t", "x", "y", ["a"], [[count]]).figure["data"][0]["text"] == [[shown]]
+    assert make_matrix_chart("t", "x", "y", ["a"], [[count]]).figure["data"][0]["text"] == [[shown]]
 
 
 def test_dots_and_where_they_would_be_equal() -> None:
-    points, equal = dots("t", "x", "y", [(1.0, 2.0), (math.inf, 1.0), (4.0, 3.0)]).figure["data"]
+    points, equal = make_scatter_chart("t", "x", "y", [(1.0, 2.0), (math.inf, 1.0), (4.0, 3.0)]).figure["data"]
     assert (points["x"], points["y"]) == ([1.0, 4.0], [2.0, 3.0])
     assert equal["x"] == equal["y"] == [1.0, 4.0]
 
@@ -112,12 +116,12 @@ def test_lines_over_many_places_have_no_tick_for_each_and_need_not_begin_at_zero
 @pytest.mark.parametrize(
     "chart",
     [
-        curves("t", {"a": POINTS}, "y", training={"a": POINTS}, percent=True),
+        make_curve_chart("t", {"a": POINTS}, "y", training={"a": POINTS}, percent=True),
         lines("t", "x", "y", {"a": [(1, 2.0), (2, math.inf)], "ideal": [(1, 1.0), (2, 2.0)]}, ideal="ideal"),
         bars("t", "x", {"a": [1.0, 2.0], "b": [3.0, 4.0]}, ["one", "two"]),
         bars("t", "x", {"a": [1.0]}, ["one"], stacked=False),
-        matrix("t", "x", "y", ["one", "two"], [[3, 1], [0, 0]]),
-        dots("t", "x", "y", [(1.0, 2.0), (math.nan, 1.0)]),
+        make_matrix_chart("t", "x", "y", ["one", "two"], [[3, 1], [0, 0]]),
+        make_scatter_chart("t", "x", "y", [(1.0, 2.0), (math.nan, 1.0)]),
     ],
 )
 def test_plotly_knows_all_that_is_said(chart: Chart) -> None:

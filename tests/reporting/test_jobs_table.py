@@ -8,7 +8,7 @@ import pytest
 from event_examples import evaluated, started, stepped
 from view_examples import logged
 
-from lockstep.reporting.jobs_table import ago, cells, overview
+from lockstep.reporting.jobs_table import format_age, format_cells, overview
 from lockstep.reporting.run_log import history
 from lockstep.reporting.run_view import RunView
 
@@ -26,7 +26,7 @@ def lines(*runs: RunView, terminal: bool = False) -> list[str]:
 
 
 def test_each_run_is_a_line_of_words_and_figures() -> None:
-    assert cells(RUNNING, 100.0) == (
+    assert format_cells(RUNNING, 100.0) == (
         "runs/a",
         "running",
         "top1 98.61 %",
@@ -38,7 +38,7 @@ def test_each_run_is_a_line_of_words_and_figures() -> None:
         "64",
         "3/30",
     )
-    assert cells(QUEUED, 100.0) == (QUEUED.folder, "queued", *[""] * 3, "13 PENDING (Resources)", *[""] * 4)
+    assert format_cells(QUEUED, 100.0) == (QUEUED.folder, "queued", *[""] * 3, "13 PENDING (Resources)", *[""] * 4)
 
 
 def test_the_best_is_marked_and_a_loss_of_training_is_called_so() -> None:
@@ -111,7 +111,7 @@ def test_why_runs_failed_stands_below_the_table() -> None:
 
 
 def test_what_is_done_has_no_time_left() -> None:
-    assert cells(RunView("runs/a", "done", RUNNING.history), 100.0)[6] == ""
+    assert format_cells(RunView("runs/a", "done", RUNNING.history), 100.0)[6] == ""
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_what_is_done_has_no_time_left() -> None:
     [(-3.0, "0 s ago"), (59.4, "59 s ago"), (90.0, "2 min ago"), (7200.0, "2 h ago"), (200_000.0, "2 d ago")],
 )
 def test_ages(seconds: float, words: str) -> None:
-    assert ago(seconds) == words
+    assert format_age(seconds) == words

@@ -7,13 +7,13 @@ from event_examples import RESUMED_FROM, done, evaluated, saved, started, steppe
 from rich.console import Console
 from view_examples import GOING, viewed
 
-from lockstep.reporting.live_view import LiveView, drawing
+from lockstep.reporting.live_view import LiveView, render_runs
 from lockstep.reporting.run_view import RunView
 
 
 def drawn(*runs: RunView, width: int = 100, height: int = 30, curves: bool = True) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=False)
-    console.print(drawing(runs, 165.0, width, height, curves))
+    console.print(render_runs(runs, 165.0, width, height, curves))
     return [each.rstrip() for each in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 

@@ -6,15 +6,15 @@ from html.parser import HTMLParser
 import pytest
 
 from lockstep.reporting import page as pages
-from lockstep.reporting.charts import curves
-from lockstep.reporting.page import Figures, Passage, Passages, ProgressBar, Section, Table, Tile, Tiles, Words, page
+from lockstep.reporting.charts import make_curve_chart
+from lockstep.reporting.page import Passage, Passages, ProgressBar, Section, Table, Tile, Tiles, ValueGrid, Words, page
 from lockstep.reporting.thinning import Point
 
 EVIL = '</script><script>alert(1)</script><img src="http://example.org/x.png" onerror=alert(2)>\x1b[2J'
 SECTIONS: list[Section] = [
     Words(EVIL, [EVIL]),
     Table(EVIL, ["run", EVIL], [[EVIL, EVIL]], note=EVIL),
-    curves(EVIL, {EVIL: [Point(1, 64, 1.0, 2.0)]}, EVIL),
+    make_curve_chart(EVIL, {EVIL: [Point(1, 64, 1.0, 2.0)]}, EVIL),
     Passages(EVIL, [Passage(EVIL, EVIL, EVIL)], EVIL),
     Tiles(EVIL, [Tile('data:image/png;base64,iVBORw0KGgo=" onerror="alert(3)', [EVIL, EVIL])], EVIL),
 ]
@@ -48,8 +48,8 @@ def test_nothing_is_loaded_and_nothing_of_a_run_is_a_tag(html: str) -> None:
     assert found.tags.count("img") == 1
     assert not {"link", "iframe", "object", "base", "a"} & set(found.tags)
     assert found.tags.count("script") == 3  # the data of a chart, plotly, and what draws
-    assert "@import" not in pages._part("page.css")
-    assert "url(" not in pages._part("page.css")
+    assert "@import" not in pages._read_file("page.css")
+    assert "url(" not in pages._read_file("page.css")
     assert r"\x1b[2J" in html
     assert "\x1b" not in html
 
@@ -107,7 +107,7 @@ def test_names_break_at_dots_but_not_within_numbers() -> None:
 
 
 def test_progress_and_figures_are_pairs_of_a_name_and_a_value() -> None:
-    sections = [ProgressBar("runs/a", 3, 9, [("step", "3/9")]), Figures("Run", [("state", EVIL)])]
+    sections = [ProgressBar("runs/a", 3, 9, [("step", "3/9")]), ValueGrid("Run", [("state", EVIL)])]
     for part in ('<progress max="9" value="3">', "<dt>step</dt><dd>3/9</dd>", "<dt>state</dt><dd>&lt;/script"):
         assert part in page("t", sections)
     assert '<progress value="0.5">' in page("t", [Table("t", ["run"], [["a"]], done=[0.5])])

@@ -15,7 +15,7 @@ from view_examples import GOING, viewed
 
 from lockstep.errors import UsageError
 from lockstep.reporting import page_server
-from lockstep.reporting.page_server import PageServer, is_own
+from lockstep.reporting.page_server import PageServer, is_local_host
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_a_page_and_its_data(server: PageServer) -> None:
     answer = ask(server, "/")
     assert answer.status == 200
     assert b'<div class="sections" id="sections"' in answer.read()
-    server.publish([viewed(*GOING)], over=False)
+    server.publish([viewed(*GOING)], is_final=False)
     answer = ask(server, "/data")
     assert answer.headers["Content-Type"] == "application/json"
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
@@ -44,12 +44,12 @@ def test_a_page_and_its_data(server: PageServer) -> None:
 
 
 def test_what_is_known_is_not_sent_again_and_what_is_new_is(server: PageServer) -> None:
-    server.publish([viewed(*GOING)], over=False)
+    server.publish([viewed(*GOING)], is_final=False)
     tag = ask(server, "/data").headers["ETag"]
-    server.publish([viewed(*GOING)], over=False)
+    server.publish([viewed(*GOING)], is_final=False)
     answer = ask(server, "/data", If_None_Match=tag)
     assert (answer.status, answer.read()) == (304, b"")
-    server.publish([viewed(*GOING, (170.0, stepped(138)))], over=False)
+    server.publish([viewed(*GOING, (170.0, stepped(138)))], is_final=False)
     answer = ask(server, "/data", If_None_Match=tag)
     assert answer.status == 200
     assert json.loads(answer.read())["title"] == "running 20 % runs/a"
@@ -77,7 +77,7 @@ def test_a_name_that_was_made_to_lead_here_gets_nothing(server: PageServer, host
     "host", ["127.0.0.1", "localhost:9000", "[::1]:8080", "LOCALHOST", "192.0.2.7:80", "node-7:80"]
 )
 def test_addresses_and_names_of_this_machine_are_answered(host: str) -> None:
-    assert is_own(host, "node-7")  # of any port: a tunnel has another
+    assert is_local_host(host, "node-7")  # of any port: a tunnel has another
 
 
 def test_a_port_that_is_taken_and_a_host_that_is_not_here() -> None:
@@ -115,13 +115,13 @@ def test_an_open_page_learns_of_the_end_and_without_one_nobody_waits(monkeypatch
     learned: list[bool] = []
     began = time.monotonic()
     with PageServer("127.0.0.1", 0) as server:
-        server.publish([viewed(*GOING)], over=True)
+        server.publish([viewed(*GOING)], is_final=True)
     assert time.monotonic() - began < 5
     with PageServer("127.0.0.1", 0) as server:
         ask(server, "/data")
         later = threading.Timer(0.3, lambda: learned.append(json.loads(ask(server, "/data").read())["over"]))
         later.start()
-        server.publish([viewed(*GOING)], over=True)
+        server.publish([viewed(*GOING)], is_final=True)
     later.join()
     assert learned == [True]
     assert time.monotonic() - began < 9

@@ -8,8 +8,8 @@ from PIL import Image
 
 from lockstep.errors import UsageError
 from lockstep.reporting import png
-from lockstep.reporting.charts import bars, curves, lines
-from lockstep.reporting.png import check_png, file_layout, write_png
+from lockstep.reporting.charts import bars, lines, make_curve_chart
+from lockstep.reporting.png import check_png, make_file_layout, write_png
 from lockstep.reporting.thinning import Point
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
@@ -36,13 +36,13 @@ def test_a_picture_of_each_chart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("runs", "orientation"), [(2, "h"), (15, "v")])
 def test_an_image_has_a_legend_of_its_own(runs: int, orientation: str) -> None:
     points = [Point(1, 64, 0.5, 2.0), Point(2, 128, 2.5, 1.0)]
-    chart = curves("loss", {f"run {number}": points for number in range(runs)}, "loss")
-    layout = file_layout(chart)
+    chart = make_curve_chart("loss", {f"run {number}": points for number in range(runs)}, "loss")
+    layout = make_file_layout(chart)
     assert not chart.figure["layout"]["showlegend"]  # on a page
     assert layout["showlegend"]
     assert layout["legend"]["orientation"] == orientation
     assert layout["height"] >= 19 * runs  # a line for each name
-    assert not file_layout(curves("loss", {"a": points}, "loss"))["showlegend"]
+    assert not make_file_layout(make_curve_chart("loss", {"a": points}, "loss"))["showlegend"]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

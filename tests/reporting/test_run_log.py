@@ -9,7 +9,7 @@ import pytest
 from event_examples import SHA, done, evaluated, saved, started, stepped, stopped
 from view_examples import logged
 
-from lockstep.reporting.curves import curves
+from lockstep.reporting.curves import select_metrics
 from lockstep.reporting.run_log import RunLog, RunStatus, best, by_rank, history, peaks
 from lockstep.reporting.thinning import Point
 from lockstep.training.events import Event, Logged
@@ -52,7 +52,7 @@ def test_the_names_are_those_of_the_other_sinks() -> None:
     for event in (step, evaluated(), replace(evaluated(), weights="ema")):
         found = history(logged((0.0, started()), (1.0, event)))
         named = {name: points[-1].value for name, points in found.curves.items() if name != "peak_bytes"}
-        assert named == curves(event)
+        assert named == select_metrics(event)
     own = Logged(step=3, epoch=0, samples=192, figures={"accuracy": 0.75})
     assert history(logged((0.0, started()), (1.0, own))).last_value("accuracy") == 0.75
 

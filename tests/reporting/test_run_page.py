@@ -7,10 +7,10 @@ from event_examples import saved, stepped
 from view_examples import GOING, viewed
 
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.page import Figures, ProgressBar, Table, Words, live_page, live_parts
-from lockstep.reporting.page_server import live_data
+from lockstep.reporting.page import ProgressBar, Table, ValueGrid, Words, render_live_page, render_live_sections
+from lockstep.reporting.page_server import encode_live_data
 from lockstep.reporting.run_log import History
-from lockstep.reporting.run_page import curve_sections, live_sections, sections, title
+from lockstep.reporting.run_page import make_curve_sections, make_live_sections, make_sections, make_title
 from lockstep.reporting.thinning import Point
 from lockstep.training.events import Skipped
 
@@ -19,9 +19,9 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 
 def test_the_charts_are_those_of_a_report() -> None:
     run = viewed(*GOING, (162.0, stepped(70, math.nan)))
-    found = json.loads(live_data([run], over=False), parse_constant=lambda name: 1 / 0)
+    found = json.loads(encode_live_data([run], is_final=False), parse_constant=lambda name: 1 / 0)
     figures = {each["key"]: each["figure"] for each in found["parts"] if each["figure"]}
-    made = [each for each in curve_sections({run.folder: run.history}) if isinstance(each, Chart)]
+    made = [each for each in make_curve_sections({run.folder: run.history}) if isinstance(each, Chart)]
     known = {f"Chart {each.title}": {**each.figure, "axes": [*each.axes], "legend": each.legend} for each in made}
     assert figures == known
     assert len({each["key"] for each in found["parts"]}) == len(found["parts"])
@@ -30,7 +30,7 @@ def test_the_charts_are_those_of_a_report() -> None:
 
 
 def test_how_far_each_run_is_comes_first_then_its_curves_and_then_tables() -> None:
-    one, two, *others = live_sections([viewed(*GOING), viewed(name="runs/b", whole=False)])
+    one, two, *others = make_live_sections([viewed(*GOING), viewed(name="runs/b", whole=False)])
     drawn = [isinstance(each, Chart) for each in others]
     assert drawn == sorted(drawn, reverse=True)
     assert others[0].title == "loss"
@@ -38,7 +38,7 @@ def test_how_far_each_run_is_comes_first_then_its_curves_and_then_tables() -> No
     assert isinstance(one, ProgressBar)
     assert isinstance(two, ProgressBar)
     assert (one.title, one.done, one.total) == ("runs/a", 69, 690)
-    assert dict(one.figures) | {"last event": "", "time left": ""} == {
+    assert dict(one.entries) | {"last event": "", "time left": ""} == {
         "state": "running",
         "placement": "single on 1, cpu",
         "epoch": "3/30",
@@ -53,30 +53,30 @@ def test_how_far_each_run_is_comes_first_then_its_curves_and_then_tables() -> No
         "lr": "0.09511",
         "norm": "1.5",
     }
-    assert (two.done, two.total, two.figures) == (0, 1, [("state", "reading its log")])
+    assert (two.done, two.total, two.entries) == (0, 1, [("state", "reading its log")])
     assert isinstance(told, Table)
     assert (told.title, told.columns) == ("Latest events", ["time", "run", "event"])
-    assert title([]) == "0 runs"
-    assert json.loads(live_data([], over=True)) == {"title": "0 runs", "over": True, "parts": []}
+    assert make_title([]) == "0 runs"
+    assert json.loads(encode_live_data([], is_final=True)) == {"title": "0 runs", "over": True, "parts": []}
 
 
 def test_many_runs_have_their_progress_in_one_table() -> None:
-    table, *others = live_sections([viewed(*GOING, name=f"runs/{number}") for number in range(15)])
+    table, *others = make_live_sections([viewed(*GOING, name=f"runs/{number}") for number in range(15)])
     assert isinstance(table, Table)
     assert (len(table.rows), table.done) == (15, [0.1] * 15)
     assert "time left" in table.columns
     assert not any(isinstance(each, ProgressBar) or each.title == "Runs" for each in others)
-    [still, *_] = sections([viewed(*GOING, name=f"runs/{number}") for number in range(15)])
+    [still, *_] = make_sections([viewed(*GOING, name=f"runs/{number}") for number in range(15)])
     assert isinstance(still, Table)
     assert not still.done
 
 
 def test_a_live_page_shows_a_figure_of_a_single_run_once() -> None:
-    sections = live_sections([viewed(*GOING)])
-    [bar, *_], [grid, *_] = sections, [each for each in sections if isinstance(each, Figures) and each.title == "Run"]
+    sections = make_live_sections([viewed(*GOING)])
+    [bar, *_], [grid, *_] = sections, [each for each in sections if isinstance(each, ValueGrid) and each.title == "Run"]
     assert isinstance(bar, ProgressBar)
-    assert {name for name, _ in grid.figures}.isdisjoint(name for name, _ in bar.figures)
-    assert "starts" in dict(grid.figures)
+    assert {name for name, _ in grid.entries}.isdisjoint(name for name, _ in bar.entries)
+    assert "starts" in dict(grid.entries)
     [told] = [each for each in sections if each.title == "Latest events"]
     assert isinstance(told, Table)
     assert told.columns == ["time", "event"]
@@ -84,12 +84,12 @@ def test_a_live_page_shows_a_figure_of_a_single_run_once() -> None:
 
 def test_the_name_of_a_run_alone_is_in_no_row() -> None:
     run = viewed(*GOING, (162.0, saved()), (163.0, saved()))
-    for page in (sections([run]), live_sections([run])):
-        html = "".join(each["html"] for each in live_parts(page) if "<table" in each["html"])
+    for page in (make_sections([run]), make_live_sections([run])):
+        html = "".join(each["html"] for each in render_live_sections(page) if "<table" in each["html"])
         assert ">70" not in html
         assert "690" in html
         assert f">{run.folder}<" not in html
-    checkpoints = sections([run, viewed(*GOING, (162.0, saved()), name="runs/b")])[-1]
+    checkpoints = make_sections([run, viewed(*GOING, (162.0, saved()), name="runs/b")])[-1]
     assert isinstance(checkpoints, Table)
     assert [(name, len(rows)) for name, rows in checkpoints.groups] == [("runs/a", 2), ("runs/b", 1)]
     assert "run" not in checkpoints.headings
@@ -98,9 +98,9 @@ def test_the_name_of_a_run_alone_is_in_no_row() -> None:
 def test_a_figure_that_was_reported_once_is_a_number() -> None:
     once = History(curves={"acc": [Point(1, 8, 0.1, 2.0)], "peak_bytes": [Point(1, 8, 0.1, float(3 << 20))]})
     twice = History(curves={"acc": [Point(1, 8, 0.1, 2.0), Point(2, 16, 0.2, 2.5)]})
-    [grid] = curve_sections({"a": once})
-    assert grid == Figures("Reported once", [("acc", "2"), ("peak memory, MiB", "3")])
-    drawn, table = curve_sections({"a": once, "b": twice})
+    [grid] = make_curve_sections({"a": once})
+    assert grid == ValueGrid("Reported once", [("acc", "2"), ("peak memory, MiB", "3")])
+    drawn, table = make_curve_sections({"a": once, "b": twice})
     assert isinstance(drawn, Chart)
     assert [trace["meta"]["name"] for trace in drawn.figure["data"]] == ["a", "b"]
     assert table == Table("Reported once", ["run", "peak memory, MiB"], [["a", "3"]])
@@ -109,7 +109,7 @@ def test_a_figure_that_was_reported_once_is_a_number() -> None:
 def test_a_run_has_one_color_in_all_charts_and_shares_begin_at_zero() -> None:
     points = [Point(1, 8, 0.1, 0.9), Point(2, 16, 0.2, 0.95)]
     full = History(curves={"loss/train": points, "mfu": points, "samples_per_s": points})
-    drawn = curve_sections({"a": History(curves={"loss/train": points}), "b": full})
+    drawn = make_curve_sections({"a": History(curves={"loss/train": points}), "b": full})
     charts = {each.title: each for each in drawn if isinstance(each, Chart)}
     colors = {title: chart.figure["data"][-1]["line"]["color"] for title, chart in charts.items()}
     assert len(set(colors.values())) == 1
@@ -125,33 +125,33 @@ def test_flops_are_drawn_only_if_they_are_another_curve_than_samples() -> None:
         curves = {"samples_per_s": points, "flops_per_s": [each._replace(value=each.value * flops) for each in points]}
         return History(curves=curves, started={"flops_per_sample": flops})
 
-    [chart] = curve_sections({"a": a_run(2_000_000), "b": a_run(2_000_000)})
+    [chart] = make_curve_sections({"a": a_run(2_000_000), "b": a_run(2_000_000)})
     assert isinstance(chart, Chart)
     assert (chart.title, chart.note) == ("samples/s", "FLOP/s is this curve times 2 MFLOP, the cost of a sample.")
-    titles = [each.title for each in curve_sections({"a": a_run(2_000_000), "b": a_run(3_000_000)})]
+    titles = [each.title for each in make_curve_sections({"a": a_run(2_000_000), "b": a_run(3_000_000)})]
     assert titles == ["samples/s", "FLOP/s"]
 
 
 def test_files_that_were_skipped_are_counted_once() -> None:
     skipped = [(time, Skipped(step=9, epoch=0, samples=576, files=("a.jpg", "b.jpg"))) for time in (163.0, 164.0)]
     runs = [viewed(*GOING, *skipped), viewed(name="runs/b", state="died"), viewed(name="runs/c", state="died")]
-    [words] = [each for each in sections(runs) if isinstance(each, Words)]
+    [words] = [each for each in make_sections(runs) if isinstance(each, Words)]
     assert words.paragraphs[0].startswith("runs/b, runs/c ended without recording a reason")
     assert words.paragraphs[1:] == ["runs/a skipped 2 unreadable files; see skipped.txt"]
     assert words.title == "Why runs stopped"
-    assert not any(isinstance(each, Words) for each in sections([viewed(*GOING)]))
+    assert not any(isinstance(each, Words) for each in make_sections([viewed(*GOING)]))
 
 
 def test_what_runs_are_called_is_text() -> None:
     run = viewed(*GOING, name=EVIL, state="failed", failure=EVIL)
-    html = "".join(each["html"] for each in json.loads(live_data([run], over=False))["parts"])
+    html = "".join(each["html"] for each in json.loads(encode_live_data([run], is_final=False))["parts"])
     assert "&lt;img" in html
     assert "<img" not in html
     assert "<script" not in html
 
 
 def test_the_page_may_ask_its_own_server_and_nobody_else() -> None:
-    html = live_page("Runs", 2_000)
+    html = render_live_page("Runs", 2_000)
     policy = html.partition('Content-Security-Policy" content="')[2].partition('"')[0]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert policy.endswith("; connect-src 'self'")
@@ -161,7 +161,7 @@ def test_the_page_may_ask_its_own_server_and_nobody_else() -> None:
 def test_what_a_loop_logs_by_its_own_names_is_drawn_too() -> None:
     def titles(*names: str) -> list[tuple[str, list[str]]]:
         history = History(curves={name: [Point(1, 8, 0.1, 2.0), Point(2, 16, 0.2, 1.0)] for name in names})
-        drawn = [each for each in curve_sections({"a": history}) if isinstance(each, Chart)]
+        drawn = [each for each in make_curve_sections({"a": history}) if isinstance(each, Chart)]
         return [(each.title, [trace["name"] for trace in each.figure["data"]]) for each in drawn]
 
     assert titles("acc/validation", "acc/train") == [("acc/validation", ["a"]), ("acc", ["a, training"])]

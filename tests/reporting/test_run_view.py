@@ -8,32 +8,37 @@ from lockstep.reporting.run_log import RunStatus, history
 from lockstep.reporting.run_view import (
     State,
     ending,
-    eta,
     exit_code,
-    figures,
-    headline,
+    format_eta,
+    format_headline,
+    format_line,
+    format_metrics,
+    format_progress,
     is_over,
-    latest,
-    line,
-    place,
+    select_latest_notices,
     state,
 )
 
 
 def test_a_run_that_goes_on_in_words() -> None:
     run = viewed(*GOING)
-    assert headline(run) == "runs/a  running  single on 1, cpu"
-    assert place(run) == "epoch 3/30  step 69/690"
-    assert eta(run).endswith(" left")
-    assert figures(run).startswith(
+    assert format_headline(run) == "runs/a  running  single on 1, cpu"
+    assert format_progress(run) == "epoch 3/30  step 69/690"
+    assert format_eta(run).endswith(" left")
+    assert format_metrics(run).startswith(
         "88 samples/s  loss/train 0.4321  loss/validation 0.1023  top1 98.61 %  top5 100.00 %"
     )
-    assert line(run) == f"runs/a  {place(run)}  {figures(run)}  {eta(run)}"
+    assert format_line(run) == f"runs/a  {format_progress(run)}  {format_metrics(run)}  {format_eta(run)}"
 
 
 def test_before_its_log_there_is_a_name() -> None:
     run = viewed(name="runs/\x1b[2Jx")
-    assert (headline(run), place(run), eta(run), figures(run)) == (r"runs/\x1b[2Jx  running", "", "", "")
+    assert (format_headline(run), format_progress(run), format_eta(run), format_metrics(run)) == (
+        r"runs/\x1b[2Jx  running",
+        "",
+        "",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,8 +55,8 @@ def test_before_its_log_there_is_a_name() -> None:
 )
 def test_when_a_run_is_over(state: State, over: bool, waiting_over: bool) -> None:
     run = viewed(*GOING, state=state)
-    assert (is_over(run, wait=False), is_over(run, wait=True)) == (over, waiting_over)
-    assert not is_over(viewed(*GOING, state=state, whole=False), wait=False)
+    assert (is_over(run, wait_for_completion=False), is_over(run, wait_for_completion=True)) == (over, waiting_over)
+    assert not is_over(viewed(*GOING, state=state, whole=False), wait_for_completion=False)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_how_a_run_ended() -> None:
 
 def test_what_happened_is_told_in_the_order_of_time() -> None:
     later = tuple((time + 30.5, event) for time, event in GOING)
-    names = [name for name, _ in latest([viewed(*later, name="runs/b"), viewed(*GOING)], 9)]
+    names = [name for name, _ in select_latest_notices([viewed(*later, name="runs/b"), viewed(*GOING)], 9)]
     assert names == ["runs/a", "runs/b", "runs/a", "runs/b"]
 
 

@@ -9,7 +9,7 @@ from browser import Browse, Tab, chromium
 from component import require_chromium
 from PIL import Image
 
-from lockstep.reporting.charts import bars, curves, dots, lines, matrix
+from lockstep.reporting.charts import bars, lines, make_curve_chart, make_matrix_chart, make_scatter_chart
 from lockstep.reporting.page import Passage, Passages, Table, Tile, Tiles, Words, page
 from lockstep.reporting.thinning import Point
 
@@ -40,15 +40,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sections = [
         Words("", [EVIL, LONG]),
         Table("Runs", ["run", *("a column" for _ in range(12))], [[EVIL, *("12,345" for _ in range(12))]], LONG),
-        curves("loss/train", {EVIL: POINTS, LONG: POINTS[:2]}, "loss", noisy=True),
+        make_curve_chart("loss/train", {EVIL: POINTS, LONG: POINTS[:2]}, "loss", noisy=True),
         lines("Time", "processes", "seconds", {"ddp": [(1, 8.0), (2, 4.0)]}),
         bars("Seconds", "seconds", {"data": [1.0, 2.0]}, ["ddp on 2", LONG]),
-        matrix("Counts", "predicted", "true", [EVIL, LONG, *map(str, range(8))], COUNTS),
-        dots("Predicted", "true", "predicted", [(1.0, 2.0), (3.0, 2.5)]),
+        make_matrix_chart("Counts", "predicted", "true", [EVIL, LONG, *map(str, range(8))], COUNTS),
+        make_scatter_chart("Predicted", "true", "predicted", [(1.0, 2.0), (3.0, 2.5)]),
         Tiles("Mistakes", [Tile(PIXEL, [EVIL, LONG])] * 24, LONG),
         Passages("Text", [Passage(EVIL, f"  {EVIL}\n", LONG)], LONG),
         Table("What differs", ["run", *["recipe.optimizer.weight_decay"] * 9], [["a" * 20, *["0.0005"] * 9]]),
-        curves("top1", {LONG: POINTS}, "top1", training={EVIL: POINTS}, names=[EVIL, LONG], from_zero=True),
+        make_curve_chart("top1", {LONG: POINTS}, "top1", training={EVIL: POINTS}, names=[EVIL, LONG], from_zero=True),
     ]
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(page("Two runs", sections), encoding="utf-8")
@@ -197,7 +197,7 @@ def test_a_matrix_shows_each_count_that_is_there(browse: Browse, file: Path) -> 
     )
     assert sorted(drawn) == sorted(str(count) for row in COUNTS for count in row if count)
     assert names[:3] == [EVIL[:15] + "…", LONG[:15] + "…", "0"]
-    for trace in matrix("", "", "", ["a"], [[1]]).figure["data"]:
+    for trace in make_matrix_chart("", "", "", ["a"], [[1]]).figure["data"]:
         for _, shade in trace["colorscale"]:
             red, green, blue = (int(shade[at : at + 2], 16) for at in (1, 3, 5))
             assert all(contrast(luminance(f"rgb({red}, {green}, {blue})"), luminance(each)) >= 4.5 for each in inks)

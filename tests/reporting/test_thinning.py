@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from lockstep.reporting.thinning import Point, Thinned
+from lockstep.reporting.thinning import Point, ThinnedCurve
 
 
-def curve(number: int, **special: float) -> tuple[Thinned, list[Point]]:
+def curve(number: int, **special: float) -> tuple[ThinnedCurve, list[Point]]:
     """Return a curve of so many points of value 1, but for `special` ones, `at7` for one, and these points."""
     points = [Point(n, 64 * n, float(n), special.get(f"at{n}", 1.0)) for n in range(number)]
-    thinned = Thinned()
+    thinned = ThinnedCurve()
     for point in points:
         thinned.append(point)
     return thinned, points
@@ -43,10 +43,10 @@ def test_what_is_not_finite_hides_no_other_point() -> None:
 @pytest.mark.parametrize("number", [1_000, 10_000])
 def test_a_run_that_resumes_loses_what_it_recomputes(number: int) -> None:
     thinned, _ = curve(number)
-    thinned.cut(500)
+    thinned.truncate(500)
     assert {each.step for each in thinned.points()} <= set(range(501))
     assert thinned.points()[0].step == 0
     thinned.append(Point(501, 64 * 501, 1e6, 5.0))
     assert thinned.points()[-1].value == 5.0
-    thinned.cut(-1)
+    thinned.truncate(-1)
     assert thinned.points() == []

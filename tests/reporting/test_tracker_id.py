@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.reporting.tracker_id import file_of, read_id, write_id
+from lockstep.reporting.tracker_id import get_id_file_name, read_id, write_id
 
 
 def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
@@ -18,6 +18,6 @@ def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
 
 def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("c3")
-    (tmp_path / file_of("wandb")).symlink_to("elsewhere")
+    (tmp_path / get_id_file_name("wandb")).symlink_to("elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
         read_id(tmp_path, "wandb")

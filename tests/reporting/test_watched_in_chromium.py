@@ -167,7 +167,7 @@ def test_a_table_stays_open_and_scrolled_as_rows_come(browse: Browse) -> None:
     server = PageServer("127.0.0.1", 0)
 
     def publish(count: int) -> None:
-        server.publish([viewed(*GOING, *saves[:count], name=f"runs/{number}") for number in range(4)], over=False)
+        server.publish([viewed(*GOING, *saves[:count], name=f"runs/{number}") for number in range(4)], is_final=False)
 
     async def look(tab: Tab) -> None:
         await tab.width(390)

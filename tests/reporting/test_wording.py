@@ -44,25 +44,28 @@ def test_replicas_are_told_with_their_share() -> None:
 
 @pytest.mark.parametrize(("step", "epoch"), [(1, 1), (23, 1), (24, 2), (69, 3), (690, 30)])
 def test_an_epoch_ends_with_its_last_step(step: int, epoch: int) -> None:
-    assert wording.place(stepped(step), started()) == f"epoch {epoch}/30  step {step}/690"
+    assert wording.format_position(stepped(step), started()) == f"epoch {epoch}/30  step {step}/690"
 
 
 def test_part_of_an_epoch_counts_as_one() -> None:
     run = dataclasses.replace(started(), steps=50, epochs=50 / 23)
-    assert wording.place(stepped(50), run) == "epoch 3/3  step 50/50"
+    assert wording.format_position(stepped(50), run) == "epoch 3/3  step 50/50"
 
 
 def test_figures() -> None:
     scaled = dataclasses.replace(stepped(), loss_scale=65536.0, skipped_steps=1)
-    assert wording.figures(scaled, started(), "top1 98.61 %") == (
+    assert wording.format_step_metrics(scaled, started(), "top1 98.61 %") == (
         "loss 0.4321  evaluated top1 98.61 %  lr 0.09511  1,234 samples/s  51.8 ms/step  loss scale 65536  "
         "1 step skipped"
     )
     cpu = dataclasses.replace(stepped(), flops_per_s=4.0118e9)
-    assert wording.figures(cpu, started()) == "loss 0.4321  lr 0.09511  1,234 samples/s  51.8 ms/step  4.012 GFLOP/s"
+    assert (
+        wording.format_step_metrics(cpu, started())
+        == "loss 0.4321  lr 0.09511  1,234 samples/s  51.8 ms/step  4.012 GFLOP/s"
+    )
     card = dataclasses.replace(stepped(), flops_per_s=406.5e12, mfu=0.411)
     assert (
-        wording.figures(card, started())
+        wording.format_step_metrics(card, started())
         == "loss 0.4321  lr 0.09511  1,234 samples/s  51.8 ms/step  406.5 TFLOP/s  MFU 41.1 %"
     )
 
@@ -71,7 +74,7 @@ def test_figures() -> None:
 def test_a_speed_is_in_samples_unless_the_weight_has_a_name(unit: str, speed: str) -> None:
     """A loop of one's own gives its weights no name."""
     run = dataclasses.replace(started(), unit=unit)
-    assert wording.speed(dataclasses.replace(stepped(), weight_per_s=78_976.0), run) == speed
+    assert wording.format_speed(dataclasses.replace(stepped(), weight_per_s=78_976.0), run) == speed
 
 
 def test_lines() -> None:
@@ -85,22 +88,22 @@ def test_lines() -> None:
 
 def test_summary_counts_what_this_start_did() -> None:
     of_recipe = dataclasses.replace(started(), task="task classification: the data has 10 classes")
-    rows = dict(wording.summary(dataclasses.replace(done(), skipped_samples=0), of_recipe, "my runs/x"))
+    rows = dict(wording.make_summary(dataclasses.replace(done(), skipped_samples=0), of_recipe, "my runs/x"))
     assert rows["next"] == "lockstep report 'my runs/x', lockstep predict 'my runs/x' ..."
     assert not [name for name in rows if name.startswith("skipped")]
-    assert wording.summary(done(), started(), None)[-1] == ("run folder", "none: nothing is saved")
-    rows = dict(wording.summary(done(), started(46, RESUMED_FROM), "runs/x"))
+    assert wording.make_summary(done(), started(), None)[-1] == ("run folder", "none: nothing is saved")
+    rows = dict(wording.make_summary(done(), started(46, RESUMED_FROM), "runs/x"))
     assert rows["samples/s"] == f"{(43110 - 46 * 64) / 43.11:,.0f}, including evaluations and saves"
 
 
 def test_a_run_of_no_time_has_no_speed() -> None:
     audited = dataclasses.replace(done(), audited=7)
     expected = "7; a fault in 1 of 2 steps would have shown, with 95% probability"
-    assert dict(wording.summary(audited, started(), "runs/x"))["audited steps"] == expected
+    assert dict(wording.make_summary(audited, started(), "runs/x"))["audited steps"] == expected
     said, was = {"step_s": 0.0121, "peak_bytes": 3.4 * 2**30}, {"step_s": 1.25, "peak_bytes": 3.5 * 2**30}
-    graded = dict(wording.summary(dataclasses.replace(done(), predicted=said, measured=was), started(), "runs/x"))
+    graded = dict(wording.make_summary(dataclasses.replace(done(), predicted=said, measured=was), started(), "runs/x"))
     assert graded["predicted"] == "12.1 ms a step, 3.4 GiB; was 1.25 s, 3.5 GiB"
-    rows = dict(wording.summary(dataclasses.replace(done(), seconds=0.0, figures={}), started(), "runs/x"))
+    rows = dict(wording.make_summary(dataclasses.replace(done(), seconds=0.0, figures={}), started(), "runs/x"))
     assert "predicted" not in rows
     assert "audited steps" not in rows
     assert "samples/s" not in rows

@@ -1,1 +1,1 @@
-"""Datasets, which fetch samples by index, and the loader that turns them into micro-batches."""
+"""Datasets, which fetch samples by index, and the loader, which assembles the samples into micro-batches."""

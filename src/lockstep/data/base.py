@@ -1,4 +1,4 @@
-"""The interface of a dataset: a training and a validation split, each of which fetches a batch by sample indices."""
+"""The interface of a dataset with a training and a validation split. A split fetches batches by sample indices."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from lockstep.core.batch import Batch
 class Split(Protocol):
     """The training or the validation part of a dataset.
 
-    `in_memory` says whether samples can be fetched without reading or decoding files. If it is True, the loader doesn't
-    start any loader processes.
+    `in_memory` is whether samples can be fetched without reading or decoding files. If so, the loader doesn't start any
+    loader processes.
     """
 
     in_memory: bool
@@ -23,26 +23,26 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
-        """Return the samples at `indices` as one batch on the CPU: any tensors, with the samples along dim 0.
+        """Return the samples at `indices` as a batch on the CPU. A batch is any structure of tensors of shape [n, ...].
 
-        If `draw` is set, all randomness must be a function of (draw, index). If it is None, samples must not be
-        augmented. If a sample can't be read, raise TrainingError with the name of its file. With `on_error: skip` in
-        the recipe, return the sample as zeros instead, and report it in `DataSet.skipped`.
+        If `draw` is set, random augmentations must only depend on `draw` and the sample index. If `draw` is None, don't
+        augment samples. If a sample can't be read, raise TrainingError with the name of its file. With `on_error: skip`
+        in the recipe, return the sample as zeros instead, and report it in `DataSet.skipped`.
         """
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """The training and validation split of a dataset, and the dataset properties that tasks and models need.
+    """A dataset with its training and validation splits, and the properties that tasks and models need.
 
     - `validation`: The validation split. If it is None, evaluations are skipped.
-    - `facts`: The dataset properties as JSON-serializable values, which checkpoints save. For example, `shape` is the
-      shape of a sample as the model sees it. Each task needs different properties (tasks/find.py).
+    - `facts`: The dataset properties as JSON-serializable values, which are saved in checkpoints. For example, `shape`
+      is the shape of a sample as the model sees it. Each task needs different properties (tasks/find.py).
     - `files`: Two functions that return the file name of a training sample and of a validation sample by index. Set
       this for datasets whose samples can be skipped.
     - `skipped`: Returns a bool tensor of shape [n], which marks the samples of a batch that were skipped.
     - `name`: Returns a description of a training sample that has no file, such as its row or the start of its text.
-    - `warnings`: One line for each setting that is valid but probably not intended.
+    - `warnings`: A warning for each setting that is valid but probably not intended.
     - `question`: An error message if the data can be interpreted in two ways. It tells the user which option to set.
       Only new runs raise this error. A saved run resumes with its interpretation.
     """
@@ -63,37 +63,40 @@ class DataSet:
 
 
 class Request(NamedTuple):
-    """A request for the samples at `indices`. `draw` is the key of their random numbers, or None to disable them."""
+    """A request for the samples at `indices`. `draw` is the key for random augmentations, or None to disable them."""
 
     indices: NDArray[np.int64]
     draw: int | None
 
 
 class DeviceTransforms(Protocol):
-    """Transforms that run on the device, before the model gets a fetched batch."""
+    """Transforms of a fetched batch that run on the device, before the batch is passed to the model."""
 
     def prepare(self, batch: Batch, request: Request) -> Batch:
-        """Return the tensors to copy to the device for a fetched training batch. Runs on the CPU."""
+        """Prepare a fetched training batch on the CPU. Return the tensors to copy to the device."""
 
-    def for_training(self, batch: Batch, step: int, index: int) -> Batch:
-        """Transform micro-batch `index` of step `step`. `batch` contains the prepared tensors on the device."""
+    def transform_training_batch(self, batch: Batch, step: int, index: int) -> Batch:
+        """Transform a training batch. `batch` is the result of `prepare` on the device.
 
-    def for_evaluation(self, batch: Batch) -> Batch:
-        """Transform an evaluation batch. `batch` is the fetched batch on the device."""
+        `index` is the index of the micro-batch in step `step`.
+        """
+
+    def transform_evaluation_batch(self, batch: Batch) -> Batch:
+        """Transform an evaluation batch, which is on the device and hasn't been passed to `prepare`."""
 
 
 @final
 class NoTransforms:
-    """Transforms that leave batches unchanged."""
+    """Device transforms that return batches unchanged."""
 
     def prepare(self, batch: Batch, request: Request) -> Batch:
         """See DeviceTransforms."""
         return batch
 
-    def for_training(self, batch: Batch, step: int, index: int) -> Batch:
+    def transform_training_batch(self, batch: Batch, step: int, index: int) -> Batch:
         """See DeviceTransforms."""
         return batch
 
-    def for_evaluation(self, batch: Batch) -> Batch:
+    def transform_evaluation_batch(self, batch: Batch) -> Batch:
         """See DeviceTransforms."""
         return batch

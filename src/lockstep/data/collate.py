@@ -1,4 +1,4 @@
-"""Collates samples of any structure into a batch of tensors, and checks the results of custom collate functions."""
+"""Collates samples of any structure into a batch of tensors, and validates the results of custom collate functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch, leaves_with_paths, like, map_tensors, map_with_paths, tensors_of
-from lockstep.data.images.leaves import check_tensor, tensor
+from lockstep.data.images.leaves import check_tensor, to_tensor
 from lockstep.errors import UsageError
 
 
 def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
-    """Stack samples of the same structure into a batch of this structure. Values are stacked along a new dim 0.
+    """Stack samples of the same structure into a batch of this structure, along a new dim 0.
 
-    The values at the leaves of the structure are values that data/images/leaves.py accepts, or lists of numbers.
-    `numbers` are the indices of the samples in the dataset `label`. If the samples differ in structure, shape or dtype,
-    raises UsageError with their indices.
+    Each value in the structure must be supported by data/images/leaves.py, or be a list of numbers. `numbers` contains
+    the sample indices, and `label` is the name of the dataset, which are both used in errors. If the samples differ in
+    structure, shape or dtype, raises UsageError.
     """
     trees = [
         _convert_leaves(f"{label} sample {number}", sample) for number, sample in zip(numbers, samples, strict=True)
@@ -30,21 +30,21 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
     for number, sample_leaves in zip(numbers, leaves, strict=True):
         if sample_leaves.keys() != leaves[0].keys():
             raise UsageError(
-                f"{label}: sample {numbers[0]} has {_leaf_names(leaves[0])}, but sample {number} has "
-                f"{_leaf_names(sample_leaves)}; return the same structure for all samples, or set recipe.data.collate "
-                f"to a function"
+                f"{label}: sample {numbers[0]} has {_format_leaf_names(leaves[0])}, but sample {number} has "
+                f"{_format_leaf_names(sample_leaves)}; return the same structure for all samples, or set "
+                f"recipe.data.collate to a function"
             )
     batch = [
-        _stack(label, _leaf_name(path, trees[0]), [sample_leaves[path] for sample_leaves in leaves], numbers)
+        _stack(label, _format_leaf_name(path, trees[0]), [sample_leaves[path] for sample_leaves in leaves], numbers)
         for path in leaves[0]
     ]
     return like(trees[0], batch)
 
 
 def check_batch(label: str, result: Any, samples: int) -> Batch:
-    """Check the batch `result` that user code returned for `samples` samples, and convert its mappings to dicts.
+    """Validate the batch `result` that user code returned, and convert its mappings to dicts.
 
-    Raises UsageError if a value isn't a tensor, or if dim 0 of a tensor doesn't have the length `samples`.
+    Raises UsageError if a value in the batch isn't a tensor, or if the size of its dim 0 isn't `samples`.
     """
     batch = _to_plain(result)
     if not tensors_of(batch):
@@ -62,21 +62,21 @@ def check_batch(label: str, result: Any, samples: int) -> Batch:
 
 
 def _convert_leaves(label: str, sample: Any) -> Batch:
-    """Convert all values in a sample to tensors, and keep its structure."""
+    """Convert all values in a sample to tensors. The structure of the sample is kept."""
 
-    def leaf(path: str, value: Any) -> Tensor:
+    def convert_leaf(path: str, value: Any) -> Tensor:
         try:
-            leaf_tensor = tensor(value)
+            leaf_tensor = to_tensor(value)
         except TypeError as error:
-            leaf_name = _leaf_name(path, sample)
+            leaf_name = _format_leaf_name(path, sample)
             advice = "convert it, or set recipe.data.collate to a function"
             raise UsageError(f"{label}: {leaf_name}: {error}; {advice}") from error
         is_scalar_count = (
             leaf_tensor.ndim == 0 and not leaf_tensor.is_floating_point() and leaf_tensor.dtype != torch.bool
         )
-        return leaf_tensor.long() if is_scalar_count else leaf_tensor  # a scalar target may have any integer dtype
+        return leaf_tensor.long() if is_scalar_count else leaf_tensor  # the dtype may differ between integer targets
 
-    return map_with_paths(leaf, _to_plain(sample))
+    return map_with_paths(convert_leaf, _to_plain(sample))
 
 
 def _stack(label: str, leaf_name: str, tensors: list[Tensor], numbers: Sequence[int]) -> Tensor:
@@ -95,7 +95,7 @@ def _stack(label: str, leaf_name: str, tensors: list[Tensor], numbers: Sequence[
 def _to_plain(value: Any, is_nested: bool = False) -> Any:
     """Convert a sample to plain dicts, lists and tuples.
 
-    Nested lists of numbers are converted to arrays, so that each list counts as a single value.
+    Nested lists of numbers are converted to NumPy arrays, so that each nested list is a single value.
     """
     if isinstance(value, Mapping):
         return {key: _to_plain(item, True) for key, item in value.items()}
@@ -107,17 +107,17 @@ def _to_plain(value: Any, is_nested: bool = False) -> Any:
 
 
 def _is_array(values: list[Any]) -> bool:
-    """Return whether a list contains only numbers, or only such lists with the same length."""
+    """Return whether a list only contains numbers, or only contains lists of numbers with the same length."""
     if all(isinstance(item, list) for item in values):
         return len({len(item) for item in values}) == 1 and all(map(_is_array, values))
     return all(isinstance(item, int | float) for item in values)
 
 
-def _leaf_name(path: str, sample: Any) -> str:
+def _format_leaf_name(path: str, sample: Any) -> str:
     """Return the display name of a value: `input` or `target` if the sample is a pair, and the path otherwise."""
     is_pair = isinstance(sample, tuple | list) and len(sample) == 2
     return {"[0]": "input", "[1]": "target"}.get(path, path) if is_pair else path or "value"
 
 
-def _leaf_names(leaves: Mapping[str, Any]) -> str:
+def _format_leaf_names(leaves: Mapping[str, Any]) -> str:
     return ", ".join(path or "a single value" for path in leaves) or "no values"

@@ -1,8 +1,8 @@
 """Copies batches from pinned memory to the device on a side stream, while the device computes.
 
-In torch's caching allocator, the copied tensors belong to the side stream. `record_stream` prevents the allocator from
-reusing their memory before the compute stream is done with them. The pinned memory doesn't need this, because torch's
-allocator for pinned memory tracks the copies from a block and only reuses the block after the copies have completed.
+The copied tensors are allocated on the side stream. `record_stream` prevents torch's caching allocator from reusing
+their memory before the compute stream is done with them. Pinned memory doesn't need this call, because torch's pinned
+memory allocator tracks copies, and only reuses a block after all copies from it have completed.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,15 +13,15 @@ import torch
 from lockstep.core.batch import Batch, like, tensors_of
 
 T = TypeVar("T")
-FinishCopy = Callable[[], Batch]  # returns the copied batch, and makes the caller's current stream wait for the copy
+FinishCopy = Callable[[], Batch]  # returns the copied batch, after making the current stream wait for the copy
 
 
 @final
 class DeviceCopier:
-    """Copies CPU tensors to the device asynchronously. On the CPU, it returns the tensors themselves.
+    """Copies batches from the CPU to the device asynchronously. If the device is the CPU, nothing is copied.
 
-    `steps_ahead` is the number of steps between the start of a copy and the use of its batch. If it were 0, a process
-    that synchronizes with the device in every step, as with fp16, would wait for a copy at the start of each step.
+    `steps_ahead` is how many steps before its use a batch is copied. Starting the copy in the same step would delay
+    processes that synchronize with the device in every step, as with fp16.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,13 +31,13 @@ class DeviceCopier:
         self.steps_ahead = int(on_gpu)
 
     def start(self, batch: Batch) -> FinishCopy:
-        """Start to copy a batch, and return a function that returns the copy.
+        """Start copying a batch, and return a function that returns the copied batch.
 
-        Call the returned function once, when you need the copy. Calling it never blocks the process.
+        Call the returned function once, when you need the batch. The call doesn't block the process.
         """
         if self._stream is None:
             return lambda: batch
-        # A copy from memory that isn't pinned would block until the side stream is idle.
+        # A copy from pageable memory would block the process until the side stream is idle.
         pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in tensors_of(batch)]
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=True) for tensor in pinned]
@@ -54,9 +54,9 @@ class DeviceCopier:
 
 
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield `items`, but fetch `count` items ahead from the iterator.
+    """Yield the items of an iterator, while fetching `count` items in advance.
 
-    If the iterator raises an exception, the items before it are yielded first.
+    If the iterator raises an exception, the items that have already been fetched are yielded first.
     """
     buffer: list[T] = []
     try:

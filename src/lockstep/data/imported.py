@@ -1,4 +1,4 @@
-"""Imports datasets from a user-defined function, which returns map-style datasets or a complete DataSet."""
+"""Imports datasets from a user-defined function that returns map-style datasets or a DataSet."""
 
 import inspect
 import json
@@ -60,19 +60,19 @@ def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, co
         validation=None
         if validation is None
         else ImportedSplit(f"{label}: validation", validation, names, getattr(validation, "collate", None) or collate),
-        facts=_check_json(label, {**_facts(batch, names), **(getattr(train, "facts", None) or {})}),
+        facts=_check_json(label, {**_infer_facts(batch, names), **(getattr(train, "facts", None) or {})}),
         skipped=find_skip_mask(batch, names),
     )
 
 
-def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
-    """Infer the dataset properties from a batch of one sample: the shape of inputs and the kind of targets."""
+def _infer_facts(batch: Batch, names: list[str]) -> dict[str, Any]:
+    """Infer the dataset properties from a batch with one sample: the input shape and the type of the targets."""
     facts: dict[str, Any] = {}
     inputs = batch[0] if isinstance(batch, tuple) and batch else batch
     if isinstance(inputs, Tensor):
         facts["shape"] = list(inputs.shape[1:])
         if inputs.dtype == torch.uint8 and inputs.ndim == 4:
-            # uint8 samples are scaled to [0, 1], as ToTensor does. Floats are passed to the model unchanged.
+            # uint8 samples are scaled to [0, 1], as in torchvision's ToTensor. Float samples aren't changed.
             facts |= {"mean": [0.0] * inputs.shape[1], "std": [1.0] * inputs.shape[1]}
     return facts | target_facts(batch, names)
 
@@ -88,11 +88,11 @@ def _call_function(label: str, function: Any, options: Mapping[str, Any]) -> Any
     if not callable(function):
         raise UsageError(f"{label}: expected a function, got {type_name(function)}; set recipe.data.name to a function")
     with UserCode(label):
-        return function(**_fitting_options(label, function, options))
+        return function(**_select_options(label, function, options))
 
 
-def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the function accepts. Raises UsageError if options don't match its parameters."""
+def _select_options(label: str, function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a function. Raises UsageError if `options` don't match its signature."""
     signature = inspect.signature(function)
     parameters = signature.parameters
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -130,7 +130,7 @@ def _non_empty_advice(is_validation: bool) -> str:
 
 
 def _wrap_splits(label: str, dataset: DataSet) -> DataSet:
-    """Wrap the splits of the user's DataSet in checks, and check the dataset properties."""
+    """Wrap the splits of a user-defined DataSet so that their batches are checked, and check its properties."""
     train = CheckedSplit(f"{label}: training", dataset.train)
     validation = None if dataset.validation is None else CheckedSplit(f"{label}: validation", dataset.validation)
     for part, split in (("train", train), ("validation", validation)):

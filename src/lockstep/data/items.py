@@ -1,4 +1,4 @@
-"""Wraps user-defined map-style datasets and splits, and checks the samples and batches that they return."""
+"""Wraps user-defined map-style datasets and splits, and validates the samples and batches that they return."""
 
 import _random
 import random as python_random
@@ -29,9 +29,9 @@ _PYTHON_GENERATOR: Final[Any] = python_random.seed.__self__  # type: ignore[attr
 class Items:
     """Wraps a map-style dataset for a custom training loop.
 
-    Samples can be any objects that `collate` turns into a batch with samples along dim 0. The generators are seeded for
-    each sample from the key of the epoch and the index of the sample, so random augmentations don't depend on the rank
-    that fetches the sample. The tensors of a TensorDataset are indexed directly if no `collate` is set.
+    Samples can be any objects that `collate` converts to a batch with samples along dim 0. The global RNGs are seeded
+    for each sample from the key of the epoch and the sample index, so random augmentations don't depend on the rank
+    that fetches the sample. If no `collate` is set, the tensors of a TensorDataset are indexed directly.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
@@ -41,7 +41,7 @@ class Items:
             raise UsageError(f"{self._label}: not a map-style dataset with a length and integer indexing; {advice}")
         self._dataset = dataset
         self._collate = collate or default_collate
-        self._length = _length(self._label, dataset)
+        self._length = _get_length(self._label, dataset)
         if not self._length:
             raise UsageError(f"{self._label}: has no samples; pass a dataset with at least one sample")
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
@@ -68,7 +68,8 @@ class Items:
 class ImportedSplit:
     """Wraps a user-defined map-style dataset for a recipe.
 
-    Batches are made by `collate`. If it is None, samples are stacked. Raises UsageError for invalid samples.
+    `collate` converts a list of samples to a batch. By default, samples are stacked. Raises UsageError for invalid
+    samples.
     """
 
     in_memory: bool = False
@@ -78,14 +79,16 @@ class ImportedSplit:
         self.dataset = dataset
         self._names = names
         self._collate = collate
-        self._length = _length(label, dataset)  # read once, because the steps of the run are planned from this length
+        self._length = _get_length(
+            label, dataset
+        )  # read once, because the steps of the run are planned from this length
 
     def __len__(self) -> int:
         return self._length
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
-        if not len(indices):  # an empty batch must have the same structure as other batches
+        if not len(indices):  # fetch a sample anyway, because an empty batch must have the same structure
             return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
         numbers = indices.tolist()
         samples = [_fetch_item(f"{self._label} sample {number}", self.dataset, number, draw) for number in numbers]
@@ -99,7 +102,7 @@ class ImportedSplit:
 
     def _call_collate(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
         assert self._collate is not None
-        # A collate function may draw random numbers, such as a mask.
+        # A collate function may draw random numbers, for example for masked language modeling.
         seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))
         ellipsis = ", ..." if len(numbers) > 4 else ""
         label = f"{self._label}: collate of samples {', '.join(map(str, numbers[:4]))}{ellipsis}"
@@ -109,13 +112,13 @@ class ImportedSplit:
 
 @final
 class CheckedSplit:
-    """Wraps a split that the user implemented, and checks each batch that it returns."""
+    """Wraps a user-defined split, and validates each batch that it returns."""
 
     def __init__(self, label: str, split: Split) -> None:
         self.in_memory = bool(split.in_memory)
         self._label = label
         self.split = split
-        self._length = _length(label, split)
+        self._length = _get_length(label, split)
 
     def __len__(self) -> int:
         return self._length
@@ -127,26 +130,31 @@ class CheckedSplit:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global generators of Python, NumPy and torch, which user code may use.
+    """Seed the global RNGs of Python, NumPy and torch, which user code may use.
 
-    This doesn't call torch.manual_seed, because each call queues a callback for CUDA until CUDA is initialized.
+    This function doesn't call torch.manual_seed, which queues a callback in each call until CUDA is initialized.
     """
     seed_python_and_numpy(key)
     torch.default_generator.manual_seed(random.torch_seed(key))
 
 
 def seed_python_and_numpy(key: int) -> None:
+<<<<<<< HEAD
     """Seed the global generators of Python and NumPy."""
     # The same as random.seed(key). That function first checks the type of its argument in Python code, which takes as
     # long as seeding, and a custom loop seeds three times per step.
     _random.Random.seed(_PYTHON_GENERATOR, key)
     _PYTHON_GENERATOR.gauss_next = None
+=======
+    """Seed the global RNGs of Python and NumPy."""
+    python_random.seed(key)
+>>>>>>> ed3
     np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator only accepts a 32-bit seed
 
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Restore the state of the generators of Python, NumPy and torch after the block."""
+    """Restore the global RNG states of Python, NumPy and torch when the `with` block exits."""
     python, numpy = python_random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([]):
@@ -162,7 +170,7 @@ def is_map_style(dataset: Any) -> bool:
     return indexed and not isinstance(dataset, IterableDataset | dict)
 
 
-def _length(label: str, dataset: Any) -> int:
+def _get_length(label: str, dataset: Any) -> int:
     with UserCode(f"{label}: length"):
         return len(dataset)
 
@@ -187,7 +195,7 @@ def _check_batch(label: str, batch: Batch, samples: int) -> None:
 
 
 def _to_pair(batch: Batch) -> Batch:
-    """Convert a pair to a tuple, and its integer targets to int64. Any other batch is returned unchanged."""
+    """Convert a batch that is a pair to a tuple with int64 targets. Other batches are returned unchanged."""
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
         return batch
     return batch[0], batch[1] if batch[1].is_floating_point() else batch[1].long()

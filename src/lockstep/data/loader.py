@@ -1,8 +1,7 @@
 """Loads the micro-batches of a rank, in this process or in loader processes.
 
-The indices of the samples are computed in advance. A request contains these indices and the key of the random numbers.
-Therefore a loader process fetches exactly the batch that this process would fetch, and the number of loader processes
-only affects the speed.
+Sample indices are computed in advance. Each request to a loader process contains the sample indices and the random key
+of a batch. Therefore, batches don't depend on the number of loader processes, which only affects the speed.
 """
 
 import math
@@ -36,13 +35,13 @@ from lockstep.errors import DataError, LockstepError, PreflightError, UsageError
 from lockstep.tasks.base import MicroBatch
 
 SINGLE_RANK: Final = DataRank()
-_PLAN_LIMITS: Final = 64, 8192  # the maximum number of steps, and of samples over all ranks, to plan at once
+_PLAN_LIMITS: Final = 64, 8192  # maximum numbers of steps, and of samples across all ranks, that are planned at once
 _SHM_ADVICE: Final = "increase its size (docker run --shm-size), or set placement.workers=0"
 _EXIT_WAIT_S: Final = 0.5  # how long to wait for a loader process to exit after its connection breaks
 
 
 class _StepPlan(NamedTuple):
-    """The requests of this rank for a step. Loader processes fetch the batches some steps ahead."""
+    """A step with the requests for the micro-batches of this rank. Batches are fetched some steps in advance."""
 
     step: Step
     requests: "list[tuple[_Span, Request]]"
@@ -53,11 +52,11 @@ class _Span(NamedTuple):
 
     number: int
     positions: range
-    dummy: bool  # whether a different rank counts this micro-batch
+    dummy: bool  # whether the micro-batch isn't counted, because it belongs to a different rank
 
 
 class _Transfer(NamedTuple):
-    """A batch that is being copied to the device, its weight, and the indices of its unreadable samples."""
+    """A micro-batch that is being copied to the device, its weight, and the indices of its unreadable samples."""
 
     span: _Span
     skipped: list[int]
@@ -71,10 +70,10 @@ class Loader:
     """Loads the training micro-batches and validation batches of a rank.
 
     - `data_rank`: The position of this rank among the ranks that split the data.
-    - `extra`: May return the index of a micro-batch of the step. The loader adds this micro-batch as a dummy, before
-      the micro-batches of this rank.
-    - `weigh`: Computes the weights of batches. If it is None, the weight is the number of samples.
-    - `unreadable`: Contains the indices of the training samples and of the validation samples that couldn't be read.
+    - `extra`: A function that may return the index of a micro-batch of the step. This micro-batch is inserted as a
+      dummy before the micro-batches of this rank.
+    - `weigh`: Computes the weights of batches. By default, the weight of a batch is its number of samples.
+    - `unreadable`: The indices of unreadable training samples and of unreadable validation samples.
     """
 
     data: DataSet
@@ -87,8 +86,8 @@ class Loader:
     workers: int = 0
     extra: Callable[[Step], int | None] | None = None
     weigh: Weigh | None = None
-    order: Callable[[int], Order] | None = None  # returns the order of an epoch; defaults to a shuffle by the seed
-    devices: Sequence[torch.device] = ()  # assigned to micro-batches in turn, if not all are for `device`
+    order: Callable[[int], Order] | None = None  # returns the sample order of an epoch; defaults to a seeded shuffle
+    devices: Sequence[torch.device] = ()  # assigned to micro-batches round-robin; defaults to `device` for all
 
     def __post_init__(self) -> None:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
@@ -96,40 +95,46 @@ class Loader:
         self._training_copies = [DeviceCopier(device) for device in self.devices] or [self._copies]
         self._skipped = self.data.skipped if self.data_rank.primary else None
         self._rank_spans = cache(self._compute_rank_spans)
-        # Cache the orders of two epochs, because loader processes can be one epoch ahead.
+        # Cache the sample orders of two epochs, because loader processes can be one epoch ahead.
         self._order = lru_cache(2)(self.order or (lambda epoch: shuffle(self.seed, epoch, len(self.data.train))))
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
-        """Yield each step from number `first` to the last, with the micro-batches of this rank."""
-        requests = (request for plan in self._plans_from(first) for _, request in plan.requests)
+        """Yield the steps from step `first` on, each with the micro-batches of this rank."""
+        requests = (request for plan in self._iterate_plans(first) for _, request in plan.requests)
         with _open_fetcher(self.data.train, requests, self.workers, self.device) as fetch:
             copied = (
                 (plan.step, [self._start_transfer(span, request, fetch(request)) for span, request in plan.requests])
-                for plan in self._plans_from(first)
+                for plan in self._iterate_plans(first)
             )
             for step, transfers in prefetch(copied, self._copies.steps_ahead):
-                yield self._with_weight(step, transfers), [self._microbatch(step, transfer) for transfer in transfers]
+                yield (
+                    self._add_step_weight(step, transfers),
+                    [self._finish_transfer(step, transfer) for transfer in transfers],
+                )
 
     def microbatch(self, step: Step, index: int) -> MicroBatch:
-        """Fetch the micro-batch `index` of `step` as a dummy, in this process and not in a loader process."""
-        [(span, request)] = self._plan([(step, [self._span(step.samples, index, dummy=True)])])[0].requests
-        return self._microbatch(step, self._start_transfer(span, request, self.data.train.fetch(*request)))
+        """Fetch micro-batch `index` of `step` as a dummy. Doesn't use a loader process."""
+        [(span, request)] = self._plan_requests([(step, [self._make_span(step.samples, index, dummy=True)])])[
+            0
+        ].requests
+        return self._finish_transfer(step, self._start_transfer(span, request, self.data.train.fetch(*request)))
 
     def samples(self, step: Step) -> list[list[int]]:
         """Return the sample indices of each micro-batch of a step."""
-        spans = [self._span(step.samples, index, False) for index in range(min(self.microbatches, step.samples))]
-        return [request.indices.tolist() for _, request in self._plan([(step, spans)])[0].requests]
+        spans = [self._make_span(step.samples, index, False) for index in range(min(self.microbatches, step.samples))]
+        return [request.indices.tolist() for _, request in self._plan_requests([(step, spans)])[0].requests]
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, Weight]]:
-        """Yield the validation batches of this rank as (number, batch, weight).
+        """Yield the validation batches of this rank as (number, batch, weight) tuples.
 
-        Batch j starts at sample j * `batch` and has `batch` samples, or fewer if it is the last batch. Across all
-        ranks, each sample is in exactly one batch with a number. The number is None if this rank must not count the
-        batch, in two cases:
+        `batch` is the batch size. Batch j contains the samples from j * `batch` on. The last batch may be smaller. The
+        number of a batch is None if this rank must not count it. This is the case for:
 
-        - A different rank counts the same batch.
-        - The batch is padding. If all ranks of a replica must evaluate the same number of batches, the ranks without
-          a batch get batch 0 again.
+        - A batch that a different rank counts.
+        - A padding batch. If all ranks of a replica must evaluate the same number of batches, ranks without a batch
+          evaluate batch 0 again.
+
+        Across all ranks, each sample is therefore counted exactly once.
         """
         split = self.data.validation
         assert split is not None
@@ -141,33 +146,36 @@ class Loader:
             copied = (self._start_evaluation_transfer(request, fetch(request)) for request in requests)
             transfers = prefetch(copied, self._copies.steps_ahead)
             for number, (weight, arrival) in zip(numbers, transfers, strict=True):
-                yield number if self.data_rank.first else None, self.transforms.for_evaluation(arrival()), weight
+                yield (
+                    number if self.data_rank.first else None,
+                    self.transforms.transform_evaluation_batch(arrival()),
+                    weight,
+                )
 
     def validation_batches(self, batch: int) -> int:
         """Return the total number of validation batches across all ranks."""
         return 0 if self.data.validation is None else math.ceil(len(self.data.validation) / batch)
 
-    def _plans_from(self, first: int) -> Iterator[_StepPlan]:
-        """Yield the plan of each step from `first` to the last.
+    def _iterate_plans(self, first: int) -> Iterator[_StepPlan]:
+        """Yield the plan of each step from step `first` on.
 
-        A block of steps is planned at once, which is several times faster. All steps of a block are in the same epoch,
-        so the sample order of an epoch is only computed once, when its first block is planned.
+        For speed, a block of steps in the same epoch is planned at once.
         """
         while first < self.steps.total:
             remaining = self.steps.per_epoch - first % self.steps.per_epoch
             count = min(remaining, _PLAN_LIMITS[0], max(1, _PLAN_LIMITS[1] // self.steps.batch))
             block = range(first, min(first + count, self.steps.total))
-            yield from self._plan([self._step_spans(self.steps[number]) for number in block])
+            yield from self._plan_requests([self._compute_step_spans(self.steps[number]) for number in block])
             first = block.stop
 
-    def _step_spans(self, step: Step) -> tuple[Step, list[_Span]]:
+    def _compute_step_spans(self, step: Step) -> tuple[Step, list[_Span]]:
         share, extra = self._rank_spans(step.samples), self.extra and self.extra(step)
-        return step, share if extra is None else [self._span(step.samples, extra, dummy=True), *share]
+        return step, share if extra is None else [self._make_span(step.samples, extra, dummy=True), *share]
 
-    def _plan(self, block: Sequence[tuple[Step, Sequence[_Span]]]) -> list[_StepPlan]:
-        """Return the requests for the micro-batches of these steps.
+    def _plan_requests(self, block: Sequence[tuple[Step, Sequence[_Span]]]) -> list[_StepPlan]:
+        """Return a plan for each step in `block`.
 
-        All steps must be in the same epoch, so that a single vectorized lookup returns all sample indices.
+        All steps must be in the same epoch, because a single vectorized lookup returns all sample indices.
         """
         epoch = block[0][0].epoch
         draw = random.key(random.AUGMENT, self.seed, epoch)
@@ -179,41 +187,41 @@ class Loader:
         return [_StepPlan(step, [(span, next(parts)) for span in spans]) for step, spans in block]
 
     def _compute_rank_spans(self, samples: int) -> list[_Span]:
-        """Return the micro-batches of this rank in a step of `samples` samples."""
+        """Return the micro-batches that this rank computes in a step with `samples` samples."""
         indices = self.data_rank.indices(min(self.microbatches, samples))
-        return [self._span(samples, index, dummy) for index, dummy in indices]
+        return [self._make_span(samples, index, dummy) for index, dummy in indices]
 
-    def _span(self, samples: int, index: int, dummy: bool) -> _Span:
+    def _make_span(self, samples: int, index: int, dummy: bool) -> _Span:
         return _Span(index, part(samples, min(self.microbatches, samples), index), dummy)
 
     def _start_transfer(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
-        skipped = [] if span.dummy or self._skipped is None else self._unreadable_samples(request, batch)
+        skipped = [] if span.dummy or self._skipped is None else self._find_unreadable_samples(request, batch)
         copies = self._training_copies[span.number % len(self._training_copies)]
         arrival = copies.start(self.transforms.prepare(batch, request))
-        return _Transfer(span, skipped, self._weight(request, batch), arrival)
+        return _Transfer(span, skipped, self._compute_weight(request, batch), arrival)
 
     def _start_evaluation_transfer(self, request: Request, batch: Batch) -> tuple[Weight, FinishCopy]:
-        self.unreadable[1].update(self._unreadable_samples(request, batch))
-        return self._weight(request, batch), self._copies.start(batch)
+        self.unreadable[1].update(self._find_unreadable_samples(request, batch))
+        return self._compute_weight(request, batch), self._copies.start(batch)
 
-    def _unreadable_samples(self, request: Request, batch: Batch) -> list[int]:
+    def _find_unreadable_samples(self, request: Request, batch: Batch) -> list[int]:
         numbers: list[int] = [] if self._skipped is None else request.indices[self._skipped(batch).numpy()].tolist()
         return numbers
 
-    def _weight(self, request: Request, batch: Batch) -> Weight:
+    def _compute_weight(self, request: Request, batch: Batch) -> Weight:
         return len(request.indices) if self.weigh is None else self.weigh.weight(batch)
 
-    def _with_weight(self, step: Step, transfers: Sequence[_Transfer]) -> Step:
-        """Return the step with its total weight over all ranks. All ranks must call this before the forward pass."""
+    def _add_step_weight(self, step: Step, transfers: Sequence[_Transfer]) -> Step:
+        """Return the step with its total weight across all ranks. All ranks must call this before the forward pass."""
         if self.weigh is None:
             return step
         own_weights = [transfer.weight for transfer in transfers if self.data_rank.primary and not transfer.span.dummy]
         return self.weigh.of_step(step, own_weights)
 
-    def _microbatch(self, step: Step, transfer: _Transfer) -> MicroBatch:
+    def _finish_transfer(self, step: Step, transfer: _Transfer) -> MicroBatch:
         self.unreadable[0].update(transfer.skipped)
         number, positions, dummy = transfer.span
-        batch = self.transforms.for_training(transfer.arrival(), step.number, number)
+        batch = self.transforms.transform_training_batch(transfer.arrival(), step.number, number)
         if isinstance(transfer.weight, int):
             return MicroBatch(number, batch, len(positions), transfer.weight, dummy)
         total = sum(transfer.weight.values())
@@ -224,15 +232,16 @@ class Loader:
 def _open_fetcher(
     split: Split, requests: Iterable[Request], workers: int, device: torch.device
 ) -> Iterator[Callable[[Request], Batch]]:
-    """Yield a function that fetches the batch of a request. Call it once for each of the `requests`, in order.
+    """Yield a function that fetches the batch for a request. Call it once for each of `requests`, in order.
 
-    The loader processes end when the block ends.
+    Loader processes are only started if the split isn't in memory and `workers` isn't 0. They exit when the `with`
+    block exits.
     """
     if split.in_memory or not workers:
         yield lambda request: split.fetch(*request)
         return
     advice = f"; make sure that /dev/shm is writable, {_SHM_ADVICE}"
-    # Check this first. If the constructor of torch's iterator fails, the destructor of the iterator raises, too.
+    # Check this first, because the destructor of torch's DataLoader iterator raises if its constructor failed.
     with os_error_as(PreflightError, "placement.workers: cannot start loader processes", advice):
         multiprocessing.get_context("fork").Lock()
     loader: DataLoader[Any] = DataLoader(
@@ -242,23 +251,23 @@ def _open_fetcher(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=_init_worker,
-        generator=torch.Generator(),  # otherwise DataLoader draws the workers' seed from the global generator
-        # Fork, because a spawned worker would import torch again and keep a second copy of the split's data.
+        generator=torch.Generator(),  # otherwise, DataLoader draws the seed of its workers from the global RNG
+        # Use fork, because spawned workers would import torch again and copy the data of the split.
         multiprocessing_context="fork",
     )
-    answers: Any = iter(loader)
+    results: Any = iter(loader)
     try:
-        yield lambda _: _unwrap_answer(_next_answer(answers))
+        yield lambda _: _unwrap_result(_receive_result(results))
     finally:
-        answers._shutdown_workers()  # otherwise the workers run until the iterator is garbage-collected
+        results._shutdown_workers()  # otherwise, the workers run until the iterator is garbage collected
 
 
-def _next_answer(answers: Any) -> Any:
-    """Return the next batch from the loader processes. If a process died, raises HostError with its id and signal."""
+def _receive_result(results: Any) -> Any:
+    """Return the next result of the loader processes. Raises HostError with the PID and signal if a process died."""
     try:
-        return next(answers)
-    except (EOFError, OSError, RuntimeError) as error:  # from a connection to a dead process, or from torch
-        workers, deadline = answers._workers, time.monotonic() + _EXIT_WAIT_S
+        return next(results)
+    except (EOFError, OSError, RuntimeError) as error:  # a connection to a loader process broke, or torch found it dead
+        workers, deadline = results._workers, time.monotonic() + _EXIT_WAIT_S
         dead_workers: list[int] = []
         while not dead_workers and time.monotonic() < deadline:
             with suppress(RuntimeError):  # from torch's SIGCHLD handler, which may run during the sleep
@@ -273,9 +282,9 @@ def _next_answer(answers: Any) -> Any:
 
 @final
 class _RequestDataset(Dataset[Any]):
-    """A dataset whose index is a request.
+    """A dataset that is indexed by requests and returns batches.
 
-    Errors of the user's code are returned as values, because torch would hide their message in a long traceback.
+    Errors in user code are returned as values, because torch would hide their message in a long traceback.
     """
 
     def __init__(self, split: Split) -> None:
@@ -287,23 +296,23 @@ class _RequestDataset(Dataset[Any]):
         except LockstepError as error:
             return UsageError(str(error)) if isinstance(error, UsageError) else DataError(str(error))
         try:
-            # Move the batch to shared memory before torch sends it. Torch would do this in a thread, in which an error
-            # is lost, and the training process would wait for the batch forever.
+            # Move the batch to shared memory here. Otherwise, torch does this in a thread. If the thread fails, its
+            # error is lost, and the training process waits for the batch forever.
             return map_tensors(Tensor.share_memory_, batch)
         except RuntimeError as error:
             return DataError(f"placement.workers: a batch does not fit in /dev/shm: {error}; {_SHM_ADVICE}")
 
 
-def _unwrap_answer(answer: Any) -> Batch:
-    if isinstance(answer, LockstepError):
-        raise answer
-    return answer
+def _unwrap_result(result: Any) -> Batch:
+    if isinstance(result, LockstepError):
+        raise result
+    return result
 
 
 def _init_worker(_: int) -> None:
     die_with_parent()
-    # A terminal, timeout(1) or a batch system sends these signals to the whole process group. The training process
-    # decides when to stop, and needs data until then.
+    # Terminals, timeout(1) and batch systems send these signals to the whole process group. Ignore them, because the
+    # training process decides when to stop, and needs data until then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

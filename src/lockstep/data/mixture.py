@@ -1,7 +1,7 @@
-"""Mixes several datasets. Each dataset, called a source, has a share of every epoch.
+"""Mixes several datasets, which are called sources. Each source contributes a fixed share of every epoch.
 
-The source and the sample at an index only depend on (seed, epoch, index). Therefore no source has a position to save,
-and a run can resume in the middle of an epoch with any number of processes.
+The source and the sample at an index only depend on (seed, epoch, index). Therefore, sources have no state to save, and
+a run can resume in the middle of an epoch with any number of processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from lockstep.core import random
 from lockstep.core.batch import Batch, leaves_with_paths, map_with_paths
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, Split
-from lockstep.data.options import Count, Text, build_options, option_errors
+from lockstep.data.options import Count, Text, build_options, find_option_errors
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data as open_source
 from lockstep.errors import UsageError, error_as
@@ -37,9 +37,9 @@ class _Source:
 class Options:
     """The sources of a mixture and their weights.
 
-    - `of`: The sources under names of your choice, each with `name`, `root` and `options` as in recipe.data, and a
+    - `of`: The sources by a name of your choice. Each source has `name`, `root` and `options` as in recipe.data, and a
       `weight`, which defaults to 1. The share of a source in an epoch is its weight divided by the sum of all weights.
-    - `samples`: The number of samples in an epoch. Defaults to the number of samples of all sources together.
+    - `samples`: The number of samples in an epoch. Defaults to the total number of samples in all sources.
     """
 
     of: Annotated[dict[str, dict[str, Any]], Field(min_length=1, description="a mapping of names to datasets")]
@@ -47,11 +47,11 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Open the sources and return the mixture. Raises UsageError if their properties or sample dtypes differ."""
+    """Open the sources and mix them. Raises UsageError if the sources differ in their properties or sample dtypes."""
     errors = [
         f"recipe.data.options.of.{label}{error.removeprefix('options')}"
         for label, settings in options.of.items()
-        for error in option_errors(_Source, settings)
+        for error in find_option_errors(_Source, settings)
     ]
     if errors:
         raise UsageError("\n".join(f"dataset mixture: {error}" for error in errors))
@@ -71,7 +71,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     validation_splits = [dataset.validation for dataset in datasets.values() if dataset.validation is not None]
 
     def name(number: int) -> str:
-        return f"of {[*datasets][train.source(number)]}"
+        return f"of {[*datasets][train.get_source_index(number)]}"
 
     return DataSet(
         train=train,
@@ -87,7 +87,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 
 def split_by_weight(samples: int, weights: Sequence[float]) -> list[int]:
-    """Split a number of samples in proportion to positive weights. Rounding changes each share by at most one."""
+    """Split a number of samples in proportion to positive weights. Each share is rounded by less than one sample."""
     sums = [*accumulate(weights)]  # not sum(), which adds floats differently from Python 3.12 on
     ends = [round(samples * end / sums[-1]) for end in sums]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -95,11 +95,11 @@ def split_by_weight(samples: int, weights: Sequence[float]) -> list[int]:
 
 @final
 class Mixture:
-    """Concatenates sources, with a fixed number of samples from each source. The sample order of the epoch mixes them.
+    """A split that concatenates sources, with a fixed number of samples from each. The loader shuffles the samples.
 
-    `counts` are the numbers of samples per epoch. If a source has more samples than its count, each training epoch
-    selects random samples without replacement. If it has fewer samples, each epoch repeats the source as often as it
-    fits, and selects the remaining samples at random. The selection only depends on the draw.
+    `counts` contains the number of samples per epoch for each source. If a source has more samples, each training epoch
+    selects random samples without replacement. If a source has fewer samples, each epoch repeats the full source as
+    often as it fits, and selects the remaining samples at random. The selection only depends on the draw.
     """
 
     def __init__(self, sources: Sequence[Split], counts: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ class Mixture:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def source(self, number: int) -> int:
+    def get_source_index(self, number: int) -> int:
         """Return the index of the source of a sample."""
         return int(np.searchsorted(self._ends, number, side="right"))
 
@@ -125,7 +125,7 @@ class Mixture:
             return map_with_paths(lambda path, _: torch.cat([column[path] for column in columns])[order], batches[0])
 
     def _fetch_sources(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
-        """Yield the samples of each source and repetition, with their positions in the batch."""
+        """Yield the samples from each repetition of a source, with their positions in the batch."""
         numbers = np.searchsorted(self._ends, indices, side="right")
         offsets = indices - np.concatenate([[0], self._ends])[numbers]
         rounds = offsets // np.array([*map(len, self.sources)])[numbers]
@@ -143,17 +143,17 @@ class Mixture:
             )
 
 
-def parts(split: Split) -> Iterator[Split]:
-    """Yield the sources of a mixture, and recursively the sources of nested mixtures. Any other split yields itself."""
+def iterate_sources(split: Split) -> Iterator[Split]:
+    """Yield the sources of a mixture, including those of nested mixtures. Any other split is yielded itself."""
     if isinstance(split, Mixture):
         for source in split.sources:
-            yield from parts(source)
+            yield from iterate_sources(source)
     else:
         yield split
 
 
 def _leaf_dtypes(split: Split) -> dict[str, str]:
-    """Return the dtype of each tensor in a sample by path. For a leaf that isn't a tensor, return its type."""
+    """Return the dtype of each tensor in a sample, or the type of any other value, by path."""
     leaves = leaves_with_paths(split.fetch(np.array([0]), None))
     return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type_name(leaf) for path, leaf in leaves}
 

@@ -1,4 +1,4 @@
-"""Validates the options of a dataset. A frozen dataclass defines their names and types."""
+"""Validates the options of a dataset, whose names and types are defined by a frozen dataclass."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -25,7 +25,7 @@ class NoOptions:
     """The options of a dataset without options."""
 
 
-def option_errors(options_class: type, values: Mapping[str, Any]) -> Iterator[str]:
+def find_option_errors(options_class: type, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error for each option in `values` that is invalid for the dataclass `options_class`."""
     valid = {field.name: field for field in fields(options_class)}
     for name, value in values.items():
@@ -41,15 +41,15 @@ def option_errors(options_class: type, values: Mapping[str, Any]) -> Iterator[st
 
 
 def build_options(options_class: type[T], values: Mapping[str, Any]) -> T:
-    """Create an `options_class` from the options in `values`. Options that are null get their defaults.
+    """Create an instance of `options_class` from `values`. Options that are null get their defaults.
 
-    Call `option_errors` first, because the values aren't validated here.
+    Call `find_option_errors` first, because the values aren't validated here.
     """
     return options_class(**{name: value for name, value in values.items() if value is not None})
 
 
 def _describe_expected(options_class: type, name: str, value: Any) -> str:
-    """Return a description of the values that an option accepts, or "" if `value` is valid."""
+    """Return a description of the values that an option accepts, or an empty string if `value` is valid."""
     annotation = get_type_hints(options_class, include_extras=True)[name]
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)

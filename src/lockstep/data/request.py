@@ -1,10 +1,10 @@
-"""The part of a recipe that a dataset receives, and the rules for the keys that each dataset supports."""
+"""The section of a recipe that is passed to a dataset, and the keys that each dataset supports."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
-FILES_SIZE: Final = 224  # the default size of images from files
+FILES_SIZE: Final = 224  # default side length in pixels of images from files
 NATIVE_SIZE: Final[Mapping[str, int]] = {"digits": 8, "cifar10": 32, "cifar100": 32, "mnist": 28, "fashion_mnist": 28}
 # The options of `synthetic` with their defaults.
 SYNTHETIC: Final[Mapping[str, int]] = {"samples": 4096, "validation_samples": 1024, "classes": 10, "channels": 3}
@@ -15,7 +15,7 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True)
 class DataRequest:
-    """The name and location of a dataset, and the transforms of its samples. Fields are named as in `recipe.data`."""
+    """The name, location and sample transforms of a dataset. The fields have the same names as in `recipe.data`."""
 
     name: str
     root: str = "data"
@@ -31,7 +31,7 @@ class DataRequest:
 
     @property
     def changes_size(self) -> bool:
-        """Whether the dataset resizes or crops its images, because the files can have different sizes."""
+        """Whether the dataset crops or resizes its images, because image files can have different sizes."""
         return self.name in _FILE_DATASETS
 
 
@@ -42,14 +42,14 @@ def make_data_request(data: Mapping[str, Any]) -> DataRequest:
     return DataRequest(**values, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
 
 
-def unsupported_keys(request: DataRequest) -> Iterator[str]:
+def find_unsupported_keys(request: DataRequest) -> Iterator[str]:
     """Yield an error for each key that the dataset doesn't support, and for each contradiction between keys."""
     if request.changes_size:
-        yield from _contradictions(request)
+        yield from _find_contradictions(request)
         return
     name, only = request.name, " and ".join(_FILE_DATASETS)
     if request.image_size not in (None, NATIVE_SIZE.get(name)) and name != "synthetic":
-        yield f"image_size: {request.image_size} is not supported, since {_size_reason(name)}; remove it"
+        yield f"image_size: {request.image_size} is not supported, since {_explain_image_size(name)}; remove it"
     if request.resize_size is not None:
         yield f"resize_size: {request.resize_size} is only supported by the datasets {only}; remove it"
     if request.resized_crop:
@@ -60,14 +60,14 @@ def unsupported_keys(request: DataRequest) -> Iterator[str]:
         yield f"on_error: skip is only supported by the datasets {only}; remove it, and catch errors in your dataset"
 
 
-def _size_reason(name: str) -> str:
+def _explain_image_size(name: str) -> str:
     if ":" in name:
         return "your function sets the size"
     native = NATIVE_SIZE.get(name)
     return f"the images are {native}x{native}" if native else "the dataset has no images"
 
 
-def _contradictions(request: DataRequest) -> Iterator[str]:
+def _find_contradictions(request: DataRequest) -> Iterator[str]:
     size, scale = request.image_size or FILES_SIZE, request.resized_crop_scale
     if request.resize_size is not None and request.resize_size < size:
         yield f"resize_size: {request.resize_size} is smaller than image_size={size}; use at least {size}"

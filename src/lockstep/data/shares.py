@@ -1,4 +1,4 @@
-"""Selects validation samples from a dataset without a validation split. A hash makes the selection stable."""
+"""Selects validation samples by hash, for datasets without a validation split."""
 
 import hashlib
 import os
@@ -13,29 +13,29 @@ from lockstep.core import random
 _SPLIT_KEY: Final = random.key(random.SPLIT)
 
 
-def in_share(name: str, share: float) -> bool:
-    """Return whether the hash of the sample `name` is within the share, which is a fraction of at most 1.
+def is_in_share(name: str, share: float) -> bool:
+    """Return whether the sample `name` is among the fraction `share` of samples that is selected by hash.
 
-    The result doesn't depend on the other samples, so you can add or remove samples later.
+    The result doesn't change if you add or remove other samples later.
     """
-    return _name_hash(name) < share * 2**64
+    return _hash_name(name) < share * 2**64
 
 
 def select_share(names: Sequence[str], share: float) -> list[str]:
     """Select the names with the lowest hashes. Their number is `share * len(names)`, rounded.
 
-    If the share isn't 0 and there are at least two names, at least one name is selected, and at least one isn't. If you
-    add names later, the selection only changes as much as necessary.
+    If the share isn't 0 and there are at least two names, at least one name is selected, and at least one name isn't
+    selected. If you add names later, the selection changes as little as possible.
     """
     count = min(max(round(share * len(names)), 1), len(names) - 1) if share else 0
-    return sorted(names, key=_name_hash)[:count]
+    return sorted(names, key=_hash_name)[:count]
 
 
 def rows_in_share(rows: int, share: float) -> NDArray[np.bool_]:
-    """Return a bool array that selects a random share of `rows` rows. Adding rows later doesn't change earlier rows."""
+    """Return a bool mask that selects a random share of `rows` rows. Appending rows doesn't change the earlier mask."""
     return random.uniform(_SPLIT_KEY, np.arange(rows), 1)[:, 0] < share
 
 
-def _name_hash(name: str) -> int:
+def _hash_name(name: str) -> int:
     """Return a 64-bit hash of a name, as a non-negative integer."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Opens datasets by name, or by the import path of a user-defined function. Modules are imported lazily."""
+"""Opens datasets by name or by the import path of a user-defined function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from lockstep.common.names import choices
-from lockstep.data.request import SYNTHETIC, DataRequest, unsupported_keys
+from lockstep.data.request import SYNTHETIC, DataRequest, find_unsupported_keys
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SourceInfo(NamedTuple):
-    """The module of a dataset in lockstep.data, and the number of training samples if it is fixed."""
+    """The module of a dataset in lockstep.data, and its number of training samples if this number is fixed."""
 
     module: str
     training_samples: int | None = None
@@ -44,7 +44,7 @@ _IMPORT_PATH: Final = "package.module:function"
 
 
 class Source(Protocol):
-    """The interface of a module in SOURCES: a dataclass of options, and a function that opens the dataset."""
+    """The interface of a dataset module: a dataclass of options, and a function that opens the dataset."""
 
     Options: type
 
@@ -64,14 +64,14 @@ def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | 
         samples = options.get("samples", SYNTHETIC["samples"])
         return samples if isinstance(samples, int) else None
     if name == "folder":
-        from lockstep.data.images.scan import scan
+        from lockstep.data.images.scan import scan_folder
 
         shares = options.get("validation"), options.get("validation_per_class")
         if all(share is None or isinstance(share, int | float) for share in shares):
             with suppress(UsageError):
-                return len(scan(root, *shares).train)
+                return len(scan_folder(root, *shares).train)
         return None
-    return None if ":" in name else _source_info(name).training_samples
+    return None if ":" in name else _get_source_info(name).training_samples
 
 
 def open_data(request: DataRequest) -> DataSet:
@@ -79,23 +79,23 @@ def open_data(request: DataRequest) -> DataSet:
     if ":" in request.name:
         from lockstep.data.imported import import_dataset
 
-        _raise_problems(request.name, list(unsupported_keys(request)))
+        _raise_problems(request.name, list(find_unsupported_keys(request)))
         return import_dataset(request.name, request.options, request.collate)
 
-    from lockstep.data.options import build_options, option_errors
+    from lockstep.data.options import build_options, find_option_errors
 
-    source = cast(Source, import_module(f"lockstep.data.{_source_info(request.name).module}"))
+    source = cast(Source, import_module(f"lockstep.data.{_get_source_info(request.name).module}"))
     problems = [
         f"collate: {request.collate} is only supported by your own datasets and by {_COLLATE_DATASET}; remove it"
     ]
     collate = problems if request.collate and request.name != _COLLATE_DATASET else []
     _raise_problems(
-        request.name, [*collate, *unsupported_keys(request), *option_errors(source.Options, request.options)]
+        request.name, [*collate, *find_unsupported_keys(request), *find_option_errors(source.Options, request.options)]
     )
     return source.open_data(request, build_options(source.Options, request.options))
 
 
-def _source_info(name: str) -> SourceInfo:
+def _get_source_info(name: str) -> SourceInfo:
     if name not in SOURCES:
         raise UsageError(f"dataset {name}: no such dataset{choices(name, (*SOURCES, _IMPORT_PATH))}")
     return SOURCES[name]

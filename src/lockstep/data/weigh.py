@@ -1,9 +1,9 @@
-"""The weight of a step over all ranks, for tasks and loops that don't count samples.
+"""Computes the total weight of a step across all ranks, for tasks and loops that weight batches by other units.
 
-A batch has one weight, or one weight for each of several losses by name. The names come from the first batches, so a
-rank without a micro-batch doesn't know the names. In each step, the ranks all-reduce the weight and a flag that says
-whether any rank has names. The first time that a rank has names, the ranks gather the names. After that, they
-all-reduce one weight per name.
+A batch has a single weight, or a weight for each of several named losses. A rank learns the names from its first batch,
+so ranks without a micro-batch don't know them yet. In each step, the ranks therefore all-reduce a single weight,
+together with a flag that is set if any rank has named weights. Once the flag is set, the ranks gather the names, and
+then all-reduce a weight for each name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,29 +16,29 @@ from lockstep.core.several_losses import Weight, describe_names, names_of
 from lockstep.errors import UsageError
 
 _SINGLE: Final = "a single integer"
-_NO_NAMES: Final = "-"  # the text that a rank sends if its batches have a single weight
+_NO_NAMES: Final = "-"  # sent instead of names if the batches have a single weight
 
 
 @final
 @dataclass(eq=False)
 class Weigh:
-    """Weights of batches, for tasks that don't count samples.
+    """Computes the weights of batches and steps, for tasks that don't count samples.
 
-    - `of_batch`: Returns the weight of a batch, or a weight for each of several losses in sorted order.
-    - `over_ranks`: Sums integers over the ranks.
-    - `texts`: Gathers a text from every rank, in rank order.
-    - `name`: The name of the weight function in errors.
+    - `of_batch`: Returns the weight of a batch, or a weight for each of several named losses in sorted order.
+    - `over_ranks`: All-reduces integers across the ranks.
+    - `texts`: Gathers a string from every rank, in rank order.
+    - `name`: The name of the weight function for error messages.
     """
 
     of_batch: Callable[[Batch], Weight]
     over_ranks: Callable[[Sequence[int]], list[int]]
     texts: Callable[[str], list[str]]
     name: str = "weight"
-    _first: list[tuple[str, ...] | None] = field(default_factory=list)  # the names of this rank's first batch
-    _agreed: tuple[str, ...] | None = None  # the names on all ranks, once they are known
+    _first: list[tuple[str, ...] | None] = field(default_factory=list)  # names in the first batch of this rank
+    _agreed: tuple[str, ...] | None = None  # names on all ranks, once they have been gathered
 
     def weight(self, batch: Batch) -> Weight:
-        """Return the weight of a batch. Raises UsageError if the names differ from the names of the first batch."""
+        """Return the weight of a batch. Raises UsageError if the loss names differ from those of the first batch."""
         weight = self.of_batch(batch)
         names = names_of(weight)
         if not self._first:
@@ -52,10 +52,10 @@ class Weigh:
         return weight
 
     def of_step(self, step: Step, weights: Sequence[Weight]) -> Step:
-        """Return a step with its total weight over all ranks. All ranks must call this method.
+        """Return the step with its total weight across all ranks. All ranks must call this method.
 
-        `weights` are the weights of the micro-batches that this rank counts. Raises UsageError if ranks have weights
-        with different names.
+        `weights` contains the weights of the micro-batches that this rank counts. Raises UsageError if the ranks have
+        different loss names.
         """
         if self._agreed is None:
             has_names = bool(self._first) and self._first[0] is not None
@@ -63,14 +63,14 @@ class Weigh:
             total, named_ranks = self.over_ranks([single, has_names])
             if not named_ranks:
                 return step._replace(counted=total)
-            self._agreed = self._agree()
+            self._agreed = self._gather_names()
         rows = [[weight[name] for name in self._agreed] for weight in weights if isinstance(weight, Mapping)]
         totals = self.over_ranks([sum(column) for column in zip(*rows, strict=True)] or [0] * len(self._agreed))
         by_name = dict(zip(self._agreed, totals, strict=True))
         return step._replace(counted=sum(totals), weights=by_name)
 
-    def _agree(self) -> tuple[str, ...]:
-        """Return the names of the weights on all ranks that have batches. All ranks must call this method."""
+    def _gather_names(self) -> tuple[str, ...]:
+        """Gather the loss names, which must be the same on all ranks. All ranks must call this method."""
         own_text = "" if not self._first else _NO_NAMES if self._first[0] is None else ",".join(self._first[0])
         names = {
             rank: None if text == _NO_NAMES else tuple(text.split(","))

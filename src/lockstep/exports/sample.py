@@ -32,7 +32,7 @@ def sample_of(saved: SavedModel) -> Sample:
         split, name = (data.train, "training") if data.validation is None else (data.validation, "validation")
         count = min(_SAMPLES, len(split))
         batch = split.fetch(np.arange(count), None)
-        arrived = transforms_of(saved.recipe, data).for_evaluation(batch)
+        arrived = transforms_of(saved.recipe, data).transform_evaluation_batch(batch)
         return Sample(saved.task(arrived).inputs(arrived), f"{count} samples of the {name} data")
     except (UsageError, TrainingError) as error:
         inputs = _synthesize(saved)

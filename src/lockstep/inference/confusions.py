@@ -1,4 +1,4 @@
-"""The confusion matrix of a classifier, or a table of its most frequent mistakes if there are too many classes."""
+"""Report sections about a classifier: its confusion matrix or most frequent mistakes, and its recall and precision."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -8,60 +8,68 @@ import torch
 from torch import Tensor
 
 from lockstep.reporting import wording
-from lockstep.reporting.charts import matrix
+from lockstep.reporting.charts import make_matrix_chart
 from lockstep.reporting.page import Section, Table, Words
 
-_MAX_MATRIX_CLASSES: Final = 20  # maximum number of classes in a readable matrix
-_MAX_ROWS: Final = 20  # maximum number of rows in a table
+_MAX_MATRIX_CLASSES: Final = 20  # a matrix with more classes would be unreadable
+_MAX_ROWS: Final = 20  # maximum number of rows in each table
 
 _NOTE: Final = "Blue cells are correct, and orange cells are mistakes. Darker cells have a larger share of their row."
 
 
-def confusions(
-    run: str, names: Sequence[str], truths: Tensor, guesses: Tensor, times: Tensor, unit: str
+def make_confusion_sections(
+    run: str, names: Sequence[str], targets: Tensor, predicted: Tensor, occurrences: Tensor, unit: str
 ) -> list[Section]:
-    """Return a matrix or a table of class pairs, and a table of the classes.
+    """Return a confusion matrix, and a table with the recall and precision of each class.
 
-    `truths`, `guesses` and `times` are int64 tensors of shape [rows]. Each row says that the class in `guesses` was
-    predicted `times` times for samples of the class in `truths`. `unit` is the counted noun in the plural, such as
-    `samples` or `pixels`.
+    If there are more than 20 classes, a table of the most frequent mistakes replaces the matrix. `targets`, `predicted`
+    and `occurrences` are int64 tensors of shape [pairs]: the true class, the predicted class, and how often this pair
+    of classes occurred. `unit` is the counted noun in the plural, such as `samples` or `pixels`.
     """
     class_counts, predicted_counts, correct_counts = (torch.zeros(len(names), dtype=torch.int64) for _ in range(3))
-    class_counts.index_add_(0, truths, times)
-    predicted_counts.index_add_(0, guesses, times)
-    correct_counts.index_add_(0, truths, torch.where(truths == guesses, times, 0))
+    class_counts.index_add_(0, targets, occurrences)
+    predicted_counts.index_add_(0, predicted, occurrences)
+    correct_counts.index_add_(0, targets, torch.where(targets == predicted, occurrences, 0))
     section: Section
     if len(names) <= _MAX_MATRIX_CLASSES:
         counts = torch.zeros(len(names), len(names), dtype=torch.int64)
-        counts.index_put_((truths, guesses), times, accumulate=True)
-        section = matrix(f"{run}: {unit} by class", "predicted", "true", names, counts.tolist(), note=_NOTE)
+        counts.index_put_((targets, predicted), occurrences, accumulate=True)
+        section = make_matrix_chart(f"{run}: {unit} by class", "predicted", "true", names, counts.tolist(), note=_NOTE)
     else:
-        section = _pairs(run, names, truths, guesses, times, class_counts, unit)
+        section = _make_mistake_table(run, names, targets, predicted, occurrences, class_counts, unit)
     return [
         section,
-        _classes(run, names, class_counts.tolist(), predicted_counts.tolist(), correct_counts.tolist(), unit),
+        _make_class_table(run, names, class_counts.tolist(), predicted_counts.tolist(), correct_counts.tolist(), unit),
     ]
 
 
-def _pairs(
-    run: str, names: Sequence[str], truths: Tensor, guesses: Tensor, times: Tensor, class_counts: Tensor, unit: str
+def _make_mistake_table(
+    run: str,
+    names: Sequence[str],
+    targets: Tensor,
+    predicted: Tensor,
+    occurrences: Tensor,
+    class_counts: Tensor,
+    unit: str,
 ) -> Section:
     title = f"{run}: most frequent mistakes"
-    is_mistake = truths != guesses
-    keys, inverse = np.unique((truths * len(names) + guesses)[is_mistake].numpy(), return_inverse=True)
-    counts = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, torch.from_numpy(inverse), times[is_mistake])
+    is_mistake = targets != predicted
+    keys, inverse = np.unique((targets * len(names) + predicted)[is_mistake].numpy(), return_inverse=True)
+    counts = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, torch.from_numpy(inverse), occurrences[is_mistake])
     rows = []
     for row in counts.argsort(descending=True, stable=True)[:_MAX_ROWS].tolist():
         truth, guess = divmod(int(keys[row]), len(names))
         count = int(counts[row])
-        rows.append([names[truth], names[guess], f"{count:,}", wording.percent(count / int(class_counts[truth]))])
+        rows.append(
+            [names[truth], names[guess], f"{count:,}", wording.format_percentage(count / int(class_counts[truth]))]
+        )
     if not rows:
         return Words(title, ["There are no mistakes."])
     note = f"{len(names):,} classes are too many for a matrix. These are the most frequent of {len(keys):,} pairs."
     return Table(title, ["true", "predicted", unit, "share of the class"], rows, note)
 
 
-def _classes(
+def _make_class_table(
     run: str,
     names: Sequence[str],
     class_counts: Sequence[int],
@@ -78,8 +86,8 @@ def _classes(
         [
             names[number],
             f"{class_counts[number]:,}",
-            _share(correct_counts[number], class_counts[number]),
-            _share(correct_counts[number], predicted_counts[number]),
+            _format_share(correct_counts[number], class_counts[number]),
+            _format_share(correct_counts[number], predicted_counts[number]),
         ]
         for number in order
     ]
@@ -91,5 +99,5 @@ def _classes(
     return Table(f"{run}: classes", ["class", unit, "recall", "precision"], rows, note)
 
 
-def _share(part: int, total: int) -> str:
-    return wording.percent(part / total) if total else ""
+def _format_share(part: int, total: int) -> str:
+    return wording.format_percentage(part / total) if total else ""

@@ -13,10 +13,10 @@ import torch
 
 from lockstep.comm.named_sums import NamedSums
 from lockstep.errors import LockstepError, UsageError
-from lockstep.inference.confusions import confusions
-from lockstep.inference.mistakes import mistakes
-from lockstep.inference.perplexity import loss_by_position, samples_of_text
-from lockstep.inference.residuals import residuals
+from lockstep.inference.confusions import make_confusion_sections
+from lockstep.inference.mistakes import make_mistake_sections
+from lockstep.inference.perplexity import compute_loss_by_position, make_text_samples
+from lockstep.inference.residuals import make_residual_sections
 from lockstep.inference.saved import SavedModel
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation, open_validation
 from lockstep.reporting import wording
@@ -37,7 +37,7 @@ _METRICS_NOTE: Final = (
 _POSITION_NOTE: Final = "The mean loss of the validation tokens that have this many tokens before them."
 
 
-Line = Sequence[tuple[float, float]]
+Curve = Sequence[tuple[float, float]]
 
 
 class Inspection(NamedTuple):
@@ -48,38 +48,38 @@ class Inspection(NamedTuple):
 
 
 class _RunInspection(NamedTuple):
-    """The results of a run: its row in the table of metrics, its sections, and its loss by position."""
+    """The results of a run: its row in the metrics table, its sections, and, for language models, its loss curve."""
 
     row: Mapping[str, str]
     sections: list[Section]
-    line: Line
+    loss_curve: Curve
 
 
 def inspect_runs(
     runs: Sequence[RunView], samples: int, open_run: Callable[[str], SavedModel], tell: Callable[[str], None]
 ) -> Inspection:
-    """Evaluate the checkpoint of each run on at most `samples` validation samples, and return the sections.
+    """Evaluate the checkpoint of each run on at most `samples` validation samples, and return the page sections.
 
-    `open_run` opens the checkpoint of a run folder. `tell` is called with messages about each run. Nothing is
-    downloaded. If no run can be evaluated, raises UsageError. If only some runs can't be evaluated, the sections
-    contain the reason.
+    `open_run` opens the checkpoint of a run folder. `tell` is called with messages about each run. Data isn't
+    downloaded. Raises UsageError if no run can be evaluated. If only some runs can't be evaluated, the sections contain
+    the reason.
     """
     inspections: dict[str, _RunInspection] = {}
     problems: dict[str, str] = {}
     for run in runs:
         folder = run.folder
         try:
-            inspections[folder] = _inspect(open_run(folder), folder, run.history, samples, tell)
+            inspections[folder] = _inspect_run(open_run(folder), folder, run.history, samples, tell)
         except LockstepError as error:
             problems[folder] = str(error)
     if not inspections:
         raise UsageError("\n".join(f"--examples: {reason}" for reason in problems.values()))
-    sections: list[Section] = [_metrics_table([inspection.row for inspection in inspections.values()])]
+    sections: list[Section] = [_make_metrics_table([inspection.row for inspection in inspections.values()])]
     if problems:
         sections.append(Words("", [f"No results of {folder}: {reason}" for folder, reason in problems.items()]))
-    if curves := {folder: inspection.line for folder, inspection in inspections.items() if inspection.line}:
+    if curves := {folder: inspection.loss_curve for folder, inspection in inspections.items() if inspection.loss_curve}:
         x, y = "tokens before it in the context", "loss"
-        names = [run.folder for run in runs]  # the names of all runs, for the same colors as in the other charts
+        names = [run.folder for run in runs]  # includes runs without a curve, so that colors match the other charts
         sections.append(
             lines(
                 "Loss by position",
@@ -93,7 +93,7 @@ def inspect_runs(
             )
         )
     run_sections = [(folder, section) for folder, inspection in inspections.items() for section in inspection.sections]
-    if len(runs) == 1:  # the page heading already contains the name
+    if len(runs) == 1:  # the page title already contains the run name
         run_sections = [
             (run, replace(section, title=section.title.removeprefix(f"{run}: "))) for run, section in run_sections
         ]
@@ -101,64 +101,64 @@ def inspect_runs(
     return Inspection(sections, [*problems.values()])
 
 
-def _inspect(
+def _inspect_run(
     saved: SavedModel, folder: str, history: History, samples: int, tell: Callable[[str], None]
 ) -> _RunInspection:
     for line in saved.remarks:
         tell(line)
     validation = open_validation(saved, samples)
-    task, count, total = validation.task, len(validation.numbers), len(validation.split)
-    tell(f"{saved.words}: evaluating {count:,} of {total:,} validation samples on {validation.computing.device}")
+    task, count, total = validation.task, len(validation.sample_indices), len(validation.split)
+    tell(f"{saved.words}: evaluating {count:,} of {total:,} validation samples on {validation.model.device}")
     sums = NamedSums()
     sections, curve = _inspect_task(folder, saved, validation, validation.batches(sums))
-    metrics = validation.figures(sums)
+    metrics = validation.compute_metrics(sums)
     row = {
         "run": folder,
         "after step": f"{saved.step:,}",
         "weights": saved.weights,
         "samples": f"{count:,} of {total:,}",
         **{name: wording.figure(value, name in task.fractions) for name, value in metrics.items()},
-        _LOG_COLUMN: _deviation_from_log(saved, history, metrics) if count == total else "",
+        _LOG_COLUMN: _compare_with_log(saved, history, metrics) if count == total else "",
     }
     return _RunInspection(row, sections, curve)
 
 
 def _inspect_task(
     folder: str, saved: SavedModel, validation: Validation, batches: Iterator[EvaluatedBatch]
-) -> tuple[list[Section], Line]:
-    """Return the sections that the task of a run supports and, for language models, the loss by position.
+) -> tuple[list[Section], Curve]:
+    """Return the sections for the task of a run and, for language models, the loss by position in the context.
 
-    This consumes all batches.
+    All batches are consumed, so that the metrics of the evaluation are complete.
     """
     match task := validation.task:
         case Classification():
-            return mistakes(folder, task, validation, batches), []
+            return make_mistake_sections(folder, task, validation, batches), []
         case Language():
-            line = loss_by_position(task, batches)
-            return samples_of_text(folder, task, validation, saved), line
+            line = compute_loss_by_position(task, batches)
+            return make_text_samples(folder, task, validation, saved), line
         case Regression():
-            return residuals(folder, task, validation, saved.facts.targets or [], batches), []
+            return make_residual_sections(folder, task, validation, saved.facts.targets or [], batches), []
         case Segmentation():
-            return _pixels(folder, task, batches), []
+            return _make_pixel_sections(folder, task, batches), []
     deque(batches, maxlen=0)
     name = saved.recipe.task.name
-    note = f"Only the figures are shown, because only the code of task {name} can interpret the outputs of its model."
+    note = f"Only metrics are shown, because only the code of task {name} can interpret the outputs of its model."
     return [Words(folder, [note])], []
 
 
-def _pixels(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> list[Section]:
-    """Return the confusion matrix of the pixels."""
+def _make_pixel_sections(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> list[Section]:
+    """Return the confusion sections of a segmentation model, counted in pixels."""
     counts = torch.zeros(len(task.classes), len(task.classes), dtype=torch.int64)
     for evaluated in batches:
         counts += task.sums(evaluated.outputs, evaluated.batch)["confusion"].cpu()
     truths, guesses = counts.nonzero(as_tuple=True)
-    return confusions(run, task.classes, truths, guesses, counts[truths, guesses], "pixels")
+    return make_confusion_sections(run, task.classes, truths, guesses, counts[truths, guesses], "pixels")
 
 
-def _deviation_from_log(saved: SavedModel, history: History, metrics: Mapping[str, float]) -> str:
-    """Describe how the metrics differ from the values that the run logged after the same step.
+def _compare_with_log(saved: SavedModel, history: History, metrics: Mapping[str, float]) -> str:
+    """Return how the metrics differ from the values that the run logged after the same step, as text.
 
-    Returns an empty string if the run logged none of the metrics.
+    Returns an empty string if the run didn't log these metrics after this step.
     """
     suffix = "" if saved.weights == "model" else f"/{saved.weights}"
     pairs = [
@@ -174,7 +174,7 @@ def _deviation_from_log(saved: SavedModel, history: History, metrics: Mapping[st
     return f"differs by {max(abs(computed - logged) for computed, logged in pairs):.1e}"
 
 
-def _metrics_table(rows: Sequence[Mapping[str, str]]) -> Table:
+def _make_metrics_table(rows: Sequence[Mapping[str, str]]) -> Table:
     columns = [*dict.fromkeys(name for row in rows for name in row if name != _LOG_COLUMN), _LOG_COLUMN]
     return Table(
         "What the models do", columns, [[row.get(name, "") for name in columns] for row in rows], _METRICS_NOTE

@@ -24,7 +24,9 @@ from lockstep.training.checkpoint import saved_state, store
 def load(
     run: str | Path, *, model: nn.Module | Callable[[], nn.Module] | None = None, trust: bool = False
 ) -> nn.Module:
-    """Return the trained model of a run folder or a checkpoint in plain PyTorch, on the CPU and in evaluation mode.
+    """Return the trained model of a run folder or a checkpoint as a plain PyTorch module.
+
+    The module is on the CPU and in evaluation mode.
 
     If `run` is a run folder, the newest checkpoint is loaded. If the run has averaged weights (EMA), they are used.
 
@@ -51,22 +53,23 @@ def load(
     weights = checkpoint.snapshot.model if checkpoint.snapshot.ema is None else checkpoint.snapshot.ema
     with error_as(UsageError, RuntimeError, f"{checkpoint.path}: its weights do not fit {type(module).__name__}"):
         module.load_state_dict({name: local_tensor(tensor) for name, tensor in weights.items()}, strict=True)
-    module.eval()  # not chained, because eval() calls train(), and a custom train() may not return the model
+    module.eval()  # not chained, because eval() returns the result of train(), which user code may override
     if recipe is not None and recipe.model.chunks > 1:
         _check_chunks(checkpoint.path, module, recipe, trust)
     return module
 
 
 def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> None:
-    """Compare the unchunked model with its chunks on samples of the run's data. Data isn't downloaded.
+    """Check that the unchunked model computes the same outputs as its chunks on samples of the run's data.
 
-    Getting samples runs the code that the recipe names for data and task. Without `trust`, this code doesn't run, and a
-    warning says that the model wasn't compared.
+    Data isn't downloaded. Creating samples can run user code that the recipe references for the data or the task. If
+    there is such code and `trust` is false, a warning is shown instead.
     """
     if not trust and (paths := import_paths(recipe)):
         warnings.warn(
-            f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the whole model, because the "
-            f"recipe names code for its samples: {', '.join(paths.values())}; pass trust=True if you trust its author",
+            f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the unchunked model, because the "
+            f"recipe references user code to create samples: {', '.join(paths.values())}; pass trust=True if you trust "
+            f"its author",
             stacklevel=3,
         )
         return
@@ -76,8 +79,8 @@ def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> 
         example, evaluation = examples(recipe, dataset)
     except (UsageError, TrainingError) as error:
         warnings.warn(
-            f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the whole model, because the data "
-            f"cannot be opened: {error}",
+            f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the unchunked model, because the "
+            f"data cannot be opened: {error}",
             stacklevel=3,
         )
         return
@@ -91,7 +94,7 @@ def _build_from_recipe(checkpoint: store.FoundCheckpoint, trust: bool) -> tuple[
     paths = import_paths(recipe)
     if "model" in paths and not trust:
         raise UsageError(
-            f"{checkpoint.path}: its recipe names code, {paths['model']}, which would run with your permissions; pass "
-            f"model=, or pass trust=True if you trust its author"
+            f"{checkpoint.path}: its recipe references user code, {paths['model']}, which would run with your "
+            f"permissions; pass model=, or pass trust=True if you trust its author"
         )
     return recipe, build_finetuned(plain_model(recipe, state.data), tuning_of(recipe))

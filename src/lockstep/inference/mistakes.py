@@ -1,4 +1,4 @@
-"""The mistakes of a classifier: the confusion of its classes, and the mistakes with the largest losses."""
+"""Report sections about the mistakes of a classifier: confused classes, and the samples with the largest losses."""
 
 import io
 from base64 import b64encode
@@ -12,82 +12,87 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.core.batch import tensors_of
-from lockstep.inference.confusions import confusions
+from lockstep.inference.confusions import make_confusion_sections
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Section, Table, Tile, Tiles, Words
 from lockstep.reporting.wording import format_count
 from lockstep.tasks.batches import predictions, targets_of
 from lockstep.tasks.classification import Classification, target_classes
 
-_MAX_MISTAKES: Final = 24  # maximum number of mistakes
+_MAX_MISTAKES: Final = 24  # maximum number of mistakes that are shown
 _CHANNELS: Final = (1, 3)
 _THUMBNAIL_SIDE: Final = 112  # maximum side length of a thumbnail in pixels
 
 
 class Mistake(NamedTuple):
-    """The index of a sample, its true and predicted class, and the probabilities of both classes."""
+    """A misclassified sample: its index, its true and predicted class, and the probabilities of both classes."""
 
-    number: int
-    truth: int
-    guess: int
-    of_truth: float
-    of_guess: float
+    sample_index: int
+    target: int
+    predicted: int
+    target_probability: float
+    predicted_probability: float
 
 
 @final
 @dataclass(frozen=True)
-class Guesses:
+class ClassPredictions:
     """The predictions for all valid samples, as tensors of shape [samples].
 
-    `numbers` (sample indices), `truths` and `guesses` are int64. `chances` are the probabilities of the predicted
-    classes, and `losses` are the cross entropies of the softmax. Both are float64, and don't depend on the loss
-    function of the run.
+    `sample_indices`, `targets` (true classes) and `predicted` (predicted classes) are int64. `losses` are the cross
+    entropies of the softmax, regardless of the loss function of the run. `probabilities` are the probabilities of the
+    predicted classes. Both are float64.
     """
 
-    numbers: Tensor
-    truths: Tensor
-    guesses: Tensor
+    sample_indices: Tensor
+    targets: Tensor
+    predicted: Tensor
     losses: Tensor
-    chances: Tensor
+    probabilities: Tensor
 
-    def worst(self, limit: int = _MAX_MISTAKES) -> list[Mistake]:
-        """Return up to `limit` mistakes, with the largest loss first."""
-        indices = (self.truths != self.guesses).nonzero()[:, 0]
+    def get_worst(self, limit: int = _MAX_MISTAKES) -> list[Mistake]:
+        """Return up to `limit` misclassified samples, with the largest loss first."""
+        indices = (self.targets != self.predicted).nonzero()[:, 0]
         order = indices[self.losses[indices].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:limit]
-        columns = (self.numbers, self.truths, self.guesses, (-self.losses).exp(), self.chances)
+        columns = (self.sample_indices, self.targets, self.predicted, (-self.losses).exp(), self.probabilities)
         return [Mistake(*row) for row in zip(*(column[order].tolist() for column in columns), strict=True)]
 
 
-def mistakes(
+def make_mistake_sections(
     run: str, task: Classification, validation: Validation, batches: Iterable[EvaluatedBatch]
 ) -> list[Section]:
-    """Return the confusion of the classes, and the worst mistakes.
+    """Return the confusion sections, and a section with the mistakes that have the largest losses.
 
-    Image samples are shown as thumbnails, and all other samples as rows of a table.
+    Mistakes are shown with thumbnails if the samples are images. Otherwise, they are listed in a table.
     """
-    result = collect_guesses(task, batches)
-    ones = torch.ones_like(result.truths)
-    sections = confusions(run, task.classes, result.truths, result.guesses, ones, "samples")
-    return [*sections, _worst(f"{run}: worst mistakes", task, validation, result)]
+    result = collect_predictions(task, batches)
+    ones = torch.ones_like(result.targets)
+    sections = make_confusion_sections(run, task.classes, result.targets, result.predicted, ones, "samples")
+    return [*sections, _make_worst_section(f"{run}: worst mistakes", task, validation, result)]
 
 
-def collect_guesses(task: Classification, batches: Iterable[EvaluatedBatch]) -> Guesses:
-    """Return the predictions for all samples."""
-    rows = [_rows(task, batch) for batch in batches]
-    return Guesses(*(torch.cat(column) for column in zip(*rows, strict=True)))
+def collect_predictions(task: Classification, batches: Iterable[EvaluatedBatch]) -> ClassPredictions:
+    """Return the predictions for the valid samples of all batches."""
+    rows = [_compute_predictions(task, batch) for batch in batches]
+    return ClassPredictions(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
 
-def _worst(title: str, task: Classification, validation: Validation, result: Guesses) -> Section:
-    worst, names, name = result.worst(), task.classes, validation.name
+def _make_worst_section(title: str, task: Classification, validation: Validation, result: ClassPredictions) -> Section:
+    worst, names, name = result.get_worst(), task.classes, validation.name
     if not worst:
         return Words(title, ["There are no mistakes."])
-    count = int((result.truths != result.guesses).sum())
+    count = int((result.targets != result.predicted).sum())
     note = f"{format_count(len(worst), 'mistake')} of {count:,}, sorted by cross entropy, largest first."
-    fetched = validation.split.fetch(np.array([mistake.number for mistake in worst]), None)
+    fetched = validation.split.fetch(np.array([mistake.sample_index for mistake in worst]), None)
     samples = tensors_of(task.inputs(fetched))[0]
-    if not are_pictures(samples):
+    if not are_images(samples):
         rows = [
-            [name(mistake.number), names[mistake.truth], names[mistake.guess], *map(_format_probability, mistake[-2:])]
+            [
+                name(mistake.sample_index),
+                names[mistake.target],
+                names[mistake.predicted],
+                *map(_format_probability, mistake[-2:]),
+            ]
             for mistake in worst
         ]
         columns = ["sample", "true", "predicted", "probability of the true class", "of the predicted class"]
@@ -95,25 +100,25 @@ def _worst(title: str, task: Classification, validation: Validation, result: Gue
     if samples.dtype != torch.uint8:
         note += " The images are not uint8, so each is stretched: its darkest value is black, its brightest white."
     tiles = []
-    for source, mistake in zip(thumbnails(samples), worst, strict=True):
-        truth, guess = f"true {names[mistake.truth]}", f"predicted {names[mistake.guess]}"
+    for source, mistake in zip(make_thumbnails(samples), worst, strict=True):
+        truth, guess = f"true {names[mistake.target]}", f"predicted {names[mistake.predicted]}"
         lines = [
-            name(mistake.number),
-            f"{truth} ({_format_probability(mistake.of_truth)})",
-            f"{guess} ({_format_probability(mistake.of_guess)})",
+            name(mistake.sample_index),
+            f"{truth} ({_format_probability(mistake.target_probability)})",
+            f"{guess} ({_format_probability(mistake.predicted_probability)})",
         ]
         tiles.append(Tile(source, lines))
     return Tiles(title, tiles, note)
 
 
-def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
+def _compute_predictions(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
     outputs = predictions(evaluated.outputs, task.model_name)
     truth, valid = target_classes(targets_of(evaluated.batch))
-    guess = outputs.argmax(1)  # same tie-breaking as in the confusion matrix of the run's last evaluation
+    guess = outputs.argmax(1)  # breaks ties in the same way as the metrics of the task
     log_probabilities = outputs.double().log_softmax(1)
     losses = -log_probabilities.gather(1, truth.clamp(min=0)[:, None])[:, 0]
     chances = log_probabilities.gather(1, guess[:, None])[:, 0].exp()
-    columns = torch.from_numpy(evaluated.numbers), *(tensor.cpu() for tensor in (truth, guess, losses, chances))
+    columns = torch.from_numpy(evaluated.sample_indices), *(tensor.cpu() for tensor in (truth, guess, losses, chances))
     return tuple(column[valid.cpu()] for column in columns)
 
 
@@ -122,21 +127,21 @@ def _format_probability(probability: float) -> str:
     return f"{share:.0f} %" if share >= 1 or not probability else f"{share:.1g} %"
 
 
-def are_pictures(samples: Tensor) -> bool:
-    """Return whether samples are images: shape [n, channels, height, width] with 1 or 3 channels."""
+def are_images(samples: Tensor) -> bool:
+    """Return whether a batch has the shape of images: [n, channels, height, width] with 1 or 3 channels."""
     return samples.ndim == 4 and samples.shape[1] in _CHANNELS and min(samples.shape[2:]) > 1
 
 
-def thumbnails(samples: Tensor) -> list[str]:
+def make_thumbnails(samples: Tensor) -> list[str]:
     """Return a thumbnail of each image as a data: URI.
 
-    Images that aren't uint8 are scaled individually, so that the darkest value is black and the brightest value is
-    white. Small images are enlarged by an integer factor, so that each pixel is visible.
+    If the images aren't uint8, each image is rescaled so that its lowest value is black and its highest value is white.
+    Small images are enlarged by an integer factor, so that individual pixels are visible.
     """
-    return [_source(_bytes(sample)) for sample in samples]
+    return [_encode_as_uri(_to_uint8(sample)) for sample in samples]
 
 
-def _bytes(sample: Tensor) -> Tensor:
+def _to_uint8(sample: Tensor) -> Tensor:
     if sample.dtype == torch.uint8:
         return sample
     values = sample.detach().cpu().double().nan_to_num(0.0, 0.0, 0.0)
@@ -144,7 +149,7 @@ def _bytes(sample: Tensor) -> Tensor:
     return ((values - low) / ((high - low) or 1.0) * 255).round().to(torch.uint8)
 
 
-def _source(pixels: Tensor) -> str:
+def _encode_as_uri(pixels: Tensor) -> str:
     values = pixels.cpu().permute(1, 2, 0).contiguous().numpy()
     picture = Image.fromarray(values[:, :, 0] if values.shape[2] == 1 else values)
     if (factor := _THUMBNAIL_SIDE // max(picture.size)) > 1:

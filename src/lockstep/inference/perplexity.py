@@ -1,4 +1,4 @@
-"""Evaluates language models on validation text: the loss by position in the context, and text samples."""
+"""Report sections about a language model: its loss by position in the context, and generated text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +16,9 @@ from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Passage, Passages, Section, Words
 from lockstep.tasks.language import Language
 
-_MAX_POINTS: Final = 256  # maximum number of points on the line over positions
-_SAMPLES: Final = 3  # number of text samples
-_MAX_PROMPT_TOKENS: Final = 32  # maximum number of tokens in a prompt
+_MAX_POINTS: Final = 256  # maximum number of points of the loss curve over positions
+_SAMPLES: Final = 3  # number of generated texts
+_MAX_PROMPT_TOKENS: Final = 32
 _SAMPLING: Final = Sampling(tokens=120, temperature=0.8)
 
 _NOTE: Final = (
@@ -27,16 +27,16 @@ _NOTE: Final = (
 )
 
 
-def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[tuple[float, float]]:
-    """Return the mean loss by position, as (position, loss) pairs.
+def compute_loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[tuple[float, float]]:
+    """Return the mean loss at each position in the context, as (position, loss) pairs.
 
-    The position of a predicted token is counted from 1. If the context is long, positions are grouped into ranges. Each
-    range produces one pair, with the middle of the range and its mean loss.
+    The position of a predicted token is counted from 1. If the context has more than 256 positions, they are grouped
+    into ranges, and each pair contains the middle of a range and its mean loss.
     """
     losses, tokens = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     for evaluated in batches:
         token_losses, valid = task.losses(evaluated.outputs, evaluated.batch)
-        # Pad the shorter of the two rows with zeros.
+        # Batches can have different sequence lengths. pad_sequence pads the shorter row with zeros.
         losses = pad_sequence([losses, token_losses.double().sum(0).cpu()]).sum(1)
         tokens = pad_sequence([tokens, valid.sum(0).cpu()]).sum(1)
     stretch = max(-(-len(tokens) // _MAX_POINTS), 1)
@@ -49,25 +49,25 @@ def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[
     return points
 
 
-def samples_of_text(run: str, task: Language, validation: Validation, saved: SavedModel) -> list[Section]:
-    """Return text that the model generates from the beginnings of some validation samples."""
+def make_text_samples(run: str, task: Language, validation: Validation, saved: SavedModel) -> list[Section]:
+    """Return a section with text that the model generates from the beginnings of a few validation samples."""
     title = f"{run}: samples of text"
     try:
         tokenizer = tokenizer_for(saved)
     except UsageError as error:
         return [Words(title, [f"There are no samples: {error}. --tokenizer is an option of `lockstep predict`."])]
-    positions = np.linspace(0, len(validation.numbers), _SAMPLES, endpoint=False).astype(np.int64)
+    positions = np.linspace(0, len(validation.sample_indices), _SAMPLES, endpoint=False).astype(np.int64)
     passages = []
-    for number in dict.fromkeys(validation.numbers[positions].tolist()):
-        prompt = _prompt_tokens(task, validation.split.fetch(np.array([number]), None))
+    for number in dict.fromkeys(validation.sample_indices[positions].tolist()):
+        prompt = _get_prompt_tokens(task, validation.split.fetch(np.array([number]), None))
         sampling = replace(_SAMPLING, seed=number)
-        prompt_text, text, _ = continue_tokens(saved, validation.computing, tokenizer, prompt, sampling)
+        prompt_text, text, _ = continue_tokens(saved, validation.model, tokenizer, prompt, sampling)
         passages.append(Passage(validation.name(number), prompt_text, text))
     return [Passages(title, passages, _NOTE)]
 
 
-def _prompt_tokens(task: Language, batch: Any) -> list[int]:
-    """Return the first tokens of the only sample in a batch, without padding."""
+def _get_prompt_tokens(task: Language, batch: Any) -> list[int]:
+    """Return the first tokens of a batch with a single sample, without padding tokens."""
     inputs = task.inputs(batch)
     mapping = inputs if isinstance(inputs, Mapping) else {}
     [ids] = mapping["input_ids"] if "input_ids" in mapping else tensors_of(inputs)[0]

@@ -1,4 +1,4 @@
-"""Inference on new images, which are decoded, cropped or resized, and normalized as in an evaluation of the run."""
+"""Inference on new images, using the same decoding, cropping, resizing and normalization as evaluations of the run."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,27 +14,27 @@ from lockstep.common import plainfile
 from lockstep.config.base import values
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import device_transforms
-from lockstep.data.images.pictures import CropSettings, as_sample, part
-from lockstep.data.images.scan import IMAGE_SUFFIXES, pictures_below
+from lockstep.data.images.pictures import CropSettings, crop_image, to_sample
+from lockstep.data.images.scan import IMAGE_SUFFIXES, iterate_images
 from lockstep.errors import UsageError, error_as, os_error_as
-from lockstep.inference.saved import Computing, SavedModel
+from lockstep.inference.saved import EvaluationModel, SavedModel
 from lockstep.tasks.batches import predictions
 
-_CHANNEL_COUNTS: Final = (1, 3)  # supported numbers of channels
-_MAX_MASK_CLASSES: Final = 256  # maximum number of classes in a mask, since a pixel is a byte
+_CHANNEL_COUNTS: Final = (1, 3)  # grayscale and RGB
+_MAX_MASK_CLASSES: Final = 256  # masks store each class index in a single byte
 
 Row = dict[str, Any]  # JSON-compatible
 
 
 class TopClasses(NamedTuple):
-    """The most likely classes and their probabilities, with the most likely class first."""
+    """The indices and probabilities of the most likely classes, with the most likely class first."""
 
-    numbers: list[int]
+    class_indices: list[int]
     probabilities: list[float]
 
 
 class LoadedImage(NamedTuple):
-    """An image file, its sample, and the original height and width of the image."""
+    """The path of an image file, the preprocessed sample, and the original height and width of the image."""
 
     file: Path
     sample: Tensor
@@ -46,16 +46,15 @@ class LoadedImage(NamedTuple):
 class ImagePreprocessing:
     """Converts image files to samples of `shape` [channels, height, width].
 
-    `cut` specifies how images are cropped. If `cut` is None, the full image is resized. `exif` is whether to apply
-    the EXIF orientation.
+    If `crop` is None, the full image is resized instead of cropped. `exif` is whether to apply the EXIF orientation.
     """
 
     shape: tuple[int, int, int]
-    cut: CropSettings | None
+    crop: CropSettings | None
     exif: bool
 
-    def sample(self, file: Path) -> tuple[Tensor, tuple[int, int]]:
-        """Return the sample, a uint8 tensor of `shape`, and the original height and width of the image.
+    def load_sample(self, file: Path) -> tuple[Tensor, tuple[int, int]]:
+        """Load an image. Return the sample as a uint8 tensor, and the original height and width of the image.
 
         Raises UsageError if the file can't be read.
         """
@@ -65,11 +64,11 @@ class ImagePreprocessing:
         with error_as(UsageError, UndecodableError, f"{file}: cannot be read as an image", "; convert or remove it"):
             pixels = decode(content, self.exif)
         size = (pixels.shape[1], pixels.shape[2])
-        return as_sample(part(pixels, self.cut) if self.cut else pixels, *self.shape), size
+        return to_sample(crop_image(pixels, self.crop) if self.crop else pixels, *self.shape), size
 
 
-def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
-    """Return the preprocessing that an evaluation of this run uses.
+def get_preprocessing(saved: SavedModel) -> ImagePreprocessing:
+    """Return the image preprocessing that evaluations of the run use.
 
     Raises UsageError if Lockstep can't preprocess images for this run.
     """
@@ -90,14 +89,14 @@ def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
     return ImagePreprocessing((shape[0], shape[1], shape[2]), saved.cut, data.exif)
 
 
-def files_of(inputs: Sequence[str]) -> list[Path]:
-    """Return the image files among `inputs`. Folders are searched recursively, and their files are sorted by name.
+def find_image_files(inputs: Sequence[str]) -> list[Path]:
+    """Return the image files in `inputs`. Folders are searched recursively, and their files are sorted by name.
 
     Raises UsageError if a file doesn't exist or a folder contains no images.
     """
     files: list[Path] = []
     for name in inputs:
-        folder_files = [Path(path) for path in pictures_below(name)] if os.path.isdir(name) else [Path(name)]
+        folder_files = [Path(path) for path in iterate_images(name)] if os.path.isdir(name) else [Path(name)]
         if not folder_files:
             raise UsageError(f"{name}: contains no images; their names must end in {', '.join(IMAGE_SUFFIXES)}")
         files += folder_files
@@ -107,27 +106,27 @@ def files_of(inputs: Sequence[str]) -> list[Path]:
     return files
 
 
-def classify(saved: SavedModel, computing: Computing, inputs: Sequence[str], top: int) -> Iterator[Row]:
-    """Yield the `top` most likely classes of each image, with the most likely class first."""
+def classify(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], top: int) -> Iterator[Row]:
+    """Yield a prediction for each image with the `top` most likely classes, starting with the most likely class."""
     names = saved.facts.classes or []
 
-    def row(outputs: Tensor, image: LoadedImage) -> Row:
-        result = top_classes(outputs, min(top, len(names)))
-        pairs = zip(result.numbers, result.probabilities, strict=True)
+    def make_row(outputs: Tensor, image: LoadedImage) -> Row:
+        result = get_top_classes(outputs, min(top, len(names)))
+        pairs = zip(result.class_indices, result.probabilities, strict=True)
         return {"classes": [{"class": names[number], "probability": p} for number, p in pairs]}
 
-    return _rows(saved, computing, inputs, row)
+    return _predict_images(saved, model, inputs, make_row)
 
 
-def regress(saved: SavedModel, computing: Computing, inputs: Sequence[str]) -> Iterator[Row]:
-    """Yield the values that a regression model predicts for each image."""
-    return _rows(saved, computing, inputs, lambda outputs, _: {"values": outputs.double().flatten().tolist()})
+def regress(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str]) -> Iterator[Row]:
+    """Yield a prediction for each image with the output values of a regression model."""
+    return _predict_images(saved, model, inputs, lambda outputs, _: {"values": outputs.double().flatten().tolist()})
 
 
-def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], folder: Path) -> Iterator[Row]:
-    """Write a segmentation mask for each image into `folder`. Yield the fraction of pixels in each class.
+def write_masks(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], folder: Path) -> Iterator[Row]:
+    """Write a segmentation mask for each image into `folder`. Yield its path and the fraction of pixels in each class.
 
-    A mask is a grayscale PNG with the size and name of its image. Its pixel values are class indices.
+    The mask is a grayscale PNG file with the same name and size as the image. Its pixel values are class indices.
     """
     names = saved.facts.classes or []
     if len(names) > _MAX_MASK_CLASSES:
@@ -135,7 +134,7 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
             f"{saved.path}: the run has {len(names)} classes, but a mask can hold at most {_MAX_MASK_CLASSES}; use "
             f"lockstep.load"
         )
-    files = files_of(inputs)
+    files = find_image_files(inputs)
     targets = {file: folder / f"{file.stem}.png" for file in files}
     if len({*targets.values()}) < len(targets):
         raise UsageError(f"--out {folder}: two images have the same name; run predict once for each folder of images")
@@ -144,7 +143,7 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
         raise UsageError(f"{existing}: already exists; use a different folder in --out")
     folder.mkdir(parents=True, exist_ok=True)
 
-    def row(outputs: Tensor, image: LoadedImage) -> Row:
+    def make_row(outputs: Tensor, image: LoadedImage) -> Row:
         numbers = outputs.argmax(0)
         height, width = image.size
         mask = Image.fromarray(numbers.to(torch.uint8).numpy()).resize((width, height), Image.Resampling.NEAREST)
@@ -154,39 +153,39 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
         classes = [{"class": names[number], "share": float(shares[number])} for number in order if shares[number]]
         return {"mask": str(targets[image.file]), "classes": classes}
 
-    return _rows(saved, computing, inputs, row)
+    return _predict_images(saved, model, inputs, make_row)
 
 
-def top_classes(outputs: Tensor, top: int) -> TopClasses:
-    """Return the `top` most likely classes by softmax. `outputs` are the logits, floats of shape [classes]."""
+def get_top_classes(outputs: Tensor, top: int) -> TopClasses:
+    """Return the `top` most likely classes. `outputs` contains the logits of a sample, of shape [classes]."""
     probabilities = outputs.double().softmax(0)
     order = probabilities.argsort(descending=True, stable=True)[:top]
     return TopClasses(order.tolist(), probabilities[order].tolist())
 
 
-def _rows(
-    saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, LoadedImage], Row]
+def _predict_images(
+    saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], make_row: Callable[[Tensor, LoadedImage], Row]
 ) -> Iterator[Row]:
-    """Yield the result of `row` for each image. `row` is called with the outputs of the model on the CPU.
+    """Yield a prediction for each image, which `make_row` creates from the model outputs on the CPU.
 
-    For an image that can't be read, the result has the key `skipped` with the reason.
+    If an image can't be read, the prediction contains the reason as `skipped` instead.
     """
-    view, files = preprocessing_of(saved), files_of(inputs)
-    change = device_transforms(values(saved.recipe), saved.known)
-    assert change is not None
-    for first in range(0, len(files), computing.batch):
+    preprocessing, files = get_preprocessing(saved), find_image_files(inputs)
+    transforms = device_transforms(values(saved.recipe), saved.known)
+    assert transforms is not None
+    for first in range(0, len(files), model.batch_size):
         images: list[LoadedImage] = []
         reasons: dict[Path, str] = {}
-        for file in files[first : first + computing.batch]:
+        for file in files[first : first + model.batch_size]:
             try:
-                images.append(LoadedImage(file, *view.sample(file)))
+                images.append(LoadedImage(file, *preprocessing.load_sample(file)))
             except UsageError as error:
                 reasons[file] = str(error)
         rows = {}
         if images:
-            samples = torch.stack([image.sample for image in images]).to(computing.device)
-            fetched = samples, torch.zeros(len(samples), device=computing.device)
-            outputs = predictions(computing((change.for_evaluation(fetched)[0],)), saved.name).cpu()
-            rows = {image.file: row(output, image) for image, output in zip(images, outputs, strict=True)}
-        for file in files[first : first + computing.batch]:
+            samples = torch.stack([image.sample for image in images]).to(model.device)
+            fetched = samples, torch.zeros(len(samples), device=model.device)
+            outputs = predictions(model((transforms.transform_evaluation_batch(fetched)[0],)), saved.name).cpu()
+            rows = {image.file: make_row(output, image) for image, output in zip(images, outputs, strict=True)}
+        for file in files[first : first + model.batch_size]:
             yield {"input": str(file), **(rows[file] if file in rows else {"skipped": reasons[file]})}

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lockstep.common.text import printable_line
 from lockstep.errors import UsageError
-from lockstep.inference.pictures import Row, classify, files_of, preprocessing_of, regress, write_masks
+from lockstep.inference.pictures import Row, classify, find_image_files, get_preprocessing, regress, write_masks
 from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.table import predict_rows
 from lockstep.inference.text import Sampling, continue_prompt, tokenizer_for
@@ -25,7 +25,7 @@ Kind = Literal["pictures", "masks", "values", "table", "text"]
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a prediction other than its inputs. None means the default, which the command's help lists."""
+    """The options of a prediction. If an option is None, the default value in the help of the command is used."""
 
     top: int | None = None
     out: Path | None = None
@@ -109,10 +109,10 @@ def predict(
     return cast(list[Prediction], rows)
 
 
-def kind_of(saved: SavedModel) -> Kind:
+def get_prediction_kind(saved: SavedModel) -> Kind:
     """Return the kind of prediction that a run supports.
 
-    Raises UsageError if only the user's own code can interpret the outputs.
+    Raises UsageError if Lockstep doesn't know how to convert the inputs or how to interpret the outputs.
     """
     facts, task = saved.facts, saved.recipe.task.name
     if ":" in task:
@@ -136,32 +136,32 @@ def kind_of(saved: SavedModel) -> Kind:
 def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -> Iterator[Row]:
     """Yield a JSON-compatible prediction for each image, row or prompt, in the order of the inputs.
 
-    All problems with the request raise UsageError before the first prediction. However, for an image that can't be
-    read, the prediction has the key `skipped`.
+    Raises UsageError before the first prediction if the request is invalid. If an image can't be read, no error is
+    raised, and its prediction contains the reason as `skipped`.
     """
-    kind = kind_of(saved)
-    _check(saved, kind, inputs, options)
-    computing = saved.computing()
+    kind = get_prediction_kind(saved)
+    _check_request(saved, kind, inputs, options)
+    model = saved.prepare_model()
     match kind:
         case "pictures":
-            return classify(saved, computing, inputs, 5 if options.top is None else options.top)
+            return classify(saved, model, inputs, 5 if options.top is None else options.top)
         case "values":
-            return regress(saved, computing, inputs)
+            return regress(saved, model, inputs)
         case "masks":
             assert options.out is not None
-            return write_masks(saved, computing, inputs, options.out)
+            return write_masks(saved, model, inputs, options.out)
         case "table":
-            return predict_rows(saved, computing, Path(inputs[0]), options.out)
+            return predict_rows(saved, model, Path(inputs[0]), options.out)
     assert options.prompt is not None
     settings = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
     sampling = Sampling(**{name: value for name, value in settings.items() if value is not None})
-    return continue_prompt(saved, computing, options.prompt, sampling, options.tokenizer)
+    return continue_prompt(saved, model, options.prompt, sampling, options.tokenizer)
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """Return predictions as a table with a row for each class. The input is only shown in its first row."""
+    """Return predictions as a table. If a prediction lists several classes, each class has its own row."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    lines = [line for row in rows for line in _lines(row)]
+    lines = [line for row in rows for line in _split_by_class(row)]
     for name in lines[0]:
         is_numeric = all(isinstance(line[name], int | float) for line in lines if line[name] != "")
         table.add_column(printable_line(name), justify="right" if is_numeric else "left", overflow="fold")
@@ -170,8 +170,8 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
-    """Raise UsageError if the run doesn't support the request."""
+def _check_request(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
+    """Raise UsageError if the run doesn't support the inputs or the options."""
     description, supported = _INPUTS[kind]
     expectation = f"{saved.path}: this run expects {description}"
     option_names = [field.name for field in fields(Options) if getattr(options, field.name) is not None]
@@ -204,13 +204,13 @@ def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Option
         if len(inputs) > 1:
             raise UsageError(f"{expectation}, got {len(inputs)}; pass one table")
         return
-    preprocessing_of(saved)
-    files_of(inputs)
+    get_preprocessing(saved)
+    find_image_files(inputs)
     if kind == "masks" and options.out is None:
         raise UsageError(f"{expectation}; pass the folder for the masks with --out")
 
 
-def _lines(row: Row) -> list[dict[str, Any]]:
+def _split_by_class(row: Row) -> list[dict[str, Any]]:
     parts = row.get("classes")
     if parts is None:
         return [row]

@@ -14,14 +14,14 @@ from lockstep.errors import UsageError, os_error_as
 from lockstep.jobs.reader import runs_by_name
 from lockstep.reporting.page import page
 from lockstep.reporting.png import check_png, write_png
-from lockstep.reporting.run_page import sections
+from lockstep.reporting.run_page import make_sections
 
 _DEFAULT_SAMPLES: Final = 10_000  # maximum number of validation samples for each run
 
 
 @dataclass(frozen=True)
 class Report:
-    """The files that `report` has written. `warnings` list everything that couldn't be read or shown."""
+    """The files that `report` wrote. `warnings` describes everything that couldn't be read or shown."""
 
     page: Path
     charts: tuple[Path, ...]
@@ -84,7 +84,7 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
     if options.png:
         check_png()
     runs, warnings = runs_by_name([Path(folder) for folder in options.runs])
-    page_sections = sections(runs)
+    page_sections = make_sections(runs)
     if options.examples:
         from lockstep.inference.inspection import inspect_runs
         from lockstep.inference.saved import open_saved

@@ -1,4 +1,4 @@
-"""Predicted and true values of a regression model, and the samples with the largest errors."""
+"""Report sections about a regression model: predicted against true values, and the samples with the largest errors."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
-from lockstep.reporting.charts import dots
+from lockstep.reporting.charts import make_scatter_chart
 from lockstep.reporting.page import Section, Table
 from lockstep.tasks.regression import Regression, match_shapes
 
-_MAX_CHARTS: Final = 4  # maximum number of targets with a chart
-_MAX_DOTS: Final = 2_000  # maximum number of samples in a chart
+_MAX_CHARTS: Final = 4  # only the first targets have a chart
+_MAX_DOTS: Final = 2_000  # maximum number of samples in each chart
 _MAX_ROWS: Final = 10
 
 
-def residuals(
+def make_residual_sections(
     run: str, task: Regression, validation: Validation, targets: Sequence[str], batches: Iterable[EvaluatedBatch]
 ) -> list[Section]:
-    """Return a chart of predicted against true values for each target, and a table of the largest errors.
+    """Return a scatter chart of predicted against true values for each target, and a table of the largest errors.
 
     `targets` contains the names of the targets, or is empty if the targets have no names.
     """
@@ -34,7 +34,7 @@ def residuals(
     notes = [f"{len(indices):,} of {len(true):,} samples, evenly spaced."] if len(indices) < len(true) else []
     notes += [f"The first {_MAX_CHARTS} of {count} numbers."] if count > _MAX_CHARTS else []
     charts = [
-        dots(
+        make_scatter_chart(
             f"{run}: predicted {name}".rstrip(),
             "true",
             "predicted",
@@ -43,17 +43,17 @@ def residuals(
         )
         for number, name in enumerate(names[:_MAX_CHARTS])
     ]
-    return [*charts, _largest_errors(run, validation, names, true, predicted)]
+    return [*charts, _make_error_table(run, validation, names, true, predicted)]
 
 
-def _largest_errors(run: str, validation: Validation, names: Sequence[str], true: Tensor, predicted: Tensor) -> Table:
+def _make_error_table(run: str, validation: Validation, names: Sequence[str], true: Tensor, predicted: Tensor) -> Table:
     errors = (predicted - true).abs().nan_to_num(torch.inf)
     largest, number = errors.max(1)
     order = largest.argsort(descending=True, stable=True)[:_MAX_ROWS].tolist()
     several_targets = len(names) > 1
     rows = [
         [
-            validation.name(int(validation.numbers[row])),
+            validation.name(int(validation.sample_indices[row])),
             *([names[int(number[row])]] if several_targets else []),
             *(f"{float(values[row, number[row]]):.6g}" for values in (true, predicted)),
         ]

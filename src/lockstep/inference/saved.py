@@ -1,4 +1,4 @@
-"""The model of a saved run: its weights, the properties of its data, and the forward pass of an evaluation."""
+"""Opens the checkpoint of a run for inference: its weights, its dataset properties, and its evaluation forward pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, Inputs, call, map_tensors
 from lockstep.core.shard import local_tensor
 from lockstep.data.base import DataSet
-from lockstep.data.images.pictures import CropSettings, crop_settings
+from lockstep.data.images.pictures import CropSettings, get_crop_settings
 from lockstep.data.request import make_data_request
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
@@ -37,14 +37,13 @@ from lockstep.training.checkpoint import saved_state, store
 
 Weights = Literal["model", "ema"]
 
-_MAX_PROBLEMS: Final = 3  # maximum number of invalid facts in an error message
+_MAX_PROBLEMS: Final = 3  # maximum number of invalid dataset properties in an error message
 
 
 class Facts(BaseModel):
-    """The facts about the data of a run that are stored in a checkpoint.
+    """The dataset properties in a checkpoint that inference needs, after validation.
 
-    Only the fields that inference needs are declared. They are validated, because a run folder may come from an
-    untrusted source.
+    They are validated, because a run folder may come from an untrusted source. See DataSet.facts for their meaning.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -64,10 +63,11 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A checkpoint after `step` updates. `weights` selects the weights of the model or their average (EMA).
+    """A checkpoint that was saved after `step` steps, opened for inference.
 
-    `known` contains all facts about the data that are stored in the checkpoint. `facts` contains the validated fields
-    that inference needs. `notes` and `problems` are messages for the user.
+    `tensors` contains the model weights, or their moving average if `weights` is `ema`. `known` contains all dataset
+    properties in the checkpoint, and `facts` contains those that were validated. `notes` and `problems` are messages
+    for the user.
     """
 
     path: Path
@@ -84,12 +84,12 @@ class SavedModel:
 
     @property
     def name(self) -> str:
-        """The name of the model in error messages."""
+        """The name of the model for error messages."""
         return f"model {self.recipe.model.name}"
 
     @property
     def remarks(self) -> list[str]:
-        """The notes and problems as messages for the user."""
+        """The notes and problems as lines of text for the user."""
         return [*(f"note: {each}" for each in self.notes), *(f"warning: {each}" for each in self.problems)]
 
     @property
@@ -100,81 +100,83 @@ class SavedModel:
 
     @property
     def mean_and_std(self) -> tuple[list[float] | None, list[float] | None]:
-        """The mean and standard deviation for normalizing samples, from the recipe or else from the data.
+        """The mean and standard deviation of each channel for normalizing samples.
 
-        The mean or the std is None if neither the recipe nor the data sets it.
+        Values in the recipe take precedence over the values of the dataset. Each is None if neither sets it.
         """
         mean, std = self.recipe.data.mean or self.facts.mean, self.recipe.data.std or self.facts.std
         return list(mean) if mean else None, list(std) if std else None
 
     @property
     def cut(self) -> CropSettings | None:
-        """The crop settings of an evaluation, or None if samples aren't cropped from images of varying size."""
+        """The crop settings of evaluations, or None if evaluations don't crop or resize images."""
         request = make_data_request(values(self.recipe.data))
-        return crop_settings(request) if request.changes_size else None
+        return get_crop_settings(request) if request.changes_size else None
 
     @property
     def tokenizer_by(self) -> str | None:
-        """The kind of tokenizer that the run has: `byte`, `character`, or `tokenizer` for a tokenizer file.
+        """The tokenizer type of the run: `byte`, `character`, or `tokenizer` for a tokenizer file.
 
-        None if the run doesn't have its own tokenizer.
+        None if the dataset of the run has no tokenizer.
         """
         unit = (self.facts.tokenizer or {}).get("by")
         return unit if unit in ("byte", "character", "tokenizer") else None
 
     def open_data(self) -> DataSet:
-        """Open the data that the run was trained on. Data isn't downloaded."""
+        """Open the dataset that the run was trained on, without downloading it."""
         data = self.recipe.data.model_copy(update={"download": False})
         return open_recipe_data(self.recipe.model_copy(update={"data": data}))
 
     def construction(self) -> Construction:
-        """Return the function that builds the model, and its arguments."""
+        """Return the function that builds the model, together with its arguments."""
         model = self.recipe.model
         return construction(name=model.name, source=model.source, options=model.options, facts=self.known)
 
     def task(self, example: Batch = None) -> Task:
         """Return the task of the run.
 
-        `example` is a batch of a few samples. It is needed if the facts don't determine the task.
+        `example` is a batch with a few samples. It is required if the dataset properties don't determine the task.
         """
         return find_task(values(self.recipe), self.name, self.known, example).task
 
     def model(self) -> nn.Module:
-        """Build the model on the CPU in evaluation mode, without chunks, and load the trained weights.
+        """Build the model without chunks, and load the trained weights.
+
+        The model is on the CPU, in evaluation mode, and doesn't require gradients.
 
         Raises UsageError if the weights don't match the model of the recipe.
         """
         recipe = self.recipe
-        # Pretrained weights aren't needed, because the checkpoint contains all weights.
+        # Don't load pretrained weights, because the checkpoint contains all weights.
         plain = plain_model(recipe, self.known)
         model = initialise(partial(build_finetuned, plain, tuning_of(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
         model.load_state_dict(dict(self.tensors))
         return model.eval().requires_grad_(False)
 
-    def computing(self) -> "Computing":
-        """Return the model on its device, ready to run as in an evaluation of the run.
+    def prepare_model(self) -> "EvaluationModel":
+        """Build the model, and prepare it on the device of the run for evaluation forward passes.
 
-        Unlike in the run, the model isn't split into chunks.
+        Unlike during training, the model isn't split into chunks.
         """
         recipe = self.recipe
         device = prepare_device(self.placement, ALONE, recipe)
-        return Computing(self.model(), recipe, device)
+        return EvaluationModel(self.model(), recipe, device)
 
 
 @final
-class Computing:
+class EvaluationModel:
     """A model on its device that runs evaluation forward passes, with the run's precision, dtypes and memory format."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.device = device
-        self.batch = evaluation_batch(recipe)  # samples per forward pass
+        self.batch_size = evaluation_batch(recipe)
         self._name = f"model {recipe.model.name}"
         self._numerics = Numerics(recipe)
         self._autocast = autocast(recipe.precision, device)
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         self._model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
-        if self._numerics.stored is not None:  # the weights are stored in this dtype
+        if self._numerics.stored is not None:  # the dtype in which the run stores the weights
             widen_batchnorm(self._model)
             convert_parameters(self._model, self._numerics.stored)
         else:
@@ -182,7 +184,7 @@ class Computing:
 
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> Any:
-        """Move the inputs to the device, and return the outputs of the model."""
+        """Move the inputs to the device, and return the outputs of the forward pass."""
         device_inputs = map_tensors(lambda tensor: tensor.to(self.device), inputs)
         with self._autocast, UserCode(self._name):
             outputs = call(self._model, self._numerics.prepare_inputs(device_inputs))
@@ -190,10 +192,10 @@ class Computing:
 
 
 def open_saved(request: EvalRequest, weights: Weights | None = None) -> SavedModel:
-    """Open a checkpoint as `lockstep eval` does. Code that its recipe names only runs if the user allows it.
+    """Open a checkpoint as `lockstep eval` does. User code in the recipe only runs if the request allows it.
 
-    `weights` defaults to the weights that an evaluation uses, which are averaged weights if the run has them. If
-    averaged weights are requested but the run has none, raises UsageError.
+    By default, averaged weights (EMA) are used if the run has them. Raises UsageError if `weights` is `ema` and the run
+    has no averaged weights.
     """
     if weights not in (None, "model", "ema"):
         raise UsageError(f"weights: expected 'model' or 'ema', got {weights!r}")
@@ -213,13 +215,13 @@ def open_saved(request: EvalRequest, weights: Weights | None = None) -> SavedMod
         recipe=recipe,
         placement=loaded.config.placement,
         known=state.data,
-        facts=_facts(checkpoint.path, state.data),
+        facts=_validate_facts(checkpoint.path, state.data),
         notes=tuple(loaded.notes),
         problems=tuple(checkpoint.problems),
     )
 
 
-def _facts(path: Path, facts: Mapping[str, Any]) -> Facts:
+def _validate_facts(path: Path, facts: Mapping[str, Any]) -> Facts:
     try:
         return Facts.model_validate(dict(facts))
     except ValidationError as error:

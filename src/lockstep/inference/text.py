@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.data.text.tokenizer import FromFile, Tokenizer, tokenizer_of
 from lockstep.errors import UsageError
 from lockstep.inference.pictures import Row
-from lockstep.inference.saved import Computing, SavedModel
+from lockstep.inference.saved import EvaluationModel, SavedModel
 from lockstep.tasks.batches import predictions
 
 
@@ -21,8 +21,8 @@ from lockstep.tasks.batches import predictions
 class Sampling:
     """The settings for generating text.
 
-    `tokens` is the number of new tokens. With a `temperature` of 0, each token is the most likely token. Otherwise,
-    tokens are sampled using `seed`.
+    `tokens` is the number of tokens to generate. If `temperature` is 0, the most likely token is always selected.
+    Otherwise, tokens are sampled using `seed`.
     """
 
     tokens: int = 100
@@ -31,49 +31,49 @@ class Sampling:
 
 
 def continue_prompt(
-    saved: SavedModel, computing: Computing, prompt: str, sampling: Sampling, tokenizer: str | None = None
+    saved: SavedModel, model: EvaluationModel, prompt: str, sampling: Sampling, tokenizer: str | None = None
 ) -> Iterator[Row]:
-    """Yield the prompt, its continuation, and the numbers of prompt tokens and new tokens.
+    """Yield a single prediction: the prompt, its continuation, and the number of tokens in both.
 
-    `tokenizer` is a file of the tokenizers library. The file is required if the run doesn't have its own tokenizer, or
-    if the file of the run's tokenizer was moved.
+    `tokenizer` is the path of a tokenizer file (tokenizers library). It is required if the dataset of the run has no
+    tokenizer, or if the tokenizer file of the run was moved.
     """
     run_tokenizer = tokenizer_for(saved, tokenizer)
     prompt_ids = run_tokenizer.encode(prompt).astype(np.int64).tolist()
     if not prompt_ids:
         raise UsageError("--prompt: is empty; pass at least one character")
-    prompt_text, text, count = continue_tokens(saved, computing, run_tokenizer, prompt_ids, sampling)
+    prompt_text, text, count = continue_tokens(saved, model, run_tokenizer, prompt_ids, sampling)
     yield {"prompt": prompt_text, "text": text, "tokens": len(prompt_ids), "new_tokens": count}
 
 
 def continue_tokens(
-    saved: SavedModel, computing: Computing, tokenizer: Tokenizer, prompt_ids: list[int], sampling: Sampling
+    saved: SavedModel, model: EvaluationModel, tokenizer: Tokenizer, prompt_ids: list[int], sampling: Sampling
 ) -> tuple[str, str, int]:
-    """Return the text of the prompt, its continuation, and the number of new tokens."""
+    """Return the prompt as text, its continuation, and the number of generated tokens."""
 
-    def scores(ids: list[int]) -> Tensor:
-        outputs = predictions(computing((torch.tensor([ids]),)), saved.name)
-        return outputs[0, -1, : tokenizer.vocabulary]  # a model may have more tokens than its tokenizer
+    def compute_logits(ids: list[int]) -> Tensor:
+        outputs = predictions(model((torch.tensor([ids]),)), saved.name)
+        return outputs[0, -1, : tokenizer.vocabulary]  # the model may have a larger vocabulary than the tokenizer
 
-    new_ids = generate_tokens(scores, prompt_ids, sampling, saved.facts.context)
-    # With a byte tokenizer, the prompt may end within a character. Therefore, the prompt and the new tokens are decoded
-    # together.
+    new_ids = generate_tokens(compute_logits, prompt_ids, sampling, saved.facts.context)
+    # With a byte tokenizer, the prompt may end in the middle of a character. Therefore, decode the prompt and the
+    # generated tokens together.
     prompt_text, text = (tokenizer.decode(np.array(ids)) for ids in (prompt_ids, prompt_ids + new_ids))
     return prompt_text, text.removeprefix(prompt_text), len(new_ids)
 
 
 def generate_tokens(
-    scores: Callable[[list[int]], Tensor], prompt_ids: list[int], sampling: Sampling, context: int | None
+    compute_logits: Callable[[list[int]], Tensor], prompt_ids: list[int], sampling: Sampling, context: int | None
 ) -> list[int]:
     """Return the tokens that continue `prompt_ids`. The model sees at most the last `context` tokens.
 
-    `scores` returns the logits of the next token, which are floats of shape [vocabulary]. Tokens are sampled on the CPU
-    in float64.
+    `compute_logits` returns the logits of the next token, of shape [vocabulary]. Tokens are sampled on the CPU in
+    float64.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     ids = list(prompt_ids)
     for _ in range(sampling.tokens):
-        logits = scores(ids[-context:] if context else ids).double().cpu()
+        logits = compute_logits(ids[-context:] if context else ids).double().cpu()
         if sampling.temperature:
             chances = (logits / sampling.temperature).softmax(0)
             ids.append(int(torch.multinomial(chances, 1, generator=generator)))
@@ -83,9 +83,9 @@ def generate_tokens(
 
 
 def tokenizer_for(saved: SavedModel, file: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a run, or the tokenizer in `file`.
+    """Return the tokenizer of a run, or load a tokenizer from `file`.
 
-    Raises UsageError if a file is required but not available, or if the tokenizer doesn't match the run.
+    Raises UsageError if the run requires a file that isn't available, or if the tokenizer doesn't match the run.
     """
     unit = saved.tokenizer_by
     path = file or saved.recipe.data.options.get("tokenizer")

@@ -14,7 +14,7 @@ from lockstep.common.rank import ALONE
 from lockstep.core.batch import Batch, map_tensors
 from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
-from lockstep.inference.saved import Computing, SavedModel
+from lockstep.inference.saved import EvaluationModel, SavedModel
 from lockstep.setup.data_facts import check_facts
 from lockstep.setup.examples import examples, transforms_of
 from lockstep.tasks.base import Task
@@ -22,9 +22,9 @@ from lockstep.training.evaluate import batch_sums, task_metrics
 
 
 class EvaluatedBatch(NamedTuple):
-    """The sample indices of a batch, the batch, and the outputs. The batch and the outputs are on the device."""
+    """A batch with its sample indices and the model outputs. The batch and the outputs are on the device."""
 
-    numbers: NDArray[np.int64]
+    sample_indices: NDArray[np.int64]
     batch: Batch
     outputs: Any
 
@@ -32,54 +32,54 @@ class EvaluatedBatch(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Validation:
-    """The validation samples to evaluate. `numbers` are their indices in `split`, either all or evenly spaced."""
+    """An evaluation of a model on the samples `sample_indices` of the validation split."""
 
     data: DataSet
     split: Split
     task: Task
-    numbers: NDArray[np.int64]
-    computing: Computing
+    sample_indices: NDArray[np.int64]
+    model: EvaluationModel
     transforms: DeviceTransforms
 
     def batches(self, sums: NamedSums) -> Iterator[EvaluatedBatch]:
-        """Evaluate each sample once. Yield each batch with its outputs, and add the sums of the batch to `sums`.
+        """Evaluate the samples, and yield each batch with its outputs. The loss and metric sums are added to `sums`.
 
-        If all samples are evaluated, the batches are the same as in an evaluation of the run.
+        If `sample_indices` contains all samples, the batches are the same as in an evaluation during training.
         """
-        for number, first in enumerate(self._firsts):
-            numbers = self.numbers[first : first + self.computing.batch]
-            arrived = map_tensors(lambda tensor: tensor.to(self.computing.device), self.split.fetch(numbers, None))
-            batch = self.transforms.for_evaluation(arrived)
-            outputs = self.computing(self.task.inputs(batch))
+        for number, first in enumerate(self._batch_starts):
+            numbers = self.sample_indices[first : first + self.model.batch_size]
+            arrived = map_tensors(lambda tensor: tensor.to(self.model.device), self.split.fetch(numbers, None))
+            batch = self.transforms.transform_evaluation_batch(arrived)
+            outputs = self.model(self.task.inputs(batch))
             sums.add(number, batch_sums(self.task, outputs, batch, self.task.weight(batch)))
             yield EvaluatedBatch(numbers, batch, outputs)
 
-    def figures(self, sums: NamedSums) -> dict[str, float]:
-        """Return the loss and the metrics of the task over all batches, by their names in the event log."""
-        return task_metrics(self.task, sums.total(World(ALONE, torch.device("cpu")), len(self._firsts)))
+    def compute_metrics(self, sums: NamedSums) -> dict[str, float]:
+        """Return the loss and the metrics of the task over all batches, by metric name."""
+        return task_metrics(self.task, sums.total(World(ALONE, torch.device("cpu")), len(self._batch_starts)))
 
     @property
-    def _firsts(self) -> range:
-        return range(0, len(self.numbers), self.computing.batch)
+    def _batch_starts(self) -> range:
+        return range(0, len(self.sample_indices), self.model.batch_size)
 
-    def name(self, number: int) -> str:
-        """Return the name of a sample: its index, and its file if the sample comes from a file."""
-        file = f" {self.data.files[1](number)}" if self.data.files else ""
-        return f"sample {number}{file}"
+    def name(self, sample_index: int) -> str:
+        """Return the display name of a sample: its index and, if the sample comes from a file, its path."""
+        file = f" {self.data.files[1](sample_index)}" if self.data.files else ""
+        return f"sample {sample_index}{file}"
 
 
 def open_validation(saved: SavedModel, limit: int) -> Validation:
-    """Open the validation data of a saved run, and select at most `limit` samples.
+    """Open the validation data of a run, and select at most `limit` evenly spaced samples.
 
-    Data isn't downloaded. Raises UsageError if the data isn't on this machine, differs from the data that the run was
-    trained on, or has no validation split.
+    Data isn't downloaded. Raises UsageError if the data isn't on this machine, if it differs from the data that the run
+    was trained on, or if the dataset has no validation split.
     """
     recipe, data = saved.recipe, saved.open_data()
     check_facts(data.facts, saved.known, saved.path)
     split = data.validation
     if split is None:
         raise UsageError(f"{saved.path}: dataset {recipe.data.name} has no validation split to take examples from")
-    computing = saved.computing()
+    model = saved.prepare_model()
     task, count = saved.task(examples(recipe, data)[1]), min(limit, len(split))
     indices, change = np.arange(count) * len(split) // count, transforms_of(recipe, data)
-    return Validation(data, split, task, indices, computing, change)
+    return Validation(data, split, task, indices, model, change)

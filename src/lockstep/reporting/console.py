@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lockstep.common.text import size
 from lockstep.reporting import wording
-from lockstep.reporting.terminal import is_moving, make_console, progress_line, start_live
+from lockstep.reporting.terminal import is_moving, make_console, make_progress_line, start_live
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
 
 _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
@@ -17,117 +17,118 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
 
 @final
 class Console:
-    """Writes events to `stream`. `terminal` is whether the stream is a terminal, which is detected by default.
+    """An event sink that writes to `stream`. `terminal` overrides the detection of whether the stream is a terminal.
 
-    `run_dir` is None if the run doesn't save anything. `rate_rule` is a line of text that explains the learning rate.
-    Printed lines are permanent. On a terminal, steps update a live display instead. `close` clears the display. Call it
-    even after an error.
+    `run_dir` is the run folder, or None if the run doesn't save anything. `rate_rule` is a line of text that explains
+    the learning rate. On a terminal, steps update a live display, and all other events are printed above it. `close`
+    clears the live display. Call `close` even after an error.
     """
 
     def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
         self._rich = make_console(stream, terminal)
-        self._moving = is_moving(self._rich)
+        self._has_live_display = is_moving(self._rich)
         self._stream = stream
         self._run_dir = run_dir
         self._rate_rule = rate_rule
         self._run: Started | None = None
-        self._is_extended = False  # whether this start event extends a run that was already described
+        self._is_extended = False  # whether the last start event extended a run that was already described
         self._live: Live | None = None  # shows the progress and metrics on a terminal
         self._start_time = 0.0
         self._last_drawn = -float("inf")
         self._evaluated = ""  # metrics of the last evaluation as text
-        self._running_means = wording.Means()
+        self._running_means = wording.RunningMeans()
 
     def write(self, event: Event, time: float) -> None:
         match event:
             case Started():
-                self._start(event, time)
+                self._print_start(event, time)
             case Warned():
-                self._line(f"warning: {event.text}")
+                self._print_line(f"warning: {event.text}")
             case Stepped():
-                self._step(event, time)
+                self._show_step(event, time)
             case Evaluated():
-                self._line(wording.evaluation_line(event))
-                self._evaluated = wording.of_task(event.figures, event.fractions)
+                self._print_line(wording.evaluation_line(event))
+                self._evaluated = wording.format_task_metrics(event.figures, event.fractions)
             case Logged():
-                self._line(wording.log_line(event))
+                self._print_line(wording.log_line(event))
             case Skipped():
                 for line in wording.skip_lines(event):
-                    self._line(line)
+                    self._print_line(line)
             case Saved():
-                self._line(wording.save_line(event))
+                self._print_line(wording.save_line(event))
             case Stopped():
                 self.close()
-                self._line(wording.stop_line(event, self._run_dir, self._run is None or bool(self._run.task)))
+                self._print_line(wording.stop_line(event, self._run_dir, self._run is None or bool(self._run.task)))
             case Done():
                 self.close()
-                self._finish(event)
+                self._print_summary(event)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _start(self, event: Started, time: float) -> None:
-        """Print a description of the run, unless it was printed before.
+    def _print_start(self, event: Started, time: float) -> None:
+        """Print a description of the run, unless it has been printed before.
 
-        A custom training loop can extend its run (epochs=epoch + 1), which starts the run again.
+        A custom training loop can extend its run (epochs=epoch + 1), which writes another start event.
         """
         self.close()
         self._is_extended = self._run is not None
         self._run = event
         if not self._is_extended:
             for line in wording.start_lines(event, self._rate_rule):
-                self._line(line)
+                self._print_line(line)
         self._start_time, self._last_drawn, self._evaluated, self._running_means = (
             time,
             -float("inf"),
             "",
-            wording.Means(),
+            wording.RunningMeans(),
         )
-        if self._moving:
+        if self._has_live_display:
             self._live = start_live(self._rich)
 
-    def _step(self, event: Stepped, time: float) -> None:
-        """Show the progress and metrics of a step. A terminal is updated at most ten times per second."""
+    def _show_step(self, event: Stepped, time: float) -> None:
+        """Show the progress and metrics of a step. The live display is updated at most ten times per second."""
         run = self._run
         if run is None:
             return
         if self._live is None:
-            figures = wording.figures(event, run, means=self._running_means.add(event))
-            memory, left = size(event.peak_bytes), self._time_left(event, run, time)
-            self._line(f"{wording.place(event, run)}  {figures}  {memory}  {left}")
+            figures = wording.format_step_metrics(event, run, means=self._running_means.add(event))
+            memory, left = size(event.peak_bytes), self._format_time_left(event, run, time)
+            self._print_line(f"{wording.format_position(event, run)}  {figures}  {memory}  {left}")
         elif time - self._last_drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
             self._last_drawn = time
-            left = self._time_left(event, run, time)
-            bar = progress_line(wording.place(event, run), event.step, run.steps, left)
-            self._live.update(Group(bar, Text(wording.figures(event, run, self._evaluated))), refresh=True)
+            left = self._format_time_left(event, run, time)
+            bar = make_progress_line(wording.format_position(event, run), event.step, run.steps, left)
+            self._live.update(Group(bar, Text(wording.format_step_metrics(event, run, self._evaluated))), refresh=True)
 
-    def _time_left(self, event: Stepped, run: Started, time: float) -> str:
-        """Return the estimated remaining time as text. The average speed includes evaluations and saves."""
+    def _format_time_left(self, event: Stepped, run: Started, time: float) -> str:
+        """Return the estimated remaining time as text, based on the average speed including evaluations and saves."""
         a_step = (time - self._start_time) / max(event.step - run.step, 1)
         return f"{wording.duration(a_step * (run.steps - event.step))} left"
 
-    def _finish(self, event: Done) -> None:
+    def _print_summary(self, event: Done) -> None:
         if self._run is not None and not self._is_extended:
-            rows = wording.summary(event, self._run, self._run_dir)
-            if self._moving:
-                self._rich.print(_table(rows))
+            rows = wording.make_summary(event, self._run, self._run_dir)
+            if self._has_live_display:
+                self._rich.print(_make_table(rows))
             else:
-                for line in wording.align(rows):
-                    self._line(line)
-        self._line(wording.hash_line(event.weights_sha256))
+                for line in wording.align_columns(rows):
+                    self._print_line(line)
+        self._print_line(wording.hash_line(event.weights_sha256))
 
-    def _line(self, text: str) -> None:
-        if self._moving:
-            # With soft_wrap, the terminal wraps long lines, so that you can copy a path or hash without line breaks.
+    def _print_line(self, text: str) -> None:
+        if self._has_live_display:
+            # With soft_wrap, the terminal wraps long lines instead of rich. You can then copy a path or hash without
+            # line breaks.
             self._rich.print(Text(text), soft_wrap=True)
         else:
             self._stream.write(text + "\n")
             self._stream.flush()
 
 
-def _table(rows: list[wording.Row]) -> Table:
+def _make_table(rows: list[wording.Row]) -> Table:
     table = Table(Column(style="bold"), Column(overflow="fold"), show_header=False)
     for name, value in rows:
         table.add_row(name, Text(value))

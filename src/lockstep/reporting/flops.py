@@ -1,4 +1,4 @@
-"""The FLOP/s of a run, and the MFU, which is their fraction of the peak FLOP/s of the devices."""
+"""Computes the FLOP/s of a run and the model FLOPs utilization (MFU), the fraction of the devices' peak FLOP/s."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ from lockstep.training.events import Started, Stepped
 
 
 def with_flops(event: Stepped, run: Started) -> Stepped:
-    """Return a copy of a step report with the model's FLOP/s, and with the MFU if the peak FLOP/s are known.
+    """Return a copy of a step report that includes the model's FLOP/s and, if the peak FLOP/s are known, the MFU.
 
-    Only the operations that the recipe requires are counted. Therefore, activation recomputation lowers both values.
+    Recomputed activations aren't counted. Therefore, activation checkpointing lowers both values.
     """
     if run.flops_per_sample is None:
         return event

@@ -1,4 +1,4 @@
-"""An overview of several runs, with their differing settings and the reasons for failures. Also available as JSON."""
+"""A table or JSON overview of several runs, with the settings that differ and the reasons for failures."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from typing import Any, Final, TextIO
 
 from lockstep.reporting import wording
 from lockstep.reporting.run_log import RunStatus, best
-from lockstep.reporting.run_view import STYLES, RunView, differing, endings, loss
+from lockstep.reporting.run_view import STYLES, RunView, describe_endings, find_differing_keys, loss
 from lockstep.reporting.terminal import make_console, print_unwrapped, table
 
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
-_BEST_AT: Final = 3  # index of the column before which `best` is inserted
-_KEYS_AT: Final = 6  # index of the column before which the differing keys are inserted
+_BEST_COLUMN_INDEX: Final = 3  # index of the column before which `best` is inserted
+_KEY_COLUMNS_INDEX: Final = 6  # index of the column before which the differing keys are inserted
 _NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
 _MAX_KEY_COLUMNS: Final = (
     5  # maximum number of differing keys with a column; a line below the table lists the remaining keys
@@ -21,31 +21,31 @@ _MAX_CELL_CHARS: Final = 24  # maximum number of characters in a column of a dif
 
 
 def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
-    """Write a table of the runs in the given order. `now` is in seconds since 1970.
+    """Write a table of `runs` to `stream`, in the given order. `now` is in seconds since 1970.
 
-    `terminal` is whether `stream` is a terminal, which is detected by default. Empty columns are omitted. If the
-    terminal is too narrow, the last columns are omitted too, and a line names them.
+    `terminal` overrides the detection of whether `stream` is a terminal. Empty columns are omitted. If the terminal is
+    too narrow, the last columns are omitted too, and a line below the table lists their headings.
     """
     console = make_console(stream, terminal)
-    rows = [cells(run, now) for run in runs]
+    rows = [format_cells(run, now) for run in runs]
     columns = [(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
-    settings, keys = _settings(runs)
-    headings = _headings(keys[:_MAX_KEY_COLUMNS])
-    columns.insert(_BEST_AT, ("best", best([run.history for run in runs])))
-    columns[_KEYS_AT:_KEYS_AT] = [
+    settings, keys = _collect_settings(runs)
+    headings = _shorten_keys(keys[:_MAX_KEY_COLUMNS])
+    columns.insert(_BEST_COLUMN_INDEX, ("best", best([run.history for run in runs])))
+    columns[_KEY_COLUMNS_INDEX:_KEY_COLUMNS_INDEX] = [
         (headings[key], [_truncate(each.get(key, "")) for each in settings]) for key in headings
     ]
     shown = {heading: column for heading, column in columns if any(column)}
     texts = [heading for heading in shown if heading not in _NUMBERS]
     print_unwrapped(console, table(console, shown, [STYLES.get(run.state, "red") for run in runs], texts))
     lines = [f"the runs also differ in {', '.join(keys[_MAX_KEY_COLUMNS:])}"] if keys[_MAX_KEY_COLUMNS:] else []
-    for line in [*lines, *endings(runs)]:
+    for line in [*lines, *describe_endings(runs)]:
         console.print(line, soft_wrap=True)
 
 
 def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
     """Return a JSON-compatible dict for each run."""
-    settings, keys = _settings(runs)
+    settings, keys = _collect_settings(runs)
     return [
         {
             "run": run.folder,
@@ -60,26 +60,26 @@ def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
     ]
 
 
-def _settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]:
-    """Return the recipe and placement settings of each run by key, and the list of keys that differ between runs."""
+def _collect_settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]:
+    """Return a dict of recipe and placement settings for each run, and the keys that differ between runs."""
     recipes = [dict(run.recipe) for run in runs]
     placements = [{f"placement.{key}": value for key, value in run.placement.items()} for run in runs]
     merged = [placement | recipe for placement, recipe in zip(placements, recipes, strict=True)]
-    return merged, [*differing(recipes), *differing(placements)]
+    return merged, [*find_differing_keys(recipes), *find_differing_keys(placements)]
 
 
 def _status_fields(status: RunStatus) -> dict[str, Any]:
-    """Return the status of a run as a dict. The metric of the last evaluation is stored under its own name."""
-    figures = asdict(status)
-    del figures["figure"]
+    """Return the status of a run as a JSON-compatible dict. The metric of the last evaluation has its name as key."""
+    status_fields = asdict(status)
+    del status_fields["figure"]
     if status.figure is not None:
-        figures[status.figure.name] = status.figure.value
+        status_fields[status.figure.name] = status.figure.value
     if status.loss is not None and not math.isfinite(status.loss):
-        figures["loss"] = str(status.loss)  # same format as in the log, because JSON has no NaN or infinity
-    return figures
+        status_fields["loss"] = str(status.loss)  # same format as in the log, because JSON has no NaN or infinity
+    return status_fields
 
 
-def cells(run: RunView, now: float) -> tuple[str, ...]:
+def format_cells(run: RunView, now: float) -> tuple[str, ...]:
     """Return the cells of a run in the order of `_HEADINGS`."""
     status, figure = run.status, run.status.figure
     ended = run.state in ("done", "unreadable")
@@ -88,25 +88,25 @@ def cells(run: RunView, now: float) -> tuple[str, ...]:
         run.state,
         "" if figure is None else f"{figure.name} {wording.figure(figure.value, figure.is_fraction)}",
         loss(run.history),
-        wording.of(status.step, status.steps),
+        wording.format_out_of(status.step, status.steps),
         f"{run.job or ''} {run.queued}".strip(),
         "" if ended or status.left_s is None else wording.duration(status.left_s),
-        "" if status.time is None else ago(now - status.time),
+        "" if status.time is None else format_age(now - status.time),
         "" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}",
-        wording.of(status.epoch, status.epochs),
+        wording.format_out_of(status.epoch, status.epochs),
     )
 
 
-def ago(seconds: float) -> str:
-    """Return how long ago something happened, as text. A negative time, due to different clocks, counts as 0."""
+def format_age(seconds: float) -> str:
+    """Format a duration as text, such as `5 min ago`. A negative duration, due to clock skew, counts as 0."""
     for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= unit:
             return f"{seconds / unit:.0f} {name} ago"
     return f"{max(seconds, 0):.0f} s ago"
 
 
-def _headings(keys: Sequence[str]) -> dict[str, str]:
-    """Return a short heading for each key, such as `lr` for optimizer.lr.value, or the key itself if headings clash."""
+def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
+    """Return a heading for each key: the last part, such as `lr` for optimizer.lr.value, or the key if not unique."""
     short = {key: key.removesuffix(".value").removesuffix(".name").rpartition(".")[2] for key in keys}
     taken = [*_HEADINGS, *short.values()]
     return {key: name if taken.count(name) == 1 else key for key, name in short.items()}

@@ -1,7 +1,7 @@
-"""events.jsonl: the log of a run, with one event per line as strict JSON. It is the source of truth about a run.
+"""events.jsonl: the log of a run, with one event per line as strict JSON. All reports about a run are based on it.
 
-A resumed run appends to the file. After a kill, the steps since the last checkpoint therefore appear twice. The
-`started` line between the two copies marks the point at which the run resumed.
+A resumed run appends to the file. If a run is killed and then resumed, the steps since the last checkpoint therefore
+appear twice. The `started` event between the two copies marks the point at which the run resumed.
 """
 
 import json
@@ -20,20 +20,23 @@ from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
 _END_BYTES: Final = 65_536
-_HEAD_BYTES: Final = 256  # bytes of the first event, whose timestamp identifies a log
-_MAX_LINE_BYTES: Final = 1 << 20  # maximum number of bytes in a line; an event has a few hundred
+_HEAD_BYTES: Final = 256  # number of bytes that identify a log; they contain the timestamp of the first event
+_MAX_LINE_BYTES: Final = 1 << 20  # maximum length of a line; a typical event has a few hundred bytes
 
 
 @final
 class JsonLines:
-    """Appends events to the file `path`, which it creates if needed. Once `write` returns, the kernel has the line."""
+    """An event sink that appends to the file `path`, and creates the file if needed.
+
+    When `write` returns, the line has been passed to the operating system, so it isn't lost if the process is killed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with os_error_as(HostError, f"{path}: event not written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        _repair(self._descriptor)
+        _repair_last_line(self._descriptor)
 
     def write(self, event: Event, time: float) -> None:
         text = json.dumps(figures(event, time), allow_nan=False, ensure_ascii=False) + "\n"
@@ -57,19 +60,19 @@ class JsonLines:
             return False
 
     def _append(self, line: bytes) -> None:
-        # Write each line with a single call, so that a kill leaves either the full line or nothing. If the disk fills
-        # up, only a part of the line is written, and the second write raises the error.
+        # Write each line with a single call, so that a killed process leaves either the full line or nothing. If the
+        # disk is full, os.write writes only a part of the line. The next write, of the rest, then raises the error.
         written = os.write(self._descriptor, line)
         while written < len(line):
             written += os.write(self._descriptor, line[written:])
 
 
 def figures(event: Event, time: float) -> dict[str, Any]:
-    """Return the event as a flat dict that is strict JSON. A `started` event also contains the schema and the units.
+    """Return the event as a flat dict for strict JSON. A `started` event also contains the schema and the units.
 
-    Each entry of `figures` becomes a field with its name, and each entry of `best` becomes a field with the prefix
-    `best_`. JSON has no NaN or infinity, so these become the strings "NaN", "Infinity" and "-Infinity", which Python's
-    float() can parse.
+    Each metric in `event.figures` becomes a top-level field, and each metric in `event.best` becomes a field with the
+    prefix `best_`. JSON has no NaN or infinity. Therefore, these values become the strings "NaN", "Infinity" and
+    "-Infinity", which Python's float() can parse.
     """
     flat: dict[str, Any] = {"event": event.name, "time": time}
     for field in fields(event):
@@ -77,11 +80,11 @@ def figures(event: Event, time: float) -> dict[str, Any]:
             flat |= _flatten(field.name, getattr(event, field.name))
     if isinstance(event, Started):
         flat |= {"schema": schemas.SCHEMA, "units": UNITS}
-    return {name: _finite(value) for name, value in flat.items()}
+    return {name: _encode_non_finite(value) for name, value in flat.items()}
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log. Skips an incomplete last line, because the log may still be growing."""
+    """Yield the events of a log. Skips an incomplete last line, because the run may still be writing to the log."""
     if not os.path.lexists(path):
         raise UsageError(f"{path}: not found; pass the {EVENTS} of a run folder")
     yield from Tail(path, strict=True).new()
@@ -89,10 +92,10 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 @final
 class Tail:
-    """Follows a growing log. Each call of `new` reads and yields only the events since the last call.
+    """Follows a growing log. Each call to `new` yields the events that were written since the previous call.
 
-    With `strict`, a line that isn't an event raises UsageError. Otherwise, the line is skipped and added to `problems`,
-    which keeps the last 20 problems. An incomplete last line is read once it is complete.
+    If `strict` is set, a line that isn't an event raises UsageError. Otherwise, the line is skipped and a message is
+    added to `problems`, which keeps the last 20 messages. An incomplete last line is read once it is complete.
     """
 
     def __init__(self, path: Path, *, strict: bool = False) -> None:
@@ -100,11 +103,11 @@ class Tail:
         self._strict = strict
         self._offset = 0  # offset of the first unread byte
         self._line = 1  # line number at the offset
-        self._head = b""  # first bytes of the log
+        self._head = b""  # first bytes of the log, which identify it
         self.problems: deque[str] = deque(maxlen=20)
 
     def is_replaced(self) -> bool:
-        """Return whether the file was replaced or truncated. If so, create a new Tail."""
+        """Return whether the file was replaced or truncated. In this case, the caller must create a new Tail."""
         try:
             with plainfile.reader(self._path) as file:
                 return os.fstat(file.fileno()).st_size < self._offset or file.read(len(self._head)) != self._head
@@ -116,18 +119,18 @@ class Tail:
         wrong = os_error_as(UsageError, f"{self._path}: cannot be read")
         with wrong, suppress(FileNotFoundError), plainfile.reader(self._path) as file:
             file.seek(self._offset)
-            # A line that is too long is read in several parts. None of the parts is an event.
+            # A line that exceeds the limit is read in several parts. None of the parts parses as an event.
             while (line := file.readline(_MAX_LINE_BYTES + 1)).endswith(b"\n") or len(line) > _MAX_LINE_BYTES:
                 number = self._line
                 self._head = self._head or line[:_HEAD_BYTES]
                 self._offset += len(line)
                 self._line += line.endswith(b"\n")
-                if (event := self._event(line, number)) is not None:
+                if (event := self._parse_event(line, number)) is not None:
                     yield event
 
-    def _event(self, line: bytes, number: int) -> dict[str, Any] | None:
-        """Return the event in a line, or None if the line isn't an event. Raise UsageError for a newer schema."""
-        event, place = _json(line), f"{self._path}:{number}"
+    def _parse_event(self, line: bytes, number: int) -> dict[str, Any] | None:
+        """Return the event in a line, or None if the line isn't an event. Raises UsageError for a newer schema."""
+        event, place = _parse_json(line), f"{self._path}:{number}"
         if isinstance(event, dict):
             if "schema" in event:
                 schemas.check(event["schema"], place)
@@ -148,12 +151,14 @@ def last_step(path: Path) -> int:
 
 
 def last(path: Path) -> dict[str, Any]:
-    """Return the last event of a log, or an empty mapping. Only the end of the file is read."""
+    """Return the last event of a log, or an empty dict if there is none. Only the end of the file is read."""
     lines: list[bytes] = []
     with suppress(FileNotFoundError), plainfile.reader(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
         lines = file.read(_END_BYTES).splitlines()
-    found = (_json(line) for line in reversed(lines))  # None for a partial line at the start or the end of the block
+    found = (
+        _parse_json(line) for line in reversed(lines)
+    )  # None for a partial line at the start or the end of the block
     return next((event for event in found if isinstance(event, dict)), {})
 
 
@@ -164,13 +169,13 @@ def _flatten(name: str, value: Any) -> dict[str, Any]:
     return {prefix + key: figure for key, figure in value.items()}
 
 
-def _finite(value: Any) -> Any:
+def _encode_non_finite(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _json(line: bytes) -> Any:
+def _parse_json(line: bytes) -> Any:
     """Return the JSON value of a line, or None if it isn't JSON or is nested too deeply for Python."""
     try:
         return plainfile.parse_json(line)
@@ -178,20 +183,20 @@ def _json(line: bytes) -> Any:
         return None
 
 
-def _repair(descriptor: int) -> None:
-    # After a machine crash or on a full disk, the last line can be incomplete. Remove a partial event, because it would
-    # corrupt the next line. If only the newline is missing, add it.
+def _repair_last_line(descriptor: int) -> None:
+    # After a machine crash or on a full disk, the last line can be incomplete. Remove a partial event, because the
+    # next event would be appended to the same line. If only the newline is missing, add it.
     size = os.fstat(descriptor).st_size
-    tail = _tail(descriptor, size)
+    tail = _read_incomplete_line(descriptor, size)
     if not tail:
         return
-    if _json(tail) is None:
+    if _parse_json(tail) is None:
         os.ftruncate(descriptor, size - len(tail))
     else:
         os.write(descriptor, b"\n")
 
 
-def _tail(descriptor: int, size: int) -> bytes:
+def _read_incomplete_line(descriptor: int, size: int) -> bytes:
     """Return the bytes after the last newline of a file of `size` bytes."""
     tail = b""
     while size > 0 and b"\n" not in tail:

@@ -1,4 +1,4 @@
-"""The view of `lockstep watch`: updated every second on a terminal, and printed line by line otherwise."""
+"""The output of `lockstep watch`: a view that is updated every second on a terminal, and lines of text otherwise."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,25 @@ from rich.cells import set_cell_size
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lockstep.reporting.jobs_table import ago
-from lockstep.reporting.run_view import STYLES, RunView, clock, eta, figures, headline, join, latest, line, place
-from lockstep.reporting.terminal import is_moving, make_console, progress_line, start_live
+from lockstep.reporting.jobs_table import format_age
+from lockstep.reporting.run_view import (
+    STYLES,
+    RunView,
+    format_eta,
+    format_headline,
+    format_line,
+    format_metrics,
+    format_progress,
+    format_time_of_day,
+    join_nonempty,
+    select_latest_notices,
+)
+from lockstep.reporting.terminal import is_moving, make_console, make_progress_line, start_live
 from lockstep.reporting.text_curve import text_curve
 
 _KIND_STYLES: Final = {"warning": "yellow", "start": "cyan", "evaluation": "", "checkpoint": "dim", "end": "bold"}
 _CURVE: Final = "loss/train"
-_CURVE_LINES: Final = 6  # lines of the curve of a single run; if there are several runs, each curve has one line
+_CURVE_LINES: Final = 6  # height of the curve if there is a single run; otherwise, each curve has one line
 _NOTICES: Final = 8
 _WAITING: Final = "waiting for a run to start"
 _LINE_INTERVAL_S: Final = 10.0  # minimum number of seconds between progress lines of a run, if not on a terminal
@@ -24,10 +35,10 @@ _INITIAL_NOTICES: Final = 5  # number of earlier notices that are printed at fir
 
 @final
 class LiveView:
-    """Shows runs on `stream`. `terminal` is whether the stream is a terminal, which is detected by default.
+    """Shows runs on `stream`. `terminal` overrides the detection of whether the stream is a terminal.
 
-    On a terminal, `show` updates the view in place, and `close` clears it. Otherwise, `show` prints lines about new
-    events.
+    On a terminal, `show` updates the view in place, and `close` clears the view. Otherwise, `show` prints lines about
+    new events.
     """
 
     def __init__(self, stream: TextIO, terminal: bool | None = None) -> None:
@@ -43,9 +54,9 @@ class LiveView:
         if self._live is not None:
             plain = self._console.options.ascii_only
             size = (self._console.width, self._console.height)
-            self._live.update(drawing(runs, now, *size, curves=not plain), refresh=True)
+            self._live.update(render_runs(runs, now, *size, curves=not plain), refresh=True)
             return
-        found = [words for run in runs for words in self._new_lines(run, now)]
+        found = [words for run in runs for words in self._collect_new_lines(run, now)]
         if not runs and not self._waiting_shown:
             self._waiting_shown = True
             found = [_WAITING]
@@ -57,47 +68,49 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
 
-    def _new_lines(self, run: RunView, now: float) -> list[str]:
-        """Return lines about the events of a run since the last call."""
+    def _collect_new_lines(self, run: RunView, now: float) -> list[str]:
+        """Return lines about the events of a run since the previous call."""
         if not run.is_whole:
             return []
         seen = self._notice_counts.get(run.name)
         self._notice_counts[run.name] = run.noticed
-        first = seen is None or run.noticed < seen  # if there are fewer notices, a new run started in the folder
+        first = seen is None or run.noticed < seen  # if the number of notices decreased, a new run replaced this run
         fresh = _INITIAL_NOTICES if first else run.noticed - (seen or 0)
-        found = [headline(run)] if first else []
-        found += [join(run.name, clock(each.time), each.words) for each in run.notices[-fresh:] if fresh]
+        found = [format_headline(run)] if first else []
+        found += [
+            join_nonempty(run.name, format_time_of_day(each.time), each.words) for each in run.notices[-fresh:] if fresh
+        ]
         written, before = self._last_lines.get(run.name, (0.0, ""))
-        words = line(run)
-        if words != before and place(run) and now - written >= _LINE_INTERVAL_S and run.state == "running":
+        words = format_line(run)
+        if words != before and format_progress(run) and now - written >= _LINE_INTERVAL_S and run.state == "running":
             self._last_lines[run.name] = (now, words)
             found.append(words)
         return found
 
 
-def drawing(runs: Sequence[RunView], now: float, width: int, height: int, curves: bool = True) -> Group:
-    """Return the view of the runs for a terminal of this size. Without `curves`, it contains only ASCII characters."""
+def render_runs(runs: Sequence[RunView], now: float, width: int, height: int, curves: bool = True) -> Group:
+    """Return the view of `runs` for a terminal of this size. Without `curves`, the view is pure ASCII."""
     parts: list[RenderableType] = [] if runs else [Text(_WAITING)]
     alone = len(runs) == 1
     for run in runs:
-        parts += _run_lines(run, now, width, _CURVE_LINES if alone else 1, curves)
-    for name, notice in latest(runs, min(_NOTICES, max(height - len(parts) - 2, 0))):
-        words = join(clock(notice.time), "" if alone else name, notice.words)
+        parts += _render_run(run, now, width, _CURVE_LINES if alone else 1, curves)
+    for name, notice in select_latest_notices(runs, min(_NOTICES, max(height - len(parts) - 2, 0))):
+        words = join_nonempty(format_time_of_day(notice.time), "" if alone else name, notice.words)
         parts.append(Text(_truncate(words, width), _KIND_STYLES[notice.kind]))
     return Group(*parts)
 
 
-def _run_lines(run: RunView, now: float, width: int, height: int, curves: bool) -> list[RenderableType]:
-    """Return the lines that show a run."""
+def _render_run(run: RunView, now: float, width: int, height: int, curves: bool) -> list[RenderableType]:
+    """Return the lines that show the state, progress, metrics and loss curve of a run."""
     status = run.status
-    parts: list[RenderableType] = [Text(_truncate(headline(run), width), STYLES.get(run.state, "red") or "bold")]
+    parts: list[RenderableType] = [Text(_truncate(format_headline(run), width), STYLES.get(run.state, "red") or "bold")]
     if not run.is_whole:
-        parts.append(Text(f"reading its log: {place(run)}"))
+        parts.append(Text(f"reading its log: {format_progress(run)}"))
     elif status.step is not None:
-        last = f"last event {ago(now - status.time)}" if status.time is not None else ""
+        last = f"last event {format_age(now - status.time)}" if status.time is not None else ""
         total = max(status.steps or status.step, 1)
-        parts.append(progress_line(place(run), status.step, total, join(eta(run), last)))
-        parts.append(Text(_truncate(figures(run), width)))
+        parts.append(make_progress_line(format_progress(run), status.step, total, join_nonempty(format_eta(run), last)))
+        parts.append(Text(_truncate(format_metrics(run), width)))
     if run.failure:
         parts.append(Text(run.failure, "red"))
     points = run.history.curves.get(_CURVE, ())
@@ -111,6 +124,6 @@ def _run_lines(run: RunView, now: float, width: int, height: int, curves: bool) 
     return [*parts, Text("")]
 
 
-def _truncate(words: str, width: int) -> str:
-    """Return the text, truncated to the width of a line."""
-    return set_cell_size(words, width).rstrip()
+def _truncate(text: str, width: int) -> str:
+    """Truncate text to a width in terminal columns."""
+    return set_cell_size(text, width).rstrip()

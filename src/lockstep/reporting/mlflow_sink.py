@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
-from lockstep.reporting.curves import tracked
+from lockstep.reporting.curves import select_tracked_metrics
 from lockstep.reporting.tracker_id import read_id, write_id
 from lockstep.training.events import Done, Event, Stopped
 
 OPTIONS = ("uri", "experiment", "name")
-_MAX_PARAM_CHARS: Final = 500  # maximum number of characters in a parameter value
-_MAX_PARAMS_PER_REQUEST: Final = 100  # maximum number of parameters per request
-# Limits for a server that doesn't respond. Training waits for each request. By default, mlflow retries for 20 minutes,
-# which is longer than the other ranks wait (placement.timeout_s).
+_MAX_PARAM_CHARS: Final = 500  # longer parameter values are truncated
+_MAX_PARAMS_PER_REQUEST: Final = 100
+# Training waits for each request. By default, mlflow retries for 20 minutes if the server doesn't respond, which
+# exceeds the time that the other ranks wait (placement.timeout_s).
 _REQUEST_LIMITS: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
@@ -26,8 +26,8 @@ _REQUEST_LIMITS: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQU
 class Mlflow:
     """A run in an MLflow tracking store.
 
-    If `folder` contains the id of an MLflow run, this run is continued. Otherwise, a new run is created with the
-    `recipe` as parameters. Non-finite values are dropped, because not every tracking store supports them.
+    If `folder` contains the ID of an MLflow run, that run is continued. Otherwise, a new MLflow run is created with the
+    `recipe` as its parameters. Non-finite metrics are dropped, because not every tracking store supports them.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
@@ -41,18 +41,18 @@ class Mlflow:
             local.mkdir(exist_ok=True)
             uri = f"sqlite:///{local / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=uri)
-        self._end_status = "FAILED"  # status if the run ends without a final event
+        self._end_status = "FAILED"  # reported if the run ends without a `done` or `stopped` event
         self._run = read_id(folder, "mlflow")
         if self._run:
             self._client.update_run(self._run, status="RUNNING")
         else:
-            self._run = _create(self._client, local if "mlflow.db" in uri else None, options, folder.name, recipe)
+            self._run = _create_run(self._client, local if "mlflow.db" in uri else None, options, folder.name, recipe)
             write_id(folder, "mlflow", self._run)
 
     def write(self, event: Event, time: float) -> None:
         from mlflow.entities import Metric
 
-        finite = {name: float(value) for name, value in tracked(event).items() if math.isfinite(value)}
+        finite = {name: float(value) for name, value in select_tracked_metrics(event).items() if math.isfinite(value)}
         if finite:
             metrics = [Metric(name, value, int(time * 1000), event.step) for name, value in finite.items()]
             self._client.log_batch(self._run, metrics=metrics)
@@ -65,15 +65,17 @@ class Mlflow:
             client.set_terminated(self._run, self._end_status)
 
 
-def _create(client: Any, place: Path | None, options: Mapping[str, Any], name: str, recipe: Mapping[str, Any]) -> str:
+def _create_run(
+    client: Any, folder: Path | None, options: Mapping[str, Any], name: str, recipe: Mapping[str, Any]
+) -> str:
     from mlflow.entities import Param
 
     title = options.get("experiment", "lockstep")
     existing = client.get_experiment_by_name(title)
-    artifacts = None if place is None else (place / "artifacts").as_uri()
+    artifacts = None if folder is None else (folder / "artifacts").as_uri()
     experiment = existing.experiment_id if existing else client.create_experiment(title, artifact_location=artifacts)
-    number = str(client.create_run(experiment, run_name=options.get("name", name)).info.run_id)
+    run_id = str(client.create_run(experiment, run_name=options.get("name", name)).info.run_id)
     params_list = [Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in recipe.items()]
     for first in range(0, len(params_list), _MAX_PARAMS_PER_REQUEST):
-        client.log_batch(number, params=params_list[first : first + _MAX_PARAMS_PER_REQUEST])
-    return number
+        client.log_batch(run_id, params=params_list[first : first + _MAX_PARAMS_PER_REQUEST])
+    return run_id

@@ -6,17 +6,17 @@ from typing import Any, Final, Literal
 
 from lockstep.common.text import printable_line
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import count, figures, text
+from lockstep.reporting.run_log import count, get_text, iterate_metrics
 
 Kind = Literal["start", "evaluation", "checkpoint", "warning", "end"]
 
 _MAX_CHARS: Final = 500  # maximum number of characters in a notice
-_MAX_TIME_S: Final = 1e11  # maximum timestamp in seconds that the calendar functions support
+_MAX_TIME_S: Final = 1e11  # larger timestamps overflow in the functions of the time module
 
 
 @dataclass(frozen=True)
 class Notice:
-    """An event as printable text.
+    """An event of a watched run as printable text.
 
     `time` is in seconds since 1970, or None if the log doesn't contain it.
     """
@@ -43,30 +43,30 @@ def _describe(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind
     step = f"{count(event, 'step') or 0:,}"
     match event.get("event"):
         case "started":
-            where = f"{text(event, 'strategy')} on {count(event, 'processes') or '?'}, {text(event, 'device')}"
+            where = f"{get_text(event, 'strategy')} on {count(event, 'processes') or '?'}, {get_text(event, 'device')}"
             if event.get("resumed_from") is None:
                 return "start", f"started: {where}"
             lost = f", {again:,} later steps are recomputed" if (again := count(event, "again")) else ""
             return "start", f"resumed after step {step}: {where}{lost}"
         case "warning":
-            return "warning", f"warning: {text(event, 'text')}"
+            return "warning", f"warning: {get_text(event, 'text')}"
         case "corrupted":
-            return "warning", text(event, "text")
+            return "warning", get_text(event, "text")
         case "skipped":
             files = event.get("files")
             names = [printable_line(each) for each in files if isinstance(each, str)] if isinstance(files, list) else []
             return "warning", f"skipped {wording.format_count(len(names), 'unreadable file')}: {', '.join(names[:3])}"
         case "evaluated":
-            named = figures(event)
+            named = iterate_metrics(event)
             words = ", ".join(
                 f"{name} {wording.format_metric(name, value, name in fractions)}" for name, value in named
             )
             return "evaluation", f"evaluated after step {step}: {words}"
         case "saved":
             best = ", best so far" if event.get("best") is True else ""
-            return "checkpoint", f"saved after step {step}: {text(event, 'path')}{best}"
+            return "checkpoint", f"saved after step {step}: {get_text(event, 'path')}{best}"
         case "stopped":
-            return "end", f"stopped by {text(event, 'reason')} after step {step}"
+            return "end", f"stopped by {get_text(event, 'reason')} after step {step}"
         case "done":
-            return "end", f"done after step {step}, weights sha256 {text(event, 'weights_sha256')}"
+            return "end", f"done after step {step}, weights sha256 {get_text(event, 'weights_sha256')}"
     return None

@@ -1,4 +1,4 @@
-"""A sink that is optional for training. If such a sink fails, it is disabled with a warning, and the run continues."""
+"""A wrapper for sinks that training doesn't depend on. If the sink fails, the run continues without it."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +13,10 @@ from lockstep.training.events import Event
 
 @final
 class Optional:
-    """Passes events to `sink`. If the sink raises an exception, calls `warn` with a message that contains `label`."""
+    """Passes events to `sink` until the sink raises an exception.
+
+    In this case, the sink is closed, and `warn` is called with a message that contains `label`.
+    """
 
     def __init__(self, label: str, sink: Sink, warn: Callable[[str], None]) -> None:
         self._label = label
@@ -30,7 +33,8 @@ class Optional:
             self._call_sink(sink.close)
 
     def _call_sink(self, call: Callable[[], None]) -> None:
-        # Libraries draw retry delays from Python's global random generator, which the user's loop may also use.
+        # Client libraries draw retry delays from Python's global RNG. Restore its state, because the user's training
+        # loop may use it too.
         random_state = random.getstate()
         try:
             with UserCode(self._label):

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import UsageError
-from lockstep.reporting.charts import KEY_HEIGHT, Chart, plain
+from lockstep.reporting.charts import KEY_HEIGHT, Chart, escape_text
 from lockstep.reporting.page import Section
 
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _WIDTH: Final = 900
 _SCALE: Final = 2
-_MAX_KEYS_ABOVE: Final = 8  # maximum number of traces in a legend above the chart
+_MAX_KEYS_ABOVE: Final = 8  # with more traces, the legend is next to the chart instead of above it
 _SIDE_LEGEND: Final = {"orientation": "v", "traceorder": "normal", "x": 1.02, "y": 1, "yanchor": "top"}
 
 
 def check_png() -> None:
-    """Raise UsageError if kaleido or a browser is missing. Both are needed to render charts."""
+    """Raise UsageError if kaleido or a browser is missing, which are both required to render charts."""
     if find_spec("kaleido") is None:
         raise UsageError("--png: kaleido is not installed; run pip install 'lockstep-train[png]'")
-    if not _browser():
+    if not _find_browser():
         raise UsageError("--png: Chromium or Chrome not found; install it (on Debian: apt-get install chromium)")
 
 
@@ -38,16 +38,16 @@ def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
     paths = [folder / f"{re.sub(r'[^a-z0-9]+', '-', chart.title.lower()).strip('-')}.png" for chart in charts]
     drawn: list[dict[str, Any]] = []
     for chart, path in zip(charts, paths, strict=True):
-        layout = file_layout(chart)
+        layout = make_file_layout(chart)
         size = {"width": _WIDTH, "height": layout["height"] + 100, "scale": _SCALE}
         drawn.append({"fig": {"data": chart.figure["data"], "layout": layout}, "path": str(path), "opts": size})
-    write_fig_from_object_sync(drawn, kopts={"path": _browser()})
+    write_fig_from_object_sync(drawn, kopts={"path": _find_browser()})
     return paths
 
 
-def file_layout(chart: Chart) -> dict[str, Any]:
-    """Return the layout of a chart for a file, with its title and legend, because a file has no page around it."""
-    title = {"text": plain(chart.title), "y": 0.98, "yanchor": "top"}
+def make_file_layout(chart: Chart) -> dict[str, Any]:
+    """Return the layout of a chart for a PNG file, which includes the title and the legend."""
+    title = {"text": escape_text(chart.title), "y": 0.98, "yanchor": "top"}
     layout = {**chart.figure["layout"], "title": title, "margin": {"l": 60, "r": 30, "t": 120, "b": 60}}
     keys = len(chart.figure["data"])
     if chart.legend and keys > 1:
@@ -59,5 +59,5 @@ def file_layout(chart: Chart) -> dict[str, Any]:
     return layout
 
 
-def _browser() -> str:
+def _find_browser() -> str:
     return next((found for name in _BROWSERS if (found := shutil.which(name))), "")

@@ -12,10 +12,10 @@ POINTER: Final = "lockstep.json"
 
 @final
 class RayReport:
-    """A sink for Ray Train. Every rank has this sink, because Ray waits for a report from each rank.
+    """An event sink for Ray Train. Every rank needs this sink, because Ray waits for a report from each rank.
 
-    Ray only keeps the report of rank 0, which sets `lead`. The checkpoint contains no weights. A run resumes from its
-    run folder, on any number of workers.
+    Pass `lead` on rank 0, because Ray keeps only the report of that rank. The Ray checkpoint contains a reference to
+    the run folder instead of weights. A run resumes from its run folder, on any number of workers.
     """
 
     def __init__(self, folder: str, lead: bool) -> None:
@@ -29,8 +29,8 @@ class RayReport:
             self._figures["loss"] = event.loss
         elif isinstance(event, Evaluated | Logged):
             self._figures |= event.figures
-        # If a worker is lost, the last report can be lost too. When the run starts again, it has no steps left. In this
-        # case, it repeats the report.
+        # If Ray loses a worker after the last step, the last report can be lost too. The restarted run then has no
+        # steps left, so it repeats the report.
         elif isinstance(event, Saved) or (isinstance(event, Done) and event.step != self.reported):
             self.reported = event.step
             at = {"step": event.step, "epoch": event.epoch, "samples": event.samples}

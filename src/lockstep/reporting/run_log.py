@@ -1,4 +1,4 @@
-"""Reads the events of a run, and derives its progress, curves, restarts and checkpoints."""
+"""Reads the event log of a run, and derives its progress, curves, restarts and checkpoints."""
 
 import math
 from collections import deque
@@ -8,21 +8,21 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple, final
 
 from lockstep.common.text import printable_line
-from lockstep.reporting.thinning import Point, Thinned
+from lockstep.reporting.thinning import Point, ThinnedCurve
 from lockstep.training.events import Evaluated, Stepped
 
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
-_MAX_MAGNITUDE: Final = 1e300  # maximum magnitude of a metric
-_MAX_COUNT: Final = 1e15  # larger integers aren't exact as floats, or aren't valid times
+_MAX_MAGNITUDE: Final = 1e300  # metrics with a larger magnitude are ignored
+_MAX_COUNT: Final = 1e15  # larger integers can't be represented exactly as floats, or aren't valid timestamps
 _STEP_FIELDS: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
-_TRAINING_SUFFIX: Final = "/train"  # name suffix of training curves
-_VALIDATION_SUFFIX: Final = "/validation"  # name suffix of the loss curve of evaluations
+_TRAINING_SUFFIX: Final = "/train"  # suffix in the names of training curves
+_VALIDATION_SUFFIX: Final = "/validation"  # suffix in the name of the validation loss curve
 _MAX_CURVES: Final = 100  # maximum number of curves of a run; a typical log has about ten
-_SPEED_REPORTS: Final = 20  # number of step reports for measuring speed; includes evaluations, but not the past hours
+_SPEED_REPORTS: Final = 20  # number of step reports over which the speed is averaged
 
 
 class SpeedSample(NamedTuple):
-    """A point in time for measuring speed, taken when the run starts and at each step report."""
+    """The progress of a run at a point in time. The training speed is computed from two of these samples."""
 
     time: float
     step: int
@@ -30,7 +30,7 @@ class SpeedSample(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A metric of an evaluation. `is_fraction` is whether it is shown as a percentage."""
+    """A metric of an evaluation. `is_fraction` is whether the value is a fraction, which is shown as a percentage."""
 
     name: str
     value: float
@@ -39,9 +39,9 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class RunStart:
-    """A start event of the run, which starts or resumes after `step` steps.
+    """A start event of a run that starts or resumes after `step` steps.
 
-    `again` is the number of steps that are recomputed. `seconds` is the position of the event on the time axis.
+    `again` is the number of steps that the run recomputes. `seconds` is the training time up to this event.
     """
 
     step: int
@@ -55,7 +55,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint after `step` steps. `took_s` is the duration of the save in seconds."""
+    """A checkpoint after `step` steps and `seconds` of training. `took_s` is the duration of the save in seconds."""
 
     step: int
     seconds: float
@@ -69,8 +69,8 @@ class RunStatus:
     """The progress of a run. A field is None if the log doesn't contain it.
 
     `last` is the name of the last event, and `time` is its time in seconds since 1970. `epoch` is the epoch of the last
-    step, counted from 1. `samples_per_s` and the remaining seconds `left_s` are measured over the latest reports since
-    the run was last started, and include the time of evaluations and saves.
+    step, counted from 1. `left_s` is the estimated remaining time in seconds. `samples_per_s` and `left_s` are based on
+    the latest step reports since the run was last started, including the time of evaluations and saves.
     """
 
     last: str | None = None
@@ -90,11 +90,10 @@ class RunStatus:
 class History:
     """The history of a run, as read from its event log.
 
-    `last` is the last event, `started` is the last start event, and `evaluated` is the last evaluation event. Each is
-    empty if there is no such event. `curves` contains the metrics by the names that `figures` yields. Long curves are
-    thinned out. If a step was recomputed, only its later metrics are kept, but the time of both computations counts.
-    `seconds` is the total training time, without the pauses between stopping and resuming. `skipped` is the number of
-    files that couldn't be read.
+    `last` is the last event, `started` is the last start event, and `evaluated` is the last evaluation event. Each of
+    these is empty if there is no such event. `curves` maps curve names to points. Long curves are thinned out. If a
+    step was recomputed, only its later metrics are kept, but the time of both computations counts. `seconds` is the
+    total training time, without the pauses between stopping and resuming. `skipped` is the number of unreadable files.
     """
 
     starts: list[RunStart] = field(default_factory=list)
@@ -116,11 +115,11 @@ class History:
     @property
     def monitor(self) -> str:
         """The name of the metric that selects the best evaluation."""
-        return text(self.started, "monitor") or "loss"
+        return get_text(self.started, "monitor") or "loss"
 
     @property
     def figure(self) -> Figure | None:
-        """The monitored metric of the last evaluation. If the loss is monitored, this is the task's first metric."""
+        """The monitored metric of the last evaluation, or the first metric of the task if the loss is monitored."""
         own = [key for key in self.evaluated if _curve_name("evaluated", key, of_model=True) == key]
         name = self.monitor if self.monitor in own else next(iter(own), "")
         value = self.evaluation_metric(name)
@@ -128,11 +127,11 @@ class History:
 
     @property
     def weights_sha256(self) -> str:
-        """The hash of the final weights, or empty if the run isn't done."""
-        return text(self.last, "weights_sha256") if self.last.get("event") == "done" else ""
+        """The SHA-256 of the final weights, or an empty string if the run isn't done."""
+        return get_text(self.last, "weights_sha256") if self.last.get("event") == "done" else ""
 
     def evaluation_metric(self, name: str) -> float | None:
-        """Return a metric of the last evaluation, or the loss."""
+        """Return the loss or a metric of the last evaluation, or None if it is missing."""
         return _parse_metric(self.evaluated.get(name))
 
     def last_value(self, curve: str) -> float | None:
@@ -146,23 +145,23 @@ class History:
         return name in self.fractions or name == "mfu"
 
 
-def training_curve(figure: str) -> str:
+def training_curve(metric: str) -> str:
     """Return the name of the training curve of a metric."""
-    return f"{figure}{_TRAINING_SUFFIX}"
+    return f"{metric}{_TRAINING_SUFFIX}"
 
 
-def evaluation_curve(figure: str) -> str:
+def evaluation_curve(metric: str) -> str:
     """Return the name of the evaluation curve of a metric."""
-    return f"loss{_VALIDATION_SUFFIX}" if figure == "loss" else figure
+    return f"loss{_VALIDATION_SUFFIX}" if metric == "loss" else metric
 
 
-def figure_of(curve: str) -> str:
+def metric_name(curve: str) -> str:
     """Return the name of the metric of a training or evaluation curve."""
     return "loss" if curve == evaluation_curve("loss") else curve.removesuffix(_TRAINING_SUFFIX)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
-    """Return the history of a run from the events of its log. Raises KeyError or ValueError like RunLog."""
+    """Return the history of a run from its events. Raises KeyError or ValueError for an invalid event."""
     log = RunLog()
     for event in events:
         log.take(event)
@@ -170,15 +169,15 @@ def history(events: Iterable[Mapping[str, Any]]) -> History:
 
 
 def best(histories: Sequence[History]) -> list[str]:
-    """Return the text `by METRIC` for the best run, and an empty text for all other runs.
+    """Return a string for each run: `by METRIC` for the best run, and an empty string for all other runs.
 
-    If all runs are equal, or if they monitor different metrics, all texts are empty.
+    If all runs are equally good, or if they monitor different metrics, all strings are empty.
     """
     judged = [each.evaluation_metric(each.monitor) for each in histories]
     known = {value for value in judged if value is not None and not math.isnan(value)}
     # Older logs don't contain `higher`.
-    ways = {(each.monitor, str(each.started.get("higher"))) for each in histories if each.evaluated}
-    if len(known) < 2 or len(ways) > 1 or (higher := ways.pop()[1]) not in ("True", "False"):
+    directions = {(each.monitor, str(each.started.get("higher"))) for each in histories if each.evaluated}
+    if len(known) < 2 or len(directions) > 1 or (higher := directions.pop()[1]) not in ("True", "False"):
         return [""] * len(histories)
     found = max(known) if higher == "True" else min(known)
     return [f"by {each.monitor}" if value == found else "" for each, value in zip(histories, judged, strict=True)]
@@ -186,35 +185,35 @@ def best(histories: Sequence[History]) -> list[str]:
 
 @final
 class RunLog:
-    """Reads the events of a log one by one. `history` returns the history so far."""
+    """Builds the history of a run from its events. Call `take` for each event."""
 
     def __init__(self) -> None:
         self._starts: list[RunStart] = []
-        self._curves: dict[str, Thinned] = {}
+        self._curves: dict[str, ThinnedCurve] = {}
         self._saves: list[Save] = []
         self._started: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}
         self._skipped: set[str] = set()
         self._loss: float | None = None
         self._evaluated: Mapping[str, Any] = {}
-        # The first entry is from the last start event.
+        # Progress at the last start event and at each step report since then, limited to the latest reports.
         self._reports: deque[SpeedSample] = deque(maxlen=_SPEED_REPORTS + 1)
         self._start_time: float | None = None  # time of the last start event
         # Total seconds before the last start event, and the time of the last event.
         self._earlier_seconds = self._now = 0.0
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Add the next event.
+        """Add the next event of the log.
 
-        Raises KeyError or ValueError if this version doesn't write such an event. In this case, the event is ignored.
+        Raises KeyError or ValueError if a field is missing or invalid. In this case, the event is ignored.
         """
-        _check(event)
+        _validate(event)
         self._last, kind = event, event.get("event")
         if kind == "skipped" and isinstance(files := event.get("files"), list):
             self._skipped.update(map(str, files))
         if kind == "evaluated":
             self._evaluated = event
-        time, step, samples = _number(event, "time"), count(event, "step"), count(event, "samples")
+        time, step, samples = _get_number(event, "time"), count(event, "step"), count(event, "samples")
         if time is None or step is None or samples is None:
             return
         if self._start_time is None:
@@ -224,18 +223,18 @@ class RunLog:
             self._start_time, self._started = time, event
             self._drop_after(step)
             self._reports.clear()
-            self._starts.append(_start(event, step, self._earlier_seconds))
+            self._starts.append(_parse_start(event, step, self._earlier_seconds))
         if kind in ("started", "step"):
             self._reports.append(SpeedSample(time, step, samples))
             self._loss = _parse_metric(event.get("loss")) if kind == "step" else self._loss
         self._now = time
         seconds = self._seconds
-        for name, value in figures(event):
+        for name, value in iterate_metrics(event):
             if name in self._curves or len(self._curves) < _MAX_CURVES:
-                self._curves.setdefault(name, Thinned()).append(Point(step, samples, seconds, value))
+                self._curves.setdefault(name, ThinnedCurve()).append(Point(step, samples, seconds, value))
         if kind == "saved":
-            took, best = _number(event, "seconds") or 0.0, event.get("best") is True
-            self._saves.append(Save(step, seconds, took, best, text(event, "weights_sha256")))
+            took, best = _get_number(event, "seconds") or 0.0, event.get("best") is True
+            self._saves.append(Save(step, seconds, took, best, get_text(event, "weights_sha256")))
 
     def history(self) -> History:
         """Return the history of the events so far."""
@@ -248,12 +247,12 @@ class RunLog:
         """Return the progress of the run after the events so far."""
         event, started = self._last, self._started
         step, steps = count(event, "step"), count(started, "steps")
-        per_epoch, epochs = count(started, "steps_per_epoch"), _number(started, "epochs")
-        steps_per_s, samples_per_s = _speed(self._reports)
+        per_epoch, epochs = count(started, "steps_per_epoch"), _get_number(started, "epochs")
+        steps_per_s, samples_per_s = _measure_speed(self._reports)
         return RunStatus(
             last=event.get("event"),
-            time=_number(event, "time"),
-            reason=text(event, "reason") if event.get("event") == "stopped" else None,
+            time=_get_number(event, "time"),
+            reason=get_text(event, "reason") if event.get("event") == "stopped" else None,
             step=step,
             steps=steps,
             epoch=-(-step // per_epoch) if step is not None and per_epoch else None,
@@ -274,13 +273,13 @@ class RunLog:
         return self._earlier_seconds + max(0.0, self._now - (self._start_time or 0.0))
 
     def _drop_after(self, step: int) -> None:
-        """Drop everything after `step`, because these steps are recomputed."""
+        """Drop the points and checkpoints after `step`, because these steps are recomputed."""
         for curve in self._curves.values():
-            curve.cut(step)
+            curve.truncate(step)
         self._saves = [save for save in self._saves if save.step <= step]
 
 
-def text(event: Mapping[str, Any], key: str) -> str:
+def get_text(event: Mapping[str, Any], key: str) -> str:
     """Return a string field of an event in printable form, or an empty string if it is missing."""
     value = event.get(key)
     return printable_line(value) if isinstance(value, str) else ""
@@ -292,7 +291,7 @@ def count(event: Mapping[str, Any], key: str) -> int | None:
     return value if _is_count(value) else None
 
 
-def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def iterate_metrics(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the metrics of an event as (curve name, value) pairs."""
     kind, weights = event.get("event"), event.get("weights", "model")
     if isinstance(kind, str) and kind in ("step", "evaluated", "logged"):
@@ -302,28 +301,31 @@ def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds that each rank spent on each activity, from a `done` event, or an empty dict if unknown."""
+    """Return the seconds that each rank spent on each activity, from a `done` event.
+
+    Maps each activity to a list with an entry for each rank. Returns an empty dict if the times are unknown.
+    """
     spent = event.get("seconds_by_rank")
     if not isinstance(spent, dict):
         return {}
-    numbers = {printable_line(what): _numbers(each) for what, each in spent.items()}
+    numbers = {printable_line(what): _parse_numbers(each) for what, each in spent.items()}
     ranks = {len(each) for each in numbers.values()}
     return numbers if len(ranks) == 1 else {}
 
 
 def peaks(event: Mapping[str, Any]) -> list[float]:
-    """Return the peak memory of each rank in bytes, from a `done` event. Return an empty list if unknown."""
-    return _numbers(event.get("peak_bytes_by_rank"))
+    """Return the peak memory of each rank in bytes from a `done` event, or an empty list if it is unknown."""
+    return _parse_numbers(event.get("peak_bytes_by_rank"))
 
 
-def _check(event: Mapping[str, Any]) -> None:
+def _validate(event: Mapping[str, Any]) -> None:
     """Raise KeyError or ValueError if a required field is missing or has the wrong type."""
     kind = event.get("event")
-    required, forms = (_REQUIRED.get(kind, ()), _VALIDATORS.get(kind, {})) if isinstance(kind, str) else ((), {})
+    required, validators = (_REQUIRED.get(kind, ()), _VALIDATORS.get(kind, {})) if isinstance(kind, str) else ((), {})
     for key in required:
         if event.get(key) is None:
             raise KeyError(key)
-    for key, is_right in (*_COMMON_VALIDATORS.items(), *forms.items()):
+    for key, is_right in (*_COMMON_VALIDATORS.items(), *validators.items()):
         if (value := event.get(key)) is not None and not is_right(value):
             raise ValueError(f"{key}: invalid value in an event")
 
@@ -340,14 +342,18 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < _MAX_COUNT
 
 
-def _start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
+def _parse_start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
     again, processes = count(event, "again") or 0, count(event, "processes")
-    strategy, device, resumed = text(event, "strategy"), text(event, "device"), event.get("resumed_from") is not None
+    strategy, device, resumed = (
+        get_text(event, "strategy"),
+        get_text(event, "device"),
+        event.get("resumed_from") is not None,
+    )
     return RunStart(step, seconds, again, processes, strategy, device, resumed)
 
 
-def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
-    """Return the steps per second and the samples per second, or None for both."""
+def _measure_speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
+    """Return the steps per second and the samples per second. Both are None if there are too few reports."""
     if len(reports) < 2 or reports[-1].time <= reports[0].time:
         return None, None
     first, last = reports[0], reports[-1]
@@ -355,9 +361,9 @@ def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
     return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
 
 
-@lru_cache(maxsize=1_000)  # a log has many events, but few distinct arguments
+@lru_cache(maxsize=1_000)  # a log has many events, but few distinct field names
 def _curve_name(kind: str, key: str, of_model: bool) -> str:
-    """Return the curve name for a field of an event, or an empty string if the field isn't a metric."""
+    """Return the curve name for the field `key` of an event, or an empty string if the field isn't a metric."""
     if kind == "step":
         names = {"loss": training_curve("loss"), **{name: name for name in _STEP_FIELDS}}
         own, suffix = {each.name for each in fields(Stepped)}, _TRAINING_SUFFIX
@@ -376,12 +382,12 @@ def _parse_metric(value: Any) -> float | None:
     return float(value) if value in _NOT_FINITE else None
 
 
-def _number(event: Mapping[str, Any], key: str) -> float | None:
+def _get_number(event: Mapping[str, Any], key: str) -> float | None:
     value: Any = event.get(key)
     return float(value) if _is_number(value) else None
 
 
-def _numbers(values: Any) -> list[float]:
+def _parse_numbers(values: Any) -> list[float]:
     found = [_parse_metric(each) for each in values] if isinstance(values, list) else []
     return [each for each in found if each is not None and math.isfinite(each) and each >= 0]
 

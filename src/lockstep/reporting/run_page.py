@@ -1,26 +1,26 @@
-"""A page about one or more runs, with tables and charts. Runs in progress also have progress bars."""
+"""The sections of a page about one or more runs: tables, charts, and progress bars for runs in progress."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from lockstep.reporting import wording
-from lockstep.reporting.charts import Chart, curves
-from lockstep.reporting.page import Figures, ProgressBar, Section, Table, Words
-from lockstep.reporting.run_log import History, count, evaluation_curve, figure_of, training_curve
+from lockstep.reporting.charts import Chart, make_curve_chart
+from lockstep.reporting.page import ProgressBar, Section, Table, ValueGrid, Words
+from lockstep.reporting.run_log import History, count, evaluation_curve, metric_name, training_curve
 from lockstep.reporting.run_view import (
     RunView,
-    clock,
-    differing,
-    endings,
-    latest,
-    named_metrics,
-    named_progress,
-    time_left,
+    describe_endings,
+    find_differing_keys,
+    format_time_left,
+    format_time_of_day,
+    get_named_metrics,
+    get_named_progress,
+    select_latest_notices,
 )
 from lockstep.reporting.thinning import Point
 
-_FIRST_CHARTS: Final = ("loss",)  # the first charts, before the metrics of the task and the charts in _LAST
+_FIRST_CHARTS: Final = ("loss",)  # charts before the metrics of the task; _LAST_CHARTS come after them
 _LAST_CHARTS: Final = {
     "samples_per_s": "samples/s",
     "lr": "learning rate",
@@ -31,50 +31,55 @@ _LAST_CHARTS: Final = {
     "peak_bytes": "peak memory, MiB",
 }
 _NOISY_CURVES: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
-# Metrics whose y axis starts at zero, in addition to percentages.
+# For these metrics and for percentages, the y axis starts at zero.
 _FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")
-_MAX_KEY_COLUMNS: Final = 3  # maximum number of differing keys in the table of runs; more keys are in a separate table
-_MAX_PROGRESS_BARS: Final = 3  # maximum number of runs for which a live page shows a progress bar and all metrics
-_MAX_ROWS: Final = 50  # maximum number of starts or checkpoints of a run in a table
-_HASH_CHARS: Final = 12  # number of characters shown of a hash
+_MAX_KEY_COLUMNS: Final = 3  # if more settings differ between runs, they are shown in a separate table
+_MAX_PROGRESS_BARS: Final = 3  # a live page of more runs has no progress bars
+_MAX_ROWS: Final = 50  # maximum number of restarts or checkpoints that are listed for each run
+_HASH_CHARS: Final = 12  # hashes are truncated to this length
 _NOTICES: Final = 10
 _SAME_RECIPE: Final = "All runs have the same recipe, so exact strategies give the same weights."
 _TIME: Final = "Time is the sum over all starts, without the pauses between them."
 
 
-def sections(runs: Sequence[RunView]) -> list[Section]:
+def make_sections(runs: Sequence[RunView]) -> list[Section]:
     """Return the sections of a page about runs: results, differences, curves, restarts and checkpoints."""
     return _drop_empty(
-        [*_outline(runs), *curve_sections(_histories(runs)), _restart_table(runs), _checkpoint_table(runs)]
+        [
+            *_make_summary_sections(runs),
+            *make_curve_sections(_get_histories(runs)),
+            _make_restart_table(runs),
+            _make_checkpoint_table(runs),
+        ]
     )
 
 
-def live_sections(runs: Sequence[RunView]) -> list[Section]:
-    """Return the sections of a live page: progress, curves, the latest events, and the remaining `sections`.
+def make_live_sections(runs: Sequence[RunView]) -> list[Section]:
+    """Return the sections of a live page: progress, curves, latest events, results, restarts and checkpoints.
 
-    If there are few runs, each has a progress bar and all its metrics. If there are many runs, the table of runs shows
-    the progress.
+    If there are at most three runs, each run has a progress bar and a list of its metrics. Otherwise, the progress is
+    shown in the table of runs.
     """
     has_bars = len(runs) <= _MAX_PROGRESS_BARS
-    outline = _outline(runs, with_progress=not has_bars)
-    progress: list[Section] = [*map(_progress, runs)] if has_bars else outline[:1]
+    outline = _make_summary_sections(runs, with_progress=not has_bars)
+    progress: list[Section] = [*map(_make_progress_bar, runs)] if has_bars else outline[:1]
     rest = outline if has_bars else outline[1:]
     if len(runs) == 1:
-        known = {name for name, _ in _progress(runs[0]).figures}
-        rest = [_drop_metrics(each, known) if isinstance(each, Figures) else each for each in rest]
+        known = {name for name, _ in _make_progress_bar(runs[0]).entries}
+        rest = [_drop_metrics(each, known) if isinstance(each, ValueGrid) else each for each in rest]
     shown = [
         *progress,
-        *curve_sections(_histories(runs)),
-        _events(runs),
+        *make_curve_sections(_get_histories(runs)),
+        _make_event_table(runs),
         *rest,
-        _restart_table(runs),
-        _checkpoint_table(runs),
+        _make_restart_table(runs),
+        _make_checkpoint_table(runs),
     ]
     return _drop_empty(shown)
 
 
-def title(runs: Sequence[RunView]) -> str:
-    """Return a short title. The title of a single run contains its state and progress."""
+def make_title(runs: Sequence[RunView]) -> str:
+    """Return a short page title. If there is a single run, the title contains its state and progress."""
     if len(runs) != 1:
         return f"{len(runs)} runs"
     [run] = runs
@@ -82,32 +87,32 @@ def title(runs: Sequence[RunView]) -> str:
     return f"{run.state}{done} {run.folder}"
 
 
-def curve_sections(histories: Mapping[str, History]) -> list[Section]:
-    """Return a chart for each metric, with the curves of all runs that have this metric.
+def make_curve_sections(histories: Mapping[str, History]) -> list[Section]:
+    """Return a chart for each metric, with the curves of all runs that reported this metric.
 
-    A metric that no run has reported more than once has no chart. A table at the end contains its value.
+    If no run has reported a metric more than once, its value is shown in a table at the end instead.
     """
     curves_by_name = [name for each in histories.values() for name in each.curves]
-    names = dict.fromkeys(map(figure_of, curves_by_name))
+    names = dict.fromkeys(map(metric_name, curves_by_name))
     own = [name for name in names if name not in (*_FIRST_CHARTS, *_LAST_CHARTS)]
-    asked = [name for name in (*_FIRST_CHARTS, *own, *_LAST_CHARTS) if name in names]
-    flops = _flops_per_sample(histories)
+    requested = [name for name in (*_FIRST_CHARTS, *own, *_LAST_CHARTS) if name in names]
+    flops = _get_flops_per_sample(histories)
     if flops and "samples_per_s" in names:
-        # The curve of flops_per_s would have the same shape as samples_per_s.
-        asked = [name for name in asked if name != "flops_per_s"]
-    note = f"FLOP/s is this curve times {wording.flops(flops)}, the cost of a sample." if flops else ""
-    found = {name: chart(name, histories, note=note if name == "samples_per_s" else "") for name in asked}
+        # The chart of flops_per_s would have the same shape as the chart of samples_per_s.
+        requested = [name for name in requested if name != "flops_per_s"]
+    note = f"FLOP/s is this curve times {wording.format_flops(flops)}, the cost of a sample." if flops else ""
+    found = {name: chart(name, histories, note=note if name == "samples_per_s" else "") for name in requested}
     drawn: list[Section] = [each for each in found.values() if each is not None]
     logged = {label: each.curves["loss"] for label, each in histories.items() if _has_two_losses(each)}
     if any(len(points) > 1 for points in logged.values()):
-        drawn.append(curves("loss, as it was logged", logged, "loss", names=[*histories]))
+        drawn.append(make_curve_chart("loss, as it was logged", logged, "loss", names=[*histories]))
         logged = {}
     single = [
         name
         for name in dict.fromkeys(curves_by_name)
-        if (name == "loss" and logged) or (figure_of(name) in asked and found[figure_of(name)] is None)
+        if (name == "loss" and logged) or (metric_name(name) in requested and found[metric_name(name)] is None)
     ]
-    return [*drawn, *_single_values(histories, single)]
+    return [*drawn, *_make_single_value_sections(histories, single)]
 
 
 def _has_two_losses(history: History) -> bool:
@@ -115,55 +120,55 @@ def _has_two_losses(history: History) -> bool:
     return {"loss", evaluation_curve("loss")} <= history.curves.keys()
 
 
-def chart(figure: str, histories: Mapping[str, History], *, note: str = "") -> Chart | None:
+def chart(metric: str, histories: Mapping[str, History], *, note: str = "") -> Chart | None:
     """Return a chart of a metric with the evaluation and training curves of each history.
 
     Return None if no curve has at least two points.
     """
 
-    def found(curve: str) -> dict[str, Sequence[Point]]:
-        return {label: scaled(each.curves[curve]) for label, each in histories.items() if curve in each.curves}
+    def get_curves(curve: str) -> dict[str, Sequence[Point]]:
+        return {label: convert_units(each.curves[curve]) for label, each in histories.items() if curve in each.curves}
 
-    def scaled(points: Sequence[Point]) -> Sequence[Point]:
-        return [each._replace(value=each.value / 2**20) for each in points] if figure == "peak_bytes" else points
+    def convert_units(points: Sequence[Point]) -> Sequence[Point]:
+        return [each._replace(value=each.value / 2**20) for each in points] if metric == "peak_bytes" else points
 
-    of_figure = found(evaluation_curve(figure)) or found(figure)
-    words, training = _LAST_CHARTS.get(figure, figure), found(training_curve(figure))
-    if all(len(points) < 2 for points in (*of_figure.values(), *training.values())):
+    evaluation = get_curves(evaluation_curve(metric)) or get_curves(metric)
+    words, training = _LAST_CHARTS.get(metric, metric), get_curves(training_curve(metric))
+    if all(len(points) < 2 for points in (*evaluation.values(), *training.values())):
         return None
-    return curves(
+    return make_curve_chart(
         words,
-        of_figure,
+        evaluation,
         words,
         training=training,
         names=[*histories],
-        percent=any(each.is_share(figure) for each in histories.values()),
-        from_zero=figure in _FROM_ZERO,
-        noisy=figure in _NOISY_CURVES,
+        percent=any(each.is_share(metric) for each in histories.values()),
+        from_zero=metric in _FROM_ZERO,
+        noisy=metric in _NOISY_CURVES,
         note=note,
     )
 
 
-def _flops_per_sample(histories: Mapping[str, History]) -> int | None:
+def _get_flops_per_sample(histories: Mapping[str, History]) -> int | None:
     """Return the FLOP per sample, or None if it isn't known or differs between runs."""
     known = {count(each.started, "flops_per_sample") for each in histories.values() if "flops_per_s" in each.curves}
     return known.pop() if len(known) == 1 else None
 
 
-def _single_values(histories: Mapping[str, History], names: Sequence[str]) -> list[Section]:
-    """Return a table of the metrics that were reported once. For a single run, return a grid instead."""
+def _make_single_value_sections(histories: Mapping[str, History], names: Sequence[str]) -> list[Section]:
+    """Return a table of metrics that were reported only once, or a grid if there is a single run."""
     if not names:
         return []
     title = "Reported once"
     headings = [_LAST_CHARTS.get(name, name) for name in names]
-    cells = {label: [_single_value(name, each) for name in names] for label, each in histories.items()}
+    cells = {label: [_format_single_value(name, each) for name in names] for label, each in histories.items()}
     if len(histories) == 1:
         [values] = cells.values()
-        return [Figures(title, [*zip(headings, values, strict=True)])]
+        return [ValueGrid(title, [*zip(headings, values, strict=True)])]
     return [Table(title, ["run", *headings], [[label, *values] for label, values in cells.items() if any(values)])]
 
 
-def _single_value(name: str, history: History) -> str:
+def _format_single_value(name: str, history: History) -> str:
     value = history.last_value(name)
     if value is None:
         return ""
@@ -174,88 +179,88 @@ def _single_value(name: str, history: History) -> str:
     return wording.format_metric(name, value, history.is_share(name))
 
 
-def _outline(runs: Sequence[RunView], *, with_progress: bool = False) -> list[Section]:
-    ended = endings(runs)
+def _make_summary_sections(runs: Sequence[RunView], *, with_progress: bool = False) -> list[Section]:
+    ended = describe_endings(runs)
     words = ended + [
         f"{run.name} skipped {wording.format_count(run.history.skipped, 'unreadable file')}; see skipped.txt"
         for run in runs
         if run.history.skipped
     ]
     heading = "Why runs stopped" if ended else ""
-    return [*_runs(runs, with_progress), *([Words(heading, words)] if words else [])]
+    return [*_make_run_sections(runs, with_progress), *([Words(heading, words)] if words else [])]
 
 
-def _histories(runs: Sequence[RunView]) -> dict[str, History]:
+def _get_histories(runs: Sequence[RunView]) -> dict[str, History]:
     return {run.folder: run.history for run in runs}
 
 
-def _drop_empty(shown: Sequence[Section]) -> list[Section]:
-    """Return the sections, leaving out empty tables and grids."""
+def _drop_empty(sections: Sequence[Section]) -> list[Section]:
+    """Return the sections without empty tables and grids."""
     return [
         each
-        for each in shown
-        if not (isinstance(each, Table) and not each.rows) and not (isinstance(each, Figures) and not each.figures)
+        for each in sections
+        if not (isinstance(each, Table) and not each.rows) and not (isinstance(each, ValueGrid) and not each.entries)
     ]
 
 
-def _drop_metrics(grid: Figures, names: Collection[str]) -> Figures:
-    return replace(grid, figures=[(name, value) for name, value in grid.figures if name not in names])
+def _drop_metrics(grid: ValueGrid, names: Collection[str]) -> ValueGrid:
+    return replace(grid, entries=[(name, value) for name, value in grid.entries if name not in names])
 
 
-def _events(runs: Sequence[RunView]) -> Table:
-    """Return a table of the latest events. It contains the run names only if there are several runs."""
-    events = [*reversed(latest(runs, _NOTICES))]
+def _make_event_table(runs: Sequence[RunView]) -> Table:
+    """Return a table of the latest events. If there are several runs, the table has a column for the run name."""
+    events = [*reversed(select_latest_notices(runs, _NOTICES))]
     if len(runs) == 1:
-        rows = [[clock(notice.time), notice.words] for _, notice in events]
+        rows = [[format_time_of_day(notice.time), notice.words] for _, notice in events]
         return Table("Latest events", ["time", "event"], rows)
-    rows = [[clock(notice.time), name, notice.words] for name, notice in events]
+    rows = [[format_time_of_day(notice.time), name, notice.words] for name, notice in events]
     return Table("Latest events", ["time", "run", "event"], rows)
 
 
-def _progress(run: RunView) -> ProgressBar:
-    done, total = _steps(run)
-    return ProgressBar(run.name, done, total, [*named_progress(run), *named_metrics(run)])
+def _make_progress_bar(run: RunView) -> ProgressBar:
+    done, total = _count_steps(run)
+    return ProgressBar(run.name, done, total, [*get_named_progress(run), *get_named_metrics(run)])
 
 
-def _steps(run: RunView) -> tuple[int, int]:
+def _count_steps(run: RunView) -> tuple[int, int]:
     """Return the number of completed steps and the total number of steps, which is at least 1."""
     status = run.status
     return status.step or 0, max(status.steps or 0, status.step or 0, 1)
 
 
-def _runs(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
-    """Return a table of the runs. For a single run, return a grid of values instead.
+def _make_run_sections(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
+    """Return a table of the runs, or a grid of values if there is a single run.
 
-    If more than a few keys differ between the runs, these keys are in a second table.
+    If more than three settings differ between the runs, a second table lists these settings.
     """
     if not runs:
         return []
     figures = dict.fromkeys(run.status.figure.name for run in runs if run.status.figure)
-    cells = _columns(runs, ["loss/train", "loss/validation", *figures], with_progress)
+    cells = _make_columns(runs, ["loss/train", "loss/validation", *figures], with_progress)
     if len(runs) == 1:
-        return [Figures("Run", [(name, value) for name, [value] in cells.items() if value and name != "run"])]
+        return [ValueGrid("Run", [(name, value) for name, [value] in cells.items() if value and name != "run"])]
     notes = [_TIME]
     if set(cells["starts"]) <= {"0", "1"}:
         del cells["starts"]
     if len(set(cells["machine"])) == 1:
         [machine] = set(cells.pop("machine"))
         notes += [f"All runs trained on {machine}."] if machine else []
-    names, differences = {"run": cells.pop("run")}, _differences(runs)
+    names, differences = {"run": cells.pop("run")}, _find_differences(runs)
     is_recipe = any(name.startswith("recipe.") for name in differences)
     same = [_SAME_RECIPE] if differences and not is_recipe else []
-    done = [step / steps for step, steps in map(_steps, runs)] if with_progress else []
+    done = [step / steps for step, steps in map(_count_steps, runs)] if with_progress else []
     if len(differences) <= _MAX_KEY_COLUMNS:
         cells, notes = names | differences | cells, notes + same
-        return [Table("Runs", [*cells], _rows(cells), " ".join(notes), done=done)]
+        return [Table("Runs", [*cells], _to_rows(cells), " ".join(notes), done=done)]
     cells, differences = names | cells, names | differences
     return [
-        Table("Runs", [*cells], _rows(cells), " ".join(notes), done=done),
-        Table("What differs", [*differences], _rows(differences), " ".join(same)),
+        Table("Runs", [*cells], _to_rows(cells), " ".join(notes), done=done),
+        Table("What differs", [*differences], _to_rows(differences), " ".join(same)),
     ]
 
 
-def _columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool) -> dict[str, list[str]]:
-    """Return the columns of the table of runs. It shows the last value of each curve in `curves`."""
+def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool) -> dict[str, list[str]]:
+    """Return the columns of the table of runs by heading. Each curve in `curves` has a column with its last value."""
 
     def value(run: RunView, name: str) -> str:
         last = run.history.last_value(name)
@@ -265,8 +270,8 @@ def _columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool
     return {
         "run": [run.folder for run in runs],
         "state": [run.state for run in runs],
-        "step": [wording.of(run.status.step, run.status.steps) for run in runs],
-        **({"time left": [time_left(run) for run in runs]} if with_progress else {}),
+        "step": [wording.format_out_of(run.status.step, run.status.steps) for run in runs],
+        **({"time left": [format_time_left(run) for run in runs]} if with_progress else {}),
         "time": [wording.duration(run.history.seconds) if run.history.starts else "" for run in runs],
         **{name: [value(run, name) for run in runs] for name in curves},
         "samples/s": ["" if speed is None else f"{speed:,.0f}" for speed in speeds],
@@ -276,38 +281,22 @@ def _columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool
     }
 
 
-def _rows(cells: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
-    """Return the rows of a table from its columns."""
+def _to_rows(cells: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
+    """Transpose the columns of a table into rows."""
     return [*zip(*cells.values(), strict=True)]
 
 
-def _differences(runs: Sequence[RunView]) -> dict[str, list[str]]:
-    """Return a column for each key that differs between the recipes or placements of the runs."""
-    recipe, placement = differing([run.recipe for run in runs]), differing([run.placement for run in runs])
+def _find_differences(runs: Sequence[RunView]) -> dict[str, list[str]]:
+    """Return a column of values for each recipe or placement key that differs between the runs."""
+    recipe, placement = (
+        find_differing_keys([run.recipe for run in runs]),
+        find_differing_keys([run.placement for run in runs]),
+    )
     of_recipe = {f"recipe.{key}": [run.recipe.get(key, "") for run in runs] for key in recipe}
     return of_recipe | {f"placement.{key}": [run.placement.get(key, "") for run in runs] for key in placement}
 
 
-def _run(run: RunView, shown: Sequence[str]) -> list[str]:
-    history, speed = run.history, run.status.samples_per_s
-    values = [(name, history.last_value(name)) for name in shown]
-    return [
-        run.folder,
-        run.state,
-        wording.of(run.status.step, run.status.steps),
-        wording.duration(history.seconds) if history.starts else "",
-        *(
-            "" if value is None else wording.format_metric(name, value, history.is_share(name))
-            for name, value in values
-        ),
-        "" if speed is None else f"{speed:,.0f}",
-        f"{len(history.starts):,}",
-        history.weights_sha256[:_HASH_CHARS],
-        run.machine,
-    ]
-
-
-def _restart_table(runs: Sequence[RunView]) -> Table:
+def _make_restart_table(runs: Sequence[RunView]) -> Table:
     rows = [
         [
             run.folder,
@@ -324,7 +313,7 @@ def _restart_table(runs: Sequence[RunView]) -> Table:
     return Table("Restarts", columns, rows, grouped=True, folded=True)
 
 
-def _checkpoint_table(runs: Sequence[RunView]) -> Table:
+def _make_checkpoint_table(runs: Sequence[RunView]) -> Table:
     rows = [
         [
             run.folder,

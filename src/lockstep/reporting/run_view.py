@@ -1,4 +1,4 @@
-"""A snapshot of a run, as other processes see it: its state, its log and its configuration."""
+"""A snapshot of a run for monitoring it from a different process: its state, its log and its configuration."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,13 +27,13 @@ _SPEED: Final = "samples/s"
 
 @dataclass(frozen=True)
 class RunView:
-    """Everything that is known about a run folder.
+    """The state, history and configuration of a run, as read from its run folder.
 
-    `job` is the ID of its last Slurm job, and `queued` is the state of that job as text. `recipe` contains the recipe
-    values as text, by dotted keys, and `placement` contains the placement values with which the run was last started.
-    Both are empty if unknown. `failure` is the reason if the run failed when it was last started, and `machine` is a
-    description of the machine. `notices` contains the last notices, and `noticed` is the total number of notices.
-    `is_whole` is false while a long log is still being read.
+    `job` is the ID of the last Slurm job, and `queued` is the state of that job as text. `recipe` and `placement` map
+    dotted keys to values as text, or are empty if unknown. `placement` and `failure` are from the last time that the
+    run was started. `failure` is the reason if the run failed. `machine` describes the machine. `notices` contains the
+    latest notices, and `noticed` is the total number of notices. `is_whole` is false while a long log is still being
+    read.
     """
 
     folder: str
@@ -56,12 +56,12 @@ class RunView:
 
     @property
     def name(self) -> str:
-        """The folder as printable text."""
+        """The path of the run folder as printable text."""
         return printable_line(self.folder)
 
     @property
     def is_active(self) -> bool:
-        """Whether the run continues without being started again."""
+        """Whether the run is running or queued."""
         return self.state in _ACTIVE_STATES
 
 
@@ -69,7 +69,7 @@ def state(status: RunStatus, held: bool, submitted: float | None = None, job: st
     """Return the state of a run with a readable log.
 
     `held` is whether a process holds the lock of the run folder. `submitted` is the time of the last submission to
-    Slurm. `job` is the state of that job in Slurm. The state is empty if Slurm no longer knows the job, and None if
+    Slurm, and `job` is the state of the submitted job. `job` is empty if Slurm no longer knows the job, and None if
     Slurm isn't available.
     """
     if status.last == "done":
@@ -81,16 +81,16 @@ def state(status: RunStatus, held: bool, submitted: float | None = None, job: st
     return "saved" if status.last == "stopped" else "died"
 
 
-def differing(sections: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys that differ between recipes or placements. Unknown recipes or placements are ignored."""
-    known = [each for each in sections if each]
+def find_differing_keys(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the keys whose values differ between runs. Runs without known settings are ignored."""
+    known = [each for each in settings if each]
     keys = dict.fromkeys(key for each in known for key in each)
     return [key for key in keys if len({each.get(key) for each in known}) > 1]
 
 
-def is_over(run: RunView, wait: bool) -> bool:
-    """Return whether a run will have no further events. With `wait`, only a completed run is over."""
-    return run.is_whole and (run.state == "done" if wait else not run.is_active)
+def is_over(run: RunView, wait_for_completion: bool) -> bool:
+    """Return whether a run has ended. With `wait_for_completion`, only a completed run counts as ended."""
+    return run.is_whole and (run.state == "done" if wait_for_completion else not run.is_active)
 
 
 def exit_code(states: Collection[str]) -> int:
@@ -100,42 +100,42 @@ def exit_code(states: Collection[str]) -> int:
     return EXIT_SAVED if all(state in ("done", "saved") for state in states) else EXIT_FAILED
 
 
-def headline(run: RunView) -> str:
+def format_headline(run: RunView) -> str:
     """Return the name, placement, state and job of a run as a line of text."""
     starts = run.history.starts[-1:]
     state = "not there yet" if not run.is_whole and not starts else run.state
-    where = [_placement(each) for each in starts]
+    where = [_format_placement(each) for each in starts]
     job = [f"job {run.job} {run.queued}".strip()] if run.job is not None else []
-    return join(run.name, state, *where, *job)
+    return join_nonempty(run.name, state, *where, *job)
 
 
-def place(run: RunView) -> str:
+def format_progress(run: RunView) -> str:
     """Return the progress of a run as text, or an empty string if it hasn't started."""
     status = run.status
     if status.step is None:
         return ""
     epoch = "" if status.epoch is None or status.epochs is None else f"epoch {status.epoch:,}/{status.epochs:,}"
-    return join(epoch, f"step {wording.of(status.step, status.steps)}")
+    return join_nonempty(epoch, f"step {wording.format_out_of(status.step, status.steps)}")
 
 
-def time_left(run: RunView) -> str:
+def format_time_left(run: RunView) -> str:
     """Return the remaining time as text, or an empty string if it is unknown or the run is over."""
     seconds = run.status.left_s
     return "" if seconds is None or not run.is_active else wording.duration(seconds)
 
 
-def eta(run: RunView) -> str:
-    """Return the remaining time followed by `left`, or an empty string if there is none."""
-    return f"{time_left(run)} left" if time_left(run) else ""
+def format_eta(run: RunView) -> str:
+    """Return the remaining time as text, such as `1:23 left`, or an empty string if the remaining time is unknown."""
+    return f"{format_time_left(run)} left" if format_time_left(run) else ""
 
 
-def figures(run: RunView) -> str:
+def format_metrics(run: RunView) -> str:
     """Return the training speed and the last value of each metric as a line of text."""
-    words = [f"{value} {name}" if name == _SPEED else f"{name} {value}" for name, value in named_metrics(run)]
-    return join(*words)
+    words = [f"{value} {name}" if name == _SPEED else f"{name} {value}" for name, value in get_named_metrics(run)]
+    return join_nonempty(*words)
 
 
-def named_metrics(run: RunView) -> list[tuple[str, str]]:
+def get_named_metrics(run: RunView) -> list[tuple[str, str]]:
     """Return the training speed and the last value of each metric as (name, text) pairs."""
     history, speed = run.history, run.status.samples_per_s
     names = [name for name in history.curves if name not in (*_HIDDEN_CURVES, *_SHOWN_CURVES)]
@@ -144,17 +144,17 @@ def named_metrics(run: RunView) -> list[tuple[str, str]]:
     return [*speeds, *((name, _format_last_value(name, history)) for name in names[:_MAX_METRICS])]
 
 
-def named_progress(run: RunView) -> list[tuple[str, str]]:
+def get_named_progress(run: RunView) -> list[tuple[str, str]]:
     """Return the state, placement and progress of a run as (name, text) pairs. Unknown values are omitted."""
     status = run.status
     found = [
         ("state", run.state if run.is_whole else "reading its log"),
-        ("placement", next((_placement(each) for each in run.history.starts[-1:]), "")),
+        ("placement", next((_format_placement(each) for each in run.history.starts[-1:]), "")),
         ("job", "" if run.job is None else f"{run.job} {run.queued}".strip()),
-        ("epoch", wording.of(status.epoch, status.epochs)),
-        ("step", wording.of(status.step, status.steps)),
-        ("time left", time_left(run)),
-        ("last event", clock(status.time)),
+        ("epoch", wording.format_out_of(status.epoch, status.epochs)),
+        ("step", wording.format_out_of(status.step, status.steps)),
+        ("time left", format_time_left(run)),
+        ("last event", format_time_of_day(status.time)),
     ]
     return [(name, value) for name, value in found if value]
 
@@ -163,13 +163,13 @@ def loss(history: History) -> str:
     """Return the loss of the last evaluation as text. Before the first evaluation, return the loss of the last step."""
     evaluated, trained = history.evaluation_metric("loss"), history.status.loss
     if evaluated is not None:
-        return wording.loss(evaluated)
-    return "" if trained is None else f"train {wording.loss(trained)}"
+        return wording.format_loss(evaluated)
+    return "" if trained is None else f"train {wording.format_loss(trained)}"
 
 
-def line(run: RunView) -> str:
+def format_line(run: RunView) -> str:
     """Return the name, progress, metrics and remaining time of a run as a line of text."""
-    return join(run.name, place(run), figures(run), eta(run))
+    return join_nonempty(run.name, format_progress(run), format_metrics(run), format_eta(run))
 
 
 def ending(run: RunView) -> str:
@@ -177,41 +177,43 @@ def ending(run: RunView) -> str:
     if run.state == "unreadable":
         return f"{run.name} cannot be read: {run.notices[-1].words if run.notices else 'its log is damaged'}"
     if run.state != "done":
-        return f"{run.name} {_end_reason(run) or f'is {run.state}'}"
-    done = join(f"{run.name} is done in {wording.duration(run.history.seconds)}", place(run), figures(run))
+        return f"{run.name} {_describe_end(run) or f'is {run.state}'}"
+    done = join_nonempty(
+        f"{run.name} is done in {wording.duration(run.history.seconds)}", format_progress(run), format_metrics(run)
+    )
     return f"{done}\n{wording.hash_line(run.history.weights_sha256)}"
 
 
-def endings(runs: Sequence[RunView]) -> list[str]:
+def describe_endings(runs: Sequence[RunView]) -> list[str]:
     """Return the reasons why runs ended early. Runs with the same reason share a line."""
     alike: dict[str, list[str]] = {}
     for run in runs:
-        alike.setdefault(_end_reason(run), []).append(run.name)
+        alike.setdefault(_describe_end(run), []).append(run.name)
     more = {why: f" and {len(names) - _MAX_NAMES:,} more" for why, names in alike.items() if len(names) > _MAX_NAMES}
     return [f"{', '.join(names[:_MAX_NAMES])}{more.get(why, '')} {why}" for why, names in alike.items() if why]
 
 
-def latest(runs: Iterable[RunView], most: int) -> list[tuple[str, Notice]]:
-    """Return the last notices of several runs, sorted by time, as (run name, notice) pairs."""
+def select_latest_notices(runs: Iterable[RunView], max_count: int) -> list[tuple[str, Notice]]:
+    """Return the latest notices of several runs as (run name, notice) pairs, sorted by time."""
     found = [(run.name, notice) for run in runs for notice in run.notices]
-    return sorted(found, key=lambda each: each[1].time or 0.0)[-most:] if most else []
+    return sorted(found, key=lambda each: each[1].time or 0.0)[-max_count:] if max_count else []
 
 
-def clock(seconds: float | None) -> str:
+def format_time_of_day(seconds: float | None) -> str:
     """Return the local time of day as text, or an empty string for None."""
     return "" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def join(*words: str) -> str:
-    """Join the strings that aren't empty with two spaces."""
+def join_nonempty(*words: str) -> str:
+    """Join the non-empty strings with two spaces."""
     return "  ".join(word for word in words if word)
 
 
-def _placement(start: RunStart) -> str:
+def _format_placement(start: RunStart) -> str:
     return f"{start.strategy} on {start.processes or '?'}, {start.device}"
 
 
-def _end_reason(run: RunView) -> str:
+def _describe_end(run: RunView) -> str:
     """Return the reason why a run ended early, or an empty string if it didn't."""
     stopped = f"stopped by {run.status.reason or 'a signal'}; start it again to resume"
     return {"failed": f"failed: {run.failure}", "saved": stopped, "died": _NO_REASON}.get(run.state, "")

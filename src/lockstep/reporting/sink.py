@@ -6,13 +6,13 @@ from lockstep.training.events import Event
 
 
 class Sink(Protocol):
-    """Receives the events of a run, starting with `Started`.
+    """Receives the events of a run. The first event is `Started`.
 
-    Only rank 0 has sinks. The Ray sink is the exception: every rank has one.
+    Only rank 0 has sinks, except for the Ray sink, which every rank has.
     """
 
     def write(self, event: Event, time: float) -> None:
         """Handle an event that happened at `time`, in seconds since 1970."""
 
     def close(self) -> None:
-        """Release files and the terminal. This is also called after errors. Calling it again is a no-op."""
+        """Close files and release the terminal. Also called after errors. Closing twice is a no-op."""

@@ -11,9 +11,9 @@ from lockstep.training.events import Event, Skipped
 
 @final
 class SkippedFiles:
-    """Appends to the file `path`, and creates it for the first skipped file.
+    """An event sink that appends the paths of skipped files to the file `path`.
 
-    When the run resumes, paths that are already in the file aren't listed again.
+    The file is created when the first path is added. Paths that a resumed run skips again aren't listed twice.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,4 +34,4 @@ class SkippedFiles:
             file.write(b"".join(line + b"\n" for line in new))
 
     def close(self) -> None:
-        """No-op, because the file is complete after each event."""
+        """Do nothing, because `write` leaves no open file."""

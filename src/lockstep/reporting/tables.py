@@ -1,6 +1,7 @@
 """CSV tables of the step reports, the evaluations, and the metrics that a custom training loop logged.
 
-Each metric has a column. A resumed run drops the rows of steps that it recomputes, so that each step appears only once.
+Each metric has a column. When a run resumes, the rows of steps that it recomputes are removed, so that each step
+appears only once.
 """
 
 import csv
@@ -18,14 +19,14 @@ EVALUATIONS: Final = "evaluations.csv"
 LOGGED: Final = "logged.csv"
 _TABLES: Final[Mapping[type, str]] = {Stepped: STEPS, Evaluated: EVALUATIONS, Logged: LOGGED}
 _OMITTED_FIELDS: Final = ("event", "fractions")
-_MAX_TABLE_BYTES: Final = 1 << 30  # maximum size in bytes of a table that a resumed run reads
+_MAX_TABLE_BYTES: Final = 1 << 30  # maximum size of a table that is read when a run resumes
 
 
 @final
 class Tables:
-    """Writes the tables into `folder`. Once `write` returns, the kernel has the row.
+    """An event sink that writes the tables into `folder`. Numbers are formatted as in events.jsonl.
 
-    Numbers are formatted as in events.jsonl.
+    When `write` returns, the row has been passed to the operating system, so it isn't lost if the process is killed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,10 +43,10 @@ class Tables:
             )
 
     def close(self) -> None:
-        """No-op, because the files are complete after each event."""
+        """Do nothing, because `write` leaves no open file."""
 
     def _resume_table(self, name: str, step: int) -> None:
-        """Keep the rows up to `step` of a table that the run wrote before it resumed. Drop an incomplete last row."""
+        """Remove the rows after `step`, and an incomplete last row, from a table of a run that resumes after `step`."""
         path = self._folder / name
         try:
             lines = self._lines(path)

@@ -6,16 +6,17 @@ from pathlib import Path
 from time import time_ns
 from typing import Any, BinaryIO, final
 
-from lockstep.reporting.curves import curves
+from lockstep.reporting.curves import select_metrics
 from lockstep.training.events import Event, Started
 
 
 @final
 class TensorBoard:
-    """Writes the curves of a run into `folder`. Once `write` returns, the kernel has the points.
+    """An event sink that writes the curves of a run into `folder`.
 
-    torch's SummaryWriter isn't used, because it writes from a thread. If the folder is removed, that thread dies with a
-    traceback, and closing the writer then hangs.
+    When `write` returns, the points have been passed to the operating system. This class doesn't use
+    torch.utils.tensorboard.SummaryWriter, which writes from a thread: if the folder is removed, the thread fails with a
+    traceback, and closing the writer hangs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,11 +28,11 @@ class TensorBoard:
             self._open(event, time)
         if self._file is None:
             return
-        # Imported lazily, because the import takes time and only one process of a run needs it.
+        # Imported lazily, because the import is slow and only rank 0 needs it.
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in curves(event).items()]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in select_metrics(event).items()]
         if values:
             _append(self._file, Record(wall_time=time, step=event.step, summary=Summary(value=values)))
 
@@ -46,7 +47,7 @@ class TensorBoard:
 
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # If the run starts twice within a second, the files get different names, which sort in the order of creation.
+        # time_ns() makes the names unique and sorts them by creation time, even if the run starts twice in a second.
         name = f"events.out.tfevents.{int(time):010d}.{time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = (self._folder / name).open("xb")
         _append(self._file, Record(wall_time=time, file_version="brain.Event:2"))

@@ -12,14 +12,14 @@ from rich.text import Text
 
 _ANY_WIDTH: Final = 1 << 16
 _GAP: Final = 2  # number of spaces between two columns
-_MIN_COLUMNS: Final = 4  # number of columns that are always shown, even if the terminal is too narrow
+_MIN_COLUMNS: Final = 4  # number of columns that are shown even if the terminal is too narrow
 
 
 def make_console(stream: TextIO, terminal: bool | None = None) -> Console:
-    """Return a console that writes text unchanged.
+    """Return a rich console that writes text without automatic highlighting.
 
-    `terminal` is whether `stream` is a terminal, which is detected by default. It is passed to rich explicitly, because
-    rich would otherwise take environment variables about colors as a sign of a terminal.
+    `terminal` overrides the detection of whether `stream` is a terminal. The result is passed to rich explicitly,
+    because rich would otherwise treat environment variables such as FORCE_COLOR as a sign of a terminal.
     """
     terminal = stream.isatty() if terminal is None else terminal
     return Console(file=stream, force_terminal=terminal, highlight=False, markup=False, emoji=False)
@@ -31,34 +31,34 @@ def is_moving(console: Console) -> bool:
 
 
 def start_live(console: Console) -> Live:
-    """Start a live display. Each update replaces the previous one, and stopping it clears the display.
+    """Start a live display. Each update replaces the previous content, and stopping the display clears it.
 
-    The display has no refresh thread. A thread would take time from training, and forking workers from a process with
-    threads isn't safe.
+    The display has no refresh thread. A thread would slow down training, and forking worker processes from a
+    multithreaded process isn't safe.
     """
     live = Live(console=console, auto_refresh=False, transient=True)
     live.start()
-    console.show_cursor(True)  # Live hides the cursor, and the cursor would stay hidden if the process is killed
+    console.show_cursor(True)  # Live hides the cursor, which would stay hidden if the process were killed
     return live
 
 
-def progress_line(place: str, done: int, total: int, after: str) -> RenderableType:
-    """Return a progress bar between two texts. It fills the width of the terminal."""
+def make_progress_line(before: str, done: int, total: int, after: str) -> RenderableType:
+    """Return a line with a progress bar between two texts. The bar stretches to the width of the terminal."""
     line = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
-    line.add_row(Text(place), ProgressBar(total=total, completed=done), Text(after))
+    line.add_row(Text(before), ProgressBar(total=total, completed=done), Text(after))
     return line
 
 
 def table(
     console: Console, columns: Mapping[str, Sequence[str]], styles: Sequence[str], texts: Collection[str]
 ) -> RenderableType:
-    """Return a table of columns by heading. The most important columns come first.
+    """Return a table. `columns` maps headings to cells, with the most important columns first.
 
-    The columns in `texts` are left-aligned. If the terminal is too narrow, the last columns are omitted and a line
-    names them. `styles` contains the style of the state cell for each row.
+    The columns whose headings are in `texts` are left-aligned. If the terminal is too narrow, the last columns are
+    omitted, and a line below the table lists their headings. `styles` contains the style of the state cell in each row.
     """
     shown, left_out = dict(columns), []
-    while console.is_terminal and len(shown) > _MIN_COLUMNS and _width(shown) > console.width:
+    while console.is_terminal and len(shown) > _MIN_COLUMNS and _measure_width(shown) > console.width:
         left_out.append(shown.popitem()[0])
     found = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for heading in shown:
@@ -71,12 +71,12 @@ def table(
 
 
 def print_unwrapped(console: Console, drawing: RenderableType) -> None:
-    """Print lines without wrapping and without trailing spaces, because wrapped table cells aren't readable."""
+    """Print lines without wrapping, which would make tables unreadable, and without trailing spaces."""
     console.width = _ANY_WIDTH
     with console.capture() as drawn:
         console.print(drawing)
     console.file.writelines(f"{line.rstrip()}\n" for line in drawn.get().splitlines())
 
 
-def _width(columns: Mapping[str, Sequence[str]]) -> int:
+def _measure_width(columns: Mapping[str, Sequence[str]]) -> int:
     return sum(max(map(cell_len, (heading, *cells))) + _GAP for heading, cells in columns.items()) - _GAP

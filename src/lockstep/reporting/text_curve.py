@@ -1,4 +1,4 @@
-"""Draws a curve as text, with block characters whose height is a multiple of an eighth."""
+"""Draws a curve as text, using Unicode block characters with a resolution of an eighth of a line."""
 
 import math
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
 def text_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
-    """Return `height` lines of `width` characters. Each column shows the mean over a range of samples.
+    """Return a curve as `height` lines of `width` characters. Each column shows the mean over a range of samples.
 
-    The lowest column is an eighth of a character high, and the highest column fills all lines. Non-finite values are
-    skipped. If there are no points, there are no lines.
+    The lowest column is an eighth of a line high, and the highest column fills all lines. Non-finite values are
+    skipped. Returns an empty list if there are no points.
     """
     columns = _columns([point for point in points if math.isfinite(point.value)], width)
     values = [value for value in columns if value is not None]
@@ -28,7 +28,7 @@ def text_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
 
 
 def _columns(points: Sequence[Point], width: int) -> list[float | None]:
-    """Return the mean of each column. A column without points repeats the value of the previous column."""
+    """Return the mean of the points in each column. A column without points repeats the previous value."""
     if not points:
         return [None] * width
     first, last = points[0].samples, points[-1].samples

@@ -1,19 +1,19 @@
 """Stores a curve of any length in bounded memory.
 
-It keeps the lowest and the highest point of each range, so that no spike is lost.
+A long curve is reduced to the lowest and the highest point of each range of steps, so that no spike is lost.
 """
 
 import math
 from operator import attrgetter
 from typing import Final, NamedTuple, final
 
-_MAX_POINTS: Final = 2_000  # maximum number of points; more points would slow down a page, and a screen can't show them
+_MAX_POINTS: Final = 2_000  # more points would slow down a page, and a screen can't show them
 
 
 class Point(NamedTuple):
     """The value of a metric after `step` steps and `samples` samples.
 
-    `seconds` is the time since the run began, without pauses.
+    `seconds` is the training time since the start of the run, without pauses.
     """
 
     step: int
@@ -23,18 +23,18 @@ class Point(NamedTuple):
 
 
 @final
-class Thinned:
-    """Stores points in order. Up to 2,000 points are all kept. Longer curves are thinned to 1,000 to 2,000 points.
+class ThinnedCurve:
+    """A curve that keeps all points up to a length of 2,000. Longer curves are thinned to 1,000 to 2,000 points.
 
-    The curve is divided into stretches of consecutive points. The number of points in a stretch doubles whenever there
-    are too many stretches. Both ends of the curve are kept. A non-finite point is only kept if its stretch has no
-    finite points.
+    To thin the curve, it is divided into stretches of consecutive points, and each stretch is reduced to its lowest and
+    highest point. Whenever there are too many stretches, pairs of stretches are merged. The first and the last point of
+    the curve are always kept. A non-finite point is only kept if its stretch has no finite points.
     """
 
     def __init__(self) -> None:
         self._stretches: list[list[Point]] = []
-        self._current_stretch: list[Point] = []  # points of the current stretch
-        self._stretch_size = 1  # number of points in a stretch
+        self._current_stretch: list[Point] = []  # all points of the last stretch, which is still growing
+        self._stretch_size = 1  # number of points that are reduced to a stretch
         self._first: Point | None = None
 
     def append(self, point: Point) -> None:
@@ -42,14 +42,14 @@ class Thinned:
         if self._first is None:
             self._first = point
         self._current_stretch.append(point)
-        if len(self._current_stretch) > self._stretch_size:  # one extra point, so that the last point is always kept
+        if len(self._current_stretch) > self._stretch_size:  # never empty, so that the last point is always kept
             last = self._current_stretch.pop()
-            self._stretches.append(_ends(self._current_stretch))
+            self._stretches.append(_find_extremes(self._current_stretch))
             self._current_stretch = [last]
             while len(self._stretches) * min(self._stretch_size, 2) >= _MAX_POINTS:
                 self._merge()
 
-    def cut(self, step: int) -> None:
+    def truncate(self, step: int) -> None:
         """Drop all points after `step`."""
         self._current_stretch = [point for point in self._current_stretch if point.step <= step]
         stretches = ([point for point in each if point.step <= step] for each in self._stretches)
@@ -58,22 +58,22 @@ class Thinned:
             self._first = None
 
     def points(self) -> list[Point]:
-        """Return the stored points in order."""
+        """Return the points that are kept, in order."""
         found = [point for stretch in self._stretches for point in stretch]
         if self._stretch_size == 1:
             return [*found, *self._current_stretch]
         first = [] if self._first is None else [self._first]
-        last = [*_ends(self._current_stretch), self._current_stretch[-1]] if self._current_stretch else []
+        last = [*_find_extremes(self._current_stretch), self._current_stretch[-1]] if self._current_stretch else []
         return list(dict.fromkeys([*first, *found, *last]))  # removes duplicates
 
     def _merge(self) -> None:
-        """Merge consecutive pairs of stretches."""
+        """Merge consecutive pairs of stretches into stretches of twice the size."""
         pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
-        self._stretches = [_ends([*one, *other]) for one, other in pairs]
+        self._stretches = [_find_extremes([*one, *other]) for one, other in pairs]
         self._stretch_size *= 2
 
 
-def _ends(points: list[Point]) -> list[Point]:
+def _find_extremes(points: list[Point]) -> list[Point]:
     """Return the lowest and the highest of the given points, in their original order."""
     if len(points) < 2:
         return points

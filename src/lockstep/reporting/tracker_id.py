@@ -5,10 +5,10 @@ from pathlib import Path
 
 from lockstep.common import plainfile
 
-_MAX_ID_BYTES = 1_000  # maximum file size in bytes
+_MAX_ID_BYTES = 1_000  # maximum file size
 
 
-def file_of(name: str) -> str:
+def get_id_file_name(name: str) -> str:
     """Return the name of the file that stores the run ID of a tracking service."""
     return f"{name}-run.txt"
 
@@ -16,14 +16,14 @@ def file_of(name: str) -> str:
 def read_id(folder: Path, name: str) -> str:
     """Return the stored run ID, or an empty string if there is none."""
     try:
-        return plainfile.content(folder / file_of(name), _MAX_ID_BYTES).decode().strip()
+        return plainfile.content(folder / get_id_file_name(name), _MAX_ID_BYTES).decode().strip()
     except FileNotFoundError:
         return ""
 
 
-def write_id(folder: Path, name: str, number: str) -> None:
+def write_id(folder: Path, name: str, run_id: str) -> None:
     """Store the run ID atomically."""
-    fresh = folder / f"{file_of(name)}.new"
+    fresh = folder / f"{get_id_file_name(name)}.new"
     with os.fdopen(plainfile.descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.write(f"{number}\n".encode())
-    fresh.replace(folder / file_of(name))
+        file.write(f"{run_id}\n".encode())
+    fresh.replace(folder / get_id_file_name(name))

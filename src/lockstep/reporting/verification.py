@@ -15,16 +15,16 @@ Verdict = Literal["identical", "within tolerance", "differs", "failed", "not pos
 
 _GOOD: Final = ("identical", "within tolerance", "not possible")
 _MIB: Final = 1 << 20
-_NUMBERS: Final = ("processes", "seconds")  # right-aligned columns of the table
+_NUMBERS: Final = ("processes", "seconds")  # numeric columns, which are right-aligned
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first difference between a placement and the reference, with its likely cause as text.
+    """The first difference between a placement and the reference run, with its likely cause as text.
 
-    `step` counts from 1, and is None for a difference after the last step. `ranks` are the ranks that computed `found`,
-    or empty if unknown. `reference` and `found` are the two values as text. For a tensor, these are the elements with
-    the largest difference, which are at `index`.
+    `step` counts from 1, and is None for a difference after the last step. `reference` and `found` are the expected and
+    the computed value as text. For a tensor, these are the two elements with the largest difference, and `index` is
+    their position. `ranks` lists the ranks that computed `found`, or is empty if the ranks are unknown.
     """
 
     step: int | None
@@ -36,26 +36,27 @@ class Mismatch:
     reference: str
     found: str
     cause: str
-    after: str = ""  # text about the resumed checkpoint; empty if the run didn't resume
+    after: str = ""  # text about the checkpoint that the run resumed from, or empty
 
 
 @dataclass(frozen=True)
 class VerdictRow:
     """The result of a single placement.
 
-    `largest` is its largest difference, on the same relative scale as `tolerance`, or None if there was no difference.
+    `largest` is the largest difference from the reference run, on the same relative scale as `tolerance`, or None if
+    there was no difference.
     """
 
     strategy: str
     processes: int
     verdict: Verdict
-    reason: str = ""  # the reason why the placement isn't possible, or why it failed
+    reason: str = ""  # why the placement isn't possible, or why it failed
     exactness: str = "bits"
     largest: float | None = None
     tolerance: float | None = None
-    seconds: float | None = None  # time of the steps only
+    seconds: float | None = None  # duration of the training steps
     peak_bytes: tuple[int, ...] = ()  # peak memory of each rank
-    resumed_on: str = ""  # the placement that resumed the checkpoint of this placement
+    resumed_on: str = ""  # the placement that resumed from the checkpoint of this placement
     departure: Mismatch | None = None
     differing: int = 0  # number of metrics and tensors that differ, over all steps
 
@@ -69,7 +70,7 @@ class VerdictRow:
 class CodeFinding:
     """A finding about the user's code.
 
-    If `fault` is set, the code makes results depend on the placement. Otherwise, the finding is a note.
+    If `fault` is set, the code makes results depend on the placement. Otherwise, the finding is only informational.
     """
 
     culprit: str
@@ -80,7 +81,7 @@ class CodeFinding:
 
 @dataclass(frozen=True)
 class Verification:
-    """The full result of a verification. `steps` are the step numbers in the run, counted from 1."""
+    """The full result of a verification. `steps` lists the compared steps, counted from 1."""
 
     recipe: str
     steps: tuple[int, ...]
@@ -97,14 +98,14 @@ class Verification:
 
 
 def to_json(verification: Verification) -> str:
-    """Return the full result as JSON. Non-finite values become strings, because JSON has no NaN or infinity."""
-    return json.dumps({"agree": verification.agree, **_plain(asdict(verification))}, indent=1) + "\n"
+    """Return the full result as JSON. Non-finite floats become strings, because JSON has no NaN or infinity."""
+    return json.dumps({"agree": verification.agree, **_to_json_value(asdict(verification))}, indent=1) + "\n"
 
 
 def draw(verification: Verification, console: Console) -> None:
-    """Print the table, the findings about the user's code, and an explanation for each placement that disagrees."""
-    console.print(Text(_heading(verification)), soft_wrap=True)
-    console.print(_table([row for row in verification.rows if row.verdict != "not possible"]))
+    """Print the table, the findings about the user's code, and an explanation for each placement that failed."""
+    console.print(Text(_format_heading(verification)), soft_wrap=True)
+    console.print(_make_table([row for row in verification.rows if row.verdict != "not possible"]))
     for row in verification.rows:
         if row.verdict == "not possible":
             console.print(Text(f"{row.strategy} on {row.processes}: not possible: {row.reason}"), soft_wrap=True)
@@ -114,18 +115,18 @@ def draw(verification: Verification, console: Console) -> None:
     for row in verification.rows:
         if not row.good:
             console.print(Text("\n".join(explain_row(row, verification.findings))), soft_wrap=True)
-    console.print(Text(conclusion(verification), style="bold"), soft_wrap=True)
+    console.print(Text(format_conclusion(verification), style="bold"), soft_wrap=True)
 
 
 def against(verification: Verification) -> str:
-    """Return the faults, the explanations and the conclusion as text, in the format of `draw`."""
+    """Return the faults, the explanation of each failed placement, and the conclusion as text."""
     lines = [f"fault: {finding.text}" for finding in verification.findings if finding.fault]
     lines += [line for row in verification.rows if not row.good for line in explain_row(row, verification.findings)]
-    return "\n".join([*lines, conclusion(verification)])
+    return "\n".join([*lines, format_conclusion(verification)])
 
 
 def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[str]:
-    """Yield lines that explain how a placement differs. A cause that is also in `findings` isn't repeated."""
+    """Yield lines that explain how a placement differs. A cause that is also in `findings` is only referenced."""
     where = f"{row.strategy} on {format_count(row.processes, 'process')}"
     if row.departure is None:
         yield f"{where}: {row.verdict}: {row.reason}"
@@ -139,21 +140,21 @@ def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[st
     yield f"  likely cause: {[*causes, departure.cause][0]}"
 
 
-def describe_location(departure: Mismatch) -> str:
+def describe_location(mismatch: Mismatch) -> str:
     """Return the location of a difference as text, such as `step 1, gradient of conv.weight[3, 1], rank 1`."""
-    name = departure.name + (str(list(departure.index)) if departure.index else "")
+    name = mismatch.name + (str(list(mismatch.index)) if mismatch.index else "")
     parts = [
-        f"step {departure.step}" if departure.step is not None else "after the last step",
-        f"{departure.what} {name}".rstrip(),
+        f"step {mismatch.step}" if mismatch.step is not None else "after the last step",
+        f"{mismatch.what} {name}".rstrip(),
     ]
-    if departure.microbatch is not None:
-        parts.append(f"micro-batch {departure.microbatch}")
-    if departure.ranks:
-        parts.append(f"rank{'s' if len(departure.ranks) > 1 else ''} {', '.join(map(str, departure.ranks))}")
+    if mismatch.microbatch is not None:
+        parts.append(f"micro-batch {mismatch.microbatch}")
+    if mismatch.ranks:
+        parts.append(f"rank{'s' if len(mismatch.ranks) > 1 else ''} {', '.join(map(str, mismatch.ranks))}")
     return ", ".join(parts)
 
 
-def _heading(verification: Verification) -> str:
+def _format_heading(verification: Verification) -> str:
     steps = ", ".join(map(str, verification.steps))
     return (
         f"{verification.recipe}: step{'s' if len(verification.steps) > 1 else ''} {steps}, "
@@ -163,20 +164,20 @@ def _heading(verification: Verification) -> str:
     )
 
 
-def _table(rows: Sequence[VerdictRow]) -> Table:
+def _make_table(rows: Sequence[VerdictRow]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("strategy", "processes", "result", "resumed on", "seconds"):
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
-    table.add_column("peak MiB")  # a value for each rank, wrapped on a narrow terminal
+    table.add_column("peak MiB")  # one value per rank, which may wrap on a narrow terminal
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.2f}"
         peaks = " ".join(f"{peak / _MIB:.0f}" for peak in row.peak_bytes)
-        result = Text(_result(row), style="" if row.good else "bold red")
+        result = Text(_format_result(row), style="" if row.good else "bold red")
         table.add_row(row.strategy, str(row.processes), result, row.resumed_on, seconds, peaks)
     return table
 
 
-def _result(row: VerdictRow) -> str:
+def _format_result(row: VerdictRow) -> str:
     if row.largest is None or row.verdict in ("identical", "failed", "not possible"):
         return row.verdict
     if row.verdict == "within tolerance":
@@ -184,8 +185,8 @@ def _result(row: VerdictRow) -> str:
     return f"differs by {row.largest:.1e}" + ("" if row.tolerance is None else f", not {row.tolerance:.1e}")
 
 
-def conclusion(verification: Verification) -> str:
-    """Return the conclusion as a line of text."""
+def format_conclusion(verification: Verification) -> str:
+    """Return the overall result as a line of text."""
     possible = [row for row in verification.rows if row.verdict != "not possible"]
     good = sum(row.good for row in possible)
     if verification.agree:
@@ -202,9 +203,9 @@ def conclusion(verification: Verification) -> str:
     return f"not the same: {good} of {len(possible)} placements agree{found}"
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _to_json_value(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_to_json_value(each) for each in value]
     return value if not isinstance(value, float) or abs(value) < float("inf") else str(value)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.reporting.curves import tracked
+from lockstep.reporting.curves import select_tracked_metrics
 from lockstep.reporting.tracker_id import read_id, write_id
 from lockstep.training.events import Done, Event, Stopped
 
@@ -20,16 +20,16 @@ OPTIONS = ("project", "entity", "group", "name", "tags", "mode")
 class Wandb:
     """A run in wandb.
 
-    If `folder` contains the ID of a wandb run, this run is continued. Otherwise, a new run is created with the `recipe`
-    as config. wandb sends data from a separate process, so only opening and closing wait for the network. The step is
-    logged as a metric, because a resumed run goes back to an earlier step.
+    If `folder` contains the ID of a wandb run, that run is continued. Otherwise, a new wandb run is created with the
+    `recipe` as its config. wandb sends data from a separate process, so only opening and closing the run wait for the
+    network. The step is logged as a metric, because wandb's own step can't go back when a run resumes.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
-        import wandb  # imported lazily, because it takes a second and only rank 0 needs it
+        import wandb  # imported lazily, because the import takes a second and only rank 0 needs it
 
         number = read_id(folder, "wandb") or secrets.token_hex(6)
-        self._exit_code = 1  # exit code if the run ends without a final event
+        self._exit_code = 1  # reported if the run ends without a `done` or `stopped` event
         self._run: Any = wandb.init(
             dir=str(folder.absolute()),
             id=number,
@@ -42,7 +42,7 @@ class Wandb:
             mode=options.get("mode"),
             config=dict(recipe),
             reinit="create_new",  # the user's loop may have its own wandb run
-            # With silent, wandb raises an exception instead of asking for a key on the terminal.
+            # With silent=True, wandb raises an exception instead of asking for an API key on the terminal.
             settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
         )
         write_id(folder, "wandb", number)
@@ -50,7 +50,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, event: Event, time: float) -> None:
-        if figures := tracked(event):
+        if figures := select_tracked_metrics(event):
             self._run.log({"step": event.step, **figures})
         if isinstance(event, Done | Stopped):
             self._exit_code = 0
@@ -60,7 +60,7 @@ class Wandb:
         if run is None:
             return
         run.finish(exit_code=self._exit_code)
-        # wandb's atexit hook doesn't run in a child process, so wait for the wandb process here.
+        # In a child process, Python doesn't run wandb's atexit hook. Therefore, wait for the wandb process here.
         if multiprocessing.parent_process() is not None:
             import wandb
 

@@ -14,22 +14,22 @@ from lockstep.core.order import part
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
-_DETECTION_PROBABILITY: Final = 0.95  # probability that audits would have detected a fault
+_DETECTION_PROBABILITY: Final = 0.95  # confidence level for the maximum fault rate after audits
 _FP32_BYTES: Final = 4
 _MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
-_MAX_LISTED_MICROBATCHES: Final = 4  # maximum number of micro-batches that are listed for each replica
-_NOTHING_KEPT: Final = "nothing is saved"
-_RANDOM: Final = (
+_MAX_LISTED_MICROBATCHES: Final = 4  # number of micro-batches that are listed for each replica
+_NOTHING_SAVED: Final = "nothing is saved"
+_RANDOM_HASH_SEED: Final = (
     f"hash seed random: sets of strings change their order at each start; set {VARIABLE}=0 if your code depends on it"
 )
 
 
 def start_lines(event: Started, rate_rule: str) -> list[str]:
-    """Return lines that describe a run at its start. `rate_rule` explains the learning rate."""
+    """Return the lines that are printed at the start of a run. `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
     slowly = f"; {GLOO_NOTE}" if event.backend == "gloo" else ""
     counted = [(event.train_samples, "training sample")]
-    # In a custom training loop, the number of validation samples isn't known.
+    # The number of validation samples is unknown in a custom training loop.
     counted += [(event.validation_samples, "validation sample")] if event.validation_samples or event.task else []
     lines = [
         *([event.task] if event.task else []),
@@ -38,12 +38,12 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
-        *([_of_replicas(event)] if event.replicas else []),
+        *([_describe_replicas(event)] if event.replicas else []),
         *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
-        *([_describe_flops(event)] if event.task or event.flops_per_sample else []),  # not counted in a custom loop
+        *([_describe_flops(event)] if event.task or event.flops_per_sample else []),
         *([rate_rule] if rate_rule else []),
-        # If there are several ranks, a separate warning reports their hash seeds.
-        *([_RANDOM] if event.hash_seed == RANDOM and event.processes == 1 else []),
+        # With several ranks, a separate warning reports hash seeds that differ.
+        *([_RANDOM_HASH_SEED] if event.hash_seed == RANDOM and event.processes == 1 else []),
     ]
     if event.resumed_from is not None:
         at = f"after step {event.step:,} from {printable_line(event.resumed_from)}"
@@ -54,8 +54,8 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
     return lines
 
 
-def _of_replicas(event: Started) -> str:
-    """Describe the share of each replica in a step."""
+def _describe_replicas(event: Started) -> str:
+    """Describe which micro-batches of a step each replica computes."""
     shares = []
     for replica, device in enumerate(event.replicas):
         indices = range(replica, event.microbatches, len(event.replicas))
@@ -68,16 +68,16 @@ def _of_replicas(event: Started) -> str:
     return f"{format_count(len(shares), 'replica')}: {', '.join(shares)}; gradients are added on {event.device}"
 
 
-def place(event: Stepped, run: Started) -> str:
+def format_position(event: Stepped, run: Started) -> str:
     """Return the epoch and step as text."""
-    # The epoch is computed from the step. After the last step of an epoch, this is still the current epoch.
+    # Round up, so that the last step of an epoch still belongs to this epoch.
     epoch = -(-event.step // run.steps_per_epoch)
     return f"epoch {epoch}/{math.ceil(run.epochs)}  step {event.step}/{run.steps}"
 
 
 @final
-class Means:
-    """Running means of losses and metrics over the steps of an epoch. Only the sums are stored."""
+class RunningMeans:
+    """Running means of the loss and the metrics over the steps of an epoch."""
 
     def __init__(self) -> None:
         self._epoch, self._steps = -1, 0
@@ -93,19 +93,21 @@ class Means:
         return {name: total / self._steps for name, total in self._sums.items()} if self._steps > 1 else {}
 
 
-def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, float] = MappingProxyType({})) -> str:
+def format_step_metrics(
+    event: Stepped, run: Started, last: str = "", means: Mapping[str, float] = MappingProxyType({})
+) -> str:
     """Return the metrics of a step as a line of text.
 
     `last` contains the metrics of the last evaluation as text, which follow the metrics of the task. `means` are shown
     in parentheses.
     """
-    own, evaluated = of_task(event.figures, run.fractions, means), f"evaluated {last}" if last else ""
-    mean = f" ({loss(means['loss'])})" if "loss" in means else ""
-    words = [f"loss {loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
+    own, evaluated = format_task_metrics(event.figures, run.fractions, means), f"evaluated {last}" if last else ""
+    mean = f" ({format_loss(means['loss'])})" if "loss" in means else ""
+    words = [f"loss {format_loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", format_speed(event, run)]
     if event.samples_per_s > 0:
-        words.append(f"{step_time(run.batch / event.samples_per_s)}/step")  # time of a full batch
+        words.append(f"{step_time(run.batch / event.samples_per_s)}/step")  # the time for a full batch
     if event.flops_per_s is not None:
-        words.append(f"{flops(event.flops_per_s)}/s")
+        words.append(f"{format_flops(event.flops_per_s)}/s")
     if event.mfu is not None:
         words.append(f"MFU {100 * event.mfu:.1f} %")
     if event.loss_scale is not None:
@@ -115,46 +117,50 @@ def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, fl
     return "  ".join(word for word in words if word)
 
 
-def speed(event: Stepped, run: Started) -> str:
+def format_speed(event: Stepped, run: Started) -> str:
     """Return the training speed in the unit of the task. If the task has no unit, return it in samples per second."""
     if event.weight_per_s is not None and run.unit != "samples":
         return f"{event.weight_per_s:,.0f} {run.unit}/s"
     return f"{event.samples_per_s:,.0f} samples/s"
 
 
-def of_task(
+def format_task_metrics(
     figures: dict[str, float], fractions: Collection[str], means: Mapping[str, float] = MappingProxyType({})
 ) -> str:
-    """Return the metrics of a task as text, each followed by its mean if available. Fractions become percentages."""
+    """Return the metrics of a task as text. Fractions are shown as percentages, and means follow in parentheses."""
     brackets = {name: f" ({figure(mean, name in fractions)})" for name, mean in means.items()}
     words = (f"{name} {figure(value, name in fractions)}{brackets.get(name, '')}" for name, value in figures.items())
     return "  ".join(words)
 
 
 def figure(value: float, is_fraction: bool) -> str:
-    """Return a metric of a task as text. A fraction becomes a percentage."""
-    return percent(value) if is_fraction else f"{value:.4g}"
+    """Return a metric as text. Fractions are shown as percentages."""
+    return format_percentage(value) if is_fraction else f"{value:.4g}"
 
 
-def format_metric(name: str, value: float, is_share: bool) -> str:
+def format_metric(name: str, value: float, is_fraction: bool) -> str:
     """Return the value of a curve as text. All losses have the same number of decimals."""
-    return loss(value) if name == "loss" or name.startswith("loss/") else figure(value, is_share)
+    return format_loss(value) if name == "loss" or name.startswith("loss/") else figure(value, is_fraction)
 
 
-def loss(value: float) -> str:
+def format_loss(value: float) -> str:
     """Return a loss as text."""
     return f"{value:.4f}" if abs(value) < _MAX_FIXED_LOSS else f"{value:.4g}"
 
 
 def log_line(event: Logged) -> str:
     """Return a line with the metrics that a custom training loop logged."""
-    return f"step {event.step}  {of_task(event.figures, ())}"
+    return f"step {event.step}  {format_task_metrics(event.figures, ())}"
 
 
 def evaluation_line(event: Evaluated) -> str:
     """Return a line with the result of an evaluation and the number of samples it used."""
     weights = "" if event.weights == "model" else f"  {event.weights} weights"
-    figures = "  ".join(word for word in (of_task(event.figures, event.fractions), f"loss {loss(event.loss)}") if word)
+    figures = "  ".join(
+        word
+        for word in (format_task_metrics(event.figures, event.fractions), f"loss {format_loss(event.loss)}")
+        if word
+    )
     return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
 
 
@@ -170,16 +176,18 @@ def save_line(event: Saved) -> str:
 
 
 def stop_line(event: Stopped, run_dir: str | None, of_recipe: bool = True) -> str:
-    """Return a line about why the run ends early and how to resume it.
+    """Return a line that explains why the run stopped early and how to resume it.
 
-    A custom training loop has no overrides. Therefore, the advice is to run the same script again.
+    `of_recipe` is false in a custom training loop, which is resumed by running the same script again.
     """
     again = f"the same command with run.dir={run_dir} resumes" if of_recipe else f"the same script resumes in {run_dir}"
-    return f"stopped by {event.reason} after step {event.step:,}; {printable_line(again) if run_dir else _NOTHING_KEPT}"
+    return (
+        f"stopped by {event.reason} after step {event.step:,}; {printable_line(again) if run_dir else _NOTHING_SAVED}"
+    )
 
 
-def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
-    """Return the rows of the summary table at the end of a run. The last row contains commands for using the run."""
+def make_summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
+    """Return the rows of the summary that is printed at the end of a run. The last row suggests further commands."""
     rows = [("steps", f"{event.step:,}"), ("samples", f"{event.samples:,}")]
     for name, last in event.figures.items():
         share = name in run.fractions
@@ -194,7 +202,7 @@ def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     rows += [("audited steps", f"{event.audited:,}{_fault_rate(event.audited)}")] if event.audited else []
     rows += [("predicted", _compare_prediction(event))] if event.predicted else []
     if run_dir is None:
-        return [*rows, ("run folder", f"none: {_NOTHING_KEPT}")]
+        return [*rows, ("run folder", f"none: {_NOTHING_SAVED}")]
     folder = printable_line(shlex.quote(run_dir))
     uses = [f"lockstep report {folder}", *([f"lockstep predict {folder} ..."] if run.task else [])]
     return [*rows, ("run folder", printable_line(run_dir)), ("next", ", ".join(uses))]
@@ -206,9 +214,9 @@ def _compare_prediction(event: Done) -> str:
 
 
 def _fault_rate(audited: int) -> str:
-    """Return a remark on the maximum fault rate after audits that found no fault.
+    """Return a remark on the upper bound of the fault rate if no audit found a fault.
 
-    It follows from the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983).
+    The bound is the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983).
     """
     seldom = int(audited / -math.log(1 - _DETECTION_PROBABILITY))
     return (
@@ -218,18 +226,18 @@ def _fault_rate(audited: int) -> str:
     )
 
 
-def align(rows: Sequence[Row]) -> list[str]:
+def align_columns(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table with two columns."""
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
 def hash_line(weights_sha256: str) -> str:
-    """Return the line with the hash of the weights. Scripts search for this line to compare runs."""
+    """Return the line with the SHA-256 of the weights. Scripts parse this line to compare runs."""
     return f"weights sha256 {weights_sha256}"
 
 
-def percent(fraction: float) -> str:
+def format_percentage(fraction: float) -> str:
     """Return a fraction as a percentage with two decimals."""
     return f"{100 * fraction:.2f} %"
 
@@ -241,32 +249,32 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def of(number: int | None, total: int | None) -> str:
-    """Return a number and its total as text, or an empty string if the number is unknown."""
+def format_out_of(number: int | None, total: int | None) -> str:
+    """Return text such as `3/10`, without the total if it is unknown. Returns an empty string if `number` is None."""
     return "" if number is None else f"{number:,}" if total is None else f"{number:,}/{total:,}"
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if needed."""
+    """Return a count with its noun, which is pluralized if needed."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def _describe_flops(event: Started) -> str:
-    """Return a line with the FLOP per sample and the peak FLOP/s of the devices, or why these are unknown."""
+    """Return a line with the FLOP per sample and the peak FLOP/s of the devices, or the reason why they are unknown."""
     if event.flops_per_sample is None:
         return "FLOP per sample not counted: the model does not run on the meta device of torch"
-    cost = f"{flops(event.flops_per_sample)} for each sample, forward and backward"
+    cost = f"{format_flops(event.flops_per_sample)} for each sample, forward and backward"
     if event.peak_flops_per_s is not None:
-        return f"{cost}; peak of the devices {flops(event.peak_flops_per_s)}/s"
+        return f"{cost}; peak of the devices {format_flops(event.peak_flops_per_s)}/s"
     if event.device.startswith("cuda"):
         return f"{cost}; the peak of this device is not known, so there is no MFU"
     return cost
 
 
-def flops(number: float) -> str:
-    """Return a number of floating-point operations as text."""
+def format_flops(number: float) -> str:
+    """Return a number of floating-point operations as text, such as `1.5 TFLOP`."""
     for factor, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
         if number >= factor:
             return f"{number / factor:.4g} {unit}"

@@ -37,7 +37,9 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
             f"recipe.mix.mixup and recipe.mix.cutmix"
         )
     _, validation = _fetch_few(data.train if data.validation is None else data.validation)
-    return transforms.for_training(transforms.prepare(fetched, request), 0, 0), transforms.for_evaluation(validation)
+    return transforms.transform_training_batch(
+        transforms.prepare(fetched, request), 0, 0
+    ), transforms.transform_evaluation_batch(validation)
 
 
 def _fetch_few(split: Split) -> tuple[Request, Batch]:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import functional
 
-from lockstep.data.images.crops import DRAWS, center, random_crop, short_side
+from lockstep.data.images.crops import NUM_DRAWS, center_crop, random_crop, resize_short_side
 
 sizes = st.integers(1, 700)
-draws = st.lists(st.floats(0, 1, exclude_max=True), min_size=DRAWS, max_size=DRAWS)
+draws = st.lists(st.floats(0, 1, exclude_max=True), min_size=NUM_DRAWS, max_size=NUM_DRAWS)
 
 
 @given(sizes, sizes, draws, st.floats(0.01, 1))
@@ -24,7 +24,7 @@ def test_a_crop_lies_in_the_image(height: int, width: int, drawn: list[float], l
 
 
 def test_area_and_aspect_follow_from_the_first_try() -> None:
-    drawn = [0.5, 0.5, *[0.0] * (DRAWS - 4), 0.25, 0.999]
+    drawn = [0.5, 0.5, *[0.0] * (NUM_DRAWS - 4), 0.25, 0.999]
     # A share of 0.08 + 0.5 * 0.92 = 0.54 of the area; the middle of log(3/4)..log(4/3) is a square.
     side = round(math.sqrt(0.54 * 400 * 600))
     assert random_crop(400, 600, (0.08, 1.0), drawn) == (
@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_tried_again_up_to_a_tenth_time(misses: int) -> Non
     whole = [0.999999, 0.999999]  # all of the area at an aspect of 4/3 is wider than a square image
     small = [0.0, 0.5]
     drawn = [*whole * misses, *small, *[0.0] * 2 * (10 - misses)]
-    assert len(drawn) == DRAWS
+    assert len(drawn) == NUM_DRAWS
     assert random_crop(100, 100, (0.25, 1.0), drawn) == (0, 0, 50, 50)
 
 
@@ -60,13 +60,13 @@ def test_ten_misses_give_the_largest_center(height: int, width: int, box: tuple[
 @given(sizes, sizes, st.integers(1, 300), st.integers(0, 50))
 def test_validation_resizes_and_cuts_as_torchvision(height: int, width: int, size: int, more: int) -> None:
     output_size = functional._compute_resized_output_size((height, width), [size + more])
-    assert [*short_side(height, width, size + more)] == output_size
+    assert [*resize_short_side(height, width, size + more)] == output_size
 
 
 @given(st.integers(1, 60), st.integers(0, 30), st.integers(0, 30))
 def test_the_center_is_torchvisions(size: int, above: int, beside: int) -> None:
     height, width = size + above, size + beside
     image = torch.arange(height * width).reshape(1, height, width)
-    top, left, high, wide = center(height, width, size)
+    top, left, high, wide = center_crop(height, width, size)
     mine = image[:, top : top + high, left : left + wide]
     assert torch.equal(mine, functional.center_crop(image, [size, size]))

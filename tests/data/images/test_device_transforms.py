@@ -11,10 +11,10 @@ from torchvision.transforms import functional as reference
 
 from lockstep.core import random
 from lockstep.data.images.device_transforms import (
+    compute_crop_positions,
+    compute_normalization_constants,
     crop_and_flip,
-    crop_positions,
-    mix,
-    normalization_constants,
+    mix_samples,
     normalize,
 )
 from lockstep.tasks.classification import SKIPPED
@@ -28,7 +28,7 @@ def _images(count: int, channels: int = 3, height: int = 6, width: int = 5) -> T
 
 
 def augment(images: Tensor, draws: NDArray[np.float64], padding: int, flip: bool) -> Tensor:
-    return crop_and_flip(images, crop_positions(draws, images.shape, padding, flip), padding, flip)
+    return crop_and_flip(images, compute_crop_positions(draws, images.shape, padding, flip), padding, flip)
 
 
 def _draws(count: int, seed: int = 0) -> NDArray[np.float64]:
@@ -61,7 +61,7 @@ def test_augment_is_torchvisions_pad_crop_and_flip_of_each_image(
 
 def test_an_image_becomes_the_same_alone_and_in_any_batch() -> None:
     images, draws = _images(33, height=32, width=32), _draws(33)
-    scale, shift = normalization_constants((0.5, 0.4, 0.3), (0.2, 0.3, 0.1), CPU)
+    scale, shift = compute_normalization_constants((0.5, 0.4, 0.3), (0.2, 0.3, 0.1), CPU)
 
     def finished(chosen: slice) -> Tensor:
         return normalize(augment(images[chosen], draws[chosen], 4, True), scale, shift)
@@ -89,7 +89,7 @@ def test_normalize_is_within_rounding_of_the_formula() -> None:
     exact = (images.double() / 255 - torch.tensor(mean).double()[:, None, None]) / torch.tensor(std).double()[
         :, None, None
     ]
-    found = normalize(images, *normalization_constants(mean, std, CPU))
+    found = normalize(images, *compute_normalization_constants(mean, std, CPU))
     assert found.dtype == torch.float32
     # Three numbers of at most 4.5 are each rounded to 24 bits.
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=3 * 4.5 * 2**-24)
@@ -97,7 +97,7 @@ def test_normalize_is_within_rounding_of_the_formula() -> None:
 
 def test_mixup_blends_neighbors_and_their_classes_by_one_share() -> None:
     inputs, targets = torch.eye(4)[:, :, None, None], torch.tensor([0, 1, 2, 3])
-    mixed, weights = mix(inputs, targets, 4, 1.0, 0.0, 1.0, key=1)
+    mixed, weights = mix_samples(inputs, targets, 4, 1.0, 0.0, 1.0, key=1)
     share = weights[0, 0].item()
     assert 0 < share < 1
     torch.testing.assert_close(weights.sum(1), torch.ones(4))
@@ -108,7 +108,7 @@ def test_mixup_blends_neighbors_and_their_classes_by_one_share() -> None:
 @pytest.mark.parametrize("key", range(20))
 def test_cutmix_weighs_classes_by_the_area_it_really_cut(key: int) -> None:
     inputs = torch.arange(1.0, 4.0)[:, None, None, None].expand(3, 2, 8, 9)
-    mixed, weights = mix(inputs, torch.tensor([0, 1, 2]), 3, 0.0, 1.0, 1.0, key)
+    mixed, weights = mix_samples(inputs, torch.tensor([0, 1, 2]), 3, 0.0, 1.0, 1.0, key)
     kept = (mixed == inputs).double().mean((1, 2, 3))
     torch.testing.assert_close(weights.diagonal().double(), kept, rtol=0, atol=1e-6)
     assert torch.equal(inputs, torch.arange(1.0, 4.0)[:, None, None, None].expand(3, 2, 8, 9))
@@ -116,16 +116,16 @@ def test_cutmix_weighs_classes_by_the_area_it_really_cut(key: int) -> None:
 
 def test_mixing_follows_its_key_alone_and_its_probability() -> None:
     inputs, targets = torch.rand(3, 1, 4, 4), torch.tensor([0, 1, 2])
-    first, again = (mix(inputs, targets, 3, 0.4, 1.0, 1.0, key=7) for _ in range(2))
+    first, again = (mix_samples(inputs, targets, 3, 0.4, 1.0, 1.0, key=7) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
-    mixed = sum(not torch.equal(mix(inputs, targets, 3, 1.0, 0.0, 0.25, key)[0], inputs) for key in range(400))
+    mixed = sum(not torch.equal(mix_samples(inputs, targets, 3, 1.0, 0.0, 0.25, key)[0], inputs) for key in range(400))
     assert 70 <= mixed <= 130  # 100 expected; 30 is 3.5 standard deviations
-    unmixed, weights = mix(inputs, targets, 3, 1.0, 1.0, 0.0, key=7)
+    unmixed, weights = mix_samples(inputs, targets, 3, 1.0, 1.0, 0.0, key=7)
     assert torch.equal(unmixed, inputs)
     assert torch.equal(weights, torch.eye(3))
 
 
 def test_a_skipped_sample_weighs_nothing() -> None:
     targets = torch.tensor([1, SKIPPED])
-    _, weights = mix(torch.zeros(2, 1, 4, 4), targets, 3, 0.0, 1.0, 0.0, key=0)
+    _, weights = mix_samples(torch.zeros(2, 1, 4, 4), targets, 3, 0.0, 1.0, 0.0, key=0)
     assert weights.tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]

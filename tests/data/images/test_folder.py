@@ -14,8 +14,8 @@ from torchvision.transforms.v2 import functional
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.images.crops import DRAWS, random_crop
-from lockstep.data.images.pictures import as_sample
+from lockstep.data.images.crops import NUM_DRAWS, random_crop
+from lockstep.data.images.pictures import to_sample
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError
@@ -75,7 +75,7 @@ def test_training_is_torchvisions_resized_crop(root: Path) -> None:
     indices = np.array([5, 2])
     images, targets = _open(root, (0.08, 1.0)).train.fetch(indices, 11)
     assert targets.tolist() == [1, 0]
-    drawn = random.uniform(random.key(random.AUGMENT, 11), indices, DRAWS).tolist()
+    drawn = random.uniform(random.key(random.AUGMENT, 11), indices, NUM_DRAWS).tolist()
     for image, file, numbers in zip(images, ("dog/1.jpg", "cat/2.jpg"), drawn, strict=True):
         pixels = _pixels(root / "train" / file)
         box = random_crop(pixels.shape[1], pixels.shape[2], (0.08, 1.0), numbers)
@@ -195,7 +195,7 @@ def test_a_picture_as_a_sample_of_another_kind() -> None:
     """Gray as Pillow's, to the bit, and of the size that is wanted."""
     picture = smooth_picture(5, 60, 80)
     pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-    assert torch.equal(as_sample(pixels, 1, 60, 80)[0], torch.from_numpy(np.array(picture.convert("L"))))
-    assert torch.equal(as_sample(pixels, 3, 60, 80), pixels)
+    assert torch.equal(to_sample(pixels, 1, 60, 80)[0], torch.from_numpy(np.array(picture.convert("L"))))
+    assert torch.equal(to_sample(pixels, 3, 60, 80), pixels)
     resized = functional.resize(pixels.contiguous(), [20, 30], antialias=True)
-    assert (as_sample(pixels, 3, 20, 30).int() - resized.int()).abs().max() <= 1
+    assert (to_sample(pixels, 3, 20, 30).int() - resized.int()).abs().max() <= 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.images.scan import pictures_below, scan
+from lockstep.data.images.scan import iterate_images, scan_folder
 from lockstep.data.sources import training_samples
 from lockstep.errors import UsageError
 
@@ -31,7 +31,7 @@ def test_classes_and_files_are_in_the_order_of_their_names(tmp_path: Path) -> No
         "val/b/1.jpg",
         "val/C/1.jpg",
     )
-    found = scan(root)
+    found = scan_folder(root)
     assert found.classes == ["C", "a", "b"]
     assert [(file.removeprefix(f"{root}/train/"), number) for file, number in found.train] == [
         ("C/x.webp", 0),
@@ -50,8 +50,8 @@ def test_hidden_and_other_files_are_passed_over(tmp_path: Path) -> None:
         *("train/a/1.jpg", "train/a/._1.jpg", "train/a/notes.txt", "train/a/.cache/2.jpg"),
         *("train/.trash/3.jpg", "train/4.jpg", "val/a/5.jpg", "train/__MACOSX/a/._1.jpg", "train/a/6.gif"),
     )
-    assert [*pictures_below(f"{root}/train/a")] == [f"{root}/train/a/1.jpg", f"{root}/train/a/6.gif"]
-    found = scan(root)
+    assert [*iterate_images(f"{root}/train/a")] == [f"{root}/train/a/1.jpg", f"{root}/train/a/6.gif"]
+    found = scan_folder(root)
     assert [file for file, _ in found.train] == [f"{root}/train/a/1.jpg"]
     assert training_samples("folder", root, {}) == 1
 
@@ -64,7 +64,7 @@ def test_links_that_lead_back_add_nothing(tmp_path: Path) -> None:
         (tmp_path / split / "a" / "up").symlink_to("../..")
         (tmp_path / split / "b" / "deep").mkdir()
         (tmp_path / split / "b" / "deep" / "back").symlink_to("../../b")
-    found = scan(root)
+    found = scan_folder(root)
     assert [file.removeprefix(f"{root}/train/") for file, _ in found.train] == [
         f"{k}/{n}.jpg" for k in "ab" for n in "123"
     ]
@@ -76,7 +76,7 @@ def test_a_folder_elsewhere_is_followed_once(tmp_path: Path) -> None:
     _touch(tmp_path, "disk/1.jpg", "disk/2.jpg", "train/a/own.jpg", "val/a/3.jpg")
     for name in ("first", "second"):
         (tmp_path / "train" / "a" / name).symlink_to("../../disk")
-    names = [file.removeprefix(f"{tmp_path}/train/a/") for file, _ in scan(str(tmp_path)).train]
+    names = [file.removeprefix(f"{tmp_path}/train/a/") for file, _ in scan_folder(str(tmp_path)).train]
     assert names == ["own.jpg", "first/1.jpg", "first/2.jpg"]
 
 
@@ -85,7 +85,7 @@ def test_a_class_that_is_a_link_to_what_it_lies_in_has_no_images(tmp_path: Path)
     for split in ("train", "val"):
         (tmp_path / split / "b").symlink_to(".")
     with pytest.raises(UsageError, match="no images in class 'b'"):
-        scan(root)
+        scan_folder(root)
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_a_class_that_is_a_link_to_what_it_lies_in_has_no_images(tmp_path: Path)
 def test_says_what_is_wrong(tmp_path: Path, files: list[str], said: str) -> None:
     root = _touch(tmp_path, *files)
     with pytest.raises(UsageError, match=said):
-        scan(root)
+        scan_folder(root)
 
 
 def test_all_differences_at_once_and_not_too_many_names(tmp_path: Path) -> None:
     root = _touch(tmp_path, *(f"train/c{each}/1.jpg" for each in range(8)), "val/d/1.jpg", "val/e/none")
     with pytest.raises(UsageError) as caught:
-        scan(root)
+        scan_folder(root)
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     assert "8 classes: 'c0', 'c1', 'c2', 'c3', 'c4' and 3 more of" in lines[0]
@@ -134,18 +134,18 @@ def test_needs_no_torch() -> None:
 
 def test_a_share_of_train_is_validation_s_and_stays_it_when_files_are_added(tmp_path: Path) -> None:
     root = _touch(tmp_path, *(f"train/{name}/{each}.jpg" for name in "ab" for each in range(100)))
-    found = scan(root, 0.2)
+    found = scan_folder(root, 0.2)
     parts = [{file for file, _ in part} for part in (found.train, found.validation)]
     assert not parts[0] & parts[1]
     assert 25 <= len(parts[1]) <= 55
     assert len(parts[0]) + len(parts[1]) == 200
     _touch(tmp_path, *(f"train/a/new{each}.jpg" for each in range(50)))
-    again = scan(root, 0.2)
+    again = scan_folder(root, 0.2)
     assert {file for file, _ in again.validation if "new" not in file} == parts[1]
     assert len(again.train) + len(again.validation) == 250
-    more = scan(root, 0.4)  # a larger share holds the smaller one
+    more = scan_folder(root, 0.4)  # a larger share holds the smaller one
     assert parts[1] <= {file for file, _ in more.validation}
-    assert scan(root, 0.0).validation == []
+    assert scan_folder(root, 0.0).validation == []
     assert training_samples("folder", root, {"validation": 0.2}) == len(again.train)
     assert training_samples("folder", root, {"validation": "0.2"}) is None
 
@@ -153,7 +153,7 @@ def test_a_share_of_train_is_validation_s_and_stays_it_when_files_are_added(tmp_
 def test_a_share_may_be_of_folders_of_classes_without_train(tmp_path: Path) -> None:
     files = [f"{kind}/{number}.jpg" for kind in "ab" for number in range(20)]
     bare, root = _touch(tmp_path / "bare", *files), _touch(tmp_path / "root", *(f"train/{each}" for each in files))
-    (found, expected) = scan(bare, 0.2), scan(root, 0.2)
+    (found, expected) = scan_folder(bare, 0.2), scan_folder(root, 0.2)
     assert found.classes == expected.classes
     for part, other in ((found.train, expected.train), (found.validation, expected.validation)):
         assert [(file.removeprefix(f"{bare}/"), n) for file, n in part] == [
@@ -166,7 +166,7 @@ def test_a_share_of_each_class_is_validation_s(tmp_path: Path, above: str) -> No
     counts = {"Katze klein": 30, "dog's": 14, "鸟": 5, "single": 1}
     files = [f"{above}{name}/IMG {each} (\udcff).JPG" for name, count in counts.items() for each in range(count)]
     root = _touch(tmp_path, *files)
-    found = scan(root, per_class=0.1) if above else scan(root)
+    found = scan_folder(root, per_class=0.1) if above else scan_folder(root)
     of_class = [[number for _, number in part].count for part in (found.train, found.validation)]
     held_out = {name: of_class[1](number) for number, name in enumerate(found.classes)}
     assert held_out == {"Katze klein": 3, "dog's": 1, "鸟": 1, "single": 0}
@@ -175,20 +175,20 @@ def test_a_share_of_each_class_is_validation_s(tmp_path: Path, above: str) -> No
     assert found.train == sorted(found.train, key=lambda each: (each[1], each[0]))
     # Where the root is, and how it is spelled, is nothing to the split.
     spelled = os.path.join(os.path.dirname(root), ".", os.path.basename(root), "")
-    assert [*map(os.path.realpath, (file for file, _ in scan(spelled, per_class=0.1).validation))] == [
+    assert [*map(os.path.realpath, (file for file, _ in scan_folder(spelled, per_class=0.1).validation))] == [
         os.path.realpath(file) for file, _ in found.validation
     ]
     assert training_samples("folder", root, {"validation_per_class": 0.1}) == len(found.train)
-    assert scan(root, per_class=0.0).validation == []
-    assert len(scan(root, per_class=0.99).train) == 4
+    assert scan_folder(root, per_class=0.0).validation == []
+    assert len(scan_folder(root, per_class=0.99).train) == 4
 
 
 def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
     root = _touch(tmp_path, *(f"{name}/{each}.jpg" for name in "ab" for each in range(3)))
-    assert scan(root).ignored == []
+    assert scan_folder(root).ignored == []
     strays = (".DS_Store", "a/Thumbs.db", "b/deep/notes.txt", "loose.jpg")
     _touch(tmp_path, *strays, ".hidden/x.txt")
-    found = scan(root)
+    found = scan_folder(root)
     assert sorted(file.removeprefix(f"{root}/") for file in found.ignored) == sorted(strays)
     assert len(found.train) + len(found.validation) == 6
 
@@ -196,13 +196,13 @@ def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
 def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> None:
     root = _touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
     with pytest.raises(UsageError, match=r"set recipe\.data\.options\.validation_per_class=0\.1 to use a fraction"):
-        scan(root)
+        scan_folder(root)
     with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class or the validation part without"):
-        scan(root, 0.99)
+        scan_folder(root, 0.99)
     _touch(tmp_path, "val/a/1.jpg")
     with pytest.raises(UsageError, match=r"validation: not supported with the folder .*/val; remove the option$"):
-        scan(root, 0.1)
+        scan_folder(root, 0.1)
     with pytest.raises(UsageError, match=r"validation_per_class: not supported with the folder .*/val; remove"):
-        scan(root, per_class=0.1)
+        scan_folder(root, per_class=0.1)
     with pytest.raises(UsageError, match=r"validation and validation_per_class are both set; set only one"):
-        scan(root, 0.1, 0.1)
+        scan_folder(root, 0.1, 0.1)

@@ -18,7 +18,7 @@ import torch
 from cifar import ARCHIVE, md5, write_archive
 from torchvision import datasets
 
-from lockstep.data.images.torchvision_sets import torchvision_set
+from lockstep.data.images.torchvision_sets import open_torchvision_set
 from lockstep.errors import UsageError
 
 # torchvision 0.26 unpacks without a filter, as Python up to 3.13 does by itself; 3.12 and 3.13 announce that.
@@ -53,7 +53,7 @@ def cifar(tmp_path: Path, server: tuple[Path, str], monkeypatch: pytest.MonkeyPa
 
 
 def test_downloads_and_reads(cifar: Path) -> None:
-    data = torchvision_set("cifar10", str(cifar), True)
+    data = open_torchvision_set("cifar10", str(cifar), True)
     assert (len(data.train), len(data.validation)) == (20, 4)
     assert data.facts["shape"] == [3, 32, 32]
     assert data.facts["classes"][3] == "thing 3"
@@ -66,11 +66,11 @@ def test_downloads_and_reads(cifar: Path) -> None:
 
 
 def test_what_is_there_is_not_downloaded_again(cifar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torchvision_set("cifar10", str(cifar), True)
+    open_torchvision_set("cifar10", str(cifar), True)
     monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:9/")
     (cifar / "cifar-10-python.tar.gz").unlink()
-    assert len(torchvision_set("cifar10", str(cifar), True).train) == 20
-    assert len(torchvision_set("cifar10", str(cifar), False).train) == 20
+    assert len(open_torchvision_set("cifar10", str(cifar), True).train) == 20
+    assert len(open_torchvision_set("cifar10", str(cifar), False).train) == 20
 
 
 def _touch(path: str) -> None:
@@ -89,18 +89,18 @@ class _Attack:
 
 @pytest.mark.parametrize("name", ["data_batch_3", "test_batch", "batches.meta"])
 def test_a_pickle_with_another_checksum_is_never_opened(cifar: Path, name: str) -> None:
-    torchvision_set("cifar10", str(cifar), True)
+    open_torchvision_set("cifar10", str(cifar), True)
     trace = cifar / "attacked"
     (cifar / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(_Attack(trace)))
     with pytest.raises(UsageError, match=r"dataset cifar10: missing or incomplete in .*: RuntimeError: .*corrupted"):
-        torchvision_set("cifar10", str(cifar), False)
+        open_torchvision_set("cifar10", str(cifar), False)
     assert not trace.exists()
 
 
 def test_a_damaged_download_is_refused(cifar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.CIFAR10, "tgz_md5", "0" * 32)
     with pytest.raises(UsageError, match=r"cifar10: cannot download it to .*data: RuntimeError: .*corrupted"):
-        torchvision_set("cifar10", str(cifar), True)
+        open_torchvision_set("cifar10", str(cifar), True)
     assert not (cifar / "cifar-10-batches-py").exists()
 
 
@@ -108,22 +108,22 @@ def test_a_failed_download_says_what_to_do(cifar: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")  # nobody listens
     message = r"^dataset cifar10: cannot download it to .*data: URLError: .*refused.*; check the network .*CIFAR10"
     with pytest.raises(UsageError, match=message):
-        torchvision_set("cifar10", str(cifar), True)
+        open_torchvision_set("cifar10", str(cifar), True)
 
 
 def test_missing_without_download(tmp_path: Path) -> None:
     message = r"no such folder; set recipe\.data\.root to .*recipe\.data\.download=true$"
     with pytest.raises(UsageError, match=message):
-        torchvision_set("mnist", str(tmp_path / "absent"), False)
+        open_torchvision_set("mnist", str(tmp_path / "absent"), False)
     assert not (tmp_path / "absent").exists()
     with pytest.raises(UsageError, match=r"mnist: missing or incomplete in .*: RuntimeError: Dataset not found"):
-        torchvision_set("mnist", str(tmp_path), False)
+        open_torchvision_set("mnist", str(tmp_path), False)
 
 
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot create the folder .*file/data: Not a directory; set recipe"):
-        torchvision_set("mnist", str(tmp_path / "file" / "data"), True)
+        open_torchvision_set("mnist", str(tmp_path / "file" / "data"), True)
 
 
 def _idx(values: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
@@ -146,7 +146,7 @@ def test_mnist_and_its_kin(
         (server[0] / file).write_bytes(content)
     monkeypatch.setattr(getattr(datasets, kind), "mirrors", [server[1]])
     monkeypatch.setattr(getattr(datasets, kind), "resources", [(each, md5(files[each])) for each in files])
-    data = torchvision_set(name, str(tmp_path / "data"), True)
+    data = open_torchvision_set(name, str(tmp_path / "data"), True)
     assert data.facts["shape"] == [1, 28, 28]
     assert len(data.facts["classes"]) == 10
     images, targets = data.train.fetch(np.array([5, 2]), None)

@@ -10,7 +10,7 @@ import torch
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
-from lockstep.data.text.tokenizer import Bytes, Characters, build_char_tokenizer, tokenizer_of
+from lockstep.data.text.tokenizer import ByteTokenizer, CharTokenizer, build_char_tokenizer, tokenizer_of
 from lockstep.errors import UsageError
 
 PLAY = "To be, or not to be: that is the question.\n" * 20
@@ -114,13 +114,13 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_strange_character_is_named() -> None:
     with pytest.raises(UsageError, match=r"character 'z' at index 2 is not in the vocabulary; remove it"):
-        Characters("abc").encode("abz")
+        CharTokenizer("abc").encode("abz")
 
 
 @pytest.mark.parametrize("by", ["character", "byte"])
 def test_the_library_gives_the_same_tokens(by: str) -> None:
     text = "Größe\tan\r\nalle,  漢字.\n\n'll \x00" + "".join(map(chr, range(0x20, 0x180)))
-    own = Bytes() if by == "byte" else build_char_tokenizer(text)
+    own = ByteTokenizer() if by == "byte" else build_char_tokenizer(text)
     found = own.library
     ids = found.encode(text).ids
     assert ids == own.encode(text).tolist()

@@ -104,6 +104,6 @@ def test_a_file_of_many_tokens_takes_no_memory(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     starts = np.random.default_rng(0).integers(0, 2_000_000_000 - 1024, 2000)
     for start in np.split(starts, 200):
-        tokens.windows(start, 1024)
+        tokens.get_windows(start, 1024)
     assert len(tokens) == 2_000_000_000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB

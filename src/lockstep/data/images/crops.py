@@ -1,4 +1,4 @@
-"""Computes crops of images: random crops for training, and center crops for validation.
+"""Computes crop boxes for images: random crops for training, and center crops for validation.
 
 This module doesn't import torch.
 """
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 _TRIES: Final = 10
 _RATIOS: Final = (3 / 4, 4 / 3)
-DRAWS: Final = 2 * _TRIES + 2  # an area and an aspect ratio for each try, and two numbers for the position
+NUM_DRAWS: Final = 2 * _TRIES + 2  # random numbers per crop: area and aspect ratio for each try, and the position
 
 
 class Box(NamedTuple):
@@ -24,9 +24,9 @@ class Box(NamedTuple):
 def random_crop(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
     """Return a random crop like torchvision's RandomResizedCrop (Szegedy et al. 2015, section 6).
 
-    `draws` are DRAWS random numbers in [0, 1). The area of the crop is uniform in `scale`, as a fraction of the image.
-    Its aspect ratio is log-uniform in [3/4, 4/3]. If the crop doesn't fit into the image, the next two draws are tried.
-    After ten tries, returns the largest center crop with an allowed aspect ratio.
+    `draws` contains NUM_DRAWS random numbers in [0, 1). The area of the crop, as a fraction of the image, is uniformly
+    distributed in `scale`. Its aspect ratio is log-uniform in [3/4, 4/3]. If the crop doesn't fit into the image, the
+    next two draws are tried. After ten tries, returns the largest center crop with an allowed aspect ratio.
     """
     for area, aspect in zip(draws[0 : 2 * _TRIES : 2], draws[1 : 2 * _TRIES : 2], strict=True):
         pixels = height * width * (scale[0] + area * (scale[1] - scale[0]))
@@ -47,13 +47,13 @@ def _central_box(height: int, width: int) -> Box:
     return Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
 
 
-def short_side(height: int, width: int, size: int) -> tuple[int, int]:
+def resize_short_side(height: int, width: int, size: int) -> tuple[int, int]:
     """Return the height and width after resizing the short side to `size`, rounded like torchvision's Resize."""
     if height < width:
         return size, int(size * width / height)
     return int(size * height / width), size
 
 
-def center(height: int, width: int, size: int) -> Box:
+def center_crop(height: int, width: int, size: int) -> Box:
     """Return the center crop of `size` x `size` pixels, rounded like torchvision's CenterCrop."""
     return Box(round((height - size) / 2), round((width - size) / 2), size, size)

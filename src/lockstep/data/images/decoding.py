@@ -13,21 +13,20 @@ from torch import Tensor
 _RGB: Final = 3  # torchvision.io.ImageReadMode.RGB
 _BUILD_PATH: Final = re.compile(
     r"^[^,]*, \S+\.cpp:\d+, "
-)  # the build path of torchvision, in the errors of its decoders
-_PPM: Final = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # the header that Pillow and `lockstep prepare` write
-_ROTATIONS: Final = (2, 3, 4, 5, 6, 7, 8)  # the EXIF orientations that aren't upright. Other values have no meaning
+)  # the path and line of torchvision's source code, which its decoders include in error messages
+_PPM: Final = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # the PPM header that Pillow and `lockstep prepare` write
+_ROTATIONS: Final = (2, 3, 4, 5, 6, 7, 8)  # EXIF orientations of rotated or flipped images
 
 
 class UndecodableError(ValueError):
-    """The bytes aren't an image, or the image is damaged."""
+    """Raised if the bytes aren't an image, or if the image is damaged."""
 
 
 def decode(content: bytearray, upright: bool) -> Tensor:
     """Decode an image file to RGB, uint8 of shape [3, height, width], with channels last in memory.
 
-    All formats that Pillow supports are supported. If `upright` is True, the image is rotated or flipped to the EXIF
-    orientation, because cameras store images as the sensor captured them. Raises UndecodableError with the reason in a
-    single line.
+    Supports all formats that Pillow supports. If `upright` is True, the EXIF orientation is applied, because cameras
+    store images as the sensor captured them. Raises UndecodableError with the reason as a single line.
     """
     try:
         return _decode_image(content, upright)
@@ -40,7 +39,7 @@ def decode(content: bytearray, upright: bool) -> Tensor:
 def encode_ppm(pixels: Tensor) -> bytes:
     """Encode an image, uint8 of shape [3, height, width], as a PPM file.
 
-    `decode` reads such a file without copying its pixels.
+    `decode` can read this format without copying the pixels.
     """
     _, height, width = pixels.shape
     return f"P6\n{width} {height}\n255\n".encode() + pixels.permute(1, 2, 0).numpy().tobytes()
@@ -51,7 +50,7 @@ def _decode_image(content: bytearray, upright: bool) -> Tensor:
         return ppm_pixels
     with Image.open(BytesIO(content)) as image:
         if image.format != "JPEG":
-            image.load()  # raise for a damaged image here, and not below, where reading the metadata loads a PNG
+            image.load()  # raises for damaged images; otherwise, reading the metadata of a PNG file would raise below
         if upright and _read_orientation(image) in _ROTATIONS:
             return _to_tensor(ImageOps.exif_transpose(image))
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
@@ -75,13 +74,13 @@ def _read_orientation(image: Image.Image) -> object:
         return None
     try:
         return image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # for damaged metadata, Pillow may raise any exception, but the image itself may be intact
+    except Exception:  # Pillow may raise any exception for damaged metadata, but the image itself may be intact
         return None
 
 
 def _decode_jpeg(content: bytearray, image: Image.Image) -> Tensor:
-    # torchvision returns the same bits as Pillow, but is faster. Call the operator directly, because from 0.29 on,
-    # torchvision.io warns in each call that it will be removed. Without the operator, Pillow decodes the image.
+    # torchvision returns the same bits as Pillow, but is faster. Call the operator directly, because torchvision.io
+    # warns about its future removal in each call since version 0.29. If the operator is missing, fall back to Pillow.
     try:
         operator = torch.ops.image.decode_jpeg
     except AttributeError:
@@ -101,6 +100,6 @@ def _to_tensor(image: Image.Image) -> Tensor:
 def _describe_error(error: Exception, content: bytearray) -> str:
     if not content:
         return "the file is empty"
-    if isinstance(error, UnidentifiedImageError):  # its message names an internal object
+    if isinstance(error, UnidentifiedImageError):  # the message only contains the repr of a BytesIO object
         return "unknown image format"
     return _BUILD_PATH.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__

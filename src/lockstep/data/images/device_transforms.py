@@ -1,6 +1,6 @@
 """Augments, normalizes and mixes the samples of a batch on its device.
 
-Each sample has its own random numbers, so its augmentation doesn't depend on the other samples in the batch.
+Random numbers are drawn separately for each sample, so its augmentation doesn't depend on the rest of the batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from lockstep.data.base import Request
 from lockstep.errors import UsageError
 from lockstep.tasks.facts import count_sample_classes
 
-_DRAWS: Final = 3  # row, column, flip
+_DRAWS: Final = 3  # random numbers per sample: row, column, flip
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ImageTransforms:
     cutmix: float = 0.0
     mix_probability: float = 1.0
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise UsageError if samples of `shape` don't support these transforms."""
         if errors := list(self._unsupported_settings(shape)):
             raise UsageError("\n".join(errors))
@@ -68,13 +68,13 @@ class ImageTransforms:
             )
 
     def prepare(self, batch: Batch, request: Request) -> Batch:
-        """See DeviceTransforms. Adds the positions for `crop_and_flip` to the fetched batch."""
+        """See DeviceTransforms. Adds the crop positions for `crop_and_flip` to the batch."""
         if not (self.crop_padding or self.flip) or request.draw is None:
             return batch
         draws = random.uniform(random.key(random.AUGMENT, request.draw, 1), request.indices, _DRAWS)
-        return *batch, crop_positions(draws, batch[0].shape, self.crop_padding, self.flip)
+        return *batch, compute_crop_positions(draws, batch[0].shape, self.crop_padding, self.flip)
 
-    def for_training(self, batch: Batch, step: int, index: int) -> Batch:
+    def transform_training_batch(self, batch: Batch, step: int, index: int) -> Batch:
         """See DeviceTransforms. Augments, normalizes and mixes the batch."""
         inputs, targets, *positions = batch
         for position in positions:
@@ -82,10 +82,12 @@ class ImageTransforms:
         inputs = self._normalize_inputs(inputs)
         if self.mixup or self.cutmix:
             key = random.key(random.MIX, self.seed, step, index)
-            inputs, targets = mix(inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key)
+            inputs, targets = mix_samples(
+                inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key
+            )
         return inputs, targets
 
-    def for_evaluation(self, batch: Batch) -> Batch:
+    def transform_evaluation_batch(self, batch: Batch) -> Batch:
         """See DeviceTransforms. Only normalizes the batch."""
         inputs, targets = batch
         return self._normalize_inputs(inputs), targets
@@ -94,7 +96,7 @@ class ImageTransforms:
         if self.mean is None or self.std is None:
             return inputs
         if inputs.device not in self._constants:
-            self._constants[inputs.device] = normalization_constants(self.mean, self.std, inputs.device)
+            self._constants[inputs.device] = compute_normalization_constants(self.mean, self.std, inputs.device)
         return normalize(inputs, *self._constants[inputs.device])
 
     @cached_property
@@ -103,10 +105,10 @@ class ImageTransforms:
 
 
 def device_transforms(recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> ImageTransforms | None:
-    """Return the transforms of a recipe, or None if the recipe has no transforms.
+    """Return the device transforms for a recipe and a dataset, or None if there are no transforms.
 
-    `recipe` contains plain values. `facts` are the properties of the dataset. Raises UsageError if the samples don't
-    support the transforms.
+    `recipe` contains the recipe as plain values, and `facts` contains the properties of the dataset. Raises UsageError
+    if the samples don't support the transforms.
     """
     augment, mixing = recipe["data"]["augment"], recipe["mix"]
     mean, std = (recipe["data"].get(name) or facts.get(name) for name in ("mean", "std"))
@@ -127,16 +129,16 @@ def device_transforms(recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> Im
         cutmix=mixing["cutmix"],
         mix_probability=mixing["probability"],
     )
-    transforms.check(tuple(facts.get("shape", ())))
+    transforms.check_shape(tuple(facts.get("shape", ())))
     return transforms
 
 
-def crop_positions(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: int, flip: bool) -> Tensor:
-    """Compute the positions of random crops and flips for `crop_and_flip`, as int64 on the CPU.
+def compute_crop_positions(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: int, flip: bool) -> Tensor:
+    """Compute the positions of random crops and flips for `crop_and_flip`, as an int64 tensor on the CPU.
 
-    Images of `shape` [n, channels, height, width] are padded with zeros, and cropped to their original size. `draws`
-    has shape [n, 3], with uniform random numbers in [0, 1) for row, column and flip. The result has shape [n] without
-    padding, and [n * channels] with padding. It is copied to the device together with the images.
+    Images of `shape` [n, channels, height, width] are padded with zeros by `crop_padding` pixels on each side, and then
+    cropped to their original size. `draws` has shape [n, 3], with uniform random numbers in [0, 1) for row, column and
+    flip. The result has shape [n] without padding, and [n * channels] with padding.
     """
     count, channels, height, width = shape
     flipped = (draws[:, 2] < 0.5) & flip
@@ -146,15 +148,15 @@ def crop_positions(draws: NDArray[np.float64], shape: Sequence[int], crop_paddin
     tops, lefts = (draws[:, :2] * (2 * crop_padding + 1)).astype(np.int64).T
     lefts = np.where(flipped, 2 * crop_padding - lefts, lefts)
     size = (height + 2 * crop_padding, width + 2 * crop_padding)
-    return torch.from_numpy(_plane_offsets(sources * channels, channels, tops, lefts, size))
+    return torch.from_numpy(_compute_plane_offsets(sources * channels, channels, tops, lefts, size))
 
 
 def crop_and_flip(images: Tensor, positions: Tensor, crop_padding: int, flip: bool) -> Tensor:
     """Crop and flip images on their device. `positions` is the result of `crop_positions`."""
     height, width = images.shape[2:]
     padded = F.pad(images, (crop_padding,) * 4) if crop_padding else images
-    # Concatenate the unchanged and the flipped images, so that each result consists of full rows. Copying rows is ten
-    # times faster than gathering pixels.
+    # Gather full rows from the concatenation of the original and the flipped images. This is ten times faster than
+    # gathering individual pixels.
     sources = torch.cat([padded, padded.flip(3)]) if flip else padded
     if not crop_padding:
         return sources.index_select(0, positions)
@@ -163,8 +165,10 @@ def crop_and_flip(images: Tensor, positions: Tensor, crop_padding: int, flip: bo
     return sources.flatten().unfold(0, width, 1).index_select(0, rows).view(images.shape)
 
 
-def normalization_constants(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the scale and the shift for `normalize`, both float32 of shape [channels, 1, 1]."""
+def compute_normalization_constants(
+    mean: Sequence[float], std: Sequence[float], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the scale and the shift for `normalize`, as float32 tensors of shape [channels, 1, 1]."""
     scale = torch.tensor([1.0 / (255.0 * s) for s in std], device=device)[:, None, None]
     shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)[:, None, None]
     return scale, shift
@@ -173,16 +177,16 @@ def normalization_constants(mean: Sequence[float], std: Sequence[float], device:
 def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return (images / 255 - mean) / std per channel, in float32.
 
-    `scale` and `shift` are the results of `normalization_constants`.
+    `scale` and `shift` are the results of `compute_normalization_constants`.
     """
-    # Use two operations, each with its own rounding. A fused multiply-add would return different bits.
+    # Use two operations that round separately. A fused multiply-add would return different bits.
     return images.to(torch.float32).mul_(scale).add_(shift)
 
 
-def mix(
+def mix_samples(
     inputs: Tensor, targets: Tensor, classes: int, mixup: float, cutmix: float, probability: float, key: int
 ) -> tuple[Tensor, Tensor]:
-    """Mix each sample with its neighbor in the micro-batch. Return the inputs and the class weights, [n, classes].
+    """Mix each sample with its neighbor in the micro-batch. Return the inputs, and class weights of shape [n, classes].
 
     Mixup (Zhang et al. 2018) blends two samples with lambda ~ Beta(mixup, mixup). CutMix (Yun et al. 2019) pastes a box
     with a relative area of 1 - lambda, and then adjusts lambda to the actual box. If both are enabled, each of them is
@@ -190,7 +194,7 @@ def mix(
     only depend on `key`.
     """
     generator = np.random.Generator(np.random.Philox(key=key))
-    # Don't use F.one_hot, which reads the targets and so synchronizes with the device. For SKIPPED, the row is all 0.
+    # Don't use F.one_hot, which synchronizes with the device to check the targets. The row of a skipped sample is zero.
     weights = (targets[:, None] == torch.arange(classes, device=targets.device)).float()
     is_mixed, prefers_cutmix = generator.random() < probability, generator.random() < 0.5
     uses_cutmix = cutmix > 0 and (mixup == 0 or prefers_cutmix)
@@ -205,12 +209,12 @@ def mix(
     return inputs, weights * share + weights.roll(1, 0) * (1.0 - share)
 
 
-def _plane_offsets(
+def _compute_plane_offsets(
     planes: NDArray[np.int64], channels: int, tops: NDArray[np.int64], lefts: NDArray[np.int64], size: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Return the offset of each cropped plane in the flattened tensor. A plane is one channel of an image.
+    """Return the offset of each cropped plane in the flattened tensor. A plane is a channel of an image.
 
-    `planes` has the index of the first plane of each image. `size` is the size of a plane with padding.
+    `planes` contains the index of the first plane of each image. `size` is the height and width of a padded plane.
     """
     numbers = planes[:, None] + np.arange(channels)
     return ((numbers * size[0] + tops[:, None]) * size[1] + lefts[:, None]).ravel()
@@ -219,13 +223,13 @@ def _plane_offsets(
 def _paste_box(inputs: Tensor, share: float, generator: np.random.Generator) -> tuple[Tensor, float]:
     height, width = inputs.shape[-2:]
     side = (1.0 - share) ** 0.5
-    top, bottom = _random_span(height, side, generator)
-    left, right = _random_span(width, side, generator)
+    top, bottom = _draw_span(height, side, generator)
+    left, right = _draw_span(width, side, generator)
     mixed = inputs.clone()
     mixed[..., top:bottom, left:right] = inputs.roll(1, 0)[..., top:bottom, left:right]
     return mixed, 1.0 - (bottom - top) * (right - left) / (height * width)
 
 
-def _random_span(length: int, side: float, generator: np.random.Generator) -> tuple[int, int]:
+def _draw_span(length: int, side: float, generator: np.random.Generator) -> tuple[int, int]:
     center, half = generator.integers(length), int(length * side) // 2
     return max(int(center) - half, 0), min(int(center) + half, length)

@@ -13,8 +13,8 @@ from lockstep.data.request import DataRequest
 from lockstep.tasks.facts import facts
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
-_MEAN: Final = 0.3061  # the mean of the training split
-_STD: Final = 0.3771  # the standard deviation of the training split
+_MEAN: Final = 0.3061  # pixel mean of the training split
+_STD: Final = 0.3771  # pixel standard deviation of the training split
 
 
 Options = NoOptions
@@ -26,9 +26,9 @@ def open_data(request: DataRequest, options: NoOptions) -> DataSet:
 
 
 def digits() -> DataSet:
-    """Return 1,437 training images and 360 validation images.
+    """Return the dataset with 1,437 training images and 360 validation images.
 
-    Every fifth image is a validation image, starting with the first image.
+    The first image and every fifth image after it are validation images.
     """
     with np.load(_FILE, allow_pickle=False) as file:
         images, targets = torch.from_numpy(file["images"]), torch.from_numpy(file["targets"]).long()

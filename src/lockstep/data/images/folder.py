@@ -14,8 +14,8 @@ import torch
 from lockstep.common import plainfile
 from lockstep.common.text import printable_line
 from lockstep.data.base import DataSet
-from lockstep.data.images.pictures import pictures
-from lockstep.data.images.scan import IMAGE_SUFFIXES, OTHER_PICTURES, is_hidden, scan
+from lockstep.data.images.pictures import make_image_dataset
+from lockstep.data.images.scan import IMAGE_SUFFIXES, OTHER_IMAGE_SUFFIXES, is_hidden, scan_folder
 from lockstep.data.options import Share
 from lockstep.data.request import DataRequest
 from lockstep.errors import DataError
@@ -25,10 +25,10 @@ _MAX_SHOWN: Final = 5
 
 @dataclass(frozen=True)
 class Options:
-    """The fraction of images for validation if there is no folder val/. Set one of the options. 0 means no validation.
+    """The fraction of images for validation if there is no folder val/. Set only one option. 0 means no validation.
 
-    - `validation`: A fraction of all images.
-    - `validation_per_class`: A fraction of the images of each class. Defaults to 0.1 if there is no folder train/.
+    - `validation`: The fraction of all images.
+    - `validation_per_class`: The fraction of images in each class. Defaults to 0.1 if there is no folder train/.
     """
 
     validation: Share | None = None
@@ -37,16 +37,16 @@ class Options:
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Open the images in `root/train/<class>/` and `root/val/<class>/`, with the requested crops."""
-    result = scan(request.root, options.validation, options.validation_per_class)
-    validation = Files(result.validation) if result.validation else None
-    data = pictures(Files(result.train), validation, result.classes, request)
-    return replace(data, warnings=tuple(_warnings(result.ignored)))
+    result = scan_folder(request.root, options.validation, options.validation_per_class)
+    validation = ImageFiles(result.validation) if result.validation else None
+    data = make_image_dataset(ImageFiles(result.train), validation, result.classes, request)
+    return replace(data, warnings=tuple(_describe_ignored_files(result.ignored)))
 
 
-def _warnings(ignored: Sequence[str]) -> Iterator[str]:
+def _describe_ignored_files(ignored: Sequence[str]) -> Iterator[str]:
     if ignored:
-        kinds = Counter(_file_kind(os.path.basename(file)) for file in ignored)
-        top_kinds = sorted(kinds, key=lambda kind: (kind not in OTHER_PICTURES, -kinds[kind], kind))[:_MAX_SHOWN]
+        kinds = Counter(_get_file_kind(os.path.basename(file)) for file in ignored)
+        top_kinds = sorted(kinds, key=lambda kind: (kind not in OTHER_IMAGE_SUFFIXES, -kinds[kind], kind))[:_MAX_SHOWN]
         remainder = len(ignored) - sum(kinds[kind] for kind in top_kinds)
         descriptions = [f"{kinds[kind]:,} {printable_line(kind)}" for kind in top_kinds] + [f"{remainder:,} other"] * (
             remainder > 0
@@ -57,17 +57,17 @@ def _warnings(ignored: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _file_kind(name: str) -> str:
+def _get_file_kind(name: str) -> str:
     return "hidden" if is_hidden(name) else os.path.splitext(name)[1].lower() or "without a suffix"
 
 
 @final
-class Files:
-    """The paths and the classes of images."""
+class ImageFiles:
+    """An image source that reads image files. `files` contains the path and the class of each image."""
 
     def __init__(self, files: Sequence[tuple[str, int]]) -> None:
-        # Store all paths in a single array instead of a list of strings. In loader processes, which are forked, the
-        # reference counts of a million strings would copy their memory.
+        # Store all paths in a single array instead of a list of strings. In forked loader processes, accessing a string
+        # changes its reference count, so the memory of a million strings would be copied.
         names = [os.fsencode(file) for file, _ in files]
         self._names = np.frombuffer(b"".join(names), np.uint8)
         self._ends = np.cumsum([len(name) for name in names])
@@ -78,10 +78,10 @@ class Files:
         start = self._ends[index - 1] if index else 0
         return os.fsdecode(self._names[start : self._ends[index]].tobytes())
 
-    def content(self, index: int) -> bytearray:
-        """See Pictures."""
+    def read_bytes(self, index: int) -> bytearray:
+        """See ImageSource."""
         file = self.name(index)
-        # Don't skip the image, regardless of on_error, because a failing disk or network isn't a property of the data.
+        # Raise this error even with on_error=skip, because the disk or the network may have failed.
         try:
             with plainfile.reader(Path(file), links=True) as stream:
                 return bytearray(stream.read())

@@ -1,4 +1,4 @@
-"""Converts the values in user-defined samples to tensors. A value is an image, an array, a tensor or a number."""
+"""Converts values in user-defined samples, such as images, arrays and numbers, to tensors."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from lockstep.common.type_name import type_name
 
 
-def tensor(value: Any) -> Tensor:
+def to_tensor(value: Any) -> Tensor:
     """Convert an image, an array, a tensor or a number to a tensor. Raises TypeError for any other value.
 
     - PIL images are converted to arrays first. Bilevel images are converted to grayscale, and palette, CMYK and YCbCr
       images to RGB.
     - uint8 arrays of shape [height, width] or [height, width, channels] with 1, 3 or 4 channels are converted to uint8
       of shape [channels, height, width].
-    - Tensors keep their shape and dtype, but are detached.
-    - float64 values of NumPy and Python are converted to torch's default dtype, because float64 is rarely intended.
+    - Tensors are detached. Their shape and dtype don't change.
+    - Python floats and float64 arrays are converted to torch's default dtype, because float64 is rarely intended.
     """
     if isinstance(value, Tensor):
         return check_tensor(value)
@@ -28,15 +28,15 @@ def tensor(value: Any) -> Tensor:
         value = np.array(value.convert(mode) if mode != value.mode else value)
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise TypeError(f"expected an image, an array, a tensor or a number, got {type_name(value)}")
-    array = np.array(value)  # a copy, because torch warns about sharing read-only memory
+    array = np.array(value)  # copies the array, because torch warns if a tensor shares read-only memory
     if array.dtype.kind not in "biuf":
         raise TypeError(f"expected numbers, got an array of {array.dtype}")
-    result = torch.from_numpy(_channels_first(array))
+    result = torch.from_numpy(_to_channels_first(array))
     return result.to(torch.get_default_dtype()) if result.dtype == torch.float64 else result
 
 
 def check_tensor(value: Tensor) -> Tensor:
-    """Return the detached tensor. Raises TypeError if it isn't a dense tensor of real numbers on the CPU."""
+    """Return the detached tensor. Raises TypeError unless it is a dense tensor of real numbers on the CPU."""
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_complex() or value.is_quantized:
         raise TypeError(
             f"expected a dense tensor of real numbers on the CPU, got {value.dtype}, {value.layout} on {value.device}"
@@ -44,7 +44,7 @@ def check_tensor(value: Tensor) -> Tensor:
     return value.detach()
 
 
-def _channels_first(array: NDArray[Any]) -> NDArray[Any]:
+def _to_channels_first(array: NDArray[Any]) -> NDArray[Any]:
     if array.dtype == np.uint8 and array.ndim == 2:
         return array[None]
     if array.dtype == np.uint8 and array.ndim == 3 and array.shape[-1] in (1, 3, 4):

@@ -1,4 +1,4 @@
-"""A split of images that are decoded, cropped and resized on demand. The encoded images come from any source."""
+"""Image datasets that decode, crop and resize images lazily."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,46 +12,49 @@ from torch import Tensor
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.images.crops import DRAWS, center, random_crop, short_side
+from lockstep.data.images.crops import NUM_DRAWS, center_crop, random_crop, resize_short_side
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.request import FILES_SIZE, DataRequest
 from lockstep.errors import DataError
 from lockstep.tasks.classification import SKIPPED, skip_mask
 from lockstep.tasks.facts import facts
 
-_MEAN: Final = (0.485, 0.456, 0.406)  # the mean of each channel in ImageNet
-_STD: Final = (0.229, 0.224, 0.225)  # the standard deviation of each channel in ImageNet
+_MEAN: Final = (0.485, 0.456, 0.406)  # ImageNet mean of each channel
+_STD: Final = (0.229, 0.224, 0.225)  # ImageNet standard deviation of each channel
 
 
-class Pictures(Protocol):
-    """A source of encoded images with their classes."""
+class ImageSource(Protocol):
+    """The interface of a source of encoded images, such as a folder or an archive."""
 
-    targets: Tensor  # int64 of shape [n]
+    targets: Tensor  # class indices, int64 of shape [n]
 
     def name(self, index: int) -> str:
         """Return the name of an image in errors, such as its path."""
 
-    def content(self, index: int) -> bytearray:
-        """Return the content of an image file. Raises TrainingError if it can't be read."""
+    def read_bytes(self, index: int) -> bytearray:
+        """Return the encoded image. Raises TrainingError if it can't be read."""
 
 
 @dataclass(frozen=True)
 class CropSettings:
-    """The settings of crops: random crops, or center crops if `scale` is None.
+    """The settings for cropping images.
 
-    `scale` is the range of the area of a random crop, as a fraction of the image.
+    If `scale` is None, center crops are used. Otherwise, random crops are used, and `scale` is the range of their area
+    as a fraction of the image.
     """
 
-    size: int  # the side length of the crop in pixels
-    resize: int  # the length of the short side before a center crop
+    size: int  # side length of the crop in pixels
+    resize: int  # length of the short side in pixels before a center crop
     scale: tuple[float, float] | None
-    exif: bool = True  # whether to apply the orientation from the metadata
-    skips: bool = False  # whether to return zeros with the target SKIPPED for images that can't be decoded
+    exif: bool = True  # whether to apply the EXIF orientation
+    skip_damaged: bool = False  # whether images that can't be decoded are zeros with the target SKIPPED
 
 
-def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], request: DataRequest) -> DataSet:
+def make_image_dataset(
+    train: ImageSource, validation: ImageSource | None, classes: Sequence[str], request: DataRequest
+) -> DataSet:
     """Return a dataset of images with the requested crops. Validation always uses center crops."""
-    settings = crop_settings(request)
+    settings = get_crop_settings(request)
     scale = request.resized_crop_scale if request.resized_crop else None
     return DataSet(
         train=PictureSplit(train, replace(settings, scale=scale)),
@@ -62,20 +65,19 @@ def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str
     )
 
 
-def crop_settings(request: DataRequest) -> CropSettings:
-    """Return the crop settings for validation."""
+def get_crop_settings(request: DataRequest) -> CropSettings:
+    """Return the crop settings for evaluations."""
     size = request.image_size or FILES_SIZE
     return CropSettings(size, request.resize_size or size, None, request.exif, request.on_error == "skip")
 
 
-def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """Convert an RGB image, uint8 of shape [3, any, any], to a sample, uint8 of shape [channels, height, width].
+def to_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
+    """Resize and convert an image, uint8 of shape [3, h, w], to a sample, uint8 of shape [channels, height, width].
 
-    If the size differs, the image is resized without keeping its aspect ratio. For a single channel, the image is
-    converted to grayscale as in Pillow (ITU-R 601-2).
+    The aspect ratio isn't kept. If `channels` is 1, the image is converted to grayscale as in Pillow (ITU-R 601-2).
     """
     if pixels.shape[1:] != (height, width):
-        pixels = resize(pixels, height, width)
+        pixels = resize_image(pixels, height, width)
     if channels == 3:
         return pixels
     red, green, blue = pixels.to(torch.int32)
@@ -85,11 +87,11 @@ def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
 
 @final
 class PictureSplit:
-    """A split with images, uint8 of shape [n, 3, size, size], and their classes."""
+    """A split whose batches contain cropped images, uint8 of shape [n, 3, size, size], and their classes."""
 
     in_memory: bool = False
 
-    def __init__(self, source: Pictures, settings: CropSettings) -> None:
+    def __init__(self, source: ImageSource, settings: CropSettings) -> None:
         self._source = source
         self._settings = settings
 
@@ -105,15 +107,14 @@ class PictureSplit:
         return int(self._source.targets[index])
 
     def picture(self, index: int) -> Tensor | None:
-        """Return an image without cropping, uint8 of shape [3, any, any].
+        """Return the full image, uint8 of shape [3, height, width].
 
-        If the image is damaged, returns None if the recipe skips damaged images. Otherwise, raises DataError with the
-        name of the file.
+        For a damaged image, returns None if the recipe skips damaged images, and raises DataError otherwise.
         """
         try:
-            return decode(self._source.content(index), self._settings.exif)
+            return decode(self._source.read_bytes(index), self._settings.exif)
         except UndecodableError as error:
-            if self._settings.skips:
+            if self._settings.skip_damaged:
                 return None
             raise DataError(
                 f"{self._source.name(index)}: cannot be read as an image: {error}; convert or remove it, or set "
@@ -123,40 +124,40 @@ class PictureSplit:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
         images = torch.empty(len(indices), 3, self._settings.size, self._settings.size, dtype=torch.uint8)
         targets = self._source.targets[torch.tensor(indices)]
-        draws = self._draws(indices, draw)
+        draws = self._draw_crop_numbers(indices, draw)
         for row, index in enumerate(indices.tolist()):
             pixels = self.picture(index)
             if pixels is None:
                 targets[row] = SKIPPED
                 images[row] = 0
             else:
-                images[row] = part(pixels, self._settings, draws[row] if draws else None)
+                images[row] = crop_image(pixels, self._settings, draws[row] if draws else None)
         return images, targets
 
-    def _draws(self, indices: NDArray[np.int64], draw: int | None) -> list[list[float]] | None:
+    def _draw_crop_numbers(self, indices: NDArray[np.int64], draw: int | None) -> list[list[float]] | None:
         if draw is None or self._settings.scale is None:
             return None
-        values: list[list[float]] = random.uniform(random.key(random.AUGMENT, draw), indices, DRAWS).tolist()
+        values: list[list[float]] = random.uniform(random.key(random.AUGMENT, draw), indices, NUM_DRAWS).tolist()
         return values
 
 
-def part(pixels: Tensor, settings: CropSettings, draws: Sequence[float] | None = None) -> Tensor:
-    """Return a crop of an image, uint8 of shape [3, size, size].
+def crop_image(pixels: Tensor, settings: CropSettings, draws: Sequence[float] | None = None) -> Tensor:
+    """Crop an image. Return the crop, uint8 of shape [3, size, size].
 
-    `draws` are the random numbers of a random crop. If they are None, returns the center crop.
+    `draws` contains the random numbers for a random crop. If it is None, returns the center crop.
     """
     _, height, width = pixels.shape
     if draws is None or settings.scale is None:
-        rows, columns = short_side(height, width, settings.resize)
-        top, left, _, _ = center(rows, columns, settings.size)
-        return resize(pixels, rows, columns)[:, top : top + settings.size, left : left + settings.size]
+        rows, columns = resize_short_side(height, width, settings.resize)
+        top, left, _, _ = center_crop(rows, columns, settings.size)
+        return resize_image(pixels, rows, columns)[:, top : top + settings.size, left : left + settings.size]
     top, left, rows, columns = random_crop(height, width, settings.scale, draws)
-    return resize(pixels[:, top : top + rows, left : left + columns], settings.size, settings.size)
+    return resize_image(pixels[:, top : top + rows, left : left + columns], settings.size, settings.size)
 
 
-def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resize an image, uint8 of shape [3, any, any], with bilinear interpolation and antialiasing."""
-    # For uint8 with channels last in memory, torch uses integer arithmetic. It takes half the time of Pillow, and the
-    # pixels differ by at most 1. The bits don't depend on the number of threads. They are the same with AVX2 and
-    # AVX-512, but not without AVX2.
+def resize_image(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Resize an image, uint8 of shape [3, h, w], with bilinear interpolation and antialiasing."""
+    # For uint8 tensors in channels-last format, torch uses integer arithmetic. This takes half the time of Pillow, and
+    # pixel values differ from Pillow by at most 1. The result doesn't depend on the number of threads. CPUs with AVX2
+    # and AVX-512 return the same bits, but CPUs without AVX2 don't.
     return F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]

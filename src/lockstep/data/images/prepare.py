@@ -1,4 +1,4 @@
-"""Converts images to WebDataset tar archives of decoded pixels. The samples are the same as before."""
+"""Converts images to WebDataset tar archives of decoded pixels, without changing the samples of the dataset."""
 
 import io
 import tarfile
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.common.platforms import usable_cores
-from lockstep.data.images.crops import short_side
+from lockstep.data.images.crops import resize_short_side
 from lockstep.data.images.decoding import encode_ppm
-from lockstep.data.images.pictures import PictureSplit, resize
+from lockstep.data.images.pictures import PictureSplit, resize_image
 
-ARCHIVE_BYTES: Final = 1 << 30  # when an archive reaches this size, the next archive is started
-_IMAGES_PER_CORE: Final = 16  # the number of images per core to decode at a time
-_MAX_NAME_LENGTH: Final = 100  # the maximum number of characters of an image's name
+ARCHIVE_BYTES: Final = 1 << 30  # a new archive is started when an archive reaches this size
+_IMAGES_PER_CORE: Final = 16  # number of images per core that are decoded at a time
+_MAX_NAME_LENGTH: Final = 100  # longer image names are truncated
 
 
 def write_archives(split: PictureSplit, folder: Path, part: str, shorter: int | None = None) -> Iterator[int]:
-    """Write the images of a split to `folder/<part>-00000.tar` and so on. Yields the number of completed images.
+    """Write the images of a split to `folder/<part>-00000.tar` and so on. Yield the number of completed images.
 
-    Images are stored upright. If `shorter` is set, images with a longer short side are resized so that their short side
-    is `shorter`. If an image can't be decoded, raises DataError. If the recipe skips damaged images, an empty file is
-    written instead, and a run on the archive skips it too.
+    Images are stored upright. If `shorter` is set, images whose short side is longer than `shorter` are resized to this
+    length. If an image can't be decoded, raises DataError. If the recipe skips damaged images, an empty file is written
+    instead, which runs that use the archive skip too.
     """
     names = (folder / f"{part}-{number:05d}.tar" for number in count())
     archive = None
@@ -49,12 +49,12 @@ def _encode_image(split: PictureSplit, index: int, shorter: int | None) -> bytes
         return b""
     _, height, width = picture.shape
     if shorter is not None and min(height, width) > shorter:
-        picture = resize(picture, *short_side(height, width, shorter))
+        picture = resize_image(picture, *resize_short_side(height, width, shorter))
     return encode_ppm(picture)
 
 
 def _member_name(index: int, name: str) -> str:
-    """Return the name of an image in the archive without suffix: its index, and its original name."""
+    """Return the name of an image in the archive, without suffix: its index and its original name."""
     stem = Path(name).stem.replace(".", "_")
     return (
         f"{index:08d} {''.join(character if character.isprintable() else '_' for character in stem)[:_MAX_NAME_LENGTH]}"

@@ -1,4 +1,4 @@
-"""Finds the images in class folders by their file names, and checks the layout. This module doesn't import torch."""
+"""Finds the image files in class folders, and checks the folder layout. This module doesn't import torch."""
 
 import os
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.common.patterns import list_some
-from lockstep.data.shares import in_share, select_share
+from lockstep.data.shares import is_in_share, select_share
 from lockstep.errors import UsageError
 
 IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-# Files with these suffixes are used for prediction if Pillow can read them. As in torchvision's ImageFolder, they are
-# never part of a dataset, because adding a suffix would change the samples of existing datasets.
-OTHER_PICTURES: Final = (".gif", ".avif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl", ".tga")
-VALIDATION_PER_CLASS: Final = 0.1  # the default fraction if the class folders are directly in the root
+# Files with these suffixes are only used for prediction. As in torchvision's ImageFolder, datasets ignore them. Adding
+# a suffix to datasets would change the samples of existing datasets.
+OTHER_IMAGE_SUFFIXES: Final = (".gif", ".avif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl", ".tga")
+VALIDATION_PER_CLASS: Final = 0.1  # default validation fraction if the root directly contains the class folders
 _MAX_SHOWN: Final = 5
 _SPLIT_NAMES: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
 _CLASSES_ADVICE: Final = ", or in only <class>/, which is then split into training and validation"
@@ -25,10 +25,10 @@ _SHARE_ADVICE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
-    """The result of a scan: the classes in the order of their indices, and the files of each split with their classes.
+class ScanResult:
+    """The class names in the order of their indices, and the files of each split with their class indices.
 
-    `ignored` are the files that don't have the name of an image, or aren't in a class folder.
+    `ignored` contains files that don't have an image suffix, or aren't in a class folder.
     """
 
     classes: list[str]
@@ -39,22 +39,22 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """The images in the folder of a split by class, and all other files in this folder."""
+    """The image files in the folder of a split by class, and the ignored files in this folder."""
 
     images: dict[str, list[str]]
     ignored: list[str]
 
 
-def scan(root: str, share: float | None = None, per_class: float | None = None) -> Scan:
+def scan_folder(root: str, share: float | None = None, per_class: float | None = None) -> ScanResult:
     """Find the images in `root/train/<class>/` and `root/val/<class>/`, at any depth below a class folder.
 
-    - If there is no folder val/, the images in train/ are split into training and validation. You must set either
-      `share`, the fraction of all images for validation, or `per_class`, the fraction of the images of each class.
+    - If there is no folder val/, the images in train/ are split into training and validation. In this case, you must
+      set either `share`, the validation fraction of all images, or `per_class`, the validation fraction of each class.
     - If there is no folder train/ either, the images in `root/<class>/` are split in the same way. In this case,
       `per_class` defaults to VALIDATION_PER_CLASS.
 
-    The split depends on a hash of each file's path below train/ or the root. Names are sorted by their code points, so
-    the order is the same on every machine. Hidden folders are ignored. Raises UsageError with one line per problem.
+    Images are assigned to a split by a hash of their relative path. Names are sorted by code points, so the order is
+    the same on every machine. Hidden folders are ignored. Raises UsageError with a line for each problem.
     """
     if share is not None and per_class is not None:
         raise UsageError(
@@ -69,21 +69,21 @@ def scan(root: str, share: float | None = None, per_class: float | None = None) 
         return _split_classes(root, None)
     splits = {"train": _list_split(root, "train"), "val": _list_split(root, "val")}
     images = {split: listing.images for split, listing in splits.items()}
-    _raise_problems([*_class_mismatches(root, images), *_empty_classes(root, images)])
+    _raise_problems([*_find_class_mismatches(root, images), *_find_empty_classes(root, images)])
     classes = sorted(images["train"])
     ignored = [file for listing in splits.values() for file in listing.ignored]
-    return Scan(classes, _label_files(images["train"], classes), _label_files(images["val"], classes), ignored)
+    return ScanResult(classes, _label_files(images["train"], classes), _label_files(images["val"], classes), ignored)
 
 
-def _split_images(root: str, share: float) -> Scan:
-    """Split all images by their hashes. If you add images later, the other images stay in their split."""
-    folder, listing = _only_split(root, "validation")
+def _split_images(root: str, share: float) -> ScanResult:
+    """Split all images by their hashes. Images stay in their split if images are added later."""
+    folder, listing = _list_single_split(root, "validation")
     prefix = os.path.join(root, folder.name if folder != Path(root) else "", "")  # root as the user wrote it
     classes = sorted(listing.images)
     train: list[tuple[str, int]] = []
     validation: list[tuple[str, int]] = []
     for file, number in _label_files(listing.images, classes):
-        part = validation if in_share(file.removeprefix(prefix), share) else train
+        part = validation if is_in_share(file.removeprefix(prefix), share) else train
         part.append((file, number))
     if len({number for _, number in train}) < len(classes) or (share and not validation):
         raise UsageError(
@@ -91,12 +91,12 @@ def _split_images(root: str, share: float) -> Scan:
             f"below {folder} leaves a class or the validation part without images; use a different fraction, or set "
             f"recipe.data.options.validation_per_class instead"
         )
-    return Scan(classes, train, validation, listing.ignored)
+    return ScanResult(classes, train, validation, listing.ignored)
 
 
-def _split_classes(root: str, share: float | None) -> Scan:
-    """Split the images of each class. If `share` is None, use VALIDATION_PER_CLASS, and check the layout first."""
-    folder, listing = _only_split(root, "validation_per_class")
+def _split_classes(root: str, share: float | None) -> ScanResult:
+    """Split the images of each class. If `share` is None, the layout is checked, and the default fraction is used."""
+    folder, listing = _list_single_split(root, "validation_per_class")
     if share is None:
         share = VALIDATION_PER_CLASS
         _check_layout(folder, listing.images)
@@ -114,13 +114,13 @@ def _split_classes(root: str, share: float | None) -> Scan:
     train, validation = (
         [entry for entry in entries if (entry[0] in held_out) == is_validation] for is_validation in (False, True)
     )
-    return Scan(classes, train, validation, listing.ignored)
+    return ScanResult(classes, train, validation, listing.ignored)
 
 
-def _only_split(root: str, option: str) -> tuple[Path, _Listing]:
-    """Return the folder that contains the class folders, which is train/ or the root, and its files.
+def _list_single_split(root: str, option: str) -> tuple[Path, _Listing]:
+    """List the images of a dataset without a folder val/. Return train/ or the root, and the files in this folder.
 
-    Raises UsageError if there is a folder val/.
+    Raises UsageError if there is a folder val/, because `option` is only supported without it.
     """
     if (Path(root) / "val").is_dir():
         raise UsageError(
@@ -129,12 +129,12 @@ def _only_split(root: str, option: str) -> tuple[Path, _Listing]:
         )
     split = "train" if (Path(root) / "train").is_dir() else ""
     listing = _list_split(root, split)
-    _raise_problems(list(_empty_classes(root, {split: listing.images})))
+    _raise_problems(list(_find_empty_classes(root, {split: listing.images})))
     return Path(root) / split, listing
 
 
 def _check_layout(root: Path, images: dict[str, list[str]]) -> None:
-    """Raise UsageError if the folders in the root don't look like class folders."""
+    """Raise UsageError if the root doesn't seem to contain class folders."""
     if len(images) == 1:
         raise UsageError(
             f"dataset folder: {root} contains a single folder, '{next(iter(images))}', but at least 2 classes are "
@@ -182,7 +182,7 @@ def _list_split(root: str, split: str) -> _Listing:
     return _Listing(images, ignored)
 
 
-def _class_mismatches(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+def _find_class_mismatches(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
     for split, other_split in (("train", "val"), ("val", "train")):
         if names := sorted(splits[split].keys() - splits[other_split].keys()):
             yield (
@@ -191,7 +191,7 @@ def _class_mismatches(root: str, splits: dict[str, dict[str, list[str]]]) -> Ite
             )
 
 
-def _empty_classes(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+def _find_empty_classes(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
     for split, images in splits.items():
         if names := [name for name, files in images.items() if not files]:
             location = f"{_format_classes(names)} of {Path(root) / split}"
@@ -207,9 +207,9 @@ def _label_files(images: dict[str, list[str]], classes: list[str]) -> list[tuple
     return [(file, number) for number, name in enumerate(classes) for file in images[name]]
 
 
-def pictures_below(folder: str) -> Iterator[str]:
-    """Yield the files below `folder` with an image suffix, in order. Hidden files and folders are ignored."""
-    return (file for file in _walk_files(folder) if _is_image(file, IMAGE_SUFFIXES + OTHER_PICTURES))
+def iterate_images(folder: str) -> Iterator[str]:
+    """Yield the image files below `folder`, sorted by name. Hidden files and folders are ignored."""
+    return (file for file in _walk_files(folder) if _is_image(file, IMAGE_SUFFIXES + OTHER_IMAGE_SUFFIXES))
 
 
 def _is_image(file: str, suffixes: tuple[str, ...]) -> bool:
@@ -217,15 +217,15 @@ def _is_image(file: str, suffixes: tuple[str, ...]) -> bool:
 
 
 def _walk_files(folder: str) -> Iterator[str]:
-    """Yield the files below `folder` in order, except for files in hidden folders.
+    """Yield the files below `folder`, sorted by name, except for files in hidden folders.
 
-    Symbolic links to folders are followed. Each folder is entered only once, and a parent of `folder` is never entered,
+    Symbolic links to folders are followed. Each folder is visited only once, and parents of `folder` are never visited,
     because a link to a parent folder would yield the same images again.
     """
     if not os.path.isdir(folder):
         return
     ancestors = (*Path(os.path.abspath(folder)).parents, *Path(os.path.realpath(folder)).parents)
-    visited = {_identity(ancestor) for ancestor in ancestors}
+    visited = {_get_file_id(ancestor) for ancestor in ancestors}
     if not _is_new(folder, visited):
         return
     for parent, folders, files in os.walk(folder, followlinks=True):
@@ -241,13 +241,13 @@ def is_hidden(name: str) -> bool:
 
 
 def _is_new(folder: str, visited: set[tuple[int, int]]) -> bool:
-    """Return whether a folder hasn't been visited yet, and add it to the visited folders."""
-    identity = _identity(folder)
+    """Return whether a folder hasn't been visited yet, and mark it as visited."""
+    identity = _get_file_id(folder)
     is_new = identity not in visited
     visited.add(identity)
     return is_new
 
 
-def _identity(folder: str | Path) -> tuple[int, int]:
+def _get_file_id(folder: str | Path) -> tuple[int, int]:
     status = os.stat(folder)
     return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""A synthetic image dataset without files. Each class has a smooth random image, to which noise is added."""
+"""A synthetic image dataset that is generated in memory. Each image is the random template of its class plus noise."""
 
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -18,18 +18,16 @@ from lockstep.tasks.facts import facts
 _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.key(random.SYNTHETIC, 1)
 _VALIDATION: Final = random.key(random.SYNTHETIC, 2)
-_SIZE: Final = 32  # the default side length in pixels
-_GRID: Final = 4  # the side length of the random grid, which is enlarged to a template
-_BLOCK_BYTES: Final = (
-    1 << 23
-)  # the number of bytes of noise to generate at a time, because their counters need memory too
+_SIZE: Final = 32  # default side length of images in pixels
+_GRID: Final = 4  # side length of the random grid that is enlarged to a template
+_BLOCK_BYTES: Final = 1 << 23  # bytes of noise that are generated at a time, which limits the memory for their counters
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The number of samples, classes and channels."""
+    """The numbers of training samples, validation samples, classes and channels."""
 
     samples: Count = SYNTHETIC["samples"]
     validation_samples: Count = SYNTHETIC["validation_samples"]
@@ -45,10 +43,11 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 def synthetic(*, image_size: int, samples: int, validation_samples: int, classes: int, channels: int) -> DataSet:
     """Return a dataset of images with shape [channels, image_size, image_size], bit-identical on every machine.
 
-    The class of sample i is i mod `classes`. A pixel is the sum of 1/4 of the template of the class and 3/4 of noise.
+    The class of sample i is i mod `classes`. Each pixel is 1/4 of the class template plus 3/4 of noise.
     """
     templates = _make_templates(classes, channels, image_size)
-    deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))  # of the sum of two scaled uniform numbers
+    # The standard deviation of 1/4 of a uniform number plus 3/4 of a second uniform number.
+    deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))
     names = [f"class {number}" for number in range(classes)]
     return DataSet(
         train=_make_split(_TRAIN, templates, samples),
@@ -58,8 +57,8 @@ def synthetic(*, image_size: int, samples: int, validation_samples: int, classes
 
 
 def _make_templates(classes: int, channels: int, size: int) -> Bytes:
-    grids = _random_bytes(_TEMPLATES, range(classes * channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
-    # Pillow resizes uint8 images with integer arithmetic, so the bits don't depend on the instruction set.
+    grids = _generate_bytes(_TEMPLATES, range(classes * channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
+    # Pillow resizes uint8 images with integer arithmetic, so the result is bit-identical on every CPU.
     enlarged = [Image.fromarray(grid).resize((size, size), Image.Resampling.BICUBIC) for grid in grids]
     return np.stack([np.asarray(image) for image in enlarged]).reshape(classes, channels, size, size)
 
@@ -71,13 +70,13 @@ def _make_split(key: int, templates: Bytes, samples: int) -> TensorSplit:
     count = max(1, _BLOCK_BYTES // pixels)
     for start in range(0, samples, count):
         numbers = range(start, min(start + count, samples))
-        noise = _random_bytes(key, numbers, pixels).reshape(-1, *templates.shape[1:])
+        noise = _generate_bytes(key, numbers, pixels).reshape(-1, *templates.shape[1:])
         images[start : numbers.stop] = templates[targets[start : numbers.stop]] // 4 + noise // 4 * 3
     return TensorSplit(torch.from_numpy(images), torch.from_numpy(targets))
 
 
-def _random_bytes(key: int, numbers: range, count: int) -> Bytes:
-    """Return `count` random bytes for each of `numbers`. A 64-bit hash yields eight bytes, lowest byte first."""
+def _generate_bytes(key: int, numbers: range, count: int) -> Bytes:
+    """Return `count` random bytes for each of `numbers`. A 64-bit hash provides eight bytes, in little-endian order."""
     words = -(-count // 8)
     counters = np.arange(numbers.start * words, numbers.stop * words, dtype=np.uint64)
     values = random.bits(key, counters).astype("<u8").view(np.uint8)

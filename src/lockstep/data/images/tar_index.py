@@ -1,4 +1,4 @@
-"""Indexes the images in a tar archive. The index has their offsets and classes, and is cached next to the archive."""
+"""Indexes the images in a tar archive by offset and class. The index is cached next to the archive."""
 
 import os
 import tarfile
@@ -15,13 +15,16 @@ from lockstep.data.images.scan import IMAGE_SUFFIXES
 from lockstep.errors import UsageError, error_as
 
 _VERSION: Final = 1
-_MAX_CLASSES: Final = 1 << 24  # each class has a name
+_MAX_CLASSES: Final = 1 << 24  # limits the memory for the class names
 _BLOCK: Final = tarfile.BLOCKSIZE
-_MAX_LABEL_BYTES: Final = 1 << 20  # the maximum size of a label in bytes
+_MAX_LABEL_BYTES: Final = 1 << 20  # maximum size of a label file
 
 
 class TarIndex(NamedTuple):
-    """The names of the images in `file`, their (offset, size) in bytes as int64 of shape [n, 2], and their classes."""
+    """The images in the archive `file`: their names, classes, and `spans`.
+
+    `spans` contains the offset and size of each image in bytes, int64 of shape [n, 2].
+    """
 
     file: str
     names: NDArray[np.str_]
@@ -32,15 +35,15 @@ class TarIndex(NamedTuple):
 def load_index(file: Path, label: str) -> TarIndex:
     """Load the index of an archive from the cache, or scan the archive and cache the index if the folder is writable.
 
-    The archive is never unpacked, so paths in the names of members have no effect. Members that aren't regular files
-    are ignored. Raises UsageError if the file can't be read as a tar archive.
+    The archive is never extracted, so member names with `..` or absolute paths are harmless. Members that aren't
+    regular files are ignored. Raises UsageError if the file can't be read as a tar archive.
     """
     error_types = (
         OSError,
         ValueError,
         OverflowError,
         tarfile.TarError,
-    )  # OverflowError: from numbers too large for a file
+    )  # tarfile raises OverflowError if a header contains a very large number
     problem = f"dataset webdataset: cannot read {file} as a tar archive"
     unread = error_as(UsageError, error_types, problem, "; use a complete archive without compression")
     with unread, plainfile.reader(file, links=True) as stream:
@@ -58,20 +61,20 @@ def load_index(file: Path, label: str) -> TarIndex:
 
 
 def _read_cached(cache: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
-    """Return the cached index, or None if it doesn't exist or the archive has changed since."""
+    """Return the cached index, or None if there is no cache or the archive has changed."""
     try:
         with plainfile.reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
             if not np.array_equal(arrays["mark"], mark):
                 return None
             index = TarIndex(str(file), arrays["names"], arrays["spans"], arrays["targets"])
-    except Exception:  # for invalid bytes, NumPy and zipfile may raise any exception
+    except Exception:  # NumPy and zipfile may raise any exception for invalid bytes
         return None
     return index if len(index.names) == len(index.spans) == len(index.targets) else None
 
 
 def _write_cache(cache: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
-    # All ranks may write the cache at the same time. Each rank writes its own temporary file with the same content, and
-    # the last rename takes effect.
+    # All ranks may write the cache at the same time. Each rank writes the same content to a temporary file of its own,
+    # and then replaces the cache atomically.
     new = cache.with_name(f"{cache.name}.{os.getpid()}.new")
     with suppress(OSError):  # if the folder isn't writable, the archive is scanned at each start
         with open(new, "xb") as stream:
@@ -80,9 +83,9 @@ def _write_cache(cache: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
 
 
 def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
-    """Raise UsageError if the archive doesn't end with an empty block, because it was truncated.
+    """Raise UsageError if the archive is truncated, so that it doesn't end with an empty block.
 
-    tarfile doesn't report an error for a truncated archive.
+    tarfile itself doesn't raise an error in this case.
     """
     stream.seek(offset)
     if stream.read(_BLOCK) != bytes(_BLOCK):
@@ -107,7 +110,7 @@ def _scan_archive(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
 
 
 def _group_members(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Yield the name of each sample and its members by suffix.
+    """Yield the name of each sample, and a dict from suffix to member.
 
     A sample consists of consecutive members with the same name up to the first dot.
     """

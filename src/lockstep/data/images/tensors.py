@@ -10,7 +10,7 @@ from torch import Tensor
 
 @final
 class TensorSplit:
-    """A split with images, uint8 of shape [n, channels, height, width], and targets, int64 of shape [n]."""
+    """A split with `images`, uint8 of shape [n, channels, height, width], and `targets`, int64 of shape [n]."""
 
     in_memory: bool = True
 

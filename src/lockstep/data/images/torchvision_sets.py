@@ -1,4 +1,4 @@
-"""CIFAR-10, CIFAR-100, MNIST and FashionMNIST from torchvision, kept in memory."""
+"""The datasets CIFAR-10, CIFAR-100, MNIST and FashionMNIST from torchvision, which are loaded into memory."""
 
 import os
 import socket
@@ -21,12 +21,12 @@ from lockstep.data.request import DataRequest
 from lockstep.errors import UsageError, os_error_as
 from lockstep.tasks.facts import facts
 
-_TIMEOUT_S: Final = 30.0  # without a timeout, a network that drops packets would block all processes forever
+_TIMEOUT_S: Final = 30.0  # without a timeout, all processes would wait forever if the network drops packets
 
 
 @dataclass(frozen=True, slots=True)
 class _DatasetInfo:
-    """The name of a dataset in torchvision, and the mean and std of its training split."""
+    """The class name of a dataset in torchvision, and the mean and standard deviation of its training split."""
 
     kind: str
     mean: tuple[float, ...]
@@ -46,21 +46,21 @@ Options = NoOptions
 
 def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """See Source."""
-    return torchvision_set(request.name, request.root, request.download)
+    return open_torchvision_set(request.name, request.root, request.download)
 
 
-def torchvision_set(name: str, root: str, download: bool) -> DataSet:
-    """Open a dataset of torchvision. Downloads it to `root` if it is missing and `download` is True.
+def open_torchvision_set(name: str, root: str, download: bool) -> DataSet:
+    """Open a torchvision dataset. If it is missing and `download` is True, it is downloaded to `root`.
 
     All ranks call this function. One process per node downloads the dataset, and the other processes of the node wait
     for its lock. Raises UsageError if the dataset is missing, is damaged, or can't be downloaded.
     """
     info = _DATASETS[name]
     if not download and not Path(root).is_dir():
-        raise UsageError(_missing_message(name, root, "no such folder"))
-    with _download_lock(name, root):
-        # CIFAR's files are pickles, which can run code when they are loaded. Only torchvision's constructor may read
-        # them, because it checks the MD5 of each file first, even if it doesn't download the file.
+        raise UsageError(_format_missing_message(name, root, "no such folder"))
+    with _lock_download(name, root):
+        # CIFAR files are pickles, which can run code when they are loaded. Only load them with torchvision's
+        # constructor, which verifies the MD5 of each file first, even if it doesn't download the file.
         validation = _open_dataset(name, root, download, train=False)
     train = _open_dataset(name, root, False, train=True)
     split = _to_split(train)
@@ -71,9 +71,9 @@ def torchvision_set(name: str, root: str, download: bool) -> DataSet:
     )
 
 
-def _download_lock(name: str, root: str) -> AbstractContextManager[object]:
+def _lock_download(name: str, root: str) -> AbstractContextManager[object]:
     if Path(root).is_dir() and not os.access(root, os.W_OK):
-        return nullcontext()  # the folder isn't writable, so no process can download to it
+        return nullcontext()  # no lock is needed, because no process can download to a read-only folder
     advice = "; set recipe.data.root to a different folder"
     with os_error_as(UsageError, f"dataset {name}: cannot create the folder {root}", advice):
         Path(root).mkdir(parents=True, exist_ok=True)
@@ -83,21 +83,21 @@ def _download_lock(name: str, root: str) -> AbstractContextManager[object]:
 def _open_dataset(name: str, root: str, download: bool, train: bool) -> Any:
     dataset_class = getattr(datasets, _DATASETS[name].kind)
     try:
-        with _network_timeout():
+        with _set_network_timeout():
             return dataset_class(root, train=train, download=download)
     except MemoryError:
         raise
-    except Exception as error:  # sockets, archives and readers may raise any exception
+    except Exception as error:  # torchvision may raise any exception while downloading, extracting or reading
         reason = f"{type(error).__name__}: {error}"
         if not download:
-            raise UsageError(_missing_message(name, root, reason)) from error
+            raise UsageError(_format_missing_message(name, root, reason)) from error
         raise UsageError(
             f"dataset {name}: cannot download it to {root}: {reason}; check the network and start again, or copy "
             f"torchvision's {_DATASETS[name].kind} files there from a different machine"
         ) from error
 
 
-def _missing_message(name: str, root: str, reason: str) -> str:
+def _format_missing_message(name: str, root: str, reason: str) -> str:
     return (
         f"dataset {name}: missing or incomplete in {root}: {reason}; set recipe.data.root to its folder, or remove its "
         f"files from {root} and set recipe.data.download=true"
@@ -105,7 +105,7 @@ def _missing_message(name: str, root: str, reason: str) -> str:
 
 
 @contextmanager
-def _network_timeout() -> Iterator[None]:
+def _set_network_timeout() -> Iterator[None]:
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT_S)
     try:

@@ -1,6 +1,6 @@
-"""Datasets of images in WebDataset tar archives, with NAME.jpg next to NAME.cls or NAME.json.
+"""Datasets of images in WebDataset tar archives. Each image NAME.jpg has a label in NAME.cls or NAME.json.
 
-Each archive is scanned only once. The offsets of its members are cached next to it, which allows random access.
+Each archive is scanned only once. To allow random access, the offsets of its members are cached next to the archive.
 """
 
 import os
@@ -14,19 +14,19 @@ import torch
 
 from lockstep.common import plainfile
 from lockstep.data.base import DataSet
-from lockstep.data.images.pictures import pictures
+from lockstep.data.images.pictures import make_image_dataset
 from lockstep.data.images.tar_index import TarIndex, load_index
 from lockstep.data.options import Count, Names, Share, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.shares import in_share
+from lockstep.data.shares import is_in_share
 from lockstep.errors import DataError, UsageError, os_error_as
 
 
 @dataclass(frozen=True)
 class Options:
-    """The labels and classes of the images, and the fraction for validation.
+    """The labels and classes of the images, and the validation fraction.
 
-    - `label`: The suffix of the member with the class index, or a key in the .json file of the image.
+    - `label`: The suffix of the file that contains the class index, or a key in the .json file.
     - `classes`: The number of classes or their names. Defaults to the largest class index plus one.
     - `validation`: The fraction of images for validation, which is required if there are no val archives. 0 means no
       validation.
@@ -39,8 +39,8 @@ class Options:
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Open the archives in `root`: train*.tar and val*.tar, or *.tar in the folders train/ and val/."""
-    train = [load_index(path, options.label) for path in _archives(Path(request.root), "train")]
-    held_out = [load_index(path, options.label) for path in _archives(Path(request.root), "val")]
+    train = [load_index(path, options.label) for path in _find_archives(Path(request.root), "train")]
+    held_out = [load_index(path, options.label) for path in _find_archives(Path(request.root), "val")]
     if not train:
         raise UsageError(
             f"dataset webdataset: found neither train*.tar nor train/*.tar in {request.root}; set recipe.data.root to "
@@ -54,19 +54,19 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         )
         raise UsageError(f"dataset webdataset: recipe.data.options.validation: {problem}")
     archives = Archives(train)
-    parts = (archives, Archives(held_out)) if held_out else archives.split(options.validation or 0.0)
-    classes = _classes(options.classes, [*archives.targets.tolist(), *parts[1].targets.tolist()])
+    parts = (archives, Archives(held_out)) if held_out else archives.split_by_name(options.validation or 0.0)
+    classes = _make_class_names(options.classes, [*archives.targets.tolist(), *parts[1].targets.tolist()])
     if not len(parts[0].targets):
         raise UsageError(
             f"dataset webdataset: recipe.data.options.validation: {options.validation} leaves no image for training; "
             f"use a smaller fraction"
         )
-    return pictures(parts[0], parts[1] if len(parts[1].targets) else None, classes, request)
+    return make_image_dataset(parts[0], parts[1] if len(parts[1].targets) else None, classes, request)
 
 
 @final
 class Archives:
-    """The images in several archives, in order. If `positions` is set, only the images at these positions."""
+    """An image source that concatenates the images of several archives. `positions` selects some of the images."""
 
     def __init__(self, archives: Sequence[TarIndex], positions: Sequence[int] | None = None) -> None:
         self._archives = archives
@@ -74,7 +74,7 @@ class Archives:
         self._positions = np.arange(self._firsts[-1]) if positions is None else np.array(positions, np.int64)
         targets = np.concatenate([archive.targets for archive in archives]) if archives else np.empty(0, np.int64)
         self.targets = torch.from_numpy(targets[self._positions])
-        # File descriptors by archive. Forked processes can share them, because pread doesn't use the file position.
+        # File descriptors by archive index. Forked processes can share them, because pread ignores the file position.
         self._descriptors: dict[int, int] = {}
 
     def name(self, index: int) -> str:
@@ -82,7 +82,7 @@ class Archives:
         archive, position = self._locate(index)
         return f"{self._archives[archive].file}: {self._archives[archive].names[position]}"
 
-    def content(self, index: int) -> bytearray:
+    def read_bytes(self, index: int) -> bytearray:
         """See Pictures."""
         number, position = self._locate(index)
         archive = self._archives[number]
@@ -95,9 +95,9 @@ class Archives:
                 raise DataError(f"{self.name(index)}: the archive was truncated while in use; copy it again")
         return content
 
-    def split(self, share: float) -> tuple[Self, Self]:
-        """Split the images into training and validation. `share` is the fraction for validation, selected by name."""
-        is_held_out = [in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
+    def split_by_name(self, share: float) -> tuple[Self, Self]:
+        """Split the images into training and validation by a hash of their name. `share` is the validation fraction."""
+        is_held_out = [is_in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
         train, validation = ([n for n, flag in enumerate(is_held_out) if flag is part] for part in (False, True))
         return Archives(self._archives, train), Archives(self._archives, validation)
 
@@ -107,11 +107,11 @@ class Archives:
         return archive, position - int(self._firsts[archive])
 
 
-def _archives(root: Path, part: str) -> list[Path]:
+def _find_archives(root: Path, part: str) -> list[Path]:
     return [*sorted(root.glob(f"{part}*.tar")), *sorted((root / part).glob("*.tar"))]
 
 
-def _classes(classes: int | list[str] | None, targets: list[int]) -> list[str]:
+def _make_class_names(classes: int | list[str] | None, targets: list[int]) -> list[str]:
     names = (
         classes
         if isinstance(classes, list)

@@ -1,4 +1,4 @@
-"""Encodes the columns of a table for a model. Validation uses the statistics of the training split."""
+"""Encodes the columns of a table as model inputs, using statistics of the training split."""
 
 import re
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from lockstep.errors import UsageError
 
-# A formatted number, as spreadsheets write it: with groups of three digits, a decimal comma, a currency sign or %.
+# Matches formatted numbers from spreadsheets, with digit groups, a decimal comma, a currency sign or a percent sign.
 _FORMATTED: Final = re.compile(r"[-+]?[$€£¥]?\s?(\d{1,3}([,.'\s]\d{3})+|\d+)([.,]\d+)?\s?[%$€£¥]?")
-# The maximum number of values of a category. The values are dataset properties, which ranks compare and checkpoints
-# save.
+# The maximum number of distinct values in a categorical column. The values are dataset properties, which are compared
+# between ranks and saved in checkpoints.
 _MAX_VALUES: Final = 10_000
 
 
@@ -25,7 +25,7 @@ class Number:
     name: str
     mean: float
     std: float
-    means: bool  # whether to replace missing values with the mean
+    means: bool  # whether missing values are replaced with the mean
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Number:
 class Category:
     """A categorical column. Values are encoded as their index in `values`, the values of the training split.
 
-    All values that don't occur in training have the index `len(values)`.
+    Values that don't occur in the training split are encoded as `len(values)`.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Category:
         return np.array([numbers[value] for value in column.to_pylist()], np.int64)
 
 
-def column_kind(column: Any) -> Literal["number", "name", "other"]:
-    """Return the kind of a column: number, name (text or booleans), or other."""
+def get_column_kind(column: Any) -> Literal["number", "name", "other"]:
+    """Return the kind of a column: `number`, `name` (text or booleans), or `other`."""
     import pyarrow.types as types
 
     data_type = column.type.value_type if types.is_dictionary(column.type) else column.type
@@ -75,20 +75,20 @@ def column_kind(column: Any) -> Literal["number", "name", "other"]:
     return "name" if is_name else "other"
 
 
-def check_input(name: str, column: Any, means: bool) -> None:
+def check_input_column(name: str, column: Any, means: bool) -> None:
     """Raise UsageError if an input column isn't supported.
 
-    Pass the column of the full file, so that row numbers in errors match the file.
+    Pass the column of the full file, so that the row numbers in error messages match the file.
     """
     import pyarrow.types as types
 
-    reject_mixed(name, column, "or add the column to recipe.data.options.categories")
-    if column_kind(column) == "number" or types.is_null(column.type):  # all values are missing
-        check_numbers(name, column, means)
+    reject_mixed_column(name, column, "or add the column to recipe.data.options.categories")
+    if get_column_kind(column) == "number" or types.is_null(column.type):  # all values are missing
+        check_numeric_column(name, column, means)
 
 
-def check_numbers(name: str, column: Any, means: bool) -> None:
-    """Raise UsageError if a numeric column has infinite values, or missing values although `means` is False."""
+def check_numeric_column(name: str, column: Any, means: bool) -> None:
+    """Raise UsageError if a numeric column has infinite values or, unless `means` is set, missing values."""
     values = _to_floats(name, column)
     invalid = np.isinf(values) if means else ~np.isfinite(values)
     if invalid.any():
@@ -99,9 +99,9 @@ def check_numbers(name: str, column: Any, means: bool) -> None:
         )
 
 
-def reject_mixed(name: str, column: Any, advice: str) -> None:
-    """Raise UsageError if a column of numbers was read as text, because some values aren't numbers or are formatted."""
-    if column_kind(column) != "name":  # pyarrow can't find the unique values of lists
+def reject_mixed_column(name: str, column: Any, advice: str) -> None:
+    """Raise UsageError if a text column contains numbers, because some values are formatted or aren't numbers."""
+    if get_column_kind(column) != "name":  # pyarrow can't find the unique values of lists
         return
     values = [value for value in column.unique().to_pylist() if isinstance(value, str)]
     texts = {value for value in values if not _is_number(value)}
@@ -113,11 +113,11 @@ def reject_mixed(name: str, column: Any, advice: str) -> None:
 
 
 def fit_column(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
-    """Create the encoding of a column from its training values.
+    """Create the encoding of a column from its values in the training split.
 
-    Text, booleans and the columns in `options.categories` are categories.
+    Text and boolean columns are always categorical. Integer columns are categorical if `is_category` is set.
     """
-    kind = column_kind(column)
+    kind = get_column_kind(column)
     if kind == "number" and not is_category:
         return _fit_number(name, column, means)
     if kind == "other" and not is_category:
@@ -150,7 +150,7 @@ def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
 def _fit_number(name: str, column: Any, means: bool) -> Number:
     values = _to_floats(name, column)
     finite = values[np.isfinite(values)]
-    # Compute the statistics over all rows in order and in float64, so that they are bit-identical on every rank.
+    # Compute the statistics in float64 over all rows in order, so that they are bit-identical on all ranks.
     mean, std = (float(finite.mean()), float(finite.std())) if len(finite) else (0.0, 0.0)
     return Number(name, mean, std or 1.0, means)
 

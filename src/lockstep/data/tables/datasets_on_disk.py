@@ -1,4 +1,4 @@
-"""Opens datasets that Hugging Face's library `datasets` has saved with save_to_disk."""
+"""Opens datasets that were saved with `save_to_disk` of the Hugging Face library `datasets`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class Options:
-    """The columns of a sample, and the rows for validation.
+    """The columns of a sample, and the split for validation.
 
     - `inputs`: The input columns. Defaults to all columns except for the target.
-    - `target`: If set, a sample is the pair (inputs, target). Otherwise, a sample only has the inputs.
+    - `target`: The target column. If set, a sample is the pair (inputs, target). Otherwise, it consists of the inputs.
     - `train`, `held_out`: The splits of a DatasetDict for training and validation.
     - `validation`: The fraction of rows for validation if there is no `held_out` split. 0 means no validation.
 
-    The inputs of a sample are a dict by column name. If `inputs` is a single name, or if there is a target and only one
-    input column, they are the value itself.
+    The inputs of a sample are a dict from column name to value. If `inputs` is a single name, or if there is a target
+    and only one input column, the inputs are the value itself.
     """
 
     inputs: Text | Names | None = None
@@ -62,12 +62,14 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 
 @final
-class Columns:
-    """A map-style dataset of selected rows and columns. `numbers` has the indices of the rows."""
+class ColumnDataset:
+    """A map-style dataset of selected rows and columns of a table."""
 
-    def __init__(self, rows: Any, numbers: NDArray[np.int64], inputs: str | Sequence[str], target: str | None) -> None:
+    def __init__(
+        self, rows: Any, row_indices: NDArray[np.int64], inputs: str | Sequence[str], target: str | None
+    ) -> None:
         self._rows = rows
-        self._numbers = numbers
+        self._numbers = row_indices
         self._inputs = inputs
         self._target = target
 
@@ -101,7 +103,7 @@ def _load_splits(root: str, options: Options) -> tuple[Any, Any]:
     return dataset[options.train], dataset.get(options.held_out)
 
 
-def _select_columns(rows: Any, numbers: NDArray[np.int64], options: Options) -> Columns:
+def _select_columns(rows: Any, row_indices: NDArray[np.int64], options: Options) -> ColumnDataset:
     names = rows.column_names
     inputs = options.inputs if options.inputs is not None else [name for name in names if name != options.target]
     input_names = [inputs] if isinstance(inputs, str) else inputs
@@ -109,4 +111,4 @@ def _select_columns(rows: Any, numbers: NDArray[np.int64], options: Options) -> 
         if name not in names:
             raise UsageError(f"dataset datasets: no column '{name}'{choices(name, names)}")
     is_single = options.target is not None and len(input_names) == 1
-    return Columns(rows, numbers, input_names[0] if is_single else inputs, options.target)
+    return ColumnDataset(rows, row_indices, input_names[0] if is_single else inputs, options.target)

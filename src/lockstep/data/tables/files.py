@@ -1,4 +1,4 @@
-"""Reads tables from files with pyarrow."""
+"""Reads CSV and Parquet files with pyarrow."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from lockstep.common.importing import import_extra
 from lockstep.errors import UsageError
 
 
-def read(file: Path) -> Any:
+def read_table(file: Path) -> Any:
     """Read a .csv or .parquet file as a pyarrow Table. Raises UsageError if it can't be read."""
     pyarrow = import_extra("pyarrow", "tables", "dataset table")
     from pyarrow import csv, parquet

@@ -1,4 +1,4 @@
-"""A split whose samples are the rows of a table."""
+"""A dataset split whose samples are the rows of a table."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -17,9 +17,9 @@ from lockstep.data.tables.columns import Category, Number
 class Rows:
     """A split whose batches are (inputs, targets).
 
-    Inputs are float32 of shape [n, features]. The features are the numbers, followed by the one-hot encoding of each
-    category. If `codes` is True, inputs are a dict with `numbers`, float32 of shape [n, numbers], and `categories`,
-    int64 of shape [n, categories].
+    Inputs are float32 of shape [n, features]. The features are the numeric columns, followed by the one-hot encoding of
+    each categorical column. If `codes` is True, inputs are a dict with `numbers`, float32 of shape [n, numbers], and
+    `categories`, int64 of shape [n, categories].
     """
 
     in_memory: bool = True
@@ -40,7 +40,7 @@ class Rows:
 
     @property
     def shape(self) -> list[int]:
-        """The shape of the inputs of a sample. If `codes` is True, the shape of `numbers`."""
+        """The input shape of a sample. If `codes` is True, this is the shape of `numbers`."""
         return [self._numbers.shape[1] + (0 if self._codes else sum(self._sizes))]
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
@@ -49,7 +49,8 @@ class Rows:
         numbers, categories = self._numbers[positions], self._categories[positions]
         if self._codes:
             return {"numbers": numbers, "categories": categories}, self._targets[positions]
-        # Values that don't occur in training have the last index. Dropping its column leaves zeros for these values.
+        # Values that don't occur in the training split have the last index. Dropping the last column of the one-hot
+        # encoding encodes them as zeros.
         one_hot = [
             F.one_hot(categories[:, index], size + 1)[:, :size].float() for index, size in enumerate(self._sizes)
         ]

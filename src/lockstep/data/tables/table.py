@@ -1,4 +1,4 @@
-"""Datasets from a table in a CSV or Parquet file, with standardized numbers, encoded categories and a target."""
+"""Datasets from a CSV or Parquet file, with standardized numbers, encoded categories, and one or more targets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.data.base import DataSet
 from lockstep.data.options import Names, Share, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.shares import rows_in_share
-from lockstep.data.tables.columns import check_input, column_kind, fit_column, reject_mixed
-from lockstep.data.tables.files import read, select_same_columns
+from lockstep.data.tables.columns import check_input_column, fit_column, get_column_kind, reject_mixed_column
+from lockstep.data.tables.files import read_table, select_same_columns
 from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import skip_mask
@@ -25,18 +25,18 @@ from lockstep.tasks.classification import skip_mask
 if TYPE_CHECKING:
     import pyarrow
 
-# The maximum number of classes for integer targets if options.kind isn't set. The second limit applies if there are
-# fewer than ten rows per class on average.
+# Integer targets with more classes require options.kind. The second limit applies if there are fewer than ten rows per
+# class on average.
 _MAX_CLASSES: Final = 1000
 _MAX_SPARSE_CLASSES: Final = 20
-# The limit for the mean and standard deviation of a target, above which learning is slow. The reciprocal is the lower
-# limit for the standard deviation.
+# Learning is slow if the mean or standard deviation of a target is above this limit, or if its standard deviation is
+# below the reciprocal.
 _SCALE_LIMIT: Final = 1_000
 
 
 @dataclass(frozen=True)
 class Options:
-    """The target of a table, and the use of its columns.
+    """The target of a table, and how its columns are used.
 
     - `target`: The target column, or a list of columns for regression.
     - `kind`: Defaults to regression for floats and for several targets, and to classification otherwise. You must set
@@ -78,7 +78,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     for table in files:  # check full files, so that row numbers in errors match the files
         for name in input_names:
             if name not in categories:
-                check_input(name, table[name], means)
+                check_input_column(name, table[name], means)
         _check_targets(table, targets, options.kind)
     train, validation, rows = _split_rows(files, options.validation)
     columns = [fit_column(name, train[name], name in categories, means) for name in input_names]
@@ -90,7 +90,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         if part is not None
     ]
     facts: dict[str, Any] = {"shape": parts[0].shape, "columns": [column.facts for column in columns]}
-    scales = [] if classes is not None else [_target_scale(name, train) for name in targets]
+    scales = [] if classes is not None else [_measure_target_scale(name, train) for name in targets]
     if classes is None:
         facts |= {
             "outputs": len(targets),
@@ -105,19 +105,19 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         facts=facts,
         skipped=None if classes is None else skip_mask,
         name=lambda number: f"row {rows[number]}",
-        warnings=tuple(_scale_warnings(targets, scales)),
+        warnings=tuple(_find_scale_warnings(targets, scales)),
         question=question,
     )
 
 
-def _target_scale(name: str, train: pyarrow.Table) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a target in the training split."""
+def _measure_target_scale(name: str, train: pyarrow.Table) -> tuple[float, float]:
+    """Return the mean and standard deviation of a target in the training split."""
     values = _to_floats(name, train[name]).astype(np.float64)
     return float(values.mean()), float(values.std())
 
 
-def _scale_warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """Yield a warning for each target whose scale is so far from 1 that common learning rates don't learn it."""
+def _find_scale_warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> Iterator[str]:
+    """Yield a warning for each target whose scale is too far from 1 for common learning rates."""
     for name, (mean, std) in zip(targets, scales, strict=False):
         if max(abs(mean), std) > _SCALE_LIMIT or 0 < std < 1 / _SCALE_LIMIT:
             yield (
@@ -130,14 +130,14 @@ def _scale_warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]
 def _read_files(root: Path) -> list[pyarrow.Table]:
     """Read the table in a file, or the training table and, if it exists, the validation table in a folder."""
     if not root.is_dir():
-        return [read(root)]
+        return [read_table(root)]
     for suffix in (".csv", ".parquet"):
         train, validation = root / f"train{suffix}", root / f"val{suffix}"
         if train.exists():
             return (
-                [*select_same_columns(validation, read(train), read(validation))]
+                [*select_same_columns(validation, read_table(train), read_table(validation))]
                 if validation.exists()
-                else [read(train)]
+                else [read_table(train)]
             )
     raise UsageError(
         f"dataset table: {root} contains neither train.csv nor train.parquet; set recipe.data.root to a file, or to a "
@@ -148,7 +148,7 @@ def _read_files(root: Path) -> list[pyarrow.Table]:
 def _split_rows(
     files: Sequence[pyarrow.Table], share: float
 ) -> tuple[pyarrow.Table, pyarrow.Table | None, NDArray[np.int64]]:
-    """Return the training rows, the validation rows if any, and the indices of the training rows in their file."""
+    """Return the training rows, the validation rows or None, and the row indices of the training rows in their file."""
     if len(files) > 1:
         return files[0], files[1], np.arange(len(files[0]))
     table = files[0]
@@ -168,7 +168,7 @@ def _check_names(table: pyarrow.Table, names: list[str]) -> None:
 
 
 def _find_classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list[Any] | None:
-    """Return the sorted classes of the target, or None for a regression."""
+    """Return the sorted classes of the target, or None if the task is a regression."""
     import pyarrow.types as types
 
     column = table[targets[0]]
@@ -183,22 +183,22 @@ def _find_classes(table: pyarrow.Table, targets: list[str], kind: str | None) ->
     classes = sorted(value for value in column.unique().to_pylist() if value is not None)
     many = len(classes) > _MAX_CLASSES or (len(classes) > _MAX_SPARSE_CLASSES and 10 * len(classes) > len(table))
     if kind is None and types.is_integer(column.type) and many:
-        raise UsageError(_kind_question(table, targets[0], classes))
+        raise UsageError(_format_kind_question(table, targets[0], classes))
     return classes
 
 
 def _ask_about_kind(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
-    """Return an error message that asks for `kind` if an integer target may be an amount, and "" otherwise.
+    """Return an error message that asks the user to set `kind`, or an empty string if the kind is clear.
 
-    This is the case if the target has more than a few different values, with gaps between them.
+    The kind is unclear if the target has more than a few distinct integers, with gaps between them.
     """
     import pyarrow.types as types
 
     several = types.is_integer(table[target].type) and len(classes) > _MAX_SPARSE_CLASSES
-    return _kind_question(table, target, classes) if several and classes[-1] - classes[0] >= len(classes) else ""
+    return _format_kind_question(table, target, classes) if several and classes[-1] - classes[0] >= len(classes) else ""
 
 
-def _kind_question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
+def _format_kind_question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
     return (
         f"dataset table: recipe.data.options.target: '{target}' has {len(classes):,} distinct integers in "
         f"{len(table):,} rows; set recipe.data.options.kind to regression if they are amounts, or to classification if "
@@ -214,8 +214,8 @@ def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> 
             row = column.is_null().to_pylist().index(True)
             raise UsageError(f"{problem} is missing in row {row:,}; remove such rows")
         if kind != "classification":
-            reject_mixed(name, column, "or set recipe.data.options.kind=classification")
-        if column_kind(column) == "other":
+            reject_mixed_column(name, column, "or set recipe.data.options.kind=classification")
+        if get_column_kind(column) == "other":
             raise UsageError(
                 f"{problem} has type {column.type}, but only numbers and text are supported; set a different column"
             )

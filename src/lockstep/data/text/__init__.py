@@ -1,1 +1,1 @@
-"""Text datasets. A sample is a window of tokens, from text files, token files, or the text that Lockstep ships."""
+"""Text datasets from text files, token files, or the text included in Lockstep. A sample is a window of tokens."""

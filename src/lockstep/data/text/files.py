@@ -9,14 +9,14 @@ from lockstep.common import plainfile
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count, Share, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.text.tokenizer import Bytes, FromFile, Tokenizer, build_char_tokenizer
-from lockstep.data.text.windows import TokenArray, build_windows
+from lockstep.data.text.tokenizer import ByteTokenizer, FromFile, Tokenizer, build_char_tokenizer
+from lockstep.data.text.windows import TokenArray, make_window_dataset
 from lockstep.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Options:
-    """The settings to split a text into samples.
+    """The settings for tokenizing a text and splitting it into samples.
 
     - `context`: The number of tokens per sample.
     - `stride`: The distance between the starts of two training samples, in tokens. Defaults to `context`.
@@ -38,22 +38,22 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     The files in a folder are concatenated in the order of their names. If the folder contains folders `train` and
     `val`, or files train.txt and val.txt, these are the two splits, and the option `validation` has no effect.
     """
-    return text_data(request.name, *_read_splits(Path(request.root), options.validation), options)
+    return make_text_dataset(request.name, *_read_splits(Path(request.root), options.validation), options)
 
 
-def text_data(name: str, train: str, validation: str, options: Options) -> DataSet:
-    """Return a dataset from a training text and a validation text. If the second text is empty, validation is None."""
+def make_text_dataset(name: str, train: str, validation: str, options: Options) -> DataSet:
+    """Return a dataset from a training and a validation text. An empty validation text means no validation split."""
     tokenizer = _make_tokenizer(train, validation, options)
     train_tokens = TokenArray(tokenizer.encode(train))
     validation_tokens = TokenArray(tokenizer.encode(validation)) if validation else None
     facts = {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.facts}
-    return build_windows(
+    return make_window_dataset(
         name, train_tokens, validation_tokens, options.context, options.stride, facts, tokenizer.decode
     )
 
 
 def split_text(text: str, share: float) -> tuple[str, str]:
-    """Split a text. Return the training part, and the fraction `share` at the end of the text for validation."""
+    """Split a text into training and validation. The validation part is the fraction `share` at the end."""
     end = int(len(text) * (1 - share))
     return text[:end], text[end:]
 
@@ -61,7 +61,7 @@ def split_text(text: str, share: float) -> tuple[str, str]:
 def _make_tokenizer(train: str, validation: str, options: Options) -> Tokenizer:
     if options.tokenizer is not None:
         return FromFile(options.tokenizer)
-    return Bytes() if options.by == "byte" else build_char_tokenizer(train + validation)
+    return ByteTokenizer() if options.by == "byte" else build_char_tokenizer(train + validation)
 
 
 def _read_splits(root: Path, share: float) -> tuple[str, str]:
@@ -82,7 +82,7 @@ def _read_text(path: Path) -> str:
         paths += [Path(folder) / name for name in sorted(files) if name.endswith(".txt") and not name.startswith(".")]
     if not paths:
         raise UsageError(
-            f"dataset text: no .txt files below {path}; set recipe.data.root to a text file, or to a folder with .txt "
+            f"dataset text: no .txt files under {path}; set recipe.data.root to a text file, or to a folder with .txt "
             f"files"
         )
     return "".join(map(_read_file, paths))

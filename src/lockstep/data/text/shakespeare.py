@@ -1,4 +1,4 @@
-"""The dataset tiny Shakespeare, which comes with Lockstep: 1,115,394 characters. Credits are in SHAKESPEARE.md."""
+"""The dataset tiny Shakespeare with 1,115,394 characters, included in Lockstep. For credits, see SHAKESPEARE.md."""
 
 import bz2
 import hashlib
@@ -7,7 +7,7 @@ from typing import Final
 
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
-from lockstep.data.text.files import Options, split_text, text_data
+from lockstep.data.text.files import Options, make_text_dataset, split_text
 from lockstep.errors import DataError, TrainingError, error_as
 
 _FILE: Final = Path(__file__).with_name("shakespeare.txt.bz2")
@@ -16,7 +16,7 @@ _SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Open the dataset. The options are the same as for the dataset `text`."""
-    return text_data(request.name, *split_text(shakespeare().decode(), options.validation), options)
+    return make_text_dataset(request.name, *split_text(shakespeare().decode(), options.validation), options)
 
 
 def shakespeare(file: Path = _FILE) -> bytes:

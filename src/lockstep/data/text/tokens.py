@@ -1,4 +1,4 @@
-"""Datasets from token files train.bin and val.bin, in the format of nanoGPT's prepare.py. Tokens are read on demand."""
+"""Datasets from the token files train.bin and val.bin, in the format of nanoGPT's prepare.py."""
 
 import os
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ from lockstep.common import plainfile
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count
 from lockstep.data.request import DataRequest
-from lockstep.data.text.windows import build_windows
+from lockstep.data.text.windows import make_window_dataset
 from lockstep.errors import DataError, TrainingError, UsageError, error_as, os_error_as
 
-_MAX_META_BYTES: Final = 1 << 26  # the maximum size of meta.json in bytes
-_CHECKS: Final = 16  # the number of positions in a file to check before a run
-_CHECK_LENGTH: Final = 64  # the number of tokens to check at each position
+_MAX_META_BYTES: Final = 1 << 26  # maximum size of meta.json
+_CHECKS: Final = 16  # number of positions in a file that are checked before a run
+_CHECK_LENGTH: Final = 64  # number of tokens that are checked at each position
 
 
 @dataclass(frozen=True)
 class Options:
-    """The settings of the windows, and the format of the files. `context` and `stride` are the same as for `text`.
+    """The window size and the file format. `context` and `stride` are the same as for dataset `text`.
 
     - `vocabulary`: The size of the vocabulary. Defaults to the value in meta.json next to the files.
     - `dtype`: The dtype of a token. Defaults to the value in meta.json, or to uint16.
@@ -62,15 +62,15 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     validation = TokenFile(root / "val.bin", dtype, vocabulary) if (root / "val.bin").exists() else None
     tokenizer = {"tokenizer": meta["tokenizer"]} if "tokenizer" in meta else {}
     facts = {"vocabulary": vocabulary, **tokenizer}
-    return build_windows("tokens", train, validation, options.context, options.stride, facts)
+    return make_window_dataset("tokens", train, validation, options.context, options.stride, facts)
 
 
 @final
 class TokenFile:
-    """The tokens in a file of little-endian integers. Windows are read on demand.
+    """A sequence of tokens in a file of little-endian integers. Windows are read lazily.
 
-    The file isn't memory-mapped, for two reasons. If a mapped file were truncated during a run, the process would be
-    killed with SIGBUS. In addition, mapped pages count as memory of the process.
+    The file isn't memory-mapped, because a process is killed with SIGBUS if a mapped file is truncated, and because
+    mapped pages count towards the memory usage of the process.
     """
 
     in_memory: bool = False
@@ -92,20 +92,20 @@ class TokenFile:
         self._check_samples()
 
     def _check_samples(self) -> None:
-        """Raise UsageError if a token isn't in the vocabulary, which usually means that the dtype is wrong.
+        """Raise UsageError if a token is outside the vocabulary, which usually means that the dtype is wrong.
 
-        Only some tokens, spread over the whole file, are checked.
+        Only a few tokens at evenly spaced positions in the file are checked.
         """
         length = min(_CHECK_LENGTH, self._length)
         starts = np.linspace(0, self._length - length, min(_CHECKS, self._length)).astype(np.int64)
         with error_as(UsageError, TrainingError, "dataset tokens"):
-            self.windows(np.unique(starts), length)
+            self.get_windows(np.unique(starts), length)
 
     def __len__(self) -> int:
         return self._length
 
-    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """See Tokens. Raises TrainingError if the file can't be read, or contains a token outside the vocabulary."""
+    def get_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """See TokenSequence. Raises TrainingError if the file can't be read or a token is outside the vocabulary."""
         tokens = np.empty((len(starts), length), self._dtype)
         for row, start in zip(tokens, starts.tolist(), strict=True):
             self._read(row, start)

@@ -1,4 +1,4 @@
-"""Splits a sequence of tokens into windows. A sample is a window, and its targets are the window one token later."""
+"""Splits a token sequence into windows. A sample is a window, and its targets are the window shifted by one token."""
 
 import math
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from torch import Tensor
 from lockstep.data.base import DataSet
 from lockstep.errors import UsageError
 
-_MAX_SHOWN: Final = 32  # the maximum number of tokens in the name of a sample
-IGNORED: Final = -100  # a target that doesn't count. It is the default ignore_index of F.cross_entropy
+_MAX_SHOWN: Final = 32  # maximum number of tokens in the name of a sample
+IGNORED: Final = -100  # marks targets that don't count; the default ignore_index of F.cross_entropy
 
 
-class Tokens(Protocol):
-    """The interface of a sequence of tokens, which is in memory or in a file."""
+class TokenSequence(Protocol):
+    """The interface of a sequence of tokens in memory or in a file."""
 
     in_memory: bool  # see Split
 
     def __len__(self) -> int: ...
 
-    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    def get_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Return the windows of `length` tokens that begin at `starts`, as int64 of shape [len(starts), length]."""
 
 
@@ -39,7 +39,7 @@ class TokenArray:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    def get_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """See Tokens."""
         windows: NDArray[np.int64] = self._tokens[starts[:, None] + np.arange(length)].astype(np.int64)
         return windows
@@ -47,12 +47,12 @@ class TokenArray:
 
 @final
 class TrainingWindows:
-    """The split of all windows of `context` tokens that start at a multiple of `stride` and aren't followed by the end.
+    """A split of windows of `context` tokens that start at multiples of `stride`.
 
-    A batch is (inputs, targets), both int64 of shape [n, context].
+    A batch is (inputs, targets), both int64 of shape [n, context]. A window needs a token after it as its last target.
     """
 
-    def __init__(self, tokens: Tokens, context: int, stride: int) -> None:
+    def __init__(self, tokens: TokenSequence, context: int, stride: int) -> None:
         self.in_memory = tokens.in_memory
         self._tokens = tokens
         self._context = context
@@ -63,18 +63,18 @@ class TrainingWindows:
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
         """See Split."""
-        windows = torch.from_numpy(self._tokens.windows(indices * self._stride, self._context + 1))
+        windows = torch.from_numpy(self._tokens.get_windows(indices * self._stride, self._context + 1))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 @final
 class ValidationWindows:
-    """The split of adjacent windows. Each token except for the first is a target exactly once.
+    """A split of adjacent windows, in which each token except for the first is a target exactly once.
 
-    The last window may be shorter. It is padded with the token 0 and the target IGNORED.
+    If the last window is shorter, it is padded with token 0 and target IGNORED.
     """
 
-    def __init__(self, tokens: Tokens, context: int) -> None:
+    def __init__(self, tokens: TokenSequence, context: int) -> None:
         self.in_memory = tokens.in_memory
         self._tokens = tokens
         self._context = context
@@ -96,34 +96,36 @@ class ValidationWindows:
         self, inputs: Tensor, targets: Tensor, rows: NDArray[np.bool_], starts: NDArray[np.int64], length: int
     ) -> None:
         if rows.any():
-            windows = torch.from_numpy(self._tokens.windows(starts[rows], length + 1))
+            windows = torch.from_numpy(self._tokens.get_windows(starts[rows], length + 1))
             mask = torch.from_numpy(rows)
             inputs[mask, :length] = windows[:, :-1]
             targets[mask, :length] = windows[:, 1:]
 
 
-def build_windows(
+def make_window_dataset(
     label: str,
-    train: Tokens,
-    validation: Tokens | None,
+    train: TokenSequence,
+    validation: TokenSequence | None,
     context: int,
     stride: int | None,
     facts: dict[str, Any],
     decode: Callable[[NDArray[Any]], str] | None = None,
 ) -> DataSet:
-    """Return a dataset of windows. Raises UsageError if a split is too short.
+    """Return a dataset of windows. Raises UsageError if a split has too few tokens.
 
     - `stride`: The distance between the starts of two training windows. If None, training windows don't overlap.
-    - `facts`: Must contain the size of the `vocabulary`. The returned dataset also has the property `context`.
-    - `decode`: Converts tokens to the text that is the name of a sample. If None, the name has the index of the first
-      token instead.
+    - `facts`: The dataset properties, which must contain the `vocabulary` size. The property `context` is added.
+    - `decode`: Converts tokens to text, which is used as the name of a sample. If None, the name is the index of the
+      first token.
     """
     step = stride or context
 
-    def sample_name(number: int) -> str:
+    def format_sample_name(number: int) -> str:
         starts = np.array([number * step])
         return (
-            f"token {starts[0]}" if decode is None else repr(decode(train.windows(starts, min(context, _MAX_SHOWN))[0]))
+            f"token {starts[0]}"
+            if decode is None
+            else repr(decode(train.get_windows(starts, min(context, _MAX_SHOWN))[0]))
         )
 
     for name, part, minimum, advice in (
@@ -138,5 +140,5 @@ def build_windows(
         train=TrainingWindows(train, context, step),
         validation=None if validation is None else ValidationWindows(validation, context),
         facts={**facts, "context": context},
-        name=sample_name,
+        name=format_sample_name,
     )
