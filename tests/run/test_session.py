@@ -76,8 +76,10 @@ CLIENTS: dict[str, Callable[[Loaded, Path, Any], object]] = {
     "the naive DDP of a benchmark": lambda loaded, folder, ranks: naive_ddp._on_rank(
         resolve(loaded, 2), folder, SimpleNamespace(), None, ranks
     ),
-    "verification": lambda loaded, folder, ranks: traced_run.work(_traced(loaded, folder), None, ranks),
-    "the probe of a verification": lambda loaded, folder, ranks: traced_run.probe(_traced(loaded, folder), None, ranks),
+    "verification": lambda loaded, folder, ranks: traced_run.run_case(_traced(loaded, folder), None, ranks),
+    "the probe of a verification": lambda loaded, folder, ranks: traced_run.probe_case(
+        _traced(loaded, folder), None, ranks
+    ),
     "planning": lambda loaded, folder, ranks: measure.work(resolve(loaded, 2), 1e9, folder, None, ranks),
     "planning of a save": lambda loaded, folder, ranks: measure.work_saving(resolve(loaded, 2), folder, None, ranks),
     "a loop of the user's own": _join,

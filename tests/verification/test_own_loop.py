@@ -272,7 +272,7 @@ def test_what_the_guard_refuses_is_found_by_the_comparison_alone(case):
     function, strategy = SILENT[case]
     [row] = compared(function, (2,), (strategy,), None, guarded=False)
     assert row.verdict == "differs", row.line
-    with pytest.raises(lockstep.UsageError, match="reference on one process: "):
+    with pytest.raises(lockstep.UsageError, match="the single-process reference run failed: "):
         list(compared(function, (2,), (strategy,), None))
 
 
