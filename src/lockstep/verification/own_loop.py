@@ -173,7 +173,8 @@ def _list_placements(
 ) -> list[tuple[StrategyChoice, int]]:
     """Return the placements to compare: each strategy on each number of `processes` above 1.
 
-    If `processes` contains 1, the placement on a single process comes first. A strategy that requires a single process always runs on one process, regardless of `processes`.
+    If `processes` contains 1, the placement on a single process comes first. A strategy that requires a single process
+    always runs on one process, regardless of `processes`.
     """
     single: list[tuple[StrategyChoice, int]] = [("single", 1)] if 1 in processes else []
     single_process = [
