@@ -210,7 +210,7 @@ def _first_difference(
         values = most_different_elements(expected[name], actual[name])
         if values is not None and (values.distance is None or values.distance > tolerance * values.scale):
             index = f" at {list(values.index)}" if values.index else ""
-            return f"{name}{index} is {values.found}, not {values.reference}{_rounding_note(values)}"
+            return f"{name}{index} is {values.actual}, not {values.reference}{_rounding_note(values)}"
     return ""
 
 

@@ -64,5 +64,5 @@ def test_eval_runs_it_only_where_the_command_says_so(run, mine: Path) -> None:
     run(*TRAIN, "run.dir=run", "placement.processes=1", "recipe.loss=cross_entropy")
     named = ("recipe.optimizer.name=mine.steps:Lion", "recipe.schedule.name=mine.rates:one_cycle")
     refused = run("eval", "run", named[1], code=2)
-    assert re.search(r"its recipe names code, .* recipe\.optimizer\.name=mine\.steps:Lion", refused.err)
+    assert re.search(r"its recipe references code, .* recipe\.optimizer\.name=mine\.steps:Lion", refused.err)
     assert "evaluated 360 of 360" in run("eval", "run", *named).out

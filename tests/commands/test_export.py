@@ -84,7 +84,7 @@ def test_from_python_the_same_is_written(trained, capfd):
     assert all(torch.equal(each, saved[name]) for name, each in load_file("own.safetensors").items())
     for options, told in (
         ({"out": "own.safetensors", "trust": True}, "own.safetensors: already exists"),
-        ({}, "its recipe names code, which would run with your permissions: .*from Python, trust=True"),
+        ({}, "its recipe references code, which would run with your permissions: .*from Python, trust=True"),
         ({"weights": "average", "trust": True}, "weights: expected 'model' or 'ema', got 'average'"),
     ):
         with pytest.raises(UsageError, match=told):

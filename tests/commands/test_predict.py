@@ -98,7 +98,7 @@ def test_from_python_the_same_is_predicted(run, trained, tmp_path, capfd):
         ((), {}, "this run expects images or folders of images, and predicts classes, got no input; pass an INPUT"),
         ("no.png", {}, "no.png: not found"),
         (files, {"weights": "mean"}, "weights: expected 'model' or 'ema', got 'mean'"),
-        (files, {"overrides": {}}, "names code, which would run with your permissions"),
+        (files, {"overrides": {}}, "references code, which would run with your permissions"),
     ):
         with pytest.raises(UsageError, match=re.escape(told)):
             own(inputs, **options)

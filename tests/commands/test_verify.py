@@ -15,7 +15,7 @@ from lockstep.config.load import Loaded, load
 from lockstep.core.order import Steps
 from lockstep.setup.resolved import resolve
 from lockstep.verification import cases
-from lockstep.verification.traced_run import TraceJob, open_cases
+from lockstep.verification.traced_run import TraceJob, open_setup
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -109,7 +109,7 @@ def test_an_interrupt_ends_everything(start):
 
 
 def every(loaded: Loaded) -> list[cases.VerifyCase]:
-    return cases._all_cases(loaded, open_cases(loaded))
+    return cases._make_all_cases(loaded, open_setup(loaded))
 
 
 def test_all_means_every_exact_strategy_on_one_to_four_processes_or_the_reason_why_not():
@@ -136,12 +136,12 @@ def test_all_keeps_the_options_of_the_strategy_that_the_placement_names():
 
 def test_the_placement_that_was_asked_for_keeps_its_options_and_its_recomputation():
     overrides = ["placement.strategy={bucket_mib: 1.5}", "placement.recompute=full", "placement.workers=2"]
-    single, asked = cases._default_cases(load("digits", overrides), 2)
+    single, asked = cases._make_default_cases(load("digits", overrides), 2)
     assert (single.label, asked.label) == ("single on 1", "ddp on 2")
     placement = asked.resolved.placement
     assert placement.strategy.model_extra == {"bucket_mib": 1.5}
     assert (placement.recompute, placement.workers, placement.processes) == ("full", 2, 2)
-    assert [place.label for place in cases._default_cases(load("digits"), 1)] == ["single on 1"]
+    assert [place.label for place in cases._make_default_cases(load("digits"), 1)] == ["single on 1"]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,6 @@ def test_where_a_model_is_compiled_a_contestant_goes_on_with_the_short_step(tmp_
 def test_what_would_not_compile_to_the_same_bits_is_not_possible(options, refused):
     asked = f"placement.strategy={json.dumps({'name': 'pipeline', **options})}"
     loaded = load("digits", ["recipe.compile=true", asked])
-    place = cases._check_case(cases._case_of(loaded, "pipeline", 2), open_cases(loaded))
+    place = cases._check_case(cases._make_strategy_case(loaded, "pipeline", 2), open_setup(loaded))
     assert place.reason.startswith("recipe.compile: strategy pipeline splits the backward of each block") is refused
     assert bool(place.reason) is refused

@@ -17,7 +17,7 @@ from lockstep.probe import findings as causes
 from lockstep.probe import probe
 from lockstep.probe.findings import ProbeResult, findings
 from lockstep.verification import trace
-from lockstep.verification.traced_run import open_cases
+from lockstep.verification.traced_run import open_setup
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -36,7 +36,7 @@ def look(*overrides: str) -> ProbeResult:
     """Return the facts about digits with these overrides, and a model of one layer unless they have one."""
     if not any("recipe.model" in override for override in overrides):
         overrides = (LINEAR, *overrides)
-    ready = open_cases(load("digits", ["recipe.batch=16", *overrides]))
+    ready = open_setup(load("digits", ["recipe.batch=16", *overrides]))
     return probe.facts_of(ready, torch.device("cpu"))
 
 
@@ -204,8 +204,8 @@ def test_a_data_set_that_is_random_for_each_call(model, name, what):
 def test_facts_survive_being_written(tmp_path):
     probed = look(model("Remembering"))
     probed = replace(probed, random_samples=[causes.RandomSample("training", 3, "inputs")])
-    trace.write(tmp_path / "facts", probed)
-    assert trace.read(tmp_path / "facts", ProbeResult) == probed
+    trace.write_json(tmp_path / "facts", probed)
+    assert trace.read_json(tmp_path / "facts", ProbeResult) == probed
 
 
 def test_noise_in_a_cache_is_named_with_the_function_that_is_cached():

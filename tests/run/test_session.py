@@ -71,13 +71,15 @@ def _traced(loaded: Loaded, folder: Path) -> traced_run.TraceJob:
 
 CLIENTS: dict[str, Callable[[Loaded, Path, Any], object]] = {
     "training": lambda loaded, _, ranks: run_rank(resolve(loaded, 2), None, None, None, ranks),
-    "evaluation": lambda loaded, _, ranks: evaluation._on_rank(loaded, None, print, None, ranks),
+    "evaluation": lambda loaded, _, ranks: evaluation._evaluate_on_rank(loaded, None, print, None, ranks),
     "replay": _replay,
     "the naive DDP of a benchmark": lambda loaded, folder, ranks: naive_ddp._on_rank(
         resolve(loaded, 2), folder, SimpleNamespace(), None, ranks
     ),
-    "verification": lambda loaded, folder, ranks: traced_run.work(_traced(loaded, folder), None, ranks),
-    "the probe of a verification": lambda loaded, folder, ranks: traced_run.probe(_traced(loaded, folder), None, ranks),
+    "verification": lambda loaded, folder, ranks: traced_run.run_case(_traced(loaded, folder), None, ranks),
+    "the probe of a verification": lambda loaded, folder, ranks: traced_run.probe_case(
+        _traced(loaded, folder), None, ranks
+    ),
     "planning": lambda loaded, folder, ranks: measure.work(resolve(loaded, 2), 1e9, folder, None, ranks),
     "planning of a save": lambda loaded, folder, ranks: measure.work_saving(resolve(loaded, 2), folder, None, ranks),
     "a loop of the user's own": _join,
@@ -151,7 +153,7 @@ def test_the_failure_names_the_late_rank_and_not_the_one_that_reports_it() -> No
         end=ended.append,
         store=None,
     )
-    detector = session._stall_detector(rendezvous, Placement(on_stall="end"), torch.device("cpu"))
+    detector = session._make_stall_detector(rendezvous, Placement(on_stall="end"), torch.device("cpu"))
     detector.late = [0]
     detector.tell("stalled: rank 1 has waited 2 s for other ranks\n  rank 0 (a) is late: in step 8")
     [failure] = ended

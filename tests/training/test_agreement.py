@@ -8,7 +8,7 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard
-from lockstep.training.agreement import Disagreement, disagreement
+from lockstep.training.agreement import Disagreement, find_disagreement
 
 
 def held(world: World, name: str, tensor: Tensor, layout: str) -> MaybeSharded:
@@ -28,8 +28,8 @@ def compared(world: World, layout: str, wrong: list[tuple[int, str]]) -> Disagre
     for rank, name in wrong:
         if rank == world.rank:
             tensors[name].view(torch.int32)[0, 0] ^= 1 << rank
-    found = disagreement(world, {name: held(world, name, tensor, layout) for name, tensor in tensors.items()})
-    return None if found is None else Disagreement(found.names, found.odd, ("host",) * len(found.hosts))
+    found = find_disagreement(world, {name: held(world, name, tensor, layout) for name, tensor in tensors.items()})
+    return None if found is None else Disagreement(found.names, found.odd_ranks, ("host",) * len(found.hosts))
 
 
 @pytest.mark.slow("several ranks")

@@ -145,7 +145,7 @@ def test_the_best_evaluation_is_by_the_monitored_figure_then_the_lower_loss() ->
     judged = []
     for step, (top1, loss) in enumerate([(0.0, 5.0), (0.5, 2.0), (0.4, 1.0), (0.5, 1.5), (0.5, 1.5), (0.6, 9.0)], 1):
         progress.step = step
-        progress.judge(evaluated(top1, loss)(progress), Monitor("top1", higher=True))
+        progress.record_evaluation(evaluated(top1, loss)(progress), Monitor("top1", higher=True))
         judged.append(progress.best_at)
     assert judged == [1, 2, 2, 4, 4, 6]
     assert (progress.best, progress.best_loss, progress.figures) == ({"top1": 0.6}, 9.0, {"top1": 0.6})
@@ -156,7 +156,7 @@ def test_a_monitored_figure_may_be_better_high_or_low(higher: bool, best: int) -
     progress = Progress()
     for step, value in enumerate((1.5, 2.5, math.nan, 2.0), 1):
         progress.step = step
-        progress.judge(replace(evaluated()(progress), figures={"error": value}), Monitor("error", higher))
+        progress.record_evaluation(replace(evaluated()(progress), figures={"error": value}), Monitor("error", higher))
     assert progress.best_at == best
 
 
@@ -164,7 +164,7 @@ def test_without_figures_the_loss_says_what_is_best() -> None:
     progress = Progress()
     for step, loss in enumerate((2.0, 1.0, 1.5), 1):
         progress.step = step
-        progress.judge(replace(evaluated(loss=loss)(progress), figures={}), LOSS)
+        progress.record_evaluation(replace(evaluated(loss=loss)(progress), figures={}), LOSS)
     assert (progress.best_at, progress.best_loss) == (2, 1.0)
 
 

@@ -7,7 +7,7 @@ import pytest
 from lockstep.probe import findings as look
 from lockstep.probe.findings import ProbeResult, RandomSample, findings
 from lockstep.verification import compare, trace
-from lockstep.verification.causes import Diagnosis, cause
+from lockstep.verification.causes import Diagnosis, find_cause
 from lockstep.verification.compare import Difference
 
 CLEAN = ProbeResult(buffers=["bn.running_mean", "table"])
@@ -25,20 +25,20 @@ def diagnosis(
 
 
 def test_buffers_and_weights_are_told_apart():
-    assert diagnosis(trace.MODEL, "bn.running_mean").what == "buffer"
-    assert diagnosis(trace.MODEL, "conv.weight").what == "weight"
-    assert diagnosis(trace.OWN_LOSS, "2").microbatch == 2
-    assert diagnosis(trace.OWN_LOSS, "2").name == ""
+    assert diagnosis(trace.MODEL, "bn.running_mean").kind == "buffer"
+    assert diagnosis(trace.MODEL, "conv.weight").kind == "weight"
+    assert diagnosis(trace.MICROBATCH_LOSS, "2").microbatch == 2
+    assert diagnosis(trace.MICROBATCH_LOSS, "2").name == ""
 
 
 def test_a_buffer_that_forward_changes_is_the_cause_itself():
     probed = ProbeResult(buffers=["layer1.bn1.running_mean", "center"], changed_buffers={"center": "Centered"})
-    assert cause(diagnosis(trace.MODEL, "center", probed)) == (
+    assert find_cause(diagnosis(trace.MODEL, "center", probed)) == (
         "center of the model differs from step 3 on: this model updates buffers outside BatchNorm, and each process "
         "only sees its own micro-batches"
     )
     probed = ProbeResult(changed_buffers={"layer1.bn1.running_mean": "GhostNorm"}, buffers=["layer1.bn1.running_mean"])
-    told = cause(diagnosis(trace.MODEL, "layer1.bn1.running_mean", probed))
+    told = find_cause(diagnosis(trace.MODEL, "layer1.bn1.running_mean", probed))
     assert told.startswith("running_mean of layer1.bn1 differs from step 3 on: GhostNorm is a custom BatchNorm")
 
 
@@ -59,36 +59,42 @@ def test_a_buffer_that_forward_changes_is_the_cause_itself():
     ],
 )
 def test_what_is_wrong_with_the_forward_pass_is_the_cause_of_a_loss_that_departs(probed, words):
-    assert words in cause(diagnosis(trace.OWN_LOSS, "2", probed))
-    assert words in cause(diagnosis(trace.GRADIENT, "a", probed))
+    assert words in find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed))
+    assert words in find_cause(diagnosis(trace.GRADIENT, "a", probed))
 
 
 @pytest.mark.parametrize(
     ("what", "where"),
-    [(trace.DATA, " (data.py:7)"), (trace.OWN_LOSS, " (net.py:3)"), (trace.GRADIENT, " (net.py:3)")],
+    [(trace.DATA, " (data.py:7)"), (trace.MICROBATCH_LOSS, " (net.py:3)"), (trace.GRADIENT, " (net.py:3)")],
 )
 def test_the_order_of_a_set_is_the_cause_where_only_the_hash_seed_was_another(what, where):
     probed = ProbeResult(attributes={"steps": "0 -> 1"}, places={"model": "net.py:3", "training": "data.py:7"})
-    by_seed = replace(diagnosis(what, "2", probed, "single on 1"), hashes=True)
-    assert cause(by_seed).startswith(f"the order of a set of strings, or hash(), in code{where}: it changes")
-    assert "the order of a set" not in cause(replace(by_seed, again=False))
+    by_seed = replace(diagnosis(what, "2", probed, "single on 1"), other_hash_seed=True)
+    assert find_cause(by_seed).startswith(f"the order of a set of strings, or hash(), in code{where}: it changes")
+    assert "the order of a set" not in find_cause(replace(by_seed, reproduced=False))
     if what != trace.DATA:
-        assert "computed again by a fresh copy" in cause(replace(by_seed, probed=ProbeResult(repeated="loss")))
+        assert "computed again by a fresh copy" in find_cause(
+            replace(by_seed, probe_result=ProbeResult(repeated="loss"))
+        )
 
 
 def test_attributes_that_were_harmless_so_far_are_a_cause_only_where_nothing_else_is():
     probed = ProbeResult(attributes={"steps": "0 -> 1"})
-    assert cause(diagnosis(trace.OWN_LOSS, "2", probed)).startswith("possibly a note, which may only matter after")
-    assert "steps (0 -> 1)" in cause(diagnosis(trace.OWN_LOSS, "2", probed))
-    assert "draws from NumPy's" in cause(diagnosis(trace.OWN_LOSS, "2", ProbeResult(streams=["NumPy's"], alone="loss")))
-    assert "send the output of" in cause(diagnosis(compare.EVALUATION, "loss", probed))
+    assert find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed)).startswith(
+        "possibly a note, which may only matter after"
+    )
+    assert "steps (0 -> 1)" in find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed))
+    assert "draws from NumPy's" in find_cause(
+        diagnosis(trace.MICROBATCH_LOSS, "2", ProbeResult(streams=["NumPy's"], alone="loss"))
+    )
+    assert "send the output of" in find_cause(diagnosis(compare.EVALUATION, "loss", probed))
 
 
 def test_an_evaluation_that_cannot_be_repeated_is_the_cause_of_one_that_departs():
     probed = ProbeResult(evaluation="outputs", evaluation_reads={"torch's": "net.py:3"})
-    told = cause(diagnosis(compare.EVALUATION, "loss", probed))
+    told = find_cause(diagnosis(compare.EVALUATION, "loss", probed))
     assert "depend on earlier batches: forward draws from torch's random generator (net.py:3)" in told
-    assert "send the output of" in cause(diagnosis(trace.OWN_LOSS, "2", probed))
+    assert "send the output of" in find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed))
 
 
 def test_a_rank_that_is_read_is_told_with_its_line_and_else_with_the_model():
@@ -100,15 +106,15 @@ def test_a_rank_that_is_read_is_told_with_its_line_and_else_with_the_model():
 
 def test_other_data_is_the_data_sets_doing_whatever_else_is_wrong():
     probed = ProbeResult(random_samples=[RandomSample("training", 7, "inputs")], repeated="loss")
-    assert "item 7 of the training dataset changes when" in cause(diagnosis(trace.DATA, "2", probed))
-    assert "depends on the process" in cause(diagnosis(trace.DATA, "2", ProbeResult(repeated="loss")))
+    assert "item 7 of the training dataset changes when" in find_cause(diagnosis(trace.DATA, "2", probed))
+    assert "depends on the process" in find_cause(diagnosis(trace.DATA, "2", ProbeResult(repeated="loss")))
 
 
 def test_without_a_suspect_the_kind_of_the_departure_tells():
     told = {
-        what: cause(diagnosis(what, "2"))
+        what: find_cause(diagnosis(what, "2"))
         for what in (
-            *(trace.OWN_LOSS, trace.LOSS, compare.EVALUATION, trace.SCALARS),
+            *(trace.MICROBATCH_LOSS, trace.LOSS, compare.EVALUATION, trace.SCALARS),
             *(trace.GRADIENT, trace.MODEL, trace.OPTIMIZER, trace.AVERAGE),
         )
     }
@@ -118,9 +124,9 @@ def test_without_a_suspect_the_kind_of_the_departure_tells():
 
 
 def test_a_reference_that_departs_from_itself_and_what_changes_from_run_to_run():
-    assert "second run of itself" in cause(diagnosis(trace.LOSS, "", place="single on 1"))
-    assert "had a different result again" in cause(diagnosis(trace.LOSS, "", again=False))
-    assert "the checkpoint does not contain" in cause(diagnosis(trace.LOSS, "", place="single on 1", resumed=True))
+    assert "a second run of the reference gave" in find_cause(diagnosis(trace.LOSS, "", place="single on 1"))
+    assert "had a different result again" in find_cause(diagnosis(trace.LOSS, "", again=False))
+    assert "the checkpoint does not contain" in find_cause(diagnosis(trace.LOSS, "", place="single on 1", resumed=True))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +154,7 @@ def test_a_draw_that_seldom_matters_is_the_fault_where_placements_differ_and_not
     assert [each.fault for each in findings(probed)] == [False, False]
     faults = [each for each in findings(probed, departed=True) if each.fault]
     assert [each.culprit for each in faults] == [look.FOREIGN_RANDOMNESS]
-    assert cause(diagnosis(trace.OWN_LOSS, "2", probed)) == faults[0].text
+    assert find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed)) == faults[0].text
     known = replace(probed, by_rank="loss")
     assert [each.culprit for each in findings(known, departed=True) if each.fault] == [look.RANKED]
 
@@ -157,7 +163,7 @@ def test_a_difference_that_nothing_explains_is_told_with_its_tensor_its_amount_a
     first = replace(
         diagnosis(trace.GRADIENT, "conv.weight", place="zero2 on 2"), distance=2.7e-7, command="lockstep verify x"
     )
-    told = cause(first)
+    told = find_cause(first)
     assert "the first difference is in the gradient of conv.weight in step 3, by 2.7e-07" in told
     assert told.endswith("use strategy ddp until this is fixed, and send the output of `lockstep verify x`")
     assert "report" not in told
@@ -165,5 +171,5 @@ def test_a_difference_that_nothing_explains_is_told_with_its_tensor_its_amount_a
 
 def test_a_trait_of_the_model_is_the_cause_where_nothing_else_is():
     probed = replace(CLEAN, traits=["part is called 2 times in a forward", "other"])
-    told = cause(diagnosis(trace.GRADIENT, "conv.weight", probed, place="zero2 on 2"))
+    told = find_cause(diagnosis(trace.GRADIENT, "conv.weight", probed, place="zero2 on 2"))
     assert told.endswith("possibly because part is called 2 times in a forward")

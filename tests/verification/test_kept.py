@@ -10,8 +10,8 @@ import torch
 from one_process import joined
 from torch import nn
 
-from lockstep.verification.held_tensors import digest_of, held_tensors
-from lockstep.verification.kept import Kept
+from lockstep.verification.held_tensors import compute_digest, find_tensors
+from lockstep.verification.kept import LoopState
 
 CACHE: list[int] = []
 anew = [0]
@@ -31,12 +31,12 @@ class Remembering(nn.Linear):
 
 def test_what_is_kept_is_named_with_its_line() -> None:
     model = nn.Sequential(Remembering())
-    before = Kept([model])
-    assert before.changes(Kept([model])) == {}
+    before = LoopState([model])
+    assert before.find_changes(LoopState([model])) == {}
     model[0].step()
     CACHE.append(1)
     setattr(sys.modules[__name__], "anew", [1])  # noqa: B010 - as a script's loop does
-    found = before.changes(Kept([model]))
+    found = before.find_changes(LoopState([model]))
     assert found.keys() == {"0.count of the model", "0.center of the model", f"{__name__}.CACHE"}
     assert re.fullmatch(r"0 -> 1, \S*test_kept\.py:\d+", found["0.count of the model"])
     assert found["0.center of the model"] == "a buffer"
@@ -45,13 +45,13 @@ def test_what_is_kept_is_named_with_its_line() -> None:
 
 def test_local_variables_of_the_function_with_the_loop_are_named_too() -> None:
     generator, unchanged, seen, logged, total = torch.Generator(), torch.Generator(), [], [], torch.zeros(1)
-    before = Kept([])
+    before = LoopState([])
     torch.rand(1, generator=generator)
     seen.append(torch.ones(1))
     logged.append(0.5)
     total += 0.5
     made_later = torch.zeros(1)
-    found = before.changes(Kept([]))
+    found = before.find_changes(LoopState([]))
     assert found.keys() == {"generator", "seen"}
     made = test_local_variables_of_the_function_with_the_loop_are_named_too.__code__.co_firstlineno + 1
     assert re.fullmatch(rf"a generator, \S*test_kept\.py:{made}", found["generator"])
@@ -63,13 +63,13 @@ def test_what_lockstep_keeps_in_a_model_is_not_named(norms: int) -> None:
     with joined() as run:
         model = nn.Sequential(nn.Linear(6, 4), *(nn.BatchNorm1d(4) for _ in range(norms)), nn.Linear(4, 3))
         model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        before = Kept([model])
+        before = LoopState([model])
         for step in loops.computed(run, model, epochs=1):
             step.update()
-        assert before.changes(Kept([model])).keys() == set()
+        assert before.find_changes(LoopState([model])).keys() == set()
 
 
-def after(turns: int) -> Kept:
+def after(turns: int) -> LoopState:
     average, queue, losses, count = SimpleNamespace(module=nn.Linear(2, 2)), [], [], 0
     with torch.no_grad():
         average.module.weight.fill_(turns)
@@ -81,12 +81,12 @@ def after(turns: int) -> Kept:
         if len(queue) > 3:
             break
         count += 2
-    return Kept([])
+    return LoopState([])
 
 
 def test_what_holds_modules_is_the_likeliest_and_what_is_only_printed_is_unused() -> None:
     stopped = after(2)
-    lost = after(0).lost(stopped.texts(), stopped.likelihoods())
+    lost = after(0).find_lost_state(stopped.to_texts(), stopped.likelihoods())
     assert [*lost.likely] == ["average", "queue", "turns", "count"]
     assert re.fullmatch(r"a SimpleNamespace, \S*test_kept\.py:\d+", lost.likely["average"])
     assert [*lost.unused] == ["losses"]
@@ -96,13 +96,13 @@ def test_tensors_of_a_library_s_objects_are_found_and_those_of_the_placed_model_
     placed, own = nn.Linear(2, 2), torch.ones(3)
     value = {"a": [SimpleNamespace(b=own, c=placed, d=nn.Sequential(placed, nn.BatchNorm1d(2)))]}
     ids = {id(each) for each in (placed, *placed.parameters())}
-    found = held_tensors(value, ids)
+    found = find_tensors(value, ids)
     assert found[0] is own
     assert len(found) == 1 + len(nn.BatchNorm1d(2).state_dict())
-    assert digest_of(found) != digest_of([torch.zeros(3), *found[1:]])
+    assert compute_digest(found) != compute_digest([torch.zeros(3), *found[1:]])
 
 
 def test_a_tensor_without_memory_counts_by_its_shape_alone() -> None:
     without = [torch.zeros(4096, device="meta")]
-    assert len({digest_of(without) for _ in range(8)}) == 1
-    assert digest_of(without) != digest_of([torch.zeros(4097, device="meta")])
+    assert len({compute_digest(without) for _ in range(8)}) == 1
+    assert compute_digest(without) != compute_digest([torch.zeros(4097, device="meta")])

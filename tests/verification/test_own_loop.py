@@ -15,7 +15,7 @@ from torch import nn
 
 import lockstep
 from lockstep.probe.witness import CLOCK, RANK
-from lockstep.verification.own_loop import _likely_cause, check_placements, script
+from lockstep.verification.own_loop import _describe_loop_cause, check_placements, script
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
 
@@ -94,7 +94,7 @@ def test_the_first_departure_is_named():
 
 def test_a_read_of_the_rank_is_named_after_other_causes():
     reads = {RANK: "loop.py:3", CLOCK: "loop.py:9"}
-    assert _likely_cause(reads, {"best": "a float"}) == (
+    assert _describe_loop_cause(reads, {"best": "a float"}) == (
         "; likely cause: the loop reads the clock (loop.py:9), and keeps best (a float) from one step to the next, and "
         "reads the rank or the number of ranks (loop.py:3); make the loop depend only on its data and its model"
     )
@@ -281,7 +281,7 @@ def test_what_the_guard_refuses_is_found_by_the_comparison_alone(case):
     function, strategy = SILENT[case]
     [row] = compared(function, (2,), (strategy,), None, guarded=False)
     assert row.verdict == "differs", row.line
-    with pytest.raises(lockstep.UsageError, match="reference on one process: "):
+    with pytest.raises(lockstep.UsageError, match="the single-process reference run failed: "):
         list(compared(function, (2,), (strategy,), None))
 
 

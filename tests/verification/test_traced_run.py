@@ -101,7 +101,7 @@ def test_the_loop_that_trains_drives_a_contestant(tmp_path, monkeypatch):
     monkeypatch.setattr(verify_run, "train", watched)
     loaded = load("digits", ['recipe.model={name: "planted:linear"}'])
     job = verify_run.TraceJob(resolve(loaded, 1), (0, 1, 5), 40, tmp_path, save_after=1)
-    prepared = PreparedRun(job.resolved, verify_run.with_validation(verify_run.open_cases(loaded), 40))
+    prepared = PreparedRun(job.resolved, verify_run.limit_validation(verify_run.open_setup(loaded), 40))
     traced_run = verify_run._TracedRun(job, prepared, World(ALONE, torch.device("cpu")))
     seen = traced_run.run()
     assert [event.step for event in driven] == [1, 2, 6]

@@ -139,16 +139,11 @@ def seed_generators(key: int) -> None:
 
 
 def seed_python_and_numpy(key: int) -> None:
-<<<<<<< HEAD
-    """Seed the global generators of Python and NumPy."""
+    """Seed the global RNGs of Python and NumPy."""
     # The same as random.seed(key). That function first checks the type of its argument in Python code, which takes as
     # long as seeding, and a custom loop seeds three times per step.
     _random.Random.seed(_PYTHON_GENERATOR, key)
     _PYTHON_GENERATOR.gauss_next = None
-=======
-    """Seed the global RNGs of Python and NumPy."""
-    python_random.seed(key)
->>>>>>> ed3
     np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator only accepts a 32-bit seed
 
 

@@ -1,4 +1,4 @@
-"""Training and evaluation in background processes, such as from a notebook, without side effects in this process."""
+"""Trains and evaluates in background processes, so that a notebook or script sees no side effects in its process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lockstep.run.training import train_here
 from lockstep.setup.completed import completed
 from lockstep.training.events import Evaluated, Event
 
-# Exit codes that aren't errors. The last event of the run shows which of these codes it was.
+# Exit codes that don't raise an error. The last event of the run shows how the run ended.
 _EXPECTED_CODES: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)
 _END: Final = "end"
 _POLL_S: Final = 0.5
@@ -74,9 +74,9 @@ def train(
 
 
 def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
-    """Run the training of a configuration by calling `body` in background processes. Yield its events. See `train`."""
-    for message in _messages(partial(body, loaded)):
-        yield _event(message)
+    """Call `body` with a configuration in a background process, and yield the events of the training. See `train`."""
+    for message in _receive_messages(partial(body, loaded)):
+        yield _parse_event(message)
 
 
 def evaluate(
@@ -91,14 +91,14 @@ def evaluate(
     Raises the same errors as `train`.
     """
     request = EvalRequest(str(run), tuple(as_words(overrides, processes)), trust)
-    [message] = _messages(lambda pipe: evaluate_here(request, lambda result: pipe.write(result.event, 0.0)))
-    event = _event(message)
+    [message] = _receive_messages(lambda pipe: evaluate_here(request, lambda result: pipe.write(result.event, 0.0)))
+    event = _parse_event(message)
     assert isinstance(event, Evaluated)
     return event
 
 
 def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) -> list[str]:
-    """Return overrides in the form of command-line words, such as `recipe.epochs=3`. Paths are converted to text."""
+    """Return overrides as command-line arguments, such as `recipe.epochs=3`. Paths are converted to strings."""
     placement_overrides = {} if processes is None else {"placement.processes": processes}
     return [
         f"{key}={json.dumps(value, default=os.fspath)}"
@@ -107,26 +107,26 @@ def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) 
 
 
 def as_names(paths: str | Path | Sequence[str | Path]) -> list[str]:
-    """Return a path or a sequence of paths as command-line words."""
+    """Return a path or a sequence of paths as a list of command-line arguments."""
     return [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
 
 
 def in_background(body: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Call `body` in a background process. Return the rows that it yields, which must be JSON-compatible."""
-    return list(_messages(partial(_rows, body)))
+    return list(_receive_messages(partial(_send_rows, body)))
 
 
-def _event(message: Mapping[str, Any]) -> Event:
+def _parse_event(message: Mapping[str, Any]) -> Event:
     kinds = {kind.__dataclass_fields__["name"].default: kind for kind in get_args(Event)}
     kind: Callable[..., Event] = kinds[message["name"]]
     return kind(**{name: value for name, value in message.items() if name != "name"})
 
 
-def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
-    """Call `body` in a background process and yield its messages. If it fails, raise its error in this process."""
+def _receive_messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
+    """Call `body` in a background process, and yield the messages that it sends. Raise its error in this process."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_background, args=(body, sender))
+    process = context.Process(target=_run_background, args=(body, sender))
     process.start()
     sender.close()
     has_ended = False
@@ -141,7 +141,7 @@ def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
                     yield message
                     continue
                 has_ended = True
-                _raise(message)
+                _raise_error(message)
             if process.exitcode:
                 raise TrainingError(f"the background process exited with code {process.exitcode}")
     finally:
@@ -150,7 +150,7 @@ def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
         process.join()
 
 
-def _raise(end: Mapping[str, Any]) -> None:
+def _raise_error(end: Mapping[str, Any]) -> None:
     code, text = end[_END], end["text"]
     if code in _EXPECTED_CODES:
         return
@@ -161,24 +161,24 @@ def _raise(end: Mapping[str, Any]) -> None:
 @final
 @dataclass(frozen=True)
 class EventPipe:
-    """A sink that sends each event as JSON to the process that waits for the events."""
+    """A sink in a background process that sends each event as JSON to the parent process."""
 
     connection: Connection
 
     def write(self, event: Event, time: float) -> None:
-        """See Sink."""
+        """See Sink.write."""
         self.send(asdict(event))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a JSON-compatible message. Paths are converted to text."""
+        """Send a JSON-compatible message. Paths are converted to strings."""
         self.connection.send_bytes(json.dumps(message, default=os.fspath).encode())
 
     def close(self) -> None:
-        """See Sink."""
+        """See Sink.close."""
 
 
-def _background(body: Callable[[EventPipe], int], connection: Connection) -> None:
-    """Run `body` as the background process. Nothing is printed, and errors are sent to the waiting process."""
+def _run_background(body: Callable[[EventPipe], int], connection: Connection) -> None:
+    """Run `body` in the background process. Nothing is printed, and an error is sent to the parent process."""
     errors = io.StringIO()
     with (
         Path(os.devnull).open("w", encoding="utf-8") as null_stream,
@@ -197,7 +197,7 @@ def _background(body: Callable[[EventPipe], int], connection: Connection) -> Non
     sys.stdout.flush()
 
 
-def _rows(body: Callable[[], Iterable[Mapping[str, Any]]], pipe: EventPipe) -> int:
+def _send_rows(body: Callable[[], Iterable[Mapping[str, Any]]], pipe: EventPipe) -> int:
     torch.set_num_threads(1)  # a forked process must not inherit a thread pool
     for row in body():
         pipe.send(row)

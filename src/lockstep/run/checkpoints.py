@@ -1,4 +1,4 @@
-"""Loads the checkpoint that a run resumes from, and saves new checkpoints."""
+"""Loads the checkpoint from which a run resumes, and saves new checkpoints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from lockstep.training.events import Saved
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run resumes from, which has been read and verified to belong to the run."""
+    """The checkpoint from which a run resumes. It has been verified to belong to the run."""
 
     snapshot: store.Snapshot
     state: SavedState
@@ -34,9 +34,12 @@ class Resumed:
 class Checkpoints:
     """The checkpoints in the run folder. All ranks must make the same calls in the same order.
 
-    A checkpoint contains the state of `engine`, the progress of the rank, and the JSON-compatible result of
-    `run_settings`, which is everything that affects the results. `buffers` are the names of tensors that aren't
-    parameters. `script` returns additional tensors of a custom training loop, which must be the same on all ranks.
+    A checkpoint contains the state of `engine`, the progress of the rank, and the following values:
+
+    - `run_settings`: Returns all settings that affect the results, as a JSON-compatible dict.
+    - `script`: Returns the tensors that a custom training loop saves in addition. They must be the same on all ranks.
+
+    `buffers` are the names of the model's tensors that aren't parameters.
     """
 
     rank: Rank
@@ -54,7 +57,7 @@ class Checkpoints:
         self.weights = ""  # SHA-256 of the weights in the last checkpoint
 
     def resume(self, resumed: Resumed) -> None:
-        """Load a checkpoint. Warn about differences that may change the results of the run from here on."""
+        """Load a checkpoint, and warn about changes since it was saved that may affect the results of the run."""
         rank, state = self.rank, resumed.state
         self.engine.load(engine_state(resumed.snapshot))
         rank.progress, self.weights = state.progress, resumed.weights_sha256
@@ -91,11 +94,11 @@ class Checkpoints:
             return self._record_sha256(self._saver.save(rank.progress, snapshot))
 
     def has(self, step: int) -> bool:
-        """Return whether the last checkpoint was saved after this step."""
+        """Return whether the last checkpoint was saved after step number `step`."""
         return self._saved_at == step
 
     def poll(self) -> list[Saved]:
-        """Return the event of the save that has completed since the last call, if any."""
+        """Return the event of the background save that has completed since the last call, if any. Doesn't wait."""
         return self._record_sha256(self._saver.poll())
 
     def wait(self) -> list[Saved]:
@@ -104,7 +107,7 @@ class Checkpoints:
             return self._record_sha256(self._saver.wait())
 
     def close(self) -> None:
-        """Shut down the saver. Call `wait` first."""
+        """Shut down the thread of background saves. Call `wait` first."""
         self._saver.close()
 
     def _record_sha256(self, saves: list[Saved]) -> list[Saved]:

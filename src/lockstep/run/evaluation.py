@@ -1,4 +1,4 @@
-"""Implements `lockstep eval`: opens a checkpoint or the weights of a recipe, and evaluates on all ranks."""
+"""Implements `lockstep eval`: loads a checkpoint or the initial weights of a recipe, and evaluates the model."""
 
 import json
 import os
@@ -48,8 +48,8 @@ class EvalRequest:
     """A request to evaluate a saved run.
 
     - `path`: A checkpoint or a run folder.
-    - `overrides`: Overrides of its recipe.
-    - `trust`: Whether to trust the code that its recipe names.
+    - `overrides`: Overrides of its configuration.
+    - `trust`: Whether to run user code that its recipe references.
     - `best`: Whether to use the best checkpoint of a run folder instead of the newest.
     - `command`: The name of the lockstep command.
     """
@@ -70,54 +70,60 @@ class EvalResult(NamedTuple):
 
 
 ReportResult = Callable[[EvalResult], None]  # called on rank 0
-Opened = tuple[store.FoundCheckpoint, PreparedRun]
+OpenedCheckpoint = tuple[store.FoundCheckpoint, PreparedRun]
 
 
 def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
-    """Check everything in this process, then evaluate in this process or in new processes. Returns the exit code."""
+    """Run all checks in this process, then evaluate in this process or in new processes. Return the exit code."""
     torch.set_num_threads(1)  # see run/start.py
     checkpoint, loaded = open_checkpoint(request)
     for note in loaded.notes:
         say(f"note: {note}")
-    prepared = _prepare(loaded, checkpoint)
+    prepared = _prepare_evaluation(loaded, checkpoint)
     _check_run(checkpoint)
     checked_state(checkpoint.path, checkpoint.snapshot, prepared.ready)
     for problem in checkpoint.problems:
         say(f"warning: {problem}")
     return on_ranks(
-        partial(_evaluate_as, request, report), (checkpoint, prepared), prepared.placement, prepared.processes
+        partial(_evaluate_checkpoint_on_rank, request, report),
+        (checkpoint, prepared),
+        prepared.placement,
+        prepared.processes,
     )
 
 
 def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
-    """Evaluate the initial weights of a recipe, without a run. Otherwise the same as `evaluate_here`."""
+    """Evaluate the initial weights of a recipe in this process or in new processes. Return the exit code."""
     torch.set_num_threads(1)  # see run/start.py
     for note in loaded.notes:
         say(f"note: {note}")
-    prepared = _prepare(loaded, None)
-    return on_ranks(partial(_on_rank, loaded, None, report), prepared, prepared.placement, prepared.processes)
+    prepared = _prepare_evaluation(loaded, None)
+    return on_ranks(partial(_evaluate_on_rank, loaded, None, report), prepared, prepared.placement, prepared.processes)
 
 
 def weights_as_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
-    """Return the placement and the work of `evaluate_weights`, for ranks that a launcher started."""
-    return loaded.config.placement, partial(_on_rank, loaded, None, report, None)
+    """Return the placement, and the function that evaluates initial weights on a rank started by a launcher."""
+    return loaded.config.placement, partial(_evaluate_on_rank, loaded, None, report, None)
 
 
 def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
-    """Return the placement and the work of ranks that a launcher started. Checks what it can before the ranks join."""
+    """Return the placement, and the function that evaluates a checkpoint on a rank started by a launcher.
+
+    Runs the checks that are possible before the ranks join.
+    """
     _, loaded = open_checkpoint(request)
     for note in loaded.notes if info.rank == 0 else ():
         say(f"note: {note}")
-    return loaded.config.placement, partial(_evaluate_as, request, report, None)
+    return loaded.config.placement, partial(_evaluate_checkpoint_on_rank, request, report, None)
 
 
 def open_checkpoint(
     request: EvalRequest, checkpoint: store.FoundCheckpoint | None = None
 ) -> tuple[store.FoundCheckpoint, Loaded]:
-    """Return a checkpoint and the configuration for evaluating it. Loads the checkpoint if `checkpoint` is None.
+    """Return the requested checkpoint and the configuration for evaluating it. Load it if `checkpoint` is None.
 
-    The location of the data comes from the config.yaml of the run folder, if that file exists. Raises UsageError if the
-    recipe names code that the user doesn't trust, or if the command ignores an override.
+    If the run folder contains a config.yaml, the location of the dataset is taken from it. Raises UsageError if the
+    recipe references untrusted user code, or if the command doesn't use an override.
     """
     if request.command == "eval" and Path(request.path).is_file():
         raise UsageError(
@@ -136,7 +142,7 @@ def open_checkpoint(
     code = check_code(request, loaded)
     _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in code])
     key = signing_key(loaded.config.run.key_file)
-    if key is not None and is_new:  # the key is only known now, and the state hasn't been used yet
+    if key is not None and is_new:  # the checkpoint had to be loaded first, because it contains the path of the key
         signed_checkpoint = store.load(checkpoint.path, key=key)
         if signed_checkpoint.snapshot.state != checkpoint.snapshot.state:
             raise UsageError(f"{checkpoint.path}: changed while it was read; try again")
@@ -145,30 +151,31 @@ def open_checkpoint(
 
 
 def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
-    """Return the code that the recipe names, by key. Raises UsageError unless the user also names or trusts the code.
+    """Return the import paths of user code in the recipe, by key.
 
-    Without this check, the author of the folder could run any code.
+    Raises UsageError unless the request trusts the code or overrides each of these keys. Otherwise, the author of the
+    folder could run any code with the permissions of the user.
     """
     recipe = loaded.config.recipe
-    # In a timm model name, a colon separates the download location, so the name isn't an import path.
+    # A model name with a colon can also be a timm name with a download location, which isn't an import path.
     model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
     paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
-    keys = {_key(section): name for section, name in {**model, **paths}.items()}
+    keys = {_section_key(section): name for section, name in {**model, **paths}.items()}
     keys |= {"recipe.metrics": flow(recipe.metrics)} if recipe.metrics else {}
     untrusted = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if untrusted and not request.trust:
         words = " ".join(map(shlex.quote, untrusted))
         raise UsageError(
-            f"{request.path}: its recipe names code, which would run with your permissions: {words}; to run this code, "
-            f"add these overrides to your command, or pass --trust (from Python, trust=True)"
+            f"{request.path}: its recipe references code, which would run with your permissions: {words}; to run this "
+            f"code, add these overrides to your command, or pass --trust (from Python, trust=True)"
         )
     return keys
 
 
 def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
-    """Raise UsageError for overridden keys that the command ignores.
+    """Raise UsageError if the command doesn't use one of the overridden keys.
 
-    These are training keys and, except for `lockstep eval`, all placement keys other than `device`.
+    No command uses the keys of the training. Only `lockstep eval` uses placement keys other than `placement.device`.
     """
     is_local = request.command != "eval"  # whether the command runs in this process
     for key in overridden:
@@ -184,12 +191,15 @@ def _check_run(checkpoint: store.FoundCheckpoint) -> None:
     config = checkpoint.path.parent.parent / CONFIG
     if not os.path.lexists(config):
         return
-    run, own_recipe = (
+    run, checkpoint_recipe_values = (
         values(read_run_recipe(config)),
         values(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)),
     )
-    if comparable(run) != comparable(own_recipe):
-        lines = [line.replace(" in the run,", " there,").removesuffix(" now") for line in differences(run, own_recipe)]
+    if comparable(run) != comparable(checkpoint_recipe_values):
+        lines = [
+            line.replace(" in the run,", " there,").removesuffix(" now")
+            for line in differences(run, checkpoint_recipe_values)
+        ]
         raise UsageError(
             "\n".join(
                 [f"{checkpoint.path}: does not belong to the run of {config}; move it to a separate folder:", *lines]
@@ -197,18 +207,20 @@ def _check_run(checkpoint: store.FoundCheckpoint) -> None:
         )
 
 
-def _key(section: str) -> str:
+def _section_key(section: str) -> str:
     return "recipe.data.collate" if section == "collate" else f"recipe.{section}.name"
 
 
-def _prepare(loaded: Loaded, checkpoint: store.FoundCheckpoint | None, processes: int | None = None) -> PreparedRun:
-    """Open and check the recipe. If `checkpoint` is None, the recipe must specify the weights to evaluate."""
+def _prepare_evaluation(
+    loaded: Loaded, checkpoint: store.FoundCheckpoint | None, processes: int | None = None
+) -> PreparedRun:
+    """Check the recipe and open its dataset. If `checkpoint` is None, the recipe must have initial weights."""
     if checkpoint is None:
         placed = place(loaded, processes, training=False)
         model = placed.resolved.recipe.model
         if placed.first is None and not model.pretrained:
             raise UsageError(
-                f"model {model.name}: the recipe names no weights to evaluate; set recipe.model.weights=FILE or "
+                f"model {model.name}: the recipe has no weights to evaluate; set recipe.model.weights=FILE or "
                 f"recipe.model.pretrained=true, or pass a run folder instead of the recipe"
             )
     else:
@@ -222,23 +234,28 @@ def _prepare(loaded: Loaded, checkpoint: store.FoundCheckpoint | None, processes
     return prepared
 
 
-def _evaluate_as(request: EvalRequest, report: ReportResult, opened: Opened | None, rendezvous: Rendezvous) -> int:
+def _evaluate_checkpoint_on_rank(
+    request: EvalRequest, report: ReportResult, opened: OpenedCheckpoint | None, rendezvous: Rendezvous
+) -> int:
     checkpoint, loaded = open_checkpoint(request, opened[0] if opened else None)
-    return _on_rank(loaded, checkpoint, report, opened[1] if opened else None, rendezvous)
+    return _evaluate_on_rank(loaded, checkpoint, report, opened[1] if opened else None, rendezvous)
 
 
-def _on_rank(
+def _evaluate_on_rank(
     loaded: Loaded,
     checkpoint: store.FoundCheckpoint | None,
     report: ReportResult,
     prepared: PreparedRun | None,
     rendezvous: Rendezvous,
 ) -> int:
-    """Evaluate a checkpoint, or the initial weights of the recipe. All ranks call it after they have joined."""
+    """Evaluate a checkpoint, or the initial weights of the recipe if `checkpoint` is None. Return the exit code.
+
+    All ranks call it after they have joined. Rank 0 calls `report`.
+    """
     recipe, placement = loaded.config.recipe, loaded.config.placement
     weights = {} if checkpoint is None else {"weights": store.weights_sha256(checkpoint.snapshot.model)}
     with open_recipe_rank(rendezvous, loaded, weights) as session:
-        prepared = prepared or _prepare(loaded, checkpoint, rendezvous.info.size)
+        prepared = prepared or _prepare_evaluation(loaded, checkpoint, rendezvous.info.size)
         ready = prepared.ready
         progress = (
             Progress() if checkpoint is None else checked_state(checkpoint.path, checkpoint.snapshot, ready).progress

@@ -24,7 +24,7 @@ from lockstep.training.progress import Progress
 
 
 def start_event(prepared: PreparedRun, rank: Rank, resumed_from: Path | None) -> Started:
-    """Return the start event of a run. All ranks must call it."""
+    """Return the Started event of a run. All ranks must call it."""
     recipe, ready = prepared.recipe, prepared.ready
     task, data = ready.task, ready.data
     loop = loop_start_event(
@@ -58,7 +58,7 @@ def evaluation_event(
     progress: Progress,
     keep: Callable[[Report], None] | None = None,
 ) -> Evaluated:
-    """Evaluate on all validation samples, and return the event. All ranks must call it.
+    """Evaluate the model on all validation samples, and return the Evaluated event. All ranks must call it.
 
     If `keep` is set, it is called with the detailed report of the task.
     """
@@ -81,9 +81,9 @@ def evaluation_event(
 
 
 def _peak_flops_per_s(world: World, precision: Precision) -> float | None:
-    """Return the total peak FLOP/s of all GPUs. Return None on a CPU, or if the peak of the GPU is unknown.
+    """Return the peak FLOP/s of all GPUs in total, or None on a CPU and for a GPU whose peak is unknown.
 
-    A GPU that several ranks share only counts once. All ranks must call it.
+    A GPU that is shared by several ranks counts once. All ranks must call it.
     """
     if not world.on_gpu:
         return None

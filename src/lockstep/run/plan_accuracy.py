@@ -1,4 +1,4 @@
-"""Compares the measured time and memory of a step with the prediction of a plan (planning/measure.py)."""
+"""Measures the time and memory of steps, for comparison with the prediction of a plan (planning/measure.py)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,16 +12,16 @@ from lockstep.device.live_bytes import LiveBytes, can_count
 from lockstep.setup.resolved import Resolved
 
 T = TypeVar("T")
-_FIRST_MEMORY_STEP: Final = 2  # the first step whose memory is measured; the previous step creates the optimizer state
-_FIRST_TIMED_STEP: Final = 7  # the first step whose time is measured instead of its memory
+_FIRST_MEMORY_STEP: Final = 2  # the first step whose memory is measured, because step 1 creates the optimizer state
+_FIRST_TIMED_STEP: Final = 7  # from this step on, the time is measured instead of the memory
 
 
 @final
 class StepMeasurements:
-    """Measures the steps of a rank. Create it before the engine, since memory is measured from then on, as in a plan.
+    """Measures the peak memory and then the mean time of the steps of a rank.
 
-    Time is measured in the steps that follow the memory measurement. `clock` excludes the time of loading data,
-    evaluating and saving.
+    Create it before the engine, because memory that was allocated earlier isn't counted. The planner measures memory in
+    the same way. The time that `clock` spends in other phases, such as loading data, isn't counted as step time.
     """
 
     def __init__(self, world: World, clock: Clock) -> None:
@@ -33,11 +33,11 @@ class StepMeasurements:
         self._before = 0.0  # seconds before the first step whose time is measured
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Return a context manager for allocations that aren't part of a step, and don't count for the peak memory."""
+        """Return a context manager whose allocations aren't counted, because they aren't part of a step."""
         return nullcontext() if self._live is None else self._live.left_out()
 
     def watch(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yield the items of `steps`, and measure each step. A step ends when the next item is requested."""
+        """Yield the items of `steps`, and measure each step. A step ends when the caller requests the next item."""
         for item in steps:
             self._steps += 1
             if self._steps == _FIRST_TIMED_STEP:

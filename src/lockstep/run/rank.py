@@ -1,6 +1,6 @@
 """The state of a rank while it runs a recipe or a custom training loop: its progress, its phase, and its sinks.
 
-The training loop updates `progress` and the phase. Other threads report them.
+The training loop updates the progress and the phase. Background threads read them for stall reports.
 """
 
 import sys
@@ -36,9 +36,9 @@ class Rank:
     """A rank of a run.
 
     - `folder`: The run folder, or None if nothing is saved.
-    - `numerics`: The machine and its libraries, which can affect the results.
-    - `source`: The hashes of the user's source files, which can affect the results.
-    - `clock`: If set, it measures the time spent in each phase.
+    - `numerics`: The properties of the machine and its libraries that can affect the results.
+    - `source`: The hashes of the user's source files.
+    - `clock`: Measures the time spent in each phase, if set.
     """
 
     rendezvous: Rendezvous
@@ -54,36 +54,36 @@ class Rank:
         self.digests: StepDigests | None = None  # None if no digests are saved
         self.phase: Phase = "setting up"
         self.preempted = ray.preempted if self.rendezvous.info.launcher == "ray" else None
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
         self.rendezvous.status = lambda: RankStatus(self.phase, self.progress.step)
 
     @property
     def seconds(self) -> float:
         """The seconds since the rank was created."""
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self._start_time
 
     def enter(self, phase: Phase) -> None:
-        """Switch to a different phase."""
+        """Switch to `phase`."""
         self.phase = phase
         if self.clock is not None:
             self.clock.turn_to(phase)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Switch to a phase while the block runs."""
+        """Return a context manager that switches to `phase`, and back to the previous phase at the end."""
         previous_phase = self.phase
         self.enter(phase)
         yield
-        self.enter(previous_phase)  # skipped after an error, which occurred in `phase`
+        self.enter(previous_phase)  # not reached after an error, so that the error is reported with `phase`
 
     def write_corrupted(self, error: CorruptionError) -> None:
-        """Write the event of an audit that found wrong results, after which the ranks stop training."""
+        """Write the Corrupted event for an audit that found wrong results."""
         self.write(Corrupted(**self.progress.at, ranks=tuple(error.ranks), text=str(error)))
 
     def write(self, event: Event) -> None:
-        """Write an event to all sinks. If it is the last event, rank 0 also writes result.json.
+        """Write an event to all sinks. If it is the last event of the run, rank 0 also writes result.json.
 
-        result.json contains the exit code, because torchrun exits with 1 for every nonzero exit code.
+        result.json contains the exit code of the run, because torchrun replaces any nonzero exit code with 1.
         """
         now = time.time()
         with os_error_as(HostError, f"{self.folder}: event not written"):
@@ -96,11 +96,10 @@ class Rank:
             run_folder.conclude(self.folder, {**figures(event, now), **verdict})
 
     def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
-        """Save the digest of every `every`-th step from now on, if `exactness` is `bits`.
+        """Save a digest of the gradient every `every` steps from now on, if `exactness` is `bits`.
 
-        With `auto`, the interval depends on the time that it takes to compute a digest.
-
-        Removes the existing digests of steps that this run repeats, even if it saves no new digests.
+        With `auto`, the interval depends on how long it takes to compute a digest. In any case, the saved digests of
+        steps that this run repeats are removed.
         """
         assert self.folder is not None
         path = self.folder / digest_file.DIGESTS
@@ -113,7 +112,7 @@ class Rank:
         self.digests = StepDigests(self.world, engine.gradients, append, period, self.rendezvous.rank_log.note)
 
     def last_step(self) -> int:
-        """Return the last step in the existing log of the run, or 0 if there is no log."""
+        """Return the last step in the event log of the run, or 0 if there is no log."""
         return 0 if self.folder is None else last_step(self.folder / EVENTS)
 
     def warn(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs the training that a recipe describes on one rank. Writes events to sinks, and saves the state in checkpoints."""
+"""Runs the training of a recipe on one rank: trains, evaluates, writes events to sinks, and saves checkpoints."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -54,11 +54,12 @@ _MAX_FILES_PER_EVENT: Final = 100  # maximum number of unreadable files in an ev
 
 @dataclass(eq=False)
 class RankTraining:
-    """Runs the training that a recipe describes on one rank.
+    """Runs the training of a recipe on one rank.
 
-    - `start`, `resumed`: The run folder, and the checkpoint to resume from, if any.
+    - `start`: The run folder.
+    - `resumed`: The checkpoint to resume from, if any.
     - `streams`: The terminal, and the log of this rank.
-    - `get_findings`: Returns the findings of the probe that runs before the first step.
+    - `get_findings`: Waits for the probe that runs before the first step, and returns its findings.
     - `extra_sink`: A sink in addition to the sinks of the configuration.
     """
 
@@ -132,7 +133,7 @@ class RankTraining:
             evaluate=Interval(run.evaluate_every.steps, run.evaluate_every.epochs) if evaluates else None,
         )
         reports = StepReports(self.world, plan, rank.progress, rank.digests)
-        step_turns = turns(
+        items = turns(
             self._batches,
             reports,
             save=lambda _: checkpoints.save(),
@@ -140,7 +141,7 @@ class RankTraining:
             stop=stop,
             preempted=rank.preempted,
         )
-        for event in train(self.engine, reports, step_turns):
+        for event in train(self.engine, reports, items):
             if isinstance(event, Evaluated | Stopped):
                 yield from self._report_unreadable()
             yield from checkpoints.wait() if isinstance(event, Stopped) else checkpoints.poll()
@@ -152,14 +153,14 @@ class RankTraining:
         yield self._done()
 
     def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        """Yield the steps from `first` on, with this rank's micro-batches. Waiting for a batch counts as data time."""
+        """Yield the steps from number `first` on, with the micro-batches of this rank."""
         batches = self._fetch_batches(first)
         yield from batches if self.grading is None else self.grading.watch(batches)
 
     def _fetch_batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         batches = iter(self.loader.training(first))
         while True:
-            with self.clock.during("data"):
+            with self.clock.during("data"):  # counts the time spent waiting for the loader
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -171,12 +172,12 @@ class RankTraining:
             return evaluation_event(self.engine, self.world, self.prepared.ready, self.loader, progress, keep)
 
     def _keep(self, report: Report) -> None:
-        """On rank 0, write the task's report on the last evaluation."""
+        """Write the detailed report of the last evaluation to the run folder. Only rank 0 writes it."""
         if report and self.world.rank == 0:
             run_folder.keep_last_evaluation(self.start.folder, report)
 
     def _run_settings(self) -> dict[str, Any]:
-        """Return the settings and data facts that affect the results. They are saved in checkpoints."""
+        """Return the settings and dataset properties that affect the results. They are saved in checkpoints."""
         recipe = comparable(values(self.prepared.recipe))
         return {"recipe": recipe, "data": model_facts(self.prepared.ready)}
 

@@ -1,7 +1,7 @@
-"""Opens a rank: its device, its stall detection, the comparison with the other ranks, and its process group.
+"""Opens a rank: prepares the device, starts stall detection, compares settings across ranks, and opens process groups.
 
-All work on ranks starts here, so that the same checks apply to training, evaluation, replay, verification, comparison,
-planning and custom training loops.
+Training, evaluation, replay, verification, comparison, planning and custom training loops all start here, so that the
+same checks apply to all of them.
 """
 
 import platform
@@ -33,7 +33,7 @@ from lockstep.ranks.stall import StallDetector
 
 @final
 class Session:
-    """An open rank. Its device is ready, stall detection is active, and its settings match those of all other ranks."""
+    """An open rank: its device is ready, stall detection is active, and its settings are the same as on all ranks."""
 
     def __init__(self, rendezvous: Rendezvous, placement: Placement, device: torch.device) -> None:
         self.device = device
@@ -42,9 +42,9 @@ class Session:
 
     @contextmanager
     def open_world(self) -> Iterator[World]:
-        """Open the process group, and close it at the end of the block. All ranks must call it exactly once.
+        """Return a context manager that opens the process group and yields it as a `World`. All ranks enter it once.
 
-        After an error, the process group stays open, because other ranks may be in a collective.
+        If the block raises an error, the process group stays open, because other ranks may be in a collective.
         """
         world = open_world(self._rendezvous, self.device, self._placement.backend, self._placement.timeout_s)
         yield world
@@ -55,16 +55,17 @@ class Session:
 def open_rank(
     rendezvous: Rendezvous, placement: Placement, recipe: EngineRecipe, facts: Mapping[str, Any]
 ) -> Iterator[Session]:
-    """Open this rank. All ranks must call it after they have joined.
+    """Return a context manager that opens this rank. All ranks must enter it after they have joined.
 
-    This sets the kernels, the number of threads and the memory allocator for the whole process. If a rank stalls, the
-    stall is reported or ends the run, depending on `placement.on_stall`.
+    Sets the kernels, the number of threads and the memory allocator for the whole process. If a rank stalls, the stall
+    is reported or ends the run, depending on `placement.on_stall`.
 
-    `facts` must be JSON-compatible. If `facts`, the placement or the installed versions differ between ranks, raises
-    RanksDifferError on all ranks. If an environment variable would change the results on a GPU, raises UsageError.
+    `facts` are additional JSON-compatible values to compare. If `facts`, the placement or the installed versions differ
+    between ranks, raises RanksDifferError on all ranks. If an environment variable would change the results on a GPU,
+    raises UsageError.
     """
     device = prepare_device(placement, rendezvous.info, recipe)
-    with _stall_detector(rendezvous, placement, device):
+    with _make_stall_detector(rendezvous, placement, device):
         rendezvous.compare({**facts, **_placement_facts(placement, device, compiled=recipe.compile)})
         yield Session(rendezvous, placement, device)
 
@@ -73,7 +74,7 @@ def open_rank(
 def open_recipe_rank(
     rendezvous: Rendezvous, loaded: Loaded, facts: Mapping[str, Any] | None = None
 ) -> Iterator[Session]:
-    """Open this rank for a recipe, which must be the same on all ranks. See `open_rank`."""
+    """Return a context manager that opens this rank, and also compares the recipe between ranks. See `open_rank`."""
     recipe = loaded.config.recipe
     compared_facts = {"recipe": comparable(values(recipe)), **(facts or {})}
     with open_rank(rendezvous, loaded.config.placement, recipe, compared_facts) as session:
@@ -81,7 +82,7 @@ def open_recipe_rank(
 
 
 def prepare_device(placement: Placement, info: RankInfo, recipe: EngineRecipe) -> torch.device:
-    """Return the device of a rank. This sets the kernels, threads and memory allocator for the whole process."""
+    """Return the device of a rank. Also sets the kernels, threads and memory allocator for the whole process."""
     device = choose_device(placement.device, info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
@@ -103,29 +104,29 @@ def _placement_facts(placement: Placement, device: torch.device, *, compiled: bo
     }
 
 
-def _stall_detector(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
-    """Return a context manager that detects stalls of this thread. A stall is reported or ends the run."""
+def _make_stall_detector(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
+    """Return a context manager that detects stalls of the current thread, and reports them or ends the run."""
     info = rendezvous.info
 
-    def end(report: str) -> None:
-        # The failure belongs to the late rank, not to the rank that reports it.
+    def end_run(report: str) -> None:
+        # Report the late rank as failed, and not the rank that detected the stall.
         rank = next(iter(detector.late), info.rank)
         text = report.replace("for other ranks", f"for rank {rank}", 1) if detector.late else report
         host = rendezvous.hosts[rank] if rank < len(rendezvous.hosts) else rendezvous.rank_log.host
-        rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
+        rendezvous.end_run(Failure(rank, info.size, host, text, time=time.time()))
 
-    tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
-    # With gloo, this thread waits for the other ranks.
+    report_stall = end_run if placement.on_stall == "end" else rendezvous.rank_log.notice
+    # With NCCL, the device waits for the other ranks instead of this thread.
     nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"
-    record = partial(_dump_flight_recorder, rendezvous, nccl)
-    detector = StallDetector(rendezvous, placement.stall_timeout_s, tell, record, hidden=nccl)
+    dump_collectives = partial(_dump_flight_recorder, rendezvous, nccl)
+    detector = StallDetector(rendezvous, placement.stall_timeout_s, report_stall, dump_collectives, hidden=nccl)
     return detector
 
 
 def _dump_flight_recorder(rendezvous: Rendezvous, nccl: bool) -> str:
-    """Write this rank's Flight Recorder dump next to its log.
+    """Write this rank's Flight Recorder dump next to its log, and return the path of the dump.
 
-    Returns the path of the dump, or an empty string if this rank has no log or torch has no record of its collectives.
+    Returns an empty string if this rank has no log, or if torch hasn't recorded its collectives.
     """
     log = rendezvous.rank_log.log
     path = log and log.with_name(f"exchanges-rank-{rendezvous.info.rank}.json")

@@ -13,8 +13,7 @@ from lockstep.common.importing import import_object
 from lockstep.common.names import choices
 from lockstep.common.own_code import UserCode
 from lockstep.common.text import printable
-from lockstep.config.run import RunConfig
-from lockstep.config.run import SinkConfig as Named
+from lockstep.config.run import RunConfig, SinkConfig
 from lockstep.errors import UsageError
 from lockstep.reporting import mlflow_sink, wandb_sink
 from lockstep.reporting.console import Console
@@ -28,29 +27,29 @@ from lockstep.training.events import Event
 
 _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _SECRETS: Final = r"(?:password|passwd|passphrase|secret|token|credentials?|api_?key|(?:access|private|secret)_key)"
-_SECRET: Final = re.compile(rf"(?:^|[_.]){_SECRETS}$", re.IGNORECASE)
-_IN_URL: Final = re.compile(rf"//[^/@\s]*:(?!\$\{{)[^/@\s]+@|[?&;]{_SECRETS}=(?!\$\{{)\S", re.IGNORECASE)
+_SECRET_NAME: Final = re.compile(rf"(?:^|[_.]){_SECRETS}$", re.IGNORECASE)
+_SECRET_IN_URL: Final = re.compile(rf"//[^/@\s]*:(?!\$\{{)[^/@\s]+@|[?&;]{_SECRETS}=(?!\$\{{)\S", re.IGNORECASE)
 _OPTIONS: Final = {"mlflow": mlflow_sink.OPTIONS, "wandb": wandb_sink.OPTIONS}
-_CONTRACT: Final = "see docs/extend.md"
+_SINK_ADVICE: Final = "see docs/extend.md"
 
 
 def check_sinks(run: RunConfig) -> None:
-    """Raise UsageError if a sink isn't installed, isn't callable, has invalid options, or has options with secrets."""
+    """Raise UsageError if a sink isn't installed or callable, or if its options are invalid or contain secrets."""
     for index, sink in enumerate(run.sinks):
         if ":" in sink.name:
             if not callable(import_object(sink.name, "sink")):
-                raise UsageError(f"sink {sink.name}: is not callable; name a class or a function ({_CONTRACT})")
+                raise UsageError(f"sink {sink.name}: is not callable; name a class or a function ({_SINK_ADVICE})")
         elif sink.name == "csv":
             _check_options(index, sink, ())
         else:
             spec = find_spec(sink.name)
-            # No origin means a namespace package, which may be any folder with this name.
+            # A spec without an origin is a namespace package, which may be any folder with this name.
             if spec is None or spec.origin is None:
                 raise UsageError(
                     f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
                 )
             _check_options(index, sink, _OPTIONS[sink.name])
-        for key, text in _texts(sink.model_extra or {}):
+        for key, text in _iter_strings(sink.model_extra or {}):
             if _is_secret(key, text):
                 raise UsageError(
                     f"run.sinks.{index}.{key}: contains a secret, which config.yaml and environment.json would store; "
@@ -59,7 +58,7 @@ def check_sinks(run: RunConfig) -> None:
 
 
 def own_paths(run: RunConfig) -> list[str]:
-    """Return the import paths of custom sinks."""
+    """Return the import paths of the custom sinks in `run.sinks`."""
     return [sink.name for sink in run.sinks if ":" in sink.name]
 
 
@@ -67,9 +66,11 @@ def own_paths(run: RunConfig) -> list[str]:
 def open_sinks(
     run: RunConfig, recipe_values: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
-    """Open the sinks of a run while the block runs. Only rank 0 calls it. Opens sinks that can fail first.
+    """Return a context manager that opens the sinks of a run and yields them. Only rank 0 calls it.
 
-    - `recipe_values`: Settings by name, which services such as MLflow save with the metrics.
+    Sinks that may fail to open are opened first.
+
+    - `recipe_values`: The settings by name, which services such as MLflow save with the metrics.
     - `rule`: The formula of the learning rate.
     - `streams`: The terminal and, if there is one, the log of rank 0.
     """
@@ -85,7 +86,8 @@ def open_sinks(
             optional.append(Optional(f"sink {config.name}", _open_sink(config, recipe_values, folder), warn))
             stack.callback(optional[-1].close)
         if run.tensorboard:
-            from lockstep.reporting.tensorboard import TensorBoard  # imported lazily, because it takes a second
+            # Imported lazily, because the import takes about a second.
+            from lockstep.reporting.tensorboard import TensorBoard
 
             curves = TensorBoard(folder / run_folder.TENSORBOARD)
             optional.append(Optional("tensorboard", curves, warn))
@@ -100,7 +102,7 @@ def open_sinks(
         yield [*file_sinks, *optional]
 
 
-def _open_sink(config: Named, recipe_values: Mapping[str, Any], folder: Path) -> Sink:
+def _open_sink(config: SinkConfig, recipe_values: Mapping[str, Any], folder: Path) -> Sink:
     options = _expand_variables(f"sink {config.name}", config.model_extra or {})
     if ":" in config.name:
         return _open_custom_sink(config.name, folder, options)
@@ -114,7 +116,7 @@ def _open_sink(config: Named, recipe_values: Mapping[str, Any], folder: Path) ->
 
 @final
 class _CustomSink:
-    """A custom sink. It receives events as dicts with the fields of events.jsonl."""
+    """Passes events to a custom sink as dicts, with the same fields as in events.jsonl."""
 
     def __init__(self, sink: Any) -> None:
         self._sink = sink
@@ -131,29 +133,29 @@ def _open_custom_sink(path: str, folder: Path, options: Mapping[str, Any]) -> _C
         sink = import_object(path, "sink")(folder, **options)
         members = dir(sink)
     if missing := [name for name in ("write", "close") if name not in members]:
-        raise UsageError(f"sink {path}: has no {' and no '.join(missing)} method; add it ({_CONTRACT})")
+        raise UsageError(f"sink {path}: has no {' and no '.join(missing)} method; add it ({_SINK_ADVICE})")
     return _CustomSink(sink)
 
 
-def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the key and the text of each string in the options, including nested lists and mappings."""
+def _iter_strings(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the key and the value of each string in the options, including nested lists and mappings."""
     for key, value in options.items():
         if isinstance(value, str):
             yield key, value
         elif isinstance(value, Mapping):
-            yield from ((f"{key}.{subkey}", text) for subkey, text in _texts(value))
+            yield from ((f"{key}.{subkey}", text) for subkey, text in _iter_strings(value))
         elif isinstance(value, list):
-            yield from _texts({f"{key}.{index}": item for index, item in enumerate(value)})
+            yield from _iter_strings({f"{key}.{index}": item for index, item in enumerate(value)})
 
 
 def _is_secret(key: str, text: str) -> bool:
-    """Return whether an option is a plain-text secret, because of its name or because it is a URL with a secret."""
-    has_secret_name = _SECRET.search(key) and not _VARIABLE.fullmatch(text)
-    return bool(has_secret_name or _IN_URL.search(text))
+    """Return whether an option contains a secret in plain text, judging by its name or by a secret in a URL."""
+    has_secret_name = _SECRET_NAME.search(key) and not _VARIABLE.fullmatch(text)
+    return bool(has_secret_name or _SECRET_IN_URL.search(text))
 
 
 def _expand_variables(label: str, value: Any) -> Any:
-    """Replace `${NAME}` with the values of environment variables. Raises UsageError if a variable isn't set."""
+    """Replace each `${NAME}` with the value of the environment variable. Raise UsageError if it isn't set."""
     if isinstance(value, Mapping):
         return {key: _expand_variables(label, item) for key, item in value.items()}
     if isinstance(value, list):
@@ -165,7 +167,7 @@ def _expand_variables(label: str, value: Any) -> Any:
     return _VARIABLE.sub(lambda match: os.environ[match[1]], value)
 
 
-def _check_options(index: int, sink: Named, option_names: tuple[str, ...]) -> None:
+def _check_options(index: int, sink: SinkConfig, option_names: tuple[str, ...]) -> None:
     for key, value in (sink.model_extra or {}).items():
         if key not in option_names:
             raise UsageError(

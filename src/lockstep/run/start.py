@@ -1,4 +1,4 @@
-"""Runs a function on N ranks: in this process, in new processes, or as a rank started by a launcher."""
+"""Runs a function on the ranks of a run: in this process, in new processes, or on a rank started by a launcher."""
 
 import io
 import pkgutil
@@ -34,11 +34,11 @@ Work = Callable[[Rendezvous], int]  # returns the exit code
 def run_launched_rank(
     info: RankInfo, override_words: Sequence[str], check: Callable[[], tuple[Placement, Work]]
 ) -> int:
-    """Join the other ranks that the launcher started, and do the work that `check` returns. Return its exit code.
+    """Join the ranks that the launcher started, run the function that `check` returns, and return its exit code.
 
-    `check` runs all checks that are possible before the ranks join. If it raises a LockstepError, this rank exits. If
-    other ranks soon join the rendezvous that `override_words` specify, the error is reported to these ranks, so that it
-    is only printed once.
+    `check` runs all checks that are possible before the ranks join, and returns the placement and the function. If
+    `check` raises a LockstepError, this rank exits. If other ranks soon join the rendezvous that is set in
+    `override_words`, the error is reported to them, so that it is printed only once.
     """
     try:
         placement, work = check()
@@ -57,21 +57,23 @@ def on_ranks(
     failed: Callable[[Failure], None] | None = None,
     *,
     in_subprocess: bool = False,
-    hashes: str | None = None,
+    child_hash_seed: str | None = None,
 ) -> int:
-    """Run `work(ready, rendezvous)` on `count` ranks on this machine. Return the exit code.
+    """Run `work(ready, rendezvous)` on `count` ranks on this machine, and return the exit code.
 
     A single rank runs in this process, unless `in_subprocess` is set. Several ranks run in separate processes
     (ranks/local_launcher.py). On the CPU, they are forked and share `ready`. If CUDA may be used, they are spawned, and
-    `work` gets None instead of `ready`, because `ready` can't be sent to them.
+    `work` gets None instead of `ready`, because `ready` can't be pickled.
 
-    `hashes` is a value for PYTHONHASHSEED. If it is set, processes are spawned with this hash seed.
+    - `logs`: The folder for the logs of the ranks.
+    - `failed`: Called with the failure that ended the ranks, if any.
+    - `child_hash_seed`: A value for PYTHONHASHSEED. If it is set, the processes are spawned with this hash seed.
     """
     if count == 1 and not in_subprocess:
         return work(ready, alone())
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     # Forking is faster and shares memory, but CUDA doesn't work after a fork.
-    spawns = hashes is not None or (placement.device != "cpu" and torch.cuda.device_count())
+    spawns = child_hash_seed is not None or (placement.device != "cpu" and torch.cuda.device_count())
     method: Literal["fork", "spawn"] = "spawn" if spawns else "fork"
     _, strategy = find_strategy(placement, count)
     if method == "fork" and isinstance(strategy, ExternalEngine):
@@ -79,8 +81,10 @@ def on_ranks(
     worker = partial(work, ready if method == "fork" else None)
     with ExitStack() as stack:
         if method == "spawn":  # otherwise, each process would choose a different hash seed
-            stack.enter_context(hash_seed_for_children(hashes or (FIXED if hash_seed() == RANDOM else hash_seed())))
-        if hashes is not None:
+            stack.enter_context(
+                hash_seed_for_children(child_hash_seed or (FIXED if hash_seed() == RANDOM else hash_seed()))
+            )
+        if child_hash_seed is not None:
             stack.enter_context(_hide_main())
         return run_workers(worker, count, method, placement.timeout_s, logs, failed)
 
@@ -97,7 +101,7 @@ def can_be_spawned(work: Callable[..., object]) -> bool:
 
 @contextmanager
 def _hide_main() -> Iterator[None]:
-    """Hide this process's script from processes spawned in the block, which would otherwise run the script first."""
+    """Hide the main script of this process while processes are spawned, because they would run the script again."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -114,15 +118,19 @@ def import_for_all() -> None:
 
 
 def run_in_workers(
-    work: Callable[[T | None, Rendezvous], int], ready: T, placement: Placement, count: int, hashes: str | None = None
+    work: Callable[[T | None, Rendezvous], int],
+    ready: T,
+    placement: Placement,
+    count: int,
+    child_hash_seed: str | None = None,
 ) -> tuple[int, str]:
     """Run `work` on ranks in separate processes, without printing errors. Return the exit code and the error message.
 
-    `hashes` is the same as in `on_ranks`. If a signal ended the workers, this process exits too.
+    For `child_hash_seed`, see `on_ranks`. If a signal ended the workers, this process exits too.
     """
     with redirect_stderr(io.StringIO()) as printed:
         try:
-            code = on_ranks(work, ready, placement, count, in_subprocess=True, hashes=hashes)
+            code = on_ranks(work, ready, placement, count, in_subprocess=True, child_hash_seed=child_hash_seed)
         except SystemExit as end:  # a signal arrived before the workers were started
             code = int(end.code or 0)
     if code > _SIGNAL_BASE:

@@ -1,4 +1,4 @@
-"""Creates the start event of a run from its steps and its placement."""
+"""Creates the first event of a run, which describes its steps and its placement."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +22,9 @@ def loop_start_event(
     base_lr: float,
     replicas: Sequence[torch.device] = (),
 ) -> Started:
-    """Return the start event of a training loop, without the fields that only a recipe has.
+    """Return the Started event of a recipe or custom training loop, without the fields that only a recipe has.
 
-    `replicas` has the device of each replica of the strategy data_parallel.
+    `replicas` holds the device of each model replica, for strategies with several replicas per process.
     """
     world, progress = rank.world, rank.progress
     return Started(

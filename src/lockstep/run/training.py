@@ -1,8 +1,8 @@
 """Implements `lockstep train`: checks the configuration once, then trains on all ranks.
 
-All ranks call `run_rank`, whether they are forked, spawned, or started by a launcher. The objects of a recipe are
-opened and checked (setup/prepare.py) before ranks are forked. Otherwise, each rank does this after the ranks have
-joined.
+All ranks call `run_rank`, whether they are forked, spawned, or started by a launcher. If ranks are forked, the parent
+process opens the dataset and checks the model first (setup/prepare.py). Otherwise, each rank does this after the ranks
+have joined.
 """
 
 import os
@@ -47,11 +47,11 @@ from lockstep.training.checkpoint.signing import signing_key
 
 
 def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
-    """Check everything in this process, then train in this process or in new processes. Return the exit code.
+    """Run all checks in this process, then train in this process or in new processes. Return the exit code.
 
-    `extra_sink` is a sink in addition to the sinks of the configuration. The sink must be picklable for spawned
-    processes. If an audit identifies ranks with wrong results and `placement.on_corruption` is `go_on`, training
-    continues without these ranks.
+    `extra_sink` is a sink in addition to the sinks of the configuration. It must be picklable if processes are spawned.
+    If an audit identifies ranks with wrong results and `placement.on_corruption` is `go_on`, training continues without
+    these ranks.
     """
     torch.set_num_threads(1)  # see run/start.py
     failures: list[Failure] = []
@@ -83,9 +83,9 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
 def run_on_placement(
     prepared: PreparedRun, work: Callable[[PreparedRun | None, Rendezvous], int], folder: Path, failures: list[Failure]
 ) -> int:
-    """Run `work` on the ranks of a placement. Return the exit code. Logs and the result are written to the run folder.
+    """Run `work` on the ranks of a placement, and return the exit code.
 
-    If a failure ends the run, it is appended to `failures`.
+    The ranks write logs and their result to the run folder. If a failure ends the run, it is appended to `failures`.
     """
     logs = folder / run_folder.LOGS
     code = on_ranks(work, prepared, prepared.placement, prepared.processes, logs, failures.append)
@@ -95,10 +95,10 @@ def run_on_placement(
 
 
 def without(loaded: Loaded, ranks: Sequence[int], process_count: int, folder: Path) -> Loaded:
-    """Return the configuration that continues the run in `folder` without the given ranks.
+    """Return the configuration that continues the run in `folder` without some of its ranks.
 
-    `process_count` is the previous number of processes. If each rank has a separate CUDA device, the devices of the
-    removed ranks are hidden from this process and its children.
+    `process_count` is the number of processes including these ranks. If each rank has a separate CUDA device, the
+    devices of the removed ranks are hidden from this process and its children.
     """
     devices = torch.cuda.device_count()
     if loaded.config.placement.device != "cpu" and devices >= process_count:
@@ -113,9 +113,10 @@ def without(loaded: Loaded, ranks: Sequence[int], process_count: int, folder: Pa
 
 
 def training_as_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = None) -> tuple[Placement, Work]:
-    """Return the placement and the work of ranks that a launcher started. Checks what it can before the ranks join.
+    """Return the placement, and the function that trains on a rank started by a launcher.
 
-    `extra_sink` is a sink of this rank. The sinks of the configuration are only opened on rank 0.
+    Runs the checks that are possible before the ranks join. `extra_sink` is a sink of this rank. The sinks of the
+    configuration are only opened on rank 0.
     """
     _check_launch(loaded.config, info)
     with add_key_positions(loaded):
@@ -148,7 +149,8 @@ def run_rank(
     broadcasts the checkpoint to start from, and `extra_sink` is a sink of this rank. Otherwise, `extra_sink` is only
     used on rank 0.
     """
-    # Load the initial weights first. Their hash becomes part of the recipe, which is compared across ranks.
+    # Load the initial weights before the rank is opened. Opening the rank compares the recipe across ranks, and the
+    # recipe then contains the hash of the weights.
     placed = prepared or place(resolved.loaded, resolved.processes)
     loaded, info = placed.resolved.loaded, rendezvous.info
     stop = StopRequest()
@@ -172,7 +174,7 @@ def run_rank(
                 warn(prepared)
         else:
             prepared = placed
-        if info.size > 1:  # a single rank has nothing to compare, so it doesn't read samples
+        if info.size > 1:  # with a single rank, skip `setup_facts`, which reads samples
             rendezvous.compare(setup_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
         if run_start.checkpoint:
@@ -195,7 +197,7 @@ def run_rank(
 
 
 def warn(prepared: PreparedRun) -> None:
-    """Warn about settings that are valid but probably unintended."""
+    """Print warnings about settings that are valid but probably unintended."""
     for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
         run_folder.say(f"warning: {warning}")
 

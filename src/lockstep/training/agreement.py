@@ -27,15 +27,15 @@ _DIGEST_BYTES: Final = 16
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The tensors that should be equal on all ranks, but differ.
+    """The names of tensors that should be equal on all ranks, but differ.
 
-    `odd` holds the ranks that differ from the majority. It is None if there is no majority. `hosts` holds the host name
-    of each rank.
+    `odd_ranks` holds the ranks that differ from the majority. It is None if there is no majority. `hosts` holds the
+    host name of each rank.
     """
 
     names: tuple[str, ...]
-    odd: tuple[int, ...] | None
-    hosts: tuple[str, ...]  # indexed by rank
+    odd_ranks: tuple[int, ...] | None
+    hosts: tuple[str, ...]
 
     @property
     def name_list(self) -> str:
@@ -44,30 +44,30 @@ class Disagreement:
 
     @property
     def verdict(self) -> str:
-        """A text that names the ranks that differ from the majority, or says that there is no majority."""
-        if self.odd is None:
+        """A message that names the ranks that differ from the majority, or says that there is no majority."""
+        if self.odd_ranks is None:
             ranks = "the two ranks" if len(self.hosts) == 2 else "the ranks"
             return f"{ranks} disagree without a majority, so the wrong rank is unknown"
-        ranks = ", ".join(f"{rank} ({self.hosts[rank]})" for rank in self.odd)
-        return f"rank {ranks} {'has' if len(self.odd) == 1 else 'have'} different values than the majority"
+        ranks = ", ".join(f"{rank} ({self.hosts[rank]})" for rank in self.odd_ranks)
+        return f"rank {ranks} {'has' if len(self.odd_ranks) == 1 else 'have'} different values than the majority"
 
 
 def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
-    """Return `model`, which every rank has built. Raise UsageError, with `advice`, if its weights differ between ranks.
+    """Check that all ranks have built `model` with the same initial weights, and return it.
 
-    Call it before the model is sharded. After that, two ranks may not hold any tensor in common.
+    All ranks call it before the model is sharded. Raises UsageError with `advice` if the weights differ between ranks.
     """
     tensors = {name: tensor.detach() for name, tensor in chain(model.named_parameters(), model.named_buffers())}
-    if (difference := disagreement(world, tensors)) is not None:
+    if (difference := find_disagreement(world, tensors)) is not None:
         raise UsageError(f"initial weights: {difference.name_list}: {difference.verdict}; {advice}")
     return model
 
 
-def disagreement(world: World, model: NamedTensors, weights: str = "") -> Disagreement | None:
-    """Compare the tensors of a model across ranks. Return the differences, or None if there are none.
+def find_disagreement(world: World, model: NamedTensors, weights: str = "") -> Disagreement | None:
+    """Compare the tensors of a model across ranks. Return the differing tensors, or None if all ranks agree.
 
-    All ranks must call it, and all ranks get the same result. `weights` is the SHA-256 of the unsharded tensors, if it
-    is already known.
+    All ranks must call it, and all ranks get the same result. `weights` is the SHA-256 of the unsharded tensors, or an
+    empty string to compute the hash.
     """
     if world.size == 1:
         return None
@@ -80,14 +80,14 @@ def disagreement(world: World, model: NamedTensors, weights: str = "") -> Disagr
         {digest[:32] + digest[64:] for digest in digests}
     ):
         return None
-    return _find_disagreement(world, model)
+    return _compare_tensors(world, model)
 
 
-def _find_disagreement(world: World, model: NamedTensors) -> Disagreement | None:
+def _compare_tensors(world: World, model: NamedTensors) -> Disagreement | None:
     names = sorted(model)
     host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
     answers = world.gather(host + b"".join(_digest(model[name]) for name in names))
-    differing_names, odd = [], set[int]()
+    differing_names, minority = [], set[int]()
     has_majority = True
     for number, name in enumerate(names):
         start = _HOST_BYTES + 2 * _DIGEST_BYTES * number
@@ -98,10 +98,10 @@ def _find_disagreement(world: World, model: NamedTensors) -> Disagreement | None
         for opinions in same_rows.values():
             if (odd_ranks := find_minority(opinions)) != []:
                 differing_names.append(name)
-                odd |= set(odd_ranks or ())
+                minority |= set(odd_ranks or ())
                 has_majority = has_majority and odd_ranks is not None
     hosts = tuple(answer[:_HOST_BYTES].decode(errors="replace").rstrip() for answer in answers)
-    return Disagreement(tuple(dict.fromkeys(differing_names)), tuple(sorted(odd)) if has_majority else None, hosts)
+    return Disagreement(tuple(dict.fromkeys(differing_names)), tuple(sorted(minority)) if has_majority else None, hosts)
 
 
 def _digest(value: MaybeSharded) -> bytes:

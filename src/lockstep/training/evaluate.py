@@ -20,9 +20,9 @@ SAMPLES: Final = "samples"
 
 
 class Totals(NamedTuple):
-    """The sums over all batches, on the CPU, and the duration of the evaluation in seconds.
+    """The sums over all batches of an evaluation, on the CPU, and its duration in seconds.
 
-    `sums` holds `loss`, `weight`, `samples` and the sums of the task. For several losses, see Task.figures.
+    `sums` holds `loss`, `weight`, `samples` and the sums of the task. For a task with several losses, see Task.figures.
     """
 
     sums: Mapping[str, Tensor]
@@ -30,19 +30,19 @@ class Totals(NamedTuple):
 
 
 def batch_sums(task: Task, outputs: Any, batch: Batch, weight: Weight) -> dict[str, Tensor]:
-    """Return the sums of a batch: its losses, weights and number of samples, and the sums of the task."""
+    """Return the sums of a batch: the losses, the weights, the number of samples, and the sums of the task."""
     losses = loss_sums(task.loss(outputs, batch), weight)
     return {**losses, SAMPLES: torch.tensor(length(batch)), **task.sums(outputs, batch)}
 
 
 def task_metrics(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the loss and the metrics of the task by name, in the format of an evaluation event.
+    """Return the loss and the metrics of the task by name, in the format of an `Evaluated` event.
 
-    The loss comes first, followed by the mean of each of several losses.
+    The loss comes first. If the task has several losses, the mean of each loss comes next.
     """
     sums = with_total(sums)
     figures = task.figures(sums)
-    # Without a common weight, each of several losses is already divided by its own weight.
+    # If several losses have different weights, each loss has already been divided by its weight.
     weight = max(int(sums[WEIGHT]), 1) if WEIGHT in sums else 1
     loss = figures.pop(LOSS, float(sums[LOSS]) / weight)
     return {LOSS: loss, **loss_means(sums), **figures}
@@ -53,22 +53,22 @@ def evaluate(
     world: World,
     task: Task,
     batches: Iterable[tuple[int | None, Batch, Weight]],
-    number_of_batches: int,
+    num_batches: int,
     details: bool = False,
 ) -> Totals:
     """Evaluate the model, and return the sums over all batches. All ranks call it.
 
-    `batches` yields the batches of this rank as (number, batch, weight). Each number in range(number_of_batches) occurs
-    on exactly one rank. A batch with the number None is computed, but doesn't count. With `details`, the details of the
-    task are summed too (see Task).
+    `batches` yields the batches of this rank as (number, batch, weight). Each number in range(num_batches) occurs on
+    exactly one rank. A batch with the number None runs through the model but isn't counted. If `details` is set, the
+    result also contains the sums of `task.details`.
     """
     start_time = time.perf_counter()
-    added = NamedSums()
+    named_sums = NamedSums()
     with engine.evaluation() as predict:
         for number, batch, weight in batches:
             outputs = predict(task.inputs(batch))
             if number is None:
                 continue
             detail_sums = task.details(outputs, batch) if details else {}
-            added.add(number, {**batch_sums(task, outputs, batch, weight), **detail_sums})
-    return Totals(with_total(added.total(world, number_of_batches)), time.perf_counter() - start_time)
+            named_sums.add(number, {**batch_sums(task, outputs, batch, weight), **detail_sums})
+    return Totals(with_total(named_sums.total(world, num_batches)), time.perf_counter() - start_time)

@@ -1,4 +1,4 @@
-"""The events of a run, which the training loop yields and sinks write.
+"""The events of a run. The training loop yields them, and sinks write them.
 
 Units: `time` is in seconds since 1970, `seconds` is a duration in seconds, and `peak_bytes` is in bytes. `lr` is the
 learning rate. `loss` is the sum of the losses divided by the weight of the step or evaluation. `samples_per_s` is the
@@ -31,7 +31,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Event:
-    """The common fields of all events: the number of steps done, the epoch, and the number of training samples seen."""
+    """The fields of all events: the number of completed steps, the epoch, and the number of training samples seen."""
 
     step: int
     epoch: int
@@ -173,7 +173,7 @@ class Done(_Event):
     seconds_by_rank: dict[str, list[float]] = field(default_factory=dict)  # by activity (device/clock.py)
     peak_bytes_by_rank: list[int] = field(default_factory=list)
     predicted: dict[str, float] = field(default_factory=dict)  # values predicted by a plan: step_s and peak_bytes
-    # The same values as measured since the run was last started.
+    # step_s and peak_bytes, as measured since the run was last started
     measured: dict[str, float] = field(default_factory=dict)
     name: Literal["done"] = "done"
 

@@ -1,4 +1,4 @@
-"""A lock that allows a single process per run folder. The kernel releases the lock when the process ends."""
+"""A lock that lets only one process write to a run folder. The kernel releases the lock when the process ends."""
 
 import fcntl
 import os
@@ -76,7 +76,10 @@ def _acquire_for_run(descriptor: int, run_dir: Path) -> None:
 
 
 def _acquire(descriptor: int) -> None:
-    """Take the lock or raise BlockingIOError. Retries, because checking for active runs also takes the lock briefly."""
+    """Take the lock, or raise BlockingIOError if it is held by a different process.
+
+    A process that lists active runs also takes the lock for a moment, so try several times.
+    """
     for _ in range(_TRIES - 1):
         with suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The training loop: a generator of events that is independent of strategies, launchers and files."""
+"""The training loop: a generator of events that doesn't depend on the strategy, the launcher or files."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
@@ -15,7 +15,7 @@ from lockstep.training.turn import Turn
 
 
 class Stop(Protocol):
-    """The source of stop requests. `level` is 0 without a request, or a level of ranks/signals.py."""
+    """The source of stop requests. `level` is 0 if no stop is requested, or else a level of ranks/signals.py."""
 
     @property
     def level(self) -> int: ...
@@ -53,18 +53,20 @@ def turns(
     stop: Stop | None = None,
     preempted: Callable[[], bool] | None = None,
 ) -> Iterator[Turn | Event]:
-    """Yield the remaining steps of the plan and the events in between, until the plan ends or the ranks agree to stop.
+    """Yield the remaining steps of the plan and the events after each step, until the plan ends or the ranks stop.
 
     All ranks must iterate over it, and all ranks get the same steps. `batches(first)` returns the steps starting at
     number `first`, with the micro-batches of this rank. For each step:
 
     1. The step is yielded. The caller must run the step before it requests the next item.
 
-    2. The ranks agree on the stop level. Without `stop`, this rank never requests a stop.
+    2. The ranks agree on the stop level. A stop request takes effect after the next step. Without `stop`, this rank
+    never requests a stop.
 
     3. The report of the step is yielded, if it is due.
 
-    4. If an evaluation is due, `evaluate` runs, and its event is yielded. Without `evaluate`, there are no evaluations.
+    4. If an evaluation is due, `evaluate` runs it, and its event is yielded. Without `evaluate`, there are no
+    evaluations.
 
     5. If a save is due, `save` starts it, collects the digests, and returns the saves that have completed. A save is
     also due if the run ends or stops, or if `preempted` returns True at a reported step. All ranks call `preempted`.
@@ -77,15 +79,15 @@ def turns(
     for step, microbatches in batches(progress.step):
         turn = Turn(step, microbatches, progress, reports.digests)
         yield turn
-        # This must be the first collective after the step. In a custom training loop, a rank may otherwise call a
-        # different collective here, and the two would be matched.
+        # This must be the first collective after the step. Otherwise, it could be paired with a different collective
+        # that a custom training loop issues on another rank.
         level = world.agree_to_stop(stop.level if stop else 0)
         yield from reports.report(turn)
         is_last = progress.step == plan.steps.total
         if evaluate is not None and plan.evaluate is not None and (is_last or plan.evaluate.falls_on(step)):
             with reports.paused():
                 evaluated = evaluate(progress)
-                progress.judge(evaluated, plan.monitor)
+                progress.record_evaluation(evaluated, plan.monitor)
                 yield evaluated
         at_risk = preempted is not None and plan.reports(step) and preempted()
         if is_last or level or at_risk or plan.save.falls_on(step):

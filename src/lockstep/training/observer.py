@@ -1,6 +1,6 @@
-"""Observes every operation in the forward and backward pass of a micro-batch, to find the first non-finite value.
+"""Observes every operation in the forward and backward passes of a micro-batch, to find the first non-finite value.
 
-An observer reads the results of operations. It never changes them.
+An observer only reads the results of operations, and never changes them.
 """
 
 import math
@@ -21,7 +21,7 @@ from lockstep.tasks.base import MicroBatch
 LOSS: Final = "the loss"
 BATCH: Final = "the batch"
 _MODULE: Final = "lockstep module"
-# The results of these operations can be uninitialized, or infinite on purpose, such as an attention mask.
+# The results of these operations can be uninitialized memory, or infinite on purpose, as in an attention mask.
 _UNINITIALIZED_OPS: Final = ("empty", "new_empty")
 _FILL_OPS: Final = (*_UNINITIALIZED_OPS, "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
 # Collectives may fill their outputs after they return.
@@ -36,7 +36,7 @@ class Tensors(Protocol):
 
 
 class SampleLoss(NamedTuple):
-    """The loss of a sample, its micro-batch, and its index in that micro-batch. NaN if the loss can't be computed."""
+    """The loss of a sample, or NaN if it can't be computed. `place` is the index of the sample in its micro-batch."""
 
     microbatch: int
     place: int
@@ -44,10 +44,11 @@ class SampleLoss(NamedTuple):
 
 
 class NonFinite(NamedTuple):
-    """The first non-finite value whose inputs were finite. `place` is the index of its sample, or -1 for all samples.
+    """The first non-finite value that was computed from finite inputs.
 
-    `module` and `operation` are the module and the operation that computed the value. If the value was in the input
-    samples, `module` is BATCH and `operation` is empty.
+    `module` and `operation` are the module and the operation that computed the value. If the input batch already
+    contained it, `module` is BATCH and `operation` is empty. `place` is the index of the sample with the value in the
+    micro-batch, or -1 if the value doesn't belong to a single sample.
     """
 
     what: Literal["NaN", "inf"]
@@ -60,7 +61,10 @@ class NonFinite(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """L2 norms of a parameter before the step, of its gradient averaged by weight, and of its update."""
+    """The L2 norms of a parameter before the step, of its gradient, and of its change in the step.
+
+    The gradient is the weighted average over all samples of the step.
+    """
 
     name: str
     weight: float
@@ -72,8 +76,8 @@ class LayerNorms:
 class StepObservations:
     """The observations of a step: losses, the largest activation of each module, and the first non-finite value.
 
-    For a recipe, `losses` holds the loss of each sample. A custom training loop only has one loss per micro-batch. In
-    this case, `microbatches` holds the losses by micro-batch number.
+    For a recipe, `losses` holds the loss of each sample. A custom training loop computes one loss per micro-batch, so
+    `microbatches` holds its losses by micro-batch index.
     """
 
     losses: list[SampleLoss] = field(default_factory=list)
@@ -91,46 +95,47 @@ class StepObservations:
 
 @final
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Observes each operation in the forward and backward pass of a micro-batch, and the module that runs it.
+    """Observes each operation in the forward and backward passes of a micro-batch, and the module that runs it.
 
-    `tensors` receives the inputs of the micro-batch and the results of all modules and operations.
+    The results are added to `observations`. If `tensors` is set, it receives the inputs of the micro-batch and the
+    outputs of all modules and operations.
     """
 
-    def __init__(self, microbatch: MicroBatch, examined: StepObservations, tensors: Tensors | None = None) -> None:
+    def __init__(self, microbatch: MicroBatch, observations: StepObservations, tensors: Tensors | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._microbatch = microbatch
-        self._examined = examined
+        self._observations = observations
         self._tensors = tensors
         self._modules: list[str] = []
         self._paused = False
         self._backward_module = LOSS  # the module whose backward pass is running
-        self._note("batch", "", "", microbatch.batch)
+        self._record_tensors("batch", "", "", microbatch.batch)
         self._check_batch()
 
     def note_losses(self, loss: Callable[[Any, Batch], Loss], outputs: Any, batch: Batch) -> None:
-        """Record the loss of each sample, if the outputs and the batch can be split into samples.
+        """Record the loss of each sample, or NaN if the loss can't be computed for a single sample.
 
-        If there are several losses, record their sum.
+        If `loss` returns several losses, their sum is recorded.
         """
         samples = self._microbatch.samples
         with torch.no_grad(), self.paused():
             for sample in range(samples):
-                select = partial(map_tensors, partial(_sample, sample, samples))
+                select = partial(map_tensors, partial(_select_sample, sample, samples))
                 try:  # raises an exception if the loss needs the full batch, or if the output type is custom
                     value = float(sum_of_losses(loss(select(outputs), select(batch))))
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     value = math.nan
-                self._examined.losses.append(SampleLoss(self._microbatch.index, sample, value))
+                self._observations.losses.append(SampleLoss(self._microbatch.index, sample, value))
 
     @contextmanager
     def observing(self, model: nn.Module) -> Iterator[None]:
-        """Return a context manager that observes operations."""
+        """Return a context manager in which the operations of `model` are observed."""
         with self._hooks(model), self:
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager in which operations are ignored."""
+        """Return a context manager in which operations aren't observed."""
         self._paused = True
         try:
             yield
@@ -139,7 +144,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _hooks(self, model: nn.Module) -> Iterator[None]:
-        """Return a context manager that keeps track of the module that is running."""
+        """Return a context manager with hooks that keep track of the module that is running."""
         with ExitStack() as hooks:
             for path, module in model.named_modules():
                 name = path or type(module).__name__
@@ -153,10 +158,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave(self, name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
         self._modules.pop()
         with self.paused():
-            self._note("forward", name, "the module's output", outputs)
+            self._record_tensors("forward", name, "the module's output", outputs)
             for tensor in tensors_of(outputs):
                 if tensor.is_floating_point() and tensor.numel():
-                    self._examined.note_activation(name, float(tensor.detach().abs().amax()))
+                    self._observations.note_activation(name, float(tensor.detach().abs().amax()))
                 if tensor.grad_fn is not None:
                     _node_metadata(tensor.grad_fn).setdefault(_MODULE, name)  # setdefault keeps the innermost module
 
@@ -168,8 +173,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         if self._paused or name.startswith(_COLLECTIVE_PREFIXES):
             return func(*args, **kwargs)
-        # Inspect the inputs first, because an operation may write its result in place.
-        is_checked = self._examined.nonfinite is None and not name.startswith(_FILL_OPS)
+        # Inspect the inputs before the operation runs, because it may write its result into them.
+        is_checked = self._observations.nonfinite is None and not name.startswith(_FILL_OPS)
         input_kinds = [*map(_find_nan_and_inf, tensors_of((args, kwargs)))] if is_checked else []
         outputs = func(*args, **kwargs)
         with self.paused():
@@ -185,7 +190,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module = (self._modules[-1] if self._modules else LOSS) if node is None else self._backward_module
         operation = name if node is None else f"{name} of {node}"
         if not name.startswith(_UNINITIALIZED_OPS):
-            self._note(phase, module, operation, outputs)
+            self._record_tensors(phase, module, operation, outputs)
         if input_kinds is None:
             return
         output_kinds = [*map(_find_nan_and_inf, tensors_of(outputs))]
@@ -194,23 +199,23 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kinds[position] or kinds[0] for kinds in input_kinds
             ):
                 sample = self._find_sample(tensors_of(outputs))
-                self._examined.nonfinite = NonFinite(kind, module, operation, phase, self._microbatch.index, sample)  # type: ignore[arg-type]
+                self._observations.nonfinite = NonFinite(kind, module, operation, phase, self._microbatch.index, sample)  # type: ignore[arg-type]
                 return
 
     def _check_batch(self) -> None:
         """Record a NaN in the samples. Infinities are ignored, because a mask may contain them on purpose."""
         tensors = tensors_of(self._microbatch.batch)
-        if self._examined.nonfinite is None and any(nan for nan, _ in map(_find_nan_and_inf, tensors)):
+        if self._observations.nonfinite is None and any(nan for nan, _ in map(_find_nan_and_inf, tensors)):
             index = self._microbatch.index
-            self._examined.nonfinite = NonFinite("NaN", BATCH, "", "forward", index, self._find_sample(tensors))
+            self._observations.nonfinite = NonFinite("NaN", BATCH, "", "forward", index, self._find_sample(tensors))
 
-    def _note(self, phase: str, module: str, name: str, outputs: Any) -> None:
+    def _record_tensors(self, phase: str, module: str, name: str, outputs: Any) -> None:
         if self._tensors is not None:
             for tensor in tensors_of(outputs):
                 self._tensors.add(f"micro-batch {self._microbatch.index}, {phase}", module, name, tensor)
 
     def _find_sample(self, outputs: Sequence[Tensor]) -> int:
-        """Return the index of the sample with the first non-finite value, or -1 if outputs aren't split by sample."""
+        """Return the index of the first sample with a non-finite value, or -1 if no output has one row per sample."""
         for tensor in outputs:
             if tensor.ndim and len(tensor) == self._microbatch.samples and tensor.is_floating_point():
                 rows = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero()
@@ -219,7 +224,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return -1
 
 
-def _sample(index: int, samples: int, tensor: Tensor) -> Tensor:
+def _select_sample(index: int, samples: int, tensor: Tensor) -> Tensor:
     return tensor[index : index + 1] if tensor.ndim and len(tensor) == samples else tensor
 
 

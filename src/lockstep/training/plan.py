@@ -37,7 +37,7 @@ class Plan:
     rate: Rate | None  # None if the caller of the loop sets the learning rate
     monitor: Monitor = LOSS
     figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # computes the metrics of a step from its sums
-    # Whether the weight of a step differs from its number of samples; if so, both speeds are reported.
+    # Whether weights and sample counts differ. If so, reports also contain the speed in weight per second.
     weighs: bool = False
     recipe: EngineRecipe | None = None
     stop_on_nonfinite: bool = True

@@ -31,18 +31,21 @@ class Progress:
 
     @property
     def at(self) -> dict[str, Any]:
-        """The progress, as the fields that all events have."""
+        """The progress as keyword arguments for an event: `step`, `epoch` and `samples`."""
         return {"step": self.step, "epoch": self.epoch, "samples": self.samples}
 
-    def judge(self, evaluated: Evaluated, monitor: Monitor) -> None:
-        """Record an evaluation. It becomes the best if its monitored metric is better, or equal with a lower loss."""
+    def record_evaluation(self, evaluated: Evaluated, monitor: Monitor) -> None:
+        """Record the metrics of an evaluation, and whether it is the best evaluation so far.
+
+        Evaluations are compared by the monitored metric and, if it is equal, by the loss.
+        """
         self.figures = evaluated.figures
-        if _rank(evaluated.figures, evaluated.loss, monitor) > _rank(self.best, self.best_loss, monitor):
+        if _sort_key(evaluated.figures, evaluated.loss, monitor) > _sort_key(self.best, self.best_loss, monitor):
             self.best, self.best_loss, self.best_at = evaluated.figures, evaluated.loss, self.step
 
 
-def _rank(figures: dict[str, float], loss: float, monitor: Monitor) -> tuple[float, float]:
-    """Return a sort key that is larger for better evaluations. Evaluations without the monitored metric come last."""
+def _sort_key(figures: dict[str, float], loss: float, monitor: Monitor) -> tuple[float, float]:
+    """Return a sort key that is larger for a better evaluation, and lowest without the monitored metric."""
     value = figures.get(monitor.name, loss if monitor.name == "loss" else math.nan)
-    goodness = value if monitor.higher else -value
-    return -math.inf if math.isnan(goodness) else goodness, -loss
+    score = value if monitor.higher else -value
+    return -math.inf if math.isnan(score) else score, -loss

@@ -24,14 +24,14 @@ from lockstep.training.watch import NonFiniteCheck
 
 @final
 class StepReports:
-    """The step reports of a loop that follows `plan` and starts at `progress`. All ranks must make the same calls."""
+    """Makes the step reports of a training loop. All ranks must make the same calls."""
 
     def __init__(self, world: World, plan: Plan, progress: Progress, digests: StepDigests | None = None) -> None:
         self.world = world
         self.plan = plan
         self.progress = progress
         self.digests = digests
-        self._losses = NonFiniteCheck(world, plan.stop_on_nonfinite, nonfinite_advice(plan.recipe), digests)
+        self._nonfinite_check = NonFiniteCheck(world, plan.stop_on_nonfinite, nonfinite_advice(plan.recipe), digests)
         self._meter = Meter(world.device)
         self._last_step = -1  # number of the last step; keeping the step itself would keep its batch in memory
 
@@ -42,12 +42,12 @@ class StepReports:
         self._last_step = turn.step.number
         assert turn.sums is not None
         assert turn.update is not None
-        self._losses.add(turn.step, turn.lr, turn.sums)
+        self._nonfinite_check.add(turn.step, turn.lr, turn.sums)
         self._meter.add(turn.step.samples, turn.sums.weight)
         if not self.plan.reports(turn.step):
             return ()
         if self.digests is not None:
-            self.digests.collect(waits=True)
+            self.digests.collect(only_if_enough=True)
         loss = self.check()
         samples_per_s, weight_per_s = self._meter.read()
         stepped = Stepped(
@@ -66,19 +66,19 @@ class StepReports:
 
     def check(self) -> float:
         """Return the loss of the last step. Raise TrainingError if any loss since the last check isn't finite."""
-        return self._losses.check()
+        return self._nonfinite_check.check()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager that checks the losses first, and whose duration doesn't count for the speed."""
+        """Return a context manager that first checks the losses, and excludes its duration from the reported speed."""
         self.check()
         yield
         self._meter.restart()
 
     def _figures(self, step: Step, sums: Sums) -> dict[str, float]:
-        """Return the metrics of the task for a step, except the loss. They describe the weights before the update.
+        """Return the metrics of the task for a step, computed with the weights before the update.
 
-        If the task has several losses, the result also contains the mean of each loss.
+        The total loss isn't included. If the task has several losses, the result contains the mean of each loss.
         """
         if self.plan.figures is None and not sums.named:
             return {}
@@ -92,7 +92,7 @@ class StepReports:
 
 
 def step_sums(sums: Sums) -> Mapping[str, Tensor]:
-    """Return the losses and weights of a step on the CPU, by their names in the sums of a task."""
+    """Return the sums of the losses and weights of a step, on the CPU, under the same names as in `batch_sums`."""
     if not sums.named:
         return {"loss": sums.total.double().cpu(), "weight": torch.tensor(sums.weight)}
     losses = {name: loss.total.cpu() for name, loss in sums.named.items()}

@@ -1,4 +1,4 @@
-"""A digest of the first and last sample of a dataset, used to check that ranks and restarts read the same dataset."""
+"""A digest of the first and last sample of a dataset, to check that ranks and resumed runs use the same dataset."""
 
 import hashlib
 from collections.abc import Callable
@@ -18,13 +18,16 @@ def _full_batch(batch: Batch) -> Batch:
 
 
 def digest_ends(split: Split, select: Callable[[Batch], Any] = _full_batch) -> str:
-    """Return a digest of the first and last sample of a split. `select` returns the part of a batch to include."""
+    """Return a digest of the first and last sample of a split, or "unreadable" if a sample can't be read.
+
+    `select` returns the part of a batch that the digest covers.
+    """
     try:
         # Fetch each sample as a separate batch, because samples of different lengths can't be stacked.
         batches = [split.fetch(np.array([number]), None) for number in sorted({0, len(split) - 1})]
-    except TrainingError:  # training reports an unreadable file when it reads the sample
+    except TrainingError:  # the error is reported when training reads the sample
         return "unreadable"
     samples = [tensors_of(select(batch)) for batch in batches]
-    # Order the tensors as if both samples were stacked, so that digests in existing checkpoints stay comparable.
+    # Interleave the tensors of both samples, so that the digest equals those in existing checkpoints.
     tensors = [tensor for pair in zip_longest(*samples) for tensor in pair if tensor is not None]
     return hashlib.sha256(b"".join(tensorfile.raw(tensor) for tensor in tensors)).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A step of the training loop, with its results after the step has run."""
+"""A step of the training loop, and its results once the step has run."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lockstep.training.progress import Progress
 class Turn:
     """The next step to run, with the micro-batches of this rank.
 
-    `turns` yields it. The caller runs the step and records its results with `done`.
+    The generator `turns` yields it. The caller runs the step, and passes its results to `done`.
     """
 
     step: Step
@@ -33,11 +33,11 @@ class Turn:
             self.digests.add(self.step.number + 1)
 
     def done(self, lr: float, sums: Sums, update: Update) -> None:
-        """Count the step as complete at learning rate `lr`, and record its results.
+        """Record the results of an update at learning rate `lr`, and count the step as complete.
 
-        A step may have several updates of different parameters. In this case, the step is counted once, at the learning
-        rate of the first update. The loss and the norm are those of the last update, except that a non-finite loss is
-        kept.
+        A step may have several updates, each of different parameters. In this case, the step counts once, at the
+        learning rate of the first update. The loss and the norm are those of the last update, but a non-finite loss of
+        an earlier update is kept.
         """
         if self.sums is None or self.update is None:
             self.lr = lr

@@ -1,4 +1,4 @@
-"""The norms of each parameter before an update, of its gradient, and of its change by the update."""
+"""Measures the norms of each parameter, of its gradient, and of its change in an update."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,27 +15,27 @@ FullTensors = Iterable[tuple[str, Tensor]]
 def measure_update(
     update: Callable[[], Update], gradients: FullTensors, before: FullTensors, after: FullTensors
 ) -> tuple[Update, list[LayerNorms]]:
-    """Run `update`. Return its result, and the norms of each trained parameter.
+    """Run `update`, and return its result and the norms of each trained parameter. All ranks call it.
 
-    `before` is iterated over before the update, and `after` is iterated over after it. All ranks call it. Only rank 0
+    `before` and `after` yield the weights. They are exhausted before and after the update, respectively. Only rank 0
     gets the norms of all parameters.
     """
-    norms = {name: _norm(gradient) for name, gradient in gradients}
+    gradient_norms = {name: _l2_norm(gradient) for name, gradient in gradients}
     weights = {name: weight.clone() for name, weight in before}
     updated = update()
-    layers = [
+    parameter_norms = [
         LayerNorms(
             name,
-            _norm(weights[name]),
-            # The backward pass has already divided the gradient by the weight of the step.
-            norms[name] / (updated.loss_scale or 1.0),
-            _norm(weight.double() - weights[name].double()),
+            _l2_norm(weights[name]),
+            # The gradient is still multiplied by the loss scale, but already divided by the weight of the step.
+            gradient_norms[name] / (updated.loss_scale or 1.0),
+            _l2_norm(weight.double() - weights[name].double()),
         )
         for name, weight in after
-        if name in norms
+        if name in gradient_norms
     ]
-    return updated, layers
+    return updated, parameter_norms
 
 
-def _norm(tensor: Tensor) -> float:
+def _l2_norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))

@@ -1,4 +1,4 @@
-"""Checks the loss of every step for non-finite values, and synchronizes with the device only on request."""
+"""Checks the loss of every step for non-finite values, without synchronizing with the device in every step."""
 
 import math
 from typing import final
@@ -14,7 +14,7 @@ from lockstep.training.digests import StepDigests
 
 @final
 class NonFiniteCheck:
-    """Keeps the losses since the last check, and reports the first non-finite loss. `advice` is part of the error."""
+    """Collects the losses of steps, and raises an error with `advice` if a loss isn't finite and `stop` is set."""
 
     def __init__(self, world: World, stop: bool, advice: str, digests: StepDigests | None = None) -> None:
         self._world = world
@@ -29,10 +29,10 @@ class NonFiniteCheck:
         self._unchecked.append((step, lr, sums))
 
     def check(self) -> float:
-        """Return the loss of the last step. All ranks call it.
+        """Check all losses since the last check, and return the loss of the last step. All ranks call it.
 
-        If a loss since the last check isn't finite and `stop` is set, raises TrainingError. The error names the first
-        such step, and the ranks whose micro-batches caused it.
+        If a loss isn't finite and `stop` is set, raises TrainingError. The error names the first such step, and the
+        ranks whose micro-batches caused it.
         """
         if self._unchecked:
             totals = torch.stack([sums.total for _, _, sums in self._unchecked]).tolist()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.verification import trace
-from lockstep.verification.trace import DATA, KINDS, OWN_LOSS, TENSOR_KINDS, TensorRequest, Trace
+from lockstep.verification.trace import DATA, KINDS, MICROBATCH_LOSS, TENSOR_KINDS, TensorRequest, Trace
 
 EVALUATION: Final = "evaluation"
 MISSING_VALUE: Final = "missing"
@@ -25,99 +25,98 @@ class Difference:
     """A value that differs between a case and the reference. `ranks` are the ranks that differ from the reference.
 
     `position` is the index of the step in the verification, and `step` is its number in the run, counted from 1. Both
-    are None for the evaluation. For tensors, only digests are compared, so the values aren't known here.
+    are None for the evaluation. `reference` and `actual` are the two values as text. For a tensor, they are digests.
     """
 
     position: int | None
     step: int | None
-    what: str
+    kind: str
     name: str
     ranks: tuple[int, ...]
     reference: str = ""
-    found: str = ""
+    actual: str = ""
 
     @property
-    def wanted(self) -> TensorRequest | None:
-        """The tensor to request in order to get the values. None if they are known, or if only one side exists."""
-        if self.position is None or self.what not in TENSOR_KINDS or MISSING_VALUE in (self.reference, self.found):
+    def request(self) -> TensorRequest | None:
+        """The request for the differing tensor, or None if the value isn't a tensor or only one side has it."""
+        if self.position is None or self.kind not in TENSOR_KINDS or MISSING_VALUE in (self.reference, self.actual):
             return None
-        return TensorRequest(self.position, self.what, self.name)
+        return TensorRequest(self.position, self.kind, self.name)
 
 
 @dataclass(frozen=True)
 class Values:
-    """The two values with the largest difference.
+    """The pair of values with the largest difference, as text, and their index in the tensor.
 
-    `distance` is infinite if one of them is NaN. It is None for values without a distance, such as data or a missing
-    tensor.
+    `distance` is infinite if one of the values is NaN. It is None for values that can't be subtracted, such as digests
+    and missing values.
     """
 
     index: tuple[int, ...] | None
     reference: str
-    found: str
+    actual: str
     distance: float | None
     scale: float = 1.0  # largest magnitude in the reference
 
 
-def differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
-    """Return all differences in order of computation. `first` is the position at which the case started."""
-    found_differences: list[Difference] = []
+def find_differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
+    """Return all differences in order of computation. `first` is the position of the step at which the case started."""
+    differences: list[Difference] = []
     for position, expected in enumerate(reference.steps[first:], first):
         for kind in KINDS:
-            observations = {rank.rank: rank.steps[position - first].seen.get(kind, {}) for rank in ranks}
-            found_differences += _compare_kind(
-                position, expected.number + 1, kind, expected.seen.get(kind, {}), observations
+            observations = {rank.rank: rank.steps[position - first].observations.get(kind, {}) for rank in ranks}
+            differences += _compare_kind(
+                position, expected.number + 1, kind, expected.observations.get(kind, {}), observations
             )
     evaluations = {rank.rank: rank.evaluation for rank in ranks}
-    found_differences += _compare_kind(None, None, EVALUATION, reference.evaluation, evaluations)
-    return found_differences
+    differences += _compare_kind(None, None, EVALUATION, reference.evaluation, evaluations)
+    return differences
 
 
 def _compare_kind(
     position: int | None,
     step: int | None,
-    what: str,
+    kind: str,
     expected: Mapping[str, str],
-    ranks: Mapping[int, Mapping[str, str]],
+    observations_by_rank: Mapping[int, Mapping[str, str]],
 ) -> Iterator[Difference]:
-    """Compare values by name.
+    """Yield the differences between the expected values of a kind and the values that the ranks observed.
 
-    Values of micro-batches can be on any rank. For all other kinds, rank 0 has all values, and the other ranks have the
-    values that aren't sharded.
+    The values of a micro-batch can be on any rank. For all other kinds, rank 0 has all values, and the other ranks have
+    the values that aren't sharded.
     """
-    holders = () if what in (DATA, OWN_LOSS) else (0,)
-    for name in [*expected, *(name for name in ranks[0] if name not in expected)]:
+    required_ranks = () if kind in (DATA, MICROBATCH_LOSS) else (0,)
+    for name in [*expected, *(name for name in observations_by_rank[0] if name not in expected)]:
         value = expected.get(name, MISSING_VALUE)
-        rank_values = {rank: observations[name] for rank, observations in ranks.items() if name in observations}
+        rank_values = {
+            rank: observations[name] for rank, observations in observations_by_rank.items() if name in observations
+        }
         different_ranks = tuple(rank for rank, rank_value in rank_values.items() if rank_value != value)
-        if not rank_values or not rank_values.keys() >= {*holders}:
-            yield Difference(position, step, what, name, holders, value, MISSING_VALUE)
+        if not rank_values or not rank_values.keys() >= {*required_ranks}:
+            yield Difference(position, step, kind, name, required_ranks, value, MISSING_VALUE)
         elif different_ranks:
-            yield Difference(position, step, what, name, different_ranks, value, rank_values[different_ranks[0]])
+            yield Difference(position, step, kind, name, different_ranks, value, rank_values[different_ranks[0]])
 
 
 def select_tensors(differences: Sequence[Difference]) -> frozenset[TensorRequest]:
-    """Return the tensors to inspect: the first differing tensor, and more differing tensors within the size budget."""
-    wanted: list[TensorRequest] = []
-    room = _BUDGET_BYTES
+    """Return requests for the differing tensors: always the first, and more of them within the size budget."""
+    requests: list[TensorRequest] = []
+    remaining_bytes = _BUDGET_BYTES
     for difference in differences:
-        if difference.wanted is not None:
-            room -= trace.size_of(difference.reference)
-            if wanted and room < 0:
+        if difference.request is not None:
+            remaining_bytes -= trace.digest_num_bytes(difference.reference)
+            if requests and remaining_bytes < 0:
                 break
-            wanted.append(difference.wanted)
-    return frozenset(wanted)
+            requests.append(difference.request)
+    return frozenset(requests)
 
 
-def values(difference: Difference, reference: Path, found: Path) -> Values | None:
-    """Return the values of a difference, or None if the tensors weren't written or are equal this time.
-
-    `reference` and `found` are the folders of the two cases.
-    """
-    if difference.wanted is None:
+def load_values(difference: Difference, reference_folder: Path, actual_folder: Path) -> Values | None:
+    """Return the values of a difference, or None if the tensors weren't written or are equal in the second run."""
+    if difference.request is None:
         return _metric_values(difference)
-    expected = trace.load_tensor(reference, 0, difference.wanted)
-    actual = trace.load_tensor(found, difference.ranks[0], difference.wanted)
+    expected = trace.load_tensor(reference_folder, 0, difference.request)
+    actual = trace.load_tensor(actual_folder, difference.ranks[0], difference.request)
     return None if expected is None or actual is None else most_different_elements(expected, actual)
 
 
@@ -146,33 +145,33 @@ def most_different_elements(reference: Tensor, actual: Tensor) -> Values | None:
     )
 
 
-def largest(pairs: Sequence[tuple[Difference, Values]]) -> float | None:
-    """Return the largest distance, relative to the largest magnitude of the same kind in the same step.
+def max_relative_distance(pairs: Sequence[tuple[Difference, Values]]) -> float | None:
+    """Return the largest distance between two values, or None if no values can be subtracted.
 
-    Returns None if no value has a distance.
+    Each distance is relative to the largest magnitude among the differing values of the same kind in the same step.
     """
     scales: dict[tuple[int | None, str], float] = {}
     for difference, pair_values in pairs:
-        key = difference.position, difference.what
+        key = difference.position, difference.kind
         scales[key] = max(scales.get(key, 0.0), pair_values.scale)
     ratios = [
-        (pair_values.distance, scales[key.position, key.what])
-        for key, pair_values in pairs
+        (pair_values.distance, scales[difference.position, difference.kind])
+        for difference, pair_values in pairs
         if pair_values.distance is not None
     ]
     return max((distance / scale if scale else math.inf for distance, scale in ratios), default=None)
 
 
 def _metric_values(difference: Difference) -> Values:
-    """Compare metrics, which the differences contain as hexadecimal text."""
-    expected, actual = _float(difference.reference), _float(difference.found)
+    """Return the values of a difference that isn't a tensor. Metrics are stored as hexadecimal text."""
+    expected, actual = _parse_float(difference.reference), _parse_float(difference.actual)
     if expected is None or actual is None:
         # Truncated, because the state of an engine can be long.
-        return Values(None, difference.reference[:200], difference.found[:200], None)
+        return Values(None, difference.reference[:200], difference.actual[:200], None)
     distance = abs(expected - actual)
     return Values(None, repr(expected), repr(actual), math.inf if math.isnan(distance) else distance, abs(expected))
 
 
-def _float(text: str) -> float | None:
+def _parse_float(text: str) -> float | None:
     number = text.removeprefix("-").startswith("0x") or text in ("nan", "inf", "-inf")
     return float.fromhex(text) if number else None

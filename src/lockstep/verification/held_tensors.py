@@ -1,4 +1,4 @@
-"""Finds the tensors that a script's variable refers to, in modules, containers and (library) objects."""
+"""Finds the tensors that a variable of a script refers to, directly or through modules, containers and objects."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lockstep.training.checkpoint.tensorfile import digest
 
 _MAX_DEPTH: Final = 4  # maximum nesting depth of containers and objects
-_MAX_ITEMS: Final = 1_000  # maximum number of items that are examined per container
-_MAX_TENSOR_BYTES: Final = 16 << 20  # maximum size of a tensor outside of modules; a larger tensor is a dataset
+_MAX_ITEMS: Final = 1_000  # maximum number of items to examine in a container
+_MAX_TENSOR_BYTES: Final = 16 << 20  # outside of modules, a larger tensor is assumed to be a dataset
 _STATELESS_TYPES: Final = (
     ModuleType,
     type,
@@ -28,18 +28,21 @@ _STATELESS_TYPES: Final = (
 )
 
 
-def held_tensors(value: Any, placed_ids: Collection[int]) -> list[Tensor]:
-    """Return the tensors that a value refers to, except for objects whose id is in `placed_ids`."""
-    return list(_tensors(value, {*placed_ids}, _MAX_DEPTH))
+def find_tensors(value: Any, excluded_ids: Collection[int]) -> list[Tensor]:
+    """Return the tensors that a value refers to, without those of objects whose `id` is in `excluded_ids`."""
+    return list(_iter_tensors(value, {*excluded_ids}, _MAX_DEPTH))
 
 
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of tensors. For a tensor that isn't stored as plain bytes, only its shape is included."""
+def compute_digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of tensors. Of a sparse, quantized or meta tensor or a subclass, it only covers the shape."""
     return digest(tensor if _is_plain(tensor) else torch.zeros(tensor.shape, dtype=torch.bool) for tensor in tensors)
 
 
-def parts(value: Any) -> Iterable[Any]:
-    """Return the values in a container or object. Return () for Lockstep's own objects and types without state."""
+def list_values(value: Any) -> Iterable[Any]:
+    """Return the items of a container, or the attributes of an object.
+
+    The result is empty for Lockstep's own objects and for types without state, such as strings and numbers.
+    """
     if isinstance(value, _STATELESS_TYPES) or type(value).__module__.partition(".")[0] == "lockstep":
         return ()
     if isinstance(value, Mapping):
@@ -49,7 +52,7 @@ def parts(value: Any) -> Iterable[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _tensors(value: Any, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
+def _iter_tensors(value: Any, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
     if isinstance(value, _STATELESS_TYPES) or value is None or id(value) in seen_ids:
         return
     seen_ids.add(id(value))
@@ -57,14 +60,14 @@ def _tensors(value: Any, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
         if value.numel() * value.element_size() <= _MAX_TENSOR_BYTES:
             yield value
     elif isinstance(value, nn.Module):
-        yield from _module_tensors(value, seen_ids, depth)
+        yield from _iter_module_tensors(value, seen_ids, depth)
     elif depth:
-        for part in parts(value):
-            yield from _tensors(part, seen_ids, depth - 1)
+        for part in list_values(value):
+            yield from _iter_tensors(part, seen_ids, depth - 1)
 
 
-def _module_tensors(module: nn.Module, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
-    """Yield the tensors of a module: all its parameters and buffers of any size, and the tensors in its attributes."""
+def _iter_module_tensors(module: nn.Module, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of a module, regardless of their size, and the tensors in its attributes."""
     for part in [module, *(submodule for submodule in module.modules() if id(submodule) not in seen_ids)]:
         seen_ids.add(id(part))
         for tensor in (*part._parameters.values(), *part._buffers.values()):
@@ -73,7 +76,7 @@ def _module_tensors(module: nn.Module, seen_ids: set[int], depth: int) -> Iterat
                 yield tensor
         for name, attribute in list(vars(part).items()):
             if depth and not name.startswith("_"):
-                yield from _tensors(attribute, seen_ids, depth - 1)
+                yield from _iter_tensors(attribute, seen_ids, depth - 1)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -12,26 +12,27 @@ from torch import Generator, Tensor, nn
 
 from lockstep.probe.state import Globals, ModelState, change_of
 from lockstep.setup.user_code import carries_value, is_used, own_frames, own_modules, place_of_attribute
-from lockstep.verification.held_tensors import digest_of, held_tensors, parts
+from lockstep.verification.held_tensors import compute_digest, find_tensors, list_values
 
 _MODEL_SUFFIX: Final = " of the model"
-_MODE: Final = "the mode of "
-_MAIN: Final = "__main__."
-_TENSORS: Final = "the tensors of "
-# Kinds of variables. Lower numbers are more likely to affect later steps.
+_MODE_PREFIX: Final = "the mode of "
+_MAIN_PREFIX: Final = "__main__."
+_TENSORS_PREFIX: Final = "the tensors of "
+# Kinds of variables. A variable of a kind with a lower number is more likely to affect later steps.
 _TENSOR: Final = 0
 _STATE: Final = 1
-_COUNT: Final = 2
-_FIGURE: Final = 3
+_COUNTER: Final = 2
+_METRIC: Final = 3
 _UNUSED: Final = 4
-# Types to which a loop can add without custom functions.
+# Types of variables that a loop can use as an accumulator.
 _ACCUMULATOR_TYPES: Final = (int, float, list, dict, set, deque, Tensor)
 
 
 class LostState(NamedTuple):
-    """The state that was lost by resuming: by name, its change and location. The most likely causes come first.
+    """The state of a script that was lost on resume.
 
-    `unused` is state that the loop only updates, prints or logs, as far as Lockstep can tell.
+    Both fields map the name of a variable to a description of its change, with the source line. The variables that most
+    likely affect later steps come first. `unused` holds variables that the loop seems to only update, print or log.
     """
 
     likely: Mapping[str, str]
@@ -39,12 +40,11 @@ class LostState(NamedTuple):
 
 
 @final
-class Kept:
-    """The state of a training loop between two steps.
+class LoopState:
+    """A snapshot of the state of a custom training loop between two steps: its models, globals and local variables.
 
-    A variable that each step assigns again isn't state. A variable that is modified in place is state. A tensor that a
-    step reads before assigning its variable is also state, such as the hidden state of an RNN that is carried from
-    batch to batch.
+    A variable that is modified in place is state. A variable that every step assigns again isn't, unless it holds a
+    tensor that a step reads before the assignment, such as the hidden state of an RNN.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -62,97 +62,113 @@ class Kept:
             self._variables |= variables
             self._scopes |= dict.fromkeys(variables, code)
 
-    def changes(self, after: Self) -> Mapping[str, str]:
-        """Return the values that changed, by name, with a description of the change and its line if known."""
+    def find_changes(self, later: Self) -> Mapping[str, str]:
+        """Return the state that changed before the snapshot `later`. Maps names to changes with source lines."""
         changes: dict[str, str] = {}
-        for (model, before), (_, state_after) in zip(self._models, after._models, strict=False):
+        for (model, before), (_, state_after) in zip(self._models, later._models, strict=False):
             for name, change in before.attribute_changes(state_after).items():
-                changes[f"{name}{_MODEL_SUFFIX}"] = _describe(change, _place_in(model, name))
+                changes[f"{name}{_MODEL_SUFFIX}"] = _format_change(change, _attribute_location(model, name))
             changes |= {f"{name}{_MODEL_SUFFIX}": "a buffer" for name in before.buffer_changes(state_after)}
-        for name, change in self._globals.changes(after._globals).items():
-            values = [variables[name] for variables in (self._variables, after._variables) if name in variables]
+        for name, change in self._globals.changes(later._globals).items():
+            values = [variables[name] for variables in (self._variables, later._variables) if name in variables]
             is_same_object = len(values) == 2 and values[0] is values[1]
-            if not values or (is_same_object and ("." in name or _is_state(values[1]))) or after._carries(name, values):
-                changes[name.removeprefix(_MAIN)] = _describe(change, after._globals.place(name))
+            if (
+                not values
+                or (is_same_object and ("." in name or _can_hold_state(values[1])))
+                or later._carries_tensors(name, values)
+            ):
+                changes[name.removeprefix(_MAIN_PREFIX)] = _format_change(change, later._globals.place(name))
         return changes
 
-    def _carries(self, name: str, values: Sequence[Any]) -> bool:
-        """Return whether a reassigned variable carries tensors from one step to the next."""
+    def _carries_tensors(self, name: str, values: Sequence[Any]) -> bool:
+        """Return whether a variable that steps assign again carries tensors from one step to the next."""
         return (
             len(values) == 2
             and values[0] is not values[1]
             and _holds_tensors(values[1])
-            and bool(carries_value(self._scopes[name], _variable(name)))
+            and bool(carries_value(self._scopes[name], _variable_name(name)))
         )
 
-    def texts(self) -> dict[str, str]:
-        """Return the state as text by name, so that another process can compare it with its own state."""
+    def to_texts(self) -> dict[str, str]:
+        """Return the state as a string per name, so that a different process can compare it with its own state."""
         texts: dict[str, str] = {}
-        placed_ids = self._placed_ids()
+        excluded_ids = self._placed_object_ids()
         for model, state in self._models:
             for name, module in model.named_modules():
-                texts[f"{_MODE}{name or 'the model'}"] = "training" if module.training else "evaluation"
+                texts[f"{_MODE_PREFIX}{name or 'the model'}"] = "training" if module.training else "evaluation"
             texts |= {f"{name}{_MODEL_SUFFIX}": text for name, text in (state.attributes | state.buffers).items()}
         texts |= self._globals.values
         for name, value in self._variables.items():
-            if id(value) in placed_ids or isinstance(value, Tensor):
+            if id(value) in excluded_ids or isinstance(value, Tensor):
                 continue
-            tensors = digest_of(held_tensors(value, placed_ids))
+            tensors = compute_digest(find_tensors(value, excluded_ids))
             if isinstance(value, nn.Module):
                 texts[name] = f"module {tensors} {value.training}"
-            else:  # stored separately from the text of the value, which may contain the time
-                texts[f"{_TENSORS}{name}"] = f"{type(value).__name__} {tensors}"
+            else:  # stored separately, because the string of the value itself may contain the time
+                texts[f"{_TENSORS_PREFIX}{name}"] = f"{type(value).__name__} {tensors}"
         return texts
 
     def likelihoods(self) -> dict[str, int]:
-        """Return how likely each variable is to affect later steps, as a number. Lower numbers are more likely.
+        """Return a number for each variable. A variable with a lower number is more likely to affect later steps.
 
-        Metrics that a loop accumulates are probably only displayed. If no other code reads a metric, it can't affect a
+        A metric that a loop accumulates is probably only displayed. An accumulator that no code reads can't affect a
         step.
         """
-        placed_ids, likelihoods = self._placed_ids(), {}
+        excluded_ids, likelihoods = self._placed_object_ids(), {}
         for name, value in self._variables.items():
-            kind = _likelihood(value, placed_ids)
+            kind = _rank_likelihood(value, excluded_ids)
             is_unused = (
                 kind != _TENSOR
                 and isinstance(value, _ACCUMULATOR_TYPES)
-                and not is_used(self._scopes[name], _variable(name))
+                and not is_used(self._scopes[name], _variable_name(name))
             )
             likelihoods[name] = _UNUSED if is_unused else kind
         return likelihoods
 
-    def lost(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> LostState:
-        """Return the lost state, by comparing this process with the `texts` of a different process at the same step."""
+    def find_lost_state(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> LostState:
+        """Return the state that this process lost on resume.
+
+        `before` and `likelihoods` are the results of `to_texts` and `likelihoods` in the stopped process, at the same
+        step.
+        """
         lost_state: dict[str, tuple[int, str]] = {}
         models = {f"{name}{_MODEL_SUFFIX}": (model, name) for model, state in self._models for name in state.attributes}
-        for key, text_now in self.texts().items():
-            name = key.removeprefix(_TENSORS)
+        for key, text_now in self.to_texts().items():
+            name = key.removeprefix(_TENSORS_PREFIX)
             text_before = before.get(key, text_now)
             if text_before == text_now or (name in self._scopes and self._is_reassigned(name)):
                 continue
-            if name.startswith(_MODE) and f"{_MODE}the model" in lost_state:  # the full model includes its submodules
+            # The mode of the model includes the modes of its submodules.
+            if name.startswith(_MODE_PREFIX) and f"{_MODE_PREFIX}the model" in lost_state:
                 continue
-            location = _place_in(*models[name]) if name in models else self._globals.place(name)
-            entry = likelihoods.get(name, _STATE), _describe(change_of(text_before, text_now), location)
-            label = name.removeprefix(_MAIN)
+            location = _attribute_location(*models[name]) if name in models else self._globals.place(name)
+            entry = likelihoods.get(name, _STATE), _format_change(change_of(text_before, text_now), location)
+            label = name.removeprefix(_MAIN_PREFIX)
             lost_state[label] = min(lost_state.get(label, entry), entry)
-        likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order <= _COUNT}
+        likely_state = {
+            name: description for name, (order, description) in _sort_by_likelihood(lost_state) if order <= _COUNTER
+        }
         if not likely_state:
-            likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order == _FIGURE}
-        if not likely_state:  # the position of an iterator can't be compared
-            likely_state = {name.removeprefix(_MAIN): description for name, description in self._iterators()}
+            likely_state = {
+                name: description for name, (order, description) in _sort_by_likelihood(lost_state) if order == _METRIC
+            }
+        if not likely_state:  # iterators come last, because their positions can't be compared
+            likely_state = {
+                name.removeprefix(_MAIN_PREFIX): description for name, description in self._iter_iterators()
+            }
         return LostState(
-            likely_state, {name: description for name, (order, description) in _sorted(lost_state) if order == _UNUSED}
+            likely_state,
+            {name: description for name, (order, description) in _sort_by_likelihood(lost_state) if order == _UNUSED},
         )
 
-    def _placed_ids(self) -> set[int]:
+    def _placed_object_ids(self) -> set[int]:
         tensors = [tensor for model, _ in self._models for tensor in (*model.parameters(), *model.buffers())]
         return {id(item) for item in (*tensors, *(module for model, _ in self._models for module in model.modules()))}
 
     def _is_reassigned(self, name: str) -> bool:
-        return carries_value(self._scopes[name], _variable(name)) is False
+        return carries_value(self._scopes[name], _variable_name(name)) is False
 
-    def _iterators(self) -> Iterator[tuple[str, str]]:
+    def _iter_iterators(self) -> Iterator[tuple[str, str]]:
         for name, value in self._variables.items():
             code = getattr(value, "gi_code", None)
             is_lockstep = code is not None and "/lockstep/" in code.co_filename
@@ -162,20 +178,20 @@ class Kept:
                 and not is_lockstep
                 and not self._is_reassigned(name)
             ):
-                yield name, _describe("an iterator, which starts again", self._globals.place(name))
+                yield name, _format_change("an iterator, which starts again", self._globals.place(name))
 
 
-def _place_in(model: nn.Module, name: str) -> str:
-    """Return the line that changes an attribute of a model."""
+def _attribute_location(model: nn.Module, name: str) -> str:
+    """Return the source line that changes an attribute of a model."""
     owner, _, attribute = name.rpartition(".")
     return place_of_attribute(type(model.get_submodule(owner)), attribute)
 
 
-def _is_state(value: Any) -> bool:
-    """Return whether a local variable can carry state from step to step.
+def _can_hold_state(value: Any) -> bool:
+    """Return whether a local variable that is modified in place can carry state from one step to the next.
 
-    Random generators, counters, and containers of more than numbers can. Numbers, and containers of numbers, are more
-    likely to be metrics that a loop prints at its end.
+    This is the case for random number generators, `itertools.count`, and containers with items other than numbers. A
+    container of numbers more likely holds metrics that the loop prints at its end.
     """
     if isinstance(value, dict | list | deque):
         return not all(isinstance(item, int | float) for item in (value.values() if isinstance(value, dict) else value))
@@ -183,18 +199,18 @@ def _is_state(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor with dimensions, or a sequence with one. 0-dim tensors are metrics."""
+    """Return whether a value is or contains a tensor that isn't 0-dimensional. A 0-dimensional tensor is a metric."""
     if isinstance(value, list | tuple):
         return any(map(_holds_tensors, value))
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _likelihood(value: Any, placed_ids: Collection[int]) -> int:
+def _rank_likelihood(value: Any, excluded_ids: Collection[int]) -> int:
     if _is_metric(value):
-        return _FIGURE
-    if held_tensors(value, placed_ids):
+        return _METRIC
+    if find_tensors(value, excluded_ids):
         return _TENSOR
-    return _COUNT if isinstance(value, int) and not isinstance(value, bool) else _STATE
+    return _COUNTER if isinstance(value, int) and not isinstance(value, bool) else _STATE
 
 
 def _is_metric(value: Any, depth: int = 2) -> bool:
@@ -203,21 +219,21 @@ def _is_metric(value: Any, depth: int = 2) -> bool:
         return True
     if isinstance(value, Tensor):
         return not value.ndim and value.is_floating_point()
-    items = list(parts(value)) if depth and not isinstance(value, nn.Module | str | int) else []
+    items = list(list_values(value)) if depth and not isinstance(value, nn.Module | str | int) else []
     are_metrics = [_is_metric(item, depth - 1) for item in items]
     return any(are_metrics) and all(
         is_metric or isinstance(item, int) for is_metric, item in zip(are_metrics, items, strict=True)
     )
 
 
-def _sorted(entries: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
+def _sort_by_likelihood(entries: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
     return sorted(entries.items(), key=lambda entry: entry[1][0])
 
 
-def _variable(name: str) -> str:
+def _variable_name(name: str) -> str:
     """Return a variable's name without its module."""
     return name.rpartition(".")[2]
 
 
-def _describe(change: str, location: str) -> str:
+def _format_change(change: str, location: str) -> str:
     return f"{change}, {location}" if location else change

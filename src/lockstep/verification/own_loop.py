@@ -1,10 +1,10 @@
 """`lockstep.verify`: checks that a custom training loop gives the same results on all placements.
 
 The function or script runs once per placement, in separate processes. After each step, rank 0 writes the loss and a
-digest of each tensor of the model. The losses and digests are compared with a run on a single process.
+digest of each tensor of the model. These are compared with the reference, a run on a single process.
 
-In addition, one placement is stopped between two steps as if by a signal, which saves a checkpoint, and a different
-placement resumes from it. If the checkpoint lacks some state, the following steps differ.
+In addition, the run on one placement is stopped between two steps as if by a signal, which saves a checkpoint. A
+different placement then resumes from the checkpoint. If the checkpoint lacks some state, the following steps differ.
 """
 
 import json
@@ -44,18 +44,18 @@ from lockstep.strategies import ON_ONE_PROCESS
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import hash_seed_cause
-from lockstep.verification.kept import Kept, LostState
+from lockstep.verification.kept import LoopState, LostState
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE_FILE: Final = "trace.jsonl"
-_STRATEGY_ERROR: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches messages of errors that only some strategies raise
+_STRATEGY_ERROR: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches the errors that only some strategies raise
 _OBSERVATIONS_FILE: Final = "witnessed-{}.json"  # formatted with the rank
 _RUN_FOLDER: Final = "run"  # run folder of a placement
 _STATE_FILE: Final = "state.json"  # state of the script in the stopped run
 _LOST_FILE: Final = "lost.json"  # state that was lost in the resumed run
-_AGREEING: Final = ("identical", "within tolerance")
+_AGREEING_VERDICTS: Final = ("identical", "within tolerance")
 _MAX_NAMES: Final = 3  # maximum number of tensors in a message
-_RECIPE_STEPS: Final = 4  # number of steps of a recipe, as in the command
+_RECIPE_STEPS: Final = 4  # default number of steps of a recipe, as in `lockstep verify`
 
 StrategyChoice = str | Mapping[str, Any]  # a strategy: its name, or a mapping with its name and options
 Step = tuple[int, str, dict[str, str]]  # number, loss, and digests of all tensors
@@ -65,7 +65,7 @@ _PLAN_FIELDS: Final = ("train_samples", "batch", "microbatches", "steps")
 
 @dataclass(frozen=True)
 class Trace:
-    """The observations of rank 0: the steps, the arguments of each run.steps call, and the warnings."""
+    """The observations of rank 0: the steps, the arguments of each `run.steps` call, and the warnings."""
 
     steps: list[Step]
     plans: list[dict[str, int]]
@@ -73,7 +73,7 @@ class Trace:
 
     @property
     def first_run(self) -> list[Step]:
-        """The steps of the first run, if the function joins several runs."""
+        """The steps of the first run. A function can join several runs, and each run counts its steps from 1."""
         later = [number for number, step in enumerate(self.steps) if number and step[0] <= self.steps[number - 1][0]]
         return self.steps[: later[0]] if later else self.steps
 
@@ -97,12 +97,12 @@ class Checked:
     @property
     def good(self) -> bool:
         """Whether the results agree, or the placement isn't possible."""
-        return self.verdict in (*_AGREEING, "not possible")
+        return self.verdict in (*_AGREEING_VERDICTS, "not possible")
 
     @property
     def line(self) -> str:
         """The placement and its verdict as a line of text."""
-        steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _AGREEING else ""
+        steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _AGREEING_VERDICTS else ""
         reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
         resumed = f", {self.resumed}" if self.resumed else ""
         return f"{self.strategy} on {self.processes}{resumed}: {self.verdict}{steps}{reason}"
@@ -147,16 +147,19 @@ def verify(
 def check_compared(rows: Sequence[Checked]) -> None:
     """Raise UsageError if nothing was compared, because no placement was possible."""
     if all(row.verdict == "not possible" for row in rows):
-        raise UsageError("nothing was compared, because the loop supports none of these placements; use different ones")
+        raise UsageError(
+            "nothing was compared, because the loop supports none of these placements; pass different strategies or "
+            "numbers of processes"
+        )
 
 
 def _verify_recipe(
     recipe: str, processes: Sequence[int], strategies: Sequence[StrategyChoice], steps: int
 ) -> list[Checked]:
-    """Compare placements of a recipe."""
+    """Compare placements of a recipe, and return their results. Raise VerificationError if a placement differs."""
     loaded = load(recipe)
     with add_key_positions(loaded):
-        verification = verify_on(loaded, _places(processes, strategies), steps)
+        verification = verify_on(loaded, _list_placements(processes, strategies), steps)
     if not verification.agree:
         raise VerificationError(against(verification))
     return [
@@ -165,19 +168,25 @@ def _verify_recipe(
     ]
 
 
-def _places(processes: Sequence[int], strategies: Sequence[StrategyChoice]) -> list[tuple[StrategyChoice, int]]:
-    """Return each strategy on each number of processes above 1, preceded by one process if `processes` contains 1.
+def _list_placements(
+    processes: Sequence[int], strategies: Sequence[StrategyChoice]
+) -> list[tuple[StrategyChoice, int]]:
+    """Return the placements to compare: each strategy on each number of `processes` above 1.
 
-    A strategy that requires a single process always runs on one process, regardless of `processes`.
+    If `processes` contains 1, the placement on a single process comes first. A strategy that requires a single process
+    always runs on one process, regardless of `processes`.
     """
     single: list[tuple[StrategyChoice, int]] = [("single", 1)] if 1 in processes else []
-    alone = [
+    single_process = [
         (strategy, 1) for strategy in strategies if _label(strategy) in ON_ONE_PROCESS and _label(strategy) != "single"
     ]
     several = (
-        (strategy, count) for strategy in strategies for count in processes if count > 1 and (strategy, 1) not in alone
+        (strategy, count)
+        for strategy in strategies
+        for count in processes
+        if count > 1 and (strategy, 1) not in single_process
     )
-    return [*single, *alone, *several]
+    return [*single, *single_process, *several]
 
 
 def check_placements(
@@ -189,129 +198,140 @@ def check_placements(
     *,
     seed: int | None = 0,
 ) -> Iterator[Checked]:
-    """Yield the result of each placement as soon as it is known, and the result of stopping and resuming a placement.
+    """Yield the result of each placement as soon as it is known, and finally the result of a stop and resume.
 
-    Without `guarded`, the guard (loop/guard.py) doesn't reject changes to the model, so that the comparison must detect
-    these changes. Use this only in tests of the comparison, because an error that names the line is more useful to
-    users. Errors that no comparison can find are still raised (loop/loss_check.py). For example, a loss that is divided
-    by a constant gives the same weights on every placement.
+    If `guarded` is False, changes to the model that make results depend on the placement aren't rejected
+    (loop/guard.py), so that the comparison has to detect them. Only tests of the comparison use this. Errors that no
+    comparison can find are still raised (loop/loss_check.py). For example, a loss that is divided by a constant gives
+    the same weights on every placement.
     """
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        loop = _Loop(function, steps, guarded, Path(folder))
+        loop = _LoopRunner(function, steps, guarded, Path(folder))
         code, message = loop.run("single", 1, "reference")
         if code != EXIT_DONE:
             kind = UsageError if code == EXIT_USAGE else VerificationError
-            raise kind(f"reference on one process: {message}")
-        reference = loop.trace("reference")
-        places = _places(processes, strategies)
+            raise kind(f"the single-process reference run failed: {message}")
+        reference = loop.read_trace("reference")
+        placements = _list_placements(processes, strategies)
         if reference.warnings and 1 not in processes:
-            places = [("single", 1), *places]
-        agreeing: list[tuple[StrategyChoice, int]] = []
-        for number, (strategy, count) in enumerate(places):
+            placements = [("single", 1), *placements]
+        matching: list[tuple[StrategyChoice, int]] = []
+        for number, (strategy, count) in enumerate(placements):
             if _label(strategy) == "single":
-                rerun = _run_again(loop, reference, can_be_spawned(function))
+                rerun = _rerun_reference(loop, reference, can_be_spawned(function))
                 if rerun.verdict == "identical":
-                    agreeing.append((strategy, count))
+                    matching.append((strategy, count))
                 yield rerun
                 continue
             code, message = loop.run(strategy, count, str(number))
             label = _label(strategy)
-            if code != EXIT_DONE:  # an error that only occurs with several processes is a fault of the loop
-                unfit = code == EXIT_USAGE and _STRATEGY_ERROR.search(message)
-                yield Checked(label, count, "not possible" if unfit else "failed", reason=message)
+            if code != EXIT_DONE:  # the reference succeeded, so the error depends on the placement
+                is_unsupported = code == EXIT_USAGE and _STRATEGY_ERROR.search(message)
+                yield Checked(label, count, "not possible" if is_unsupported else "failed", reason=message)
                 continue
-            placement_trace = loop.trace(str(number))
-            departure = _mismatch(reference, placement_trace)
-            if departure:
-                reads, changes, traits = loop.witnessed(strategy, count, f"{number}-witnessed")
-                cause = _likely_cause(reads, changes)
-                departure += cause or _model_cause(traits, _command(function, label, count))
+            placement_trace = loop.read_trace(str(number))
+            mismatch = _find_mismatch(reference, placement_trace)
+            if mismatch:
+                reads, changes, traits = loop.rerun_for_diagnosis(strategy, count, f"{number}-witnessed")
+                cause = _describe_loop_cause(reads, changes)
+                mismatch += cause or _describe_model_cause(traits, _verify_command(function, label, count))
             else:
-                agreeing.append((strategy, count))
-            yield Checked(label, count, "differs" if departure else "identical", len(placement_trace.steps), departure)
-        if seed is not None and agreeing and not reference.warnings and len(reference.first_run) > 1:
-            yield _resume(loop, reference, agreeing, seed)
+                matching.append((strategy, count))
+            yield Checked(label, count, "differs" if mismatch else "identical", len(placement_trace.steps), mismatch)
+        if seed is not None and matching and not reference.warnings and len(reference.first_run) > 1:
+            yield _check_resume(loop, reference, matching, seed)
 
 
 def _label(strategy: StrategyChoice) -> str:
     return strategy if isinstance(strategy, str) else str(strategy["name"])
 
 
-def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[StrategyChoice, int]], seed: int) -> Checked:
-    """Stop the last matching placement after a step, resume on a different placement, and compare the steps."""
+def _check_resume(
+    loop: "_LoopRunner", reference: Trace, matching: Sequence[tuple[StrategyChoice, int]], seed: int
+) -> Checked:
+    """Stop a run on the last matching placement, resume it on a different placement, and compare its steps.
+
+    `matching` holds the placements that match the reference. The step after which the run stops is drawn from `seed`.
+    """
     last = len(reference.first_run) - 1
-    strategy, count = agreeing[-1] if last > 1 else ("single", 1)
-    # Several ranks agree to stop while the next step is running. Therefore, a stop after the first step is impossible.
+    strategy, count = matching[-1] if last > 1 else ("single", 1)
+    # Several ranks need one more step to agree to stop, so they can't stop after the first step.
     stop_step = Random(seed).randint(min(count, 2), last)
-    candidates = [placement for placement in agreeing if placement[1] != count]
-    carrier, size = candidates[0] if candidates else ("single", 1)
-    resumed = f"stopped after step {stop_step} (seed {seed}) and resumed by {_label(carrier)} on {size}"
+    candidates = [placement for placement in matching if placement[1] != count]
+    resume_strategy, size = candidates[0] if candidates else ("single", 1)
+    resumed = f"stopped after step {stop_step} (seed {seed}) and resumed by {_label(resume_strategy)} on {size}"
     row = Checked(_label(strategy), count, "failed", resumed=resumed)
     code, message = loop.run(strategy, count, "stopped", stop=stop_step)
     if code != EXIT_DONE:
         return replace(row, reason=message)
-    code, message = loop.run(carrier, size, "resumed", resumes="stopped")
+    code, message = loop.run(resume_strategy, size, "resumed", resumes="stopped")
     if code != EXIT_DONE:
         return replace(row, reason=f"resumed: {message}")
-    resumed_trace = loop.trace("resumed")
-    departure = _mismatch(replace(reference, steps=reference.steps[stop_step:]), resumed_trace)
-    if not departure:
+    resumed_trace = loop.read_trace("resumed")
+    mismatch = _find_mismatch(replace(reference, steps=reference.steps[stop_step:]), resumed_trace)
+    if not mismatch:
         return replace(row, verdict="identical", steps=len(resumed_trace.steps))
-    # Run to the same step again, to detect values that differ between any two runs, such as the time.
+    # Stop two more runs at the same step, to find the values that differ between any two runs, such as the time.
     codes = [
-        loop.run(strategy, count, name, stop=stop_step, witness=True)[0] for name in ("stopped-again", "stopped-twice")
+        loop.run(strategy, count, name, stop=stop_step, diagnose=True)[0] for name in ("stopped-again", "stopped-twice")
     ]
     if codes == [EXIT_DONE, EXIT_DONE]:
-        loop.forget_varying("stopped-again", "stopped-twice")
-        loop.run(carrier, size, "resumed-again", resumes="stopped-again", witness=True)
-    departure += _lost_state(loop.lost("resumed-again"))
+        loop.remove_varying_state("stopped-again", "stopped-twice")
+        loop.run(resume_strategy, size, "resumed-again", resumes="stopped-again", diagnose=True)
+    mismatch += _describe_lost_state(loop.read_lost_state("resumed-again"))
     if not loop.has_folder("reference"):
-        departure += "; lockstep.join has no dir=, so runs of this loop are never resumed; --no-resume skips this check"
-    return replace(row, verdict="differs", steps=len(resumed_trace.steps), reason=departure)
+        mismatch += "; lockstep.join has no dir=, so runs of this loop are never resumed; --no-resume skips this check"
+    return replace(row, verdict="differs", steps=len(resumed_trace.steps), reason=mismatch)
 
 
-def _lost_state(lost: LostState) -> str:
-    """Return the likely cause, which is the state of the script that was lost by resuming."""
+def _describe_lost_state(lost: LostState) -> str:
+    """Return the likely cause of a difference after a resume: the state of the script that wasn't restored."""
     if lost.likely:
         return (
-            f"; likely cause: no checkpoint contains {_list_changes(lost.likely)}; store it in run.state, or compute "
+            f"; likely cause: no checkpoint contains {_format_changes(lost.likely)}; store it in run.state, or compute "
             "it from step.number"
         )
-    unused_text = f"; or {_list_changes(lost.unused)}, which it does not seem to read" if lost.unused else ""
+    unused_text = f"; or {_format_changes(lost.unused)}, which it does not seem to read" if lost.unused else ""
     return (
         "; likely cause: the loop depends on something that is in no checkpoint and in none of the variables that it "
         f"reads: a file, the clock, or the state of an object of a library{unused_text}"
     )
 
 
-def _list_changes(changes: Mapping[str, str]) -> str:
+def _format_changes(changes: Mapping[str, str]) -> str:
     return list_some([f"{name} ({change})" for name, change in changes.items()], _MAX_NAMES)
 
 
-def _run_again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
-    """Run the reference again. If the function can be sent to a new process, use a different hash seed.
+def _rerun_reference(loop: "_LoopRunner", reference: Trace, can_spawn: bool) -> Checked:
+    """Run the reference again and compare both runs. If `can_spawn` is set, use a different hash seed.
 
-    A fault in the data doesn't always show in a few steps, because these visit each sample only once. Therefore, a
-    warning in the reference counts as a difference.
+    A warning in the reference counts as a difference. It may report a fault in the data that a few steps don't show,
+    because they visit each sample only once.
     """
     if reference.warnings:
         return Checked("single", 1, "differs", reason=reference.warnings[0])
-    hashes = other_seed() if spawned else None
-    code, message = loop.run("single", 1, "again", hashes)
+    hash_seed = other_seed() if can_spawn else None
+    code, message = loop.run("single", 1, "again", hash_seed)
     if code != EXIT_DONE:
         return Checked("single", 1, "failed", reason=message)
-    rerun_trace = loop.trace("again")
-    departure = _mismatch(reference, rerun_trace)
-    if not departure:
-        note = "" if hashes else "with the same hash seed; to test another one, pass a function of an importable module"
+    rerun_trace = loop.read_trace("again")
+    mismatch = _find_mismatch(reference, rerun_trace)
+    if not mismatch:
+        note = (
+            "" if hash_seed else "with the same hash seed; to test another one, pass a function of an importable module"
+        )
         return Checked("single", 1, "identical", len(rerun_trace.steps), note)
-    if hashes and loop.run("single", 1, "third")[0] == EXIT_DONE and not _mismatch(reference, loop.trace("third")):
-        departure += f"; likely cause: {hash_seed_cause()}"
-    return Checked("single", 1, "differs", len(rerun_trace.steps), departure)
+    if (
+        hash_seed
+        and loop.run("single", 1, "third")[0] == EXIT_DONE
+        and not _find_mismatch(reference, loop.read_trace("third"))
+    ):
+        mismatch += f"; likely cause: {hash_seed_cause()}"
+    return Checked("single", 1, "differs", len(rerun_trace.steps), mismatch)
 
 
-def _likely_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -> str:
+def _describe_loop_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -> str:
     """Return the likely cause as text: values that the loop reads, and state that it keeps between steps."""
     sources = [f"{source} ({location})" for source, location in reads.items() if source != RANK]
     causes = [f"reads {' and '.join(sources)}"] if sources else []
@@ -325,8 +345,8 @@ def _likely_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -> str:
     return f"; likely cause: the loop {', and '.join(causes)}; make the loop depend only on its data and its model"
 
 
-def _model_cause(traits: Sequence[str], command: str) -> str:
-    """Return the part of the model that may depend on the strategy. If there is none, return advice for the user."""
+def _describe_model_cause(traits: Sequence[str], command: str) -> str:
+    """Return the property of the model that possibly causes a difference, or advice if the model has none."""
     if traits:
         return f"; possibly because {traits[0]}"
     return (
@@ -335,7 +355,7 @@ def _model_cause(traits: Sequence[str], command: str) -> str:
     )
 
 
-def _command(function: Callable[[], object], strategy: str, count: int) -> str:
+def _verify_command(function: Callable[[], object], strategy: str, count: int) -> str:
     """Return the command that verifies only this placement of a script, or the equivalent call for a function."""
     if isinstance(function, partial) and function.func is run_script:
         command = ["lockstep", "verify", "--processes", str(count), "--strategy", strategy, *function.args[1]]
@@ -349,12 +369,15 @@ def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
 
 
 class _EnoughSteps(BaseException):
-    """Ends the function after the requested steps."""
+    """Raised to end the user's function after the requested number of steps."""
 
 
 @dataclass(frozen=True)
-class _Loop:
-    """Runs the function on placements, in separate processes. Each run writes its observations below `folder`."""
+class _LoopRunner:
+    """Runs a function on different placements, in separate processes.
+
+    Each run has a name, and writes its observations into the subfolder of `folder` with this name.
+    """
 
     function: Callable[[], object]
     steps: int | None
@@ -366,32 +389,33 @@ class _Loop:
         strategy: StrategyChoice,
         count: int,
         name: str,
-        hashes: str | None = None,
+        hash_seed: str | None = None,
         *,
-        witness: bool = False,
+        diagnose: bool = False,
         stop: int | None = None,
         resumes: str | None = None,
     ) -> tuple[int, str]:
-        """Run the function. Return the exit code, and the error message if the function failed.
+        """Run the function on a placement. Return the exit code, and the error message if the function failed.
 
-        `hashes` is a hash seed for Python. It defaults to the seed of this process. With `witness`, the processes
-        record the values that the function reads and keeps. If `stop` is set, the run is saved and stopped after this
-        step. If `resumes` is set, the run resumes the stopped run with this name.
+        `hash_seed` is a hash seed for Python, and defaults to the hash seed of this process. If `diagnose` is set, the
+        run records nondeterministic inputs of the function and the state that it carries between steps. If `stop` is
+        set, the run is saved and stopped after this step. If `resumes` is set, the run resumes the stopped run of this
+        name.
         """
         folder = self.folder / name
         folder.mkdir()
         strategy_config = strategy if isinstance(strategy, str) else dict(strategy)
         stopped = None if resumes is None else self.folder / resumes
-        work = partial(self._work, strategy_config, folder, witness, stop, stopped)
-        code, text = run_in_workers(work, None, Placement(), count, hashes)
+        work = partial(self._run_rank, strategy_config, folder, diagnose, stop, stopped)
+        code, text = run_in_workers(work, None, Placement(), count, hash_seed)
         return code, text.partition("error: ")[2] or text
 
     def has_folder(self, name: str) -> bool:
-        """Return whether the function uses a run folder."""
+        """Return whether the function created a run folder in the run with this name."""
         return (self.folder / name / _RUN_FOLDER).exists()
 
-    def forget_varying(self, name: str, other: str) -> None:
-        """Remove all values that differ from the run `other` from the recorded state of a stopped run."""
+    def remove_varying_state(self, name: str, other: str) -> None:
+        """Remove the values that differ between two stopped runs from the recorded state of the run `name`."""
         states = [
             plainfile.parse_json((self.folder / run_name / _STATE_FILE).read_text(encoding="utf-8"))
             for run_name in (name, other)
@@ -400,33 +424,34 @@ class _Loop:
         states[0]["texts"] = {key: text for key, text in texts.items() if other_texts.get(key) == text}
         (self.folder / name / _STATE_FILE).write_text(json.dumps(states[0]), encoding="utf-8")
 
-    def lost(self, name: str) -> LostState:
-        """Return the state of the script that was lost in a resumed run."""
+    def read_lost_state(self, name: str) -> LostState:
+        """Return the state of the script that a resumed run lost."""
         path = self.folder / name / _LOST_FILE
         return (
             LostState(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else LostState({}, {})
         )
 
-    def trace(self, name: str) -> Trace:
-        """Return the observations of rank 0. Raises UsageError if the function took no step."""
+    def read_trace(self, name: str) -> Trace:
+        """Return the trace of rank 0. Raise UsageError if the function ran no step."""
         path = self.folder / name / _TRACE_FILE
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
-            raise UsageError("the function took no step; iterate over run.steps(...) in it")
+            raise UsageError("the function ran no step; iterate over run.steps(...) in it")
         steps = [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
         events = [*read(self.folder / name / EVENTS)]
         plans = [{key: event[key] for key in _PLAN_FIELDS} for event in events if event["event"] == "started"]
         return Trace(steps, plans, [event["text"] for event in events if event["event"] == "warning"])
 
-    def witnessed(
+    def rerun_for_diagnosis(
         self, strategy: StrategyChoice, count: int, name: str
     ) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]:
-        """Run the function again. Return the values it reads, the state it keeps, and its model's traits.
+        """Run the function again, and return the possible causes of a difference, merged over all ranks.
 
-        The values that it reads exclude its batches, and are given with their lines. The traits are parts of the model
-        that may depend on the strategy.
+        Returns the nondeterministic inputs that the function reads, the state that it carries between steps, and the
+        traits of its model, which are properties whose results may depend on the strategy. The first two are dicts that
+        map names to source lines and to changes.
         """
-        self.run(strategy, count, name, witness=True)
+        self.run(strategy, count, name, diagnose=True)
         reads: dict[str, str] = {}
         changes: dict[str, str] = {}
         traits: dict[str, None] = {}
@@ -436,108 +461,112 @@ class _Loop:
             traits |= dict.fromkeys(observations["traits"])
         return reads, changes, [*traits]
 
-    def _work(
+    def _run_rank(
         self,
         strategy: str | dict[str, Any],
         folder: Path,
-        witness: bool,
+        diagnose: bool,
         stop: int | None,
         resumes: Path | None,
-        _ready: None,
+        _setup: None,
         rendezvous: Rendezvous,
     ) -> int:
-        """Run the function on a rank of a placement."""
+        """Run the function on a rank of a placement, and return the exit code."""
         sys.stderr = sys.__stderr__
         rank = rendezvous.info.rank
         reads: dict[str, str] = {}
         changes: dict[str, str] = {}
-        states: list[Kept] = []
+        states: list[LoopState] = []
         traits = ModelTraits()
 
         def observe(number: int, loss: float, digests: Mapping[str, str]) -> None:
             if rank == 0:
                 with (folder / _TRACE_FILE).open("a", encoding="utf-8") as trace:
                     trace.write(json.dumps([number, loss.hex(), dict(digests)]) + "\n")
-            if witness and states and not changes:
-                changes.update(states[0].changes(_loop_state(ambient)))
+            if diagnose and states and not changes:
+                changes.update(states[0].find_changes(_capture_state(context)))
             if self.steps is not None and number >= self.steps:
                 raise _EnoughSteps
-            if stop is None or rank or len(ambient.runs) > 1:
+            if stop is None or rank or len(context.runs) > 1:
                 return
-            if witness and number == stop:
-                state_now = _loop_state(ambient)
-                state = {"texts": state_now.texts(), "likelihoods": state_now.likelihoods()}
+            if diagnose and number == stop:
+                state_now = _capture_state(context)
+                state = {"texts": state_now.to_texts(), "likelihoods": state_now.likelihoods()}
                 (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             if number == stop - (rendezvous.info.size > 1):  # see World.agree_to_stop
                 signal.raise_signal(signal.SIGUSR1)  # the run saves after step `stop`, and ends
 
         sinks: list[Sink] = [JsonLines(folder / EVENTS)] if rank == 0 else []
-        if rank == 0 and witness and resumes is not None:
+        if rank == 0 and diagnose and resumes is not None:
             before = plainfile.parse_json((resumes / _STATE_FILE).read_text(encoding="utf-8"))
-            sinks.append(_LostState(before, folder / _LOST_FILE, lambda: _loop_state(ambient)))
+            sinks.append(_LostStateSink(before, folder / _LOST_FILE, lambda: _capture_state(context)))
         run_folder, keeps = (resumes or folder) / _RUN_FOLDER, stop is not None or resumes is not None
-        ambient = WorkerContext(rendezvous, strategy, run_folder, keeps, observe, sinks, self.guarded)
-        WORKER_CONTEXT.set(ambient)
-        recorded = _record_reads(ambient, reads, states, traits) if witness and not keeps else nullcontext()
+        context = WorkerContext(rendezvous, strategy, run_folder, keeps, observe, sinks, self.guarded)
+        WORKER_CONTEXT.set(context)
+        recorded = _record_causes(context, reads, states, traits) if diagnose and not keeps else nullcontext()
         with Path(os.devnull).open("w", encoding="utf-8") as null_stream, redirect_stdout(null_stream):
             try:
-                with recorded, explain_errors(ambient.runs):
+                with recorded, explain_errors(context.runs):
                     self.function()
             except _EnoughSteps:
                 pass
             except SystemExit as end:
                 if end.code not in (None, 0) and (stop is None or end.code != EXIT_SAVED):
                     raise
-            if not ambient.runs:
+            if not context.runs:
                 raise UsageError("the function joined no run; call lockstep.join in it")
-            for run in ambient.runs:
+            for run in context.runs:
                 run.close()
-        if witness:
+        if diagnose:
             observations = {"reads": reads, "kept": changes, "traits": traits.texts(own_modules(()).items())}
             (folder / _OBSERVATIONS_FILE.format(rank)).write_text(json.dumps(observations), encoding="utf-8")
         return EXIT_DONE
 
 
 @final
-class _LostState:
-    """A sink that compares the state of a resumed script, at the start of its first loop, with the stopped run."""
+class _LostStateSink:
+    """A sink that writes the state which a resumed script has lost, as JSON.
 
-    def __init__(self, before: Mapping[str, Any], path: Path, state: Callable[[], Kept]) -> None:
+    It compares the state at the start of the first loop over `run.steps` with `before`, the state of the stopped run.
+    """
+
+    def __init__(self, before: Mapping[str, Any], path: Path, state: Callable[[], LoopState]) -> None:
         self._before = before
         self._path = path
         self._state = state
 
     def write(self, event: Event, time: float) -> None:
-        """See Sink. The loop over run.steps writes its first event when the script requests the first step."""
+        """See Sink.write. The Started event arrives when the script requests its first step from `run.steps`."""
         if isinstance(event, Started) and not self._path.exists():
-            lost_state = self._state().lost(self._before["texts"], self._before["likelihoods"])
+            lost_state = self._state().find_lost_state(self._before["texts"], self._before["likelihoods"])
             self._path.write_text(json.dumps(lost_state), encoding="utf-8")
 
     def close(self) -> None:
-        """See Sink."""
+        """See Sink.close."""
 
 
 @contextmanager
-def _record_reads(
-    ambient: WorkerContext, reads: dict[str, str], states: list[Kept], traits: ModelTraits
+def _record_causes(
+    context: WorkerContext, reads: dict[str, str], states: list[LoopState], traits: ModelTraits
 ) -> Iterator[None]:
-    """Record all reads of the rank in the block, and other reads only in micro-batches, with their lines.
+    """Record possible causes of a difference in the `with` block.
 
-    Before the first micro-batch, the state of the loop is added to `states`. From then on, the `traits` of the model
-    are recorded. Outside of micro-batches, the run seeds the random number generators, also before each sample of a
-    dataset. Draws from PyTorch's generators aren't recorded, because these are seeded for each micro-batch.
+    - `reads`: The nondeterministic inputs, with source lines. Outside micro-batches, only reads of the rank and the
+      world size are recorded. Draws from PyTorch's generator are ignored, because it is seeded for each micro-batch.
+    - `states`: The state of the loop before its first micro-batch.
+    - `traits`: The traits of the model, from the first micro-batch on.
     """
 
-    def computing() -> int:
-        microbatch = max((run._computing for run in ambient.runs), default=0)
+    def current_microbatch() -> int:
+        microbatch = max((run._computing for run in context.runs), default=0)
         if microbatch and not states:
-            states.append(_loop_state(ambient))
-            for run in ambient.runs:
+            states.append(_capture_state(context))
+            for run in context.runs:
                 if run._model is not None:
                     traits.watch(run._model)
         return microbatch
 
-    with record_reads(computing) as recorded:
+    with record_reads(current_microbatch) as recorded:
         try:
             yield
         finally:
@@ -547,12 +576,12 @@ def _record_reads(
             }
 
 
-def _loop_state(ambient: WorkerContext) -> Kept:
-    return Kept([run._model for run in ambient.runs if run._model is not None])
+def _capture_state(context: WorkerContext) -> LoopState:
+    return LoopState([run._model for run in context.runs if run._model is not None])
 
 
-def _mismatch(reference: Trace, actual: Trace) -> str:
-    """Return a message about the first difference, or an empty string if there is none."""
+def _find_mismatch(reference: Trace, actual: Trace) -> str:
+    """Return a description of the first difference, or an empty string if the traces are equal."""
     for plan, other_plan in zip(reference.plans, actual.plans, strict=False):
         if key := next((name for name in _PLAN_FIELDS if plan[name] != other_plan[name]), None):
             return f"run.steps: {key.removeprefix('train_')} is {other_plan[key]:,}, not {plan[key]:,}"

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 DATA: Final = "data of a micro-batch"
-OWN_LOSS: Final = "loss of a micro-batch"
+MICROBATCH_LOSS: Final = "loss of a micro-batch"
 LOSS: Final = "loss"
 GRADIENT: Final = "gradient"
 NORM: Final = "norm of the gradient"
@@ -19,14 +19,24 @@ MODEL: Final = "model"  # weights and buffers
 OPTIMIZER: Final = "optimizer state"
 AVERAGE: Final = "averaged weight"
 SCALARS: Final = "figures of the engine"  # non-tensor state of the engine as JSON
-KINDS: Final = (DATA, OWN_LOSS, LOSS, GRADIENT, NORM, MODEL, OPTIMIZER, AVERAGE, SCALARS)  # in order of occurrence
+KINDS: Final = (
+    DATA,
+    MICROBATCH_LOSS,
+    LOSS,
+    GRADIENT,
+    NORM,
+    MODEL,
+    OPTIMIZER,
+    AVERAGE,
+    SCALARS,
+)  # in order of occurrence
 TENSOR_KINDS: Final = (GRADIENT, MODEL, OPTIMIZER, AVERAGE)
 
 T = TypeVar("T")
 
 
 class TensorRequest(NamedTuple):
-    """A requested tensor: the position of its step in the verification, its kind and its name."""
+    """Identifies a tensor to write: the position of its step in the verification, its kind and its name."""
 
     position: int
     kind: str
@@ -35,10 +45,13 @@ class TensorRequest(NamedTuple):
 
 @dataclass
 class StepTrace:
-    """The observations of a step, by kind and then by micro-batch index, by tensor name, or under the key ""."""
+    """The observations of a rank in a step, by kind and then by micro-batch index or tensor name.
 
-    number: int  # number in the run, counted from 0
-    seen: dict[str, dict[str, str]] = field(default_factory=dict)
+    A kind with a single value per step, such as the loss, has the key "".
+    """
+
+    number: int  # number of the step in the run, counted from 0
+    observations: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,42 +65,42 @@ class Trace:
     peak_bytes: int
 
 
-def text(value: object) -> str:
-    """Return a value as text. Two texts are equal only if the values are bit-identical. All NaNs have the same text."""
+def to_text(value: object) -> str:
+    """Return a value as a string. Two floats have the same string only if they are bit-identical or both NaN."""
     return value.hex() if isinstance(value, float) else str(value)
 
 
-def size_of(digest: str) -> int:
-    """Return the number of bytes that the digest covers (training/checkpoint/tensorfile.py)."""
+def digest_num_bytes(digest: str) -> int:
+    """Return the number of bytes that a digest of training/checkpoint/tensorfile.py covers."""
     return int(digest.partition(":")[2])
 
 
-def write(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
     """Write a dataclass of plain values as JSON."""
     path.write_text(json.dumps(asdict(content)), encoding="utf-8")
 
 
-def read(path: Path, kind: type[T]) -> T:
-    """Return a dataclass of type `kind` that `write` has written."""
+def read_json(path: Path, kind: type[T]) -> T:
+    """Read a dataclass of type `kind` from a file that `write_json` has written."""
     return TypeAdapter(kind).validate_json(path.read_bytes())
 
 
-def file_of(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's trace."""
+def trace_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's trace file."""
     return folder / f"rank-{rank}.json"
 
 
-def keep(folder: Path, rank: int, wanted: TensorRequest, tensor: Tensor) -> None:
+def save_tensor(folder: Path, rank: int, request: TensorRequest, tensor: Tensor) -> None:
     """Write a requested tensor of a rank."""
-    safetensors.torch.save_file({"tensor": tensor.detach().cpu().contiguous()}, _tensor_path(folder, rank, wanted))
+    safetensors.torch.save_file({"tensor": tensor.detach().cpu().contiguous()}, _tensor_path(folder, rank, request))
 
 
-def load_tensor(folder: Path, rank: int, wanted: TensorRequest) -> Tensor | None:
-    """Return a tensor that a rank has written, or None if the rank had no such tensor."""
-    path = _tensor_path(folder, rank, wanted)
+def load_tensor(folder: Path, rank: int, request: TensorRequest) -> Tensor | None:
+    """Load a requested tensor of a rank, or return None if the rank didn't write it."""
+    path = _tensor_path(folder, rank, request)
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None
 
 
-def _tensor_path(folder: Path, rank: int, wanted: TensorRequest) -> Path:
-    # A tensor name may be too long for a file name, so its hash is used.
-    return folder / f"rank-{rank}-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:32]}.safetensors"
+def _tensor_path(folder: Path, rank: int, request: TensorRequest) -> Path:
+    # The file name contains a hash, because a tensor name may be too long for a file name.
+    return folder / f"rank-{rank}-{hashlib.sha256(repr(request).encode()).hexdigest()[:32]}.safetensors"

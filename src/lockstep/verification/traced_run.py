@@ -1,9 +1,7 @@
-"""A case of a verification: trains on a placement in separate processes, and records the results.
+"""Runs a rank of a verification case: trains for selected steps on a placement, and records the results.
 
-The training loop (training/loop.py) drives it, over selected steps instead of all steps.
-
-Only digests of tensors are written. Tensors that are known to differ can be requested, and are then written in full.
-Otherwise, a model with 25 million parameters would write gigabytes to disk.
+For each tensor, the rank only writes a digest, because a model with 25 million parameters would otherwise write
+gigabytes to disk. A tensor that is known to differ can be requested, and is then written in full.
 """
 
 import json
@@ -49,33 +47,33 @@ from lockstep.training.reports import StepReports
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, TensorRequest, Trace
 
-FACTS: Final = "facts.json"
+PROBE_RESULT_FILE: Final = "probe-result.json"
 
 
 @dataclass(frozen=True)
 class TraceJob:
-    """The job of a case. `numbers` are the numbers of the steps that it runs, in order.
+    """The job of a case. `step_numbers` are the numbers of the steps to run, in order, counted from 0.
 
-    The case starts at position `first` in `numbers`. If `resume` is set, the case starts from this checkpoint.
-    If `save_after` is set, the case saves a checkpoint after this number of its steps.
+    The case starts at position `first` in `step_numbers`. If `resume` is set, the case starts from this checkpoint.
+    If `save_after` is set, the case saves a checkpoint after that many entries of `step_numbers`.
     """
 
     resolved: Resolved
-    numbers: tuple[int, ...]
-    validation: int  # number of samples to evaluate
+    step_numbers: tuple[int, ...]
+    validation_samples: int  # number of validation samples to evaluate
     folder: Path
     first: int = 0
     resume: Path | None = None
     save_after: int | None = None
-    wanted: frozenset[TensorRequest] = frozenset()
+    tensor_requests: frozenset[TensorRequest] = frozenset()
 
 
-def open_cases(loaded: Loaded) -> Setup:
-    """Open the data and run all checks of a training run, except for the checks of the placement."""
+def open_setup(loaded: Loaded) -> Setup:
+    """Open the dataset and run all checks of a training run, except for the checks of the placement."""
     return replace(open_unplaced(loaded), guarded=False)  # report differences instead of rejecting their causes
 
 
-def with_validation(setup: Setup, count: int) -> Setup:
+def limit_validation(setup: Setup, count: int) -> Setup:
     """Return the setup with only the first `count` samples of the validation split."""
     validation = setup.data.validation
     if validation is None:
@@ -83,27 +81,27 @@ def with_validation(setup: Setup, count: int) -> Setup:
     return replace(setup, data=replace(setup.data, validation=FirstSamples(validation, min(count, len(validation)))))
 
 
-def probe(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Probe the data, the model and the loss (probe/probe.py), and write the results to the job's folder."""
+def probe_case(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
+    """Probe the data, the model and the loss (probe/probe.py), and write the result into the job's folder."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
-        facts = facts_of(setup or _open_job(job), session.device)
-    trace.write(job.folder / FACTS, facts)
+        result = facts_of(setup or _open_job_setup(job), session.device)
+    trace.write_json(job.folder / PROBE_RESULT_FILE, result)
     return EXIT_DONE
 
 
-def work(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Run a rank of a case."""
+def run_case(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
+    """Run a rank of a case, and write its trace into the job's folder."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
-        prepared = PreparedRun(job.resolved, setup or _open_job(job))
+        prepared = PreparedRun(job.resolved, setup or _open_job_setup(job))
         with session.open_world() as world:
             traced_run = _TracedRun(job, prepared, world)
             rendezvous.status = traced_run.status
-            trace.write(trace.file_of(job.folder, world.rank), traced_run.run())
+            trace.write_json(trace.trace_path(job.folder, world.rank), traced_run.run())
     return EXIT_DONE
 
 
-def _open_job(job: TraceJob) -> Setup:
-    return with_validation(open_cases(job.resolved.loaded), job.validation)
+def _open_job_setup(job: TraceJob) -> Setup:
+    return limit_validation(open_setup(job.resolved.loaded), job.validation_samples)
 
 
 @final
@@ -124,11 +122,11 @@ class FirstSamples:
 
 @final
 class _TracedRun:
-    """A rank of a case. The training loop calls this object like an engine. It records the engine's results."""
+    """A rank of a case. The training loop uses this object as its engine. It records the results of the real engine."""
 
     def __init__(self, job: TraceJob, prepared: PreparedRun, world: World) -> None:
         self._job = job
-        self._ready = prepared.ready
+        self._setup = prepared.ready
         self._world = world
         self._meter = Meter(world.device)
         self._engine: Engine
@@ -143,12 +141,12 @@ class _TracedRun:
         return RankStatus("training", self._progress.step)
 
     def run(self) -> Trace:
-        """Run the steps of the job, evaluate, and return the trace."""
+        """Run the steps of the job, evaluate the model, and return the trace of this rank."""
         job = self._job
         if job.resume is not None:
             self._engine.load(engine_state(store.read(job.resume)))
-        save = Interval(steps=job.numbers[job.save_after - 1] + 1) if job.save_after else NEVER
-        plan = self._ready.plan(log=Interval(steps=1), save=save)
+        save = Interval(steps=job.step_numbers[job.save_after - 1] + 1) if job.save_after else NEVER
+        plan = self._setup.plan(log=Interval(steps=1), save=save)
         plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), figures=None)
         reports = StepReports(self._world, plan, self._progress)
         for _ in train(self, reports, turns(self._batches, reports, save=self._save)):
@@ -159,66 +157,75 @@ class _TracedRun:
         return Trace(self._world.rank, self._steps, evaluation, self._seconds, peak_bytes)
 
     def _batches(self, _: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        for number in self._job.numbers[self._job.first :]:
+        for number in self._job.step_numbers[self._job.first :]:
             with closing(self._loader.training(number)) as batches:  # type: ignore[type-var]
                 yield next(batches)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
-        """See Stepping."""
+        """See Stepping.forward_backward. Also records the data, the losses and the gradients of the step."""
         data = {str(microbatch.index): digest(tensors_of(microbatch.batch)) for microbatch in microbatches}
         start = time.perf_counter()
         sums = self._engine.forward_backward(microbatches, step, observe)
-        loss = trace.text(float(sums.total))  # converting to float waits for the device
+        loss = trace.to_text(float(sums.total))  # converting to float waits for the device
         self._seconds += time.perf_counter() - start
-        observations = {trace.DATA: data, trace.OWN_LOSS: self._own_losses(sums, microbatches), trace.LOSS: {"": loss}}
+        observations = {
+            trace.DATA: data,
+            trace.MICROBATCH_LOSS: self._microbatch_losses(sums, microbatches),
+            trace.LOSS: {"": loss},
+        }
         self._steps.append(StepTrace(step.number, observations))
-        self._note({trace.GRADIENT: self._engine.gradients()})
+        self._record_digests({trace.GRADIENT: self._engine.gradients()})
         return sums
 
-    def _own_losses(self, sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, str]:
-        """Return the loss of each micro-batch if this rank computes losses, such as the last stage of a pipeline.
+    def _microbatch_losses(self, sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, str]:
+        """Return the loss of each micro-batch by index, or an empty dict if this rank doesn't compute the losses.
 
-        If sequences are split into chunks, returns nothing, because each loss then belongs to a chunk, and chunks
-        differ between placements.
+        In a pipeline, only the last stage computes losses. If sequences are split into chunks, the dict is empty too,
+        because each loss then belongs to a chunk, and chunks differ between placements.
         """
         real_microbatches = [microbatch for microbatch in microbatches if not microbatch.dummy]
-        if self._ready.recipe.model.sequence_chunks > 1 or len(sums.own_losses) != len(real_microbatches):
+        if self._setup.recipe.model.sequence_chunks > 1 or len(sums.own_losses) != len(real_microbatches):
             return {}
         return {
-            str(microbatch.index): trace.text(float(loss))
+            str(microbatch.index): trace.to_text(float(loss))
             for microbatch, loss in zip(real_microbatches, sums.own_losses, strict=True)
         }
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """See Stepping."""
-        observations = self._steps[-1].seen
+        """See Stepping.update. Also records the gradient norm and the state of the model and optimizer."""
+        observations = self._steps[-1].observations
         start = time.perf_counter()
         update = self._engine.update(lr, max_norm)
-        observations[trace.NORM] = {} if update.norm is None else {"": trace.text(float(update.norm))}
+        observations[trace.NORM] = {} if update.norm is None else {"": trace.to_text(float(update.norm))}
         self._seconds += time.perf_counter() - start
         state = self._engine.state()
-        self._note({trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}})
+        self._record_digests(
+            {trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}}
+        )
         if self._world.rank == 0:  # all ranks of a sharded engine have the same scalars
             observations[trace.SCALARS] = {"": json.dumps(state.scalars, sort_keys=True)}
         return update
 
-    def _note(self, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
-        """Add tensor digests to the step. Sharded tensors are gathered in groups, and rank 0 adds their digests."""
+    def _record_digests(self, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
+        """Record the digests of tensors in the current step, and write the requested tensors.
+
+        Sharded tensors are gathered in groups, and only rank 0 records their digests.
+        """
         position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
             digests = {}
             for name, tensor in wholes(self._world, tensors):
                 digests[name] = digest([tensor])
                 request = TensorRequest(position, kind, name)
-                if request in self._job.wanted:
-                    trace.keep(self._job.folder, self._world.rank, request, tensor)
-            # Keep the order of the state.
-            self._steps[-1].seen[kind] = {name: digests[name] for name in tensors if name in digests}
+                if request in self._job.tensor_requests:
+                    trace.save_tensor(self._job.folder, self._world.rank, request, tensor)
+            # `wholes` yields the unsharded tensors first, so restore the order of the state.
+            self._steps[-1].observations[kind] = {name: digests[name] for name in tensors if name in digests}
 
     def _save(self, progress: Progress) -> list[Saved]:
         save_after = self._job.save_after
-        if save_after is None or progress.step != self._job.numbers[save_after - 1] + 1:
-            return []  # a later multiple of the interval
+        if save_after is None or progress.step != self._job.step_numbers[save_after - 1] + 1:
+            return []  # this step is a later multiple of the save interval
         state, folder = self._engine.state(), self._job.folder / store.FOLDER
         snapshot = store.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
         if not snapshot.is_whole:
@@ -228,14 +235,14 @@ class _TracedRun:
         return []
 
     def _evaluate(self) -> dict[str, str]:
-        if self._ready.data.validation is None:
+        if self._setup.data.validation is None:
             return {}
-        batch = evaluation_batch(self._ready.recipe)
-        batches, number = self._loader.validation(batch), self._loader.validation_batches(batch)
-        sums, _ = evaluate(self._engine, self._world, self._ready.task, batches, number)
-        return {name: trace.text(value.tolist()) for name, value in sums.items()}
+        batch = evaluation_batch(self._setup.recipe)
+        batches, num_batches = self._loader.validation(batch), self._loader.validation_batches(batch)
+        sums, _ = evaluate(self._engine, self._world, self._setup.task, batches, num_batches)
+        return {name: trace.to_text(value.tolist()) for name, value in sums.items()}
 
 
-def checkpoint_of(folder: Path, steps_done: int) -> Path:
+def checkpoint_path(folder: Path, steps_done: int) -> Path:
     """Return the path of the checkpoint that a case saved after `steps_done` steps."""
     return folder / store.FOLDER / store.step_name(steps_done)

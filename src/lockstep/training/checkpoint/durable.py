@@ -56,7 +56,7 @@ def hash_file(path: Path) -> Written:
 
 def replace(path: Path, data: bytes) -> None:
     """Atomically replace the content of `path` with `data`. A reader sees either the old or the new content."""
-    temporary = _temporary(path)
+    temporary = _temporary_path(path)
     temporary.unlink(missing_ok=True)
     try:
         write(temporary, [data])
@@ -69,7 +69,7 @@ def replace(path: Path, data: bytes) -> None:
 
 def point(link: Path, target: str) -> None:
     """Atomically make `link` a symbolic link to `target`, which is in the same folder. The folder isn't synced."""
-    temporary = _temporary(link)
+    temporary = _temporary_path(link)
     temporary.unlink(missing_ok=True)
     os.symlink(target, temporary)
     os.replace(temporary, link)
@@ -84,6 +84,6 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _temporary(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     # The file must be in the same folder, because a rename is atomic only within a file system.
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")

@@ -9,7 +9,10 @@ from lockstep.training.checkpoint.store import Snapshot
 
 
 def read_same_checkpoint(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[store.Manifest, Snapshot]:
-    """Read the checkpoint that the run resumes from. All ranks call it."""
+    """Read the checkpoint at `path`, and return its manifest and content.
+
+    All ranks call it. If the manifests of the ranks differ, it raises an error on all ranks.
+    """
     manifest = store.manifest(path, key)
     # If each host has a separate run folder, the folders may hold different runs.
     rendezvous.compare({str(path): asdict(manifest)})

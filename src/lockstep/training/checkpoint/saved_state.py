@@ -1,4 +1,4 @@
-"""The content of state.json, with strict validation of types, of ranges, and of the progress at a step."""
+"""The content of state.json, with strict validation of its types and ranges, and of the progress that it records."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ _STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_
 _MAX_PROBLEMS: Final = 5  # maximum number of problems listed for a file
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Figure = Annotated[float, Field(allow_inf_nan=True)]
+Metric = Annotated[float, Field(allow_inf_nan=True)]
 Number = bool | Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | float | None
 
 
@@ -29,8 +29,8 @@ class _Progress(BaseModel):
     epoch: Count
     samples: Count
     skipped_steps: Count
-    figures: dict[str, Figure]
-    best: dict[str, Figure]
+    figures: dict[str, Metric]
+    best: dict[str, Metric]
     best_loss: Annotated[float, Field(allow_inf_nan=True)]  # infinite before the first evaluation
     best_at: Annotated[int, Field(ge=-1, lt=1 << 63)]
 
@@ -66,7 +66,7 @@ class SavedState(BaseModel):
     engine: SavedEngine
     recipe: dict[str, Any]
     numerics: dict[str, str | int | None]
-    data: dict[str, Any]  # facts about the dataset
+    data: dict[str, Any]  # properties of the dataset
     source: dict[str, str]  # hashes of the user's source files
 
     @property
@@ -76,7 +76,10 @@ class SavedState(BaseModel):
 
 
 def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
-    """Return the parsed state of the checkpoint `path`. Raise UsageError if its format isn't that of this version."""
+    """Validate `state`, the JSON content of state.json in the checkpoint `path`, and return it as a SavedState.
+
+    Raises UsageError if the content doesn't match the format of this version, or the step in the name of the folder.
+    """
     schemas.check(state.get("schema"), path / store.STATE)
     try:
         saved = SavedState.model_validate(state)
@@ -98,9 +101,9 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
 
 
 def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
-    """Yield the reasons why `progress` isn't possible for a run with these `steps`.
+    """Yield a description of each value in `progress` that isn't possible for a run with these `steps`.
 
-    `task` decides which evaluation is the best. `may_skip` is whether the run may skip updates.
+    `task` determines which evaluation is the best. `may_skip` is whether the run may skip updates.
     """
     step = progress.step
     if step > steps.total:

@@ -25,7 +25,7 @@ import torch
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard, whole_tensors
 from lockstep.errors import HostError
-from lockstep.training.agreement import Disagreement, disagreement
+from lockstep.training.agreement import Disagreement, find_disagreement
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.checkpoint.store import Snapshot
 from lockstep.training.events import Saved
@@ -84,7 +84,7 @@ class Saver:
 
     def _write(self, fields: dict[str, Any], best: bool, snapshot: Snapshot, start_time: float) -> Saved:
         step, weights = fields["step"], store.weights_sha256(whole_tensors(snapshot.model))
-        if (difference := disagreement(self._world, snapshot.model, weights)) is not None:
+        if (difference := find_disagreement(self._world, snapshot.model, weights)) is not None:
             raise HostError(_disagreement_message(step, difference, self.buffers))
         if not snapshot.is_whole:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)

@@ -1,4 +1,4 @@
-"""The store of checkpoints: folders that are complete or absent, and verified by hash before use.
+"""Saves and loads checkpoints: folders that are complete or absent, and are verified by hash when they are loaded.
 
 <run>/checkpoints/
 ├── step-00000120/
@@ -147,7 +147,7 @@ def step_name(step: int) -> str:
 
 
 def prepare(final: Path) -> Path:
-    """Remove leftovers, and create the temporary folder for writing the checkpoint `final`."""
+    """Remove leftovers of killed runs, and create and return the temporary folder for the checkpoint at `final`."""
     final.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
     _remove_leftovers(final.parent)
     temporary = _hidden_path(final, "tmp")
@@ -164,9 +164,10 @@ def publish(
     best: bool,
     key: bytes | None,
 ) -> None:
-    """Write the state and manifest, and rename the prepared folder to the checkpoint `final`.
+    """Write the state and manifest, and rename the temporary folder to `final`, the path of the checkpoint.
 
-    For the arguments, see `save`.
+    `files` are the tensor files in the temporary folder, and `weights` is the SHA-256 of the weights. For the other
+    arguments, see `save`.
     """
     temporary, folder = _hidden_path(final, "tmp"), final.parent
     files = {**files, STATE: durable.write(temporary / STATE, [_json(state)])}
@@ -189,13 +190,13 @@ def publish(
 
 
 def abandon(final: Path) -> None:
-    """Remove the files of a checkpoint that failed to save."""
+    """Remove the temporary folder of a checkpoint that couldn't be saved."""
     with suppress(OSError):
         _remove_leftovers(final.parent)
 
 
 def write_error_message(final: Path, error: OSError) -> str:
-    """Return the error message for a checkpoint that failed to save."""
+    """Return the error message for a checkpoint that couldn't be saved, with the newest intact checkpoint."""
     if not final.parent.parent.is_dir():
         return f"{final.parent.parent}: the run folder was removed during training, with its checkpoints; start again"
     earlier = [path.name for path in checkpoints(final.parent)]
@@ -257,7 +258,7 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
         _verify(path / name, written)
     read_errors = (SafetensorError, ValueError, OSError)
     with error_as(TrainingError, read_errors, f"{path}: cannot be read, although its hashes match"):
-        # The files are memory-mapped, so that a caller that only needs some rows only reads these rows.
+        # The files are memory-mapped, so a caller that needs only some rows reads only these rows from disk.
         tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
         state = _read_json_object(path / STATE, _MAX_STATE_BYTES)
         snapshot = Snapshot(

@@ -38,7 +38,7 @@ _DTYPES: Final[Mapping[torch.dtype, str]] = {
 
 
 class Frame(NamedTuple):
-    """The layout of a file: its header bytes, the offset of each tensor, and the total length of the file."""
+    """The layout of a file: the bytes before the tensors, the offset of each tensor, and the size of the file."""
 
     head: bytes
     starts: dict[str, int]
@@ -94,7 +94,7 @@ def local_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> 
 def raw(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, for any device, strides and memory format."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # torch considers a single element contiguous for any strides, such as a column of one row.
+    # torch considers a dimension of size 1 contiguous for any stride, but `view` to bytes requires a stride of 1.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -106,7 +106,10 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of dtypes, shapes and bytes, and the total number of bytes, for any device or memory format."""
+    """Return a digest of the dtypes, shapes and bytes of tensors, followed by a colon and the number of bytes.
+
+    The digest doesn't depend on the device or the memory format.
+    """
     hasher, size = hashlib.sha256(), 0
     for tensor in tensors:
         hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
