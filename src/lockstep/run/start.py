@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeVar
 import torch
 
 from lockstep import comm, device
-from lockstep.common.hashing import FIXED, RANDOM, hash_seed, hash_seed_for_children
+from lockstep.common.hashing import FIXED_SEED, RANDOM_SEED, hash_seed, hash_seed_for_children
 from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.errors import LockstepError
@@ -79,7 +79,9 @@ def on_ranks(
     worker = partial(work, ready if method == "fork" else None)
     with ExitStack() as stack:
         if method == "spawn":  # otherwise, each process would choose a different hash seed
-            stack.enter_context(hash_seed_for_children(hashes or (FIXED if hash_seed() == RANDOM else hash_seed())))
+            stack.enter_context(
+                hash_seed_for_children(hashes or (FIXED_SEED if hash_seed() == RANDOM_SEED else hash_seed()))
+            )
         if hashes is not None:
             stack.enter_context(_hide_main())
         return run_workers(worker, count, method, placement.timeout_s, logs, failed)

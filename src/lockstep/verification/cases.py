@@ -18,7 +18,7 @@ from typing import Any, Final, final
 
 import torch
 
-from lockstep.common.hashing import other_seed
+from lockstep.common.hashing import different_hash_seed
 from lockstep.config.load import Loaded
 from lockstep.config.placement import StrategyConfig
 from lockstep.core.batch import tensors_of
@@ -147,7 +147,8 @@ def _verify_cases(
         job = TraceJob(single_case.resolved, numbers, evaluated, Path(folder))
         comparison = _Comparison(job, single_case, with_validation(setup, evaluated), tell)
         probed = comparison.run_probe()
-        rows = [] if probed.refused else comparison.rows(cases)  # if the probe refused the model, no case can run
+        # Without a deterministic kernel, no case can run.
+        rows = [] if probed.missing_kernel else comparison.rows(cases)
     departed = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
     return Verification(
         recipe=loaded.name,
@@ -328,7 +329,7 @@ class _Comparison:
 
         A process with a different hash seed is spawned and imports everything again, which takes seconds.
         """
-        return other_seed() if case.label == self._single.label and import_paths(self._ready.recipe) else None
+        return different_hash_seed() if case.label == self._single.label and import_paths(self._ready.recipe) else None
 
     def _rerun_with_values(
         self, case: VerifyCase, outcome: Outcome, found_differences: Sequence[Difference]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from lockstep.common.hashing import VARIABLE
+from lockstep.common.hashing import SEED_VARIABLE
 from lockstep.probe.findings import (
     FOREIGN_RANDOMNESS,
     OF_FORWARD,
@@ -82,7 +82,7 @@ def cause(diagnosis: Diagnosis) -> str:
     if diagnosis.first.what == DATA:
         data_cause = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
         return data_cause or (
-            hash_seed_cause(diagnosis.probed.at("training", "data"))
+            hash_seed_cause(diagnosis.probed.location_of("training", "data"))
             if _differs_by_hash_seed(diagnosis)
             else _DATA_CAUSE
         )
@@ -92,7 +92,7 @@ def cause(diagnosis: Diagnosis) -> str:
         if culprit in suspects:
             return suspects[culprit]
     if _differs_by_hash_seed(diagnosis):
-        return hash_seed_cause(diagnosis.probed.at("model", "loss"))
+        return hash_seed_cause(diagnosis.probed.location_of("model", "loss"))
     notes = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.culprit in OF_FORWARD}
     if notes and diagnosis.first.what != EVALUATION:
         if FOREIGN_RANDOMNESS in notes:
@@ -105,7 +105,7 @@ def hash_seed_cause(location: str = "") -> str:
     """Return the cause if a different hash seed changes the results. `location` is a text such as ` (net.py:12)`."""
     return (
         f"the order of a set of strings, or hash(), in code{location}: it changes with each start of Python, unless "
-        f"{VARIABLE} is set; iterate over sorted(...) instead"
+        f"{SEED_VARIABLE} is set; iterate over sorted(...) instead"
     )
 
 
@@ -155,7 +155,7 @@ def _buffer_cause(diagnosis: Diagnosis) -> str:
     first, probed = diagnosis.first, diagnosis.probed
     module, _, name = first.name.rpartition(".")
     kind = probed.changed_buffers[first.name]
-    subject = f"{name} of {module or 'the model'}{probed.at(first.name)} differs from step {first.step} on"
+    subject = f"{name} of {module or 'the model'}{probed.location_of(first.name)} differs from step {first.step} on"
     if kind == SPECTRAL_KIND:
         return f"{subject}: torch's spectral_norm updates it in each forward pass, and each process only runs its own"
     if is_norm(first.name, kind):

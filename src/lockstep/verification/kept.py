@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Self, final
 import numpy as np
 from torch import Generator, Tensor, nn
 
-from lockstep.probe.state import Globals, ModelState, change_of
+from lockstep.probe.state import Globals, ModelState, describe_change
 from lockstep.setup.user_code import carries_value, is_used, own_frames, own_modules, place_of_attribute
 from lockstep.verification.held_tensors import digest_of, held_tensors, parts
 
@@ -73,7 +73,7 @@ class Kept:
             values = [variables[name] for variables in (self._variables, after._variables) if name in variables]
             is_same_object = len(values) == 2 and values[0] is values[1]
             if not values or (is_same_object and ("." in name or _is_state(values[1]))) or after._carries(name, values):
-                changes[name.removeprefix(_MAIN)] = _describe(change, after._globals.place(name))
+                changes[name.removeprefix(_MAIN)] = _describe(change, after._globals.source_line(name))
         return changes
 
     def _carries(self, name: str, values: Sequence[Any]) -> bool:
@@ -132,8 +132,8 @@ class Kept:
                 continue
             if name.startswith(_MODE) and f"{_MODE}the model" in lost_state:  # the full model includes its submodules
                 continue
-            location = _place_in(*models[name]) if name in models else self._globals.place(name)
-            entry = likelihoods.get(name, _STATE), _describe(change_of(text_before, text_now), location)
+            location = _place_in(*models[name]) if name in models else self._globals.source_line(name)
+            entry = likelihoods.get(name, _STATE), _describe(describe_change(text_before, text_now), location)
             label = name.removeprefix(_MAIN)
             lost_state[label] = min(lost_state.get(label, entry), entry)
         likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order <= _COUNT}
@@ -162,7 +162,7 @@ class Kept:
                 and not is_lockstep
                 and not self._is_reassigned(name)
             ):
-                yield name, _describe("an iterator, which starts again", self._globals.place(name))
+                yield name, _describe("an iterator, which starts again", self._globals.source_line(name))
 
 
 def _place_in(model: nn.Module, name: str) -> str:

@@ -23,7 +23,7 @@ from random import Random
 from typing import Any, Final, final
 
 from lockstep.common import plainfile
-from lockstep.common.hashing import other_seed
+from lockstep.common.hashing import different_hash_seed
 from lockstep.common.patterns import list_some
 from lockstep.config.blame import add_key_positions
 from lockstep.config.load import load
@@ -297,7 +297,7 @@ def _run_again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
     """
     if reference.warnings:
         return Checked("single", 1, "differs", reason=reference.warnings[0])
-    hashes = other_seed() if spawned else None
+    hashes = different_hash_seed() if spawned else None
     code, message = loop.run("single", 1, "again", hashes)
     if code != EXIT_DONE:
         return Checked("single", 1, "failed", reason=message)
@@ -488,7 +488,7 @@ class _Loop:
             for run in ambient.runs:
                 run.close()
         if witness:
-            observations = {"reads": reads, "kept": changes, "traits": traits.texts(own_modules(()).items())}
+            observations = {"reads": reads, "kept": changes, "traits": traits.describe(own_modules(()).items())}
             (folder / _OBSERVATIONS_FILE.format(rank)).write_text(json.dumps(observations), encoding="utf-8")
         return EXIT_DONE
 

@@ -28,7 +28,7 @@ from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
-from lockstep.probe.probe import facts_of
+from lockstep.probe.probe import run_probe
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.run.checkpoints import engine_state
@@ -86,7 +86,7 @@ def with_validation(setup: Setup, count: int) -> Setup:
 def probe(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Probe the data, the model and the loss (probe/probe.py), and write the results to the job's folder."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
-        facts = facts_of(setup or _open_job(job), session.device)
+        facts = run_probe(setup or _open_job(job), session.device)
     trace.write(job.folder / FACTS, facts)
     return EXIT_DONE
 
