@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from lockstep.checkup.cards import gpu_findings, look_at_cards
+from lockstep.checkup.cards import gpu_findings, query_gpus
 
 
 def run(device: torch.device, limit_s: float) -> dict[str, Any]:
     """Return what is found of all cards; on the CPU it finds none, which is no failure."""
-    found = look_at_cards()
+    found = query_gpus()
     failures = [
         f"{card.name} at {card.bus}: {card.uncorrected} uncorrected errors"
         for card in found.driver.cards

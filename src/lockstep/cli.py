@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Final, final
 import click
 from click.shell_completion import BashComplete, add_completion_class
 
-from lockstep.common.loader_processes import lost_loader_process
-from lockstep.common.own_code import own_error
+from lockstep.common.loader_processes import find_loader_error
+from lockstep.common.own_code import convert_user_error
 from lockstep.common.platforms import need_posix
 from lockstep.common.text import printable
 from lockstep.common.version import __version__
@@ -111,11 +111,11 @@ class Shell(click.Group):
 
             raise as_override(error) from None
         except LockstepError as error:
-            error = lost_loader_process(error) or error  # a dead loader process may surface as a different error
+            error = find_loader_error(error) or error  # a dead loader process may surface as a different error
             click.echo(printable(error.told), err=True)
             ctx.exit(error.exit_code)
         except (Exception, SystemExit) as error:
-            user_error = lost_loader_process(error) or own_error(error) or _file_error(error)
+            user_error = find_loader_error(error) or convert_user_error(error) or _file_error(error)
             if user_error is None:
                 raise
             click.echo(printable(user_error.told), err=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkup.agreement import format_ranks, rank_findings, values
+from lockstep.checkup.agreement import compare_ranks, describe_values, format_ranks
 
 HOSTS = ["h0", "h0", "h1"]
 
@@ -19,9 +19,9 @@ def facts(**odd: Any) -> dict[str, Any]:
 
 
 def test_alike() -> None:
-    [found] = rank_findings([facts(), facts(), facts()], HOSTS)
+    [found] = compare_ranks([facts(), facts(), facts()], HOSTS)
     assert (found.level, found.found) == ("ok", "versions, CPU, devices and variables are the same on 3 ranks")
-    assert rank_findings([facts()], ["h0"]) == []
+    assert compare_ranks([facts()], ["h0"]) == []
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,15 @@ def test_alike() -> None:
     ],
 )
 def test_what_differs_is_named(odd: dict[str, Any], level: str, first: str, last: str) -> None:
-    [found] = rank_findings([facts(), facts(), facts(**odd)], HOSTS)
+    [found] = compare_ranks([facts(), facts(), facts(**odd)], HOSTS)
     assert (found.level, found.found) == (level, f"{first} on rank 0 (h0), 1 (h0); {last} on rank 2 (h1)")
 
 
 def test_what_a_launcher_gives_each_rank_may_differ() -> None:
     own = [facts(variables={"CUDA_VISIBLE_DEVICES": str(rank)}) for rank in range(3)]
-    assert [each.level for each in rank_findings(own, HOSTS)] == ["ok"]
+    assert [each.level for each in compare_ranks(own, HOSTS)] == ["ok"]
 
 
 def test_of_many_ranks_the_first_are_named() -> None:
-    assert values(["a"] * 3, HOSTS) == ""
+    assert describe_values(["a"] * 3, HOSTS) == ""
     assert format_ranks(range(10), ["h"]) == "rank 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

@@ -166,4 +166,4 @@ def test_variables_that_break_a_run_are_named(
 def test_a_driver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "_DRIVER_TIMEOUT_S", 0.01)
     monkeypatch.setattr(cards, "query_driver", lambda: time.sleep(10))
-    assert cards.look_at_cards().driver.problem == "no answer within 20 s, so it hangs"
+    assert cards.query_gpus().driver.problem == "no answer within 20 s, so it hangs"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkup.finding import Finding
-from lockstep.checkup.host import HOST_CHECKS, RANK_CHECKS, judge
+from lockstep.checkup.host import HOST_CHECKS, RANK_CHECKS, run_checks
 
 ALONE, HOSTS = False, True  # whether there are several hosts
 
@@ -26,7 +26,7 @@ def good(**odd: Any) -> dict[str, Any]:
 
 
 def judged(facts: dict[str, Any], several: bool) -> list[Finding]:
-    return judge((*RANK_CHECKS, *HOST_CHECKS), facts, several)
+    return run_checks((*RANK_CHECKS, *HOST_CHECKS), facts, several)
 
 
 def test_all_is_well() -> None:

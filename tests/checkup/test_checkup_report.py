@@ -6,7 +6,7 @@ from io import StringIO
 from rich.console import Console
 
 from lockstep.checkup.finding import Finding
-from lockstep.checkup.report import CheckupReport, tables
+from lockstep.checkup.report import CheckupReport, render
 from lockstep.comm.links import Link
 
 LINKS = (Link(0, 1, 5e-5, 1200.0), Link(1, 0, 7e-5, 0.125))
@@ -15,7 +15,7 @@ LINKS = (Link(0, 1, 5e-5, 1200.0), Link(1, 0, 7e-5, 0.125))
 def printed(report: CheckupReport) -> list[str]:
     stream = StringIO()
     console = Console(file=stream, width=100, highlight=False, markup=False, emoji=False)
-    for each in tables(report):
+    for each in render(report):
         console.print(each)
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 

@@ -6,9 +6,9 @@ from typing import Any
 from lockstep.checkup.finding import Finding
 from lockstep.checkup.network import (
     connection_findings,
+    find_unreachable_ranks,
     interface_findings,
     link_findings,
-    unreachable,
 )
 from lockstep.comm.links import Link
 
@@ -107,8 +107,8 @@ def test_a_slower_interface_than_there_is_is_named() -> None:
 
 def test_loopback_between_hosts_is_a_problem() -> None:
     facts = [at(0), at(1, "lo")]
-    assert unreachable(facts, ["h0", "h1"]) == [1]
-    assert unreachable(facts, ["h0", "h0"]) == []
+    assert find_unreachable_ranks(facts, ["h0", "h1"]) == [1]
+    assert find_unreachable_ranks(facts, ["h0", "h0"]) == []
     [found] = connection_findings(["not tried", "not tried"], facts, ["h0", "h1"])
     assert (found.level, found.found) == (
         "problem",

@@ -31,7 +31,7 @@ def model(num_classes):
 
 @pytest.fixture
 def host(monkeypatch) -> None:
-    monkeypatch.setattr(cards, "look_at_cards", lambda: GOOD)
+    monkeypatch.setattr(cards, "query_gpus", lambda: GOOD)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

@@ -18,7 +18,7 @@ from lockstep.config.load import load
 from lockstep.models.find import build_model
 from lockstep.probe import findings as causes
 from lockstep.probe import first_look as looking
-from lockstep.probe.first_look import first_look, is_known, is_plain
+from lockstep.probe.first_look import check_in_background, is_part_of_lockstep, is_plain
 from lockstep.setup.build import Setup, setup
 from lockstep.tasks.facts import facts
 
@@ -39,7 +39,7 @@ def ready(*overrides: str) -> Setup:
 
 
 def culprits(setup: Setup) -> list[str]:
-    with first_look(setup) as look:
+    with check_in_background(setup) as look:
         return [finding.culprit for finding in look()]
 
 
@@ -112,14 +112,14 @@ def test_a_look_that_takes_too_long_or_fails_is_told_and_ends_no_run(monkeypatch
 
     chosen = ready('recipe.model={name: "planted:linear"}')
     for what, reason in ((slow, "more than 0 s"), (fail, "ValueError: no such layer"), (die, "was killed")):
-        monkeypatch.setattr(looking, "quick_facts_of", what)
+        monkeypatch.setattr(looking, "run_quick_probe", what)
         monkeypatch.setattr(looking, "_PATIENCE_S", 0.1 if what is slow else 60.0)
-        with first_look(chosen) as look:
+        with check_in_background(chosen) as look:
             (finding,) = look()
-        assert finding.culprit == looking.NOT_LOOKED
+        assert finding.culprit == looking.NOT_CHECKED
         assert reason in finding.text
     monkeypatch.setattr(looking, "_MAX_PARAMETERS", 100)
-    assert culprits(chosen) == [looking.NOT_LOOKED]
+    assert culprits(chosen) == [looking.NOT_CHECKED]
 
 
 @pytest.mark.parametrize(("name", "plain"), [("resnet18", True), ("swin_tiny_patch4_window7_224", True)])
@@ -136,9 +136,11 @@ def test_hooks_parametrizations_and_layers_of_others_are_not_known():
 
 
 def test_only_lockstep_itself_is_known_to_be_clean():
-    assert is_known(ready())
-    assert not is_known(ready('recipe.loss={name: "planted:contrasting"}'))
-    assert not is_known(ready('recipe.data={name: "planted:seeded"}', 'recipe.model={name: "planted:linear"}'))
+    assert is_part_of_lockstep(ready())
+    assert not is_part_of_lockstep(ready('recipe.loss={name: "planted:contrasting"}'))
+    assert not is_part_of_lockstep(
+        ready('recipe.data={name: "planted:seeded"}', 'recipe.model={name: "planted:linear"}')
+    )
 
 
 def test_train_warns_once_and_its_bits_do_not_change(run):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.comm.world import open_world
-from lockstep.common.own_code import own_error
+from lockstep.common.own_code import convert_user_error
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.ranks.external import alone
@@ -121,7 +121,7 @@ def test_the_cases_are_found() -> None:
 def test_is_told_with_its_place(here: Path, code: str, told: str) -> None:
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - any, also SystemExit
         train(here, code)
-    error: Any = caught.value if isinstance(caught.value, LockstepError) else own_error(caught.value)
+    error: Any = caught.value if isinstance(caught.value, LockstepError) else convert_user_error(caught.value)
     assert isinstance(error, LockstepError), repr(caught.value)
     assert error.exit_code == 2
     assert re.search(told, str(error)), str(error)

@@ -119,7 +119,9 @@ def test_ssh_brings_the_secret_by_stdin(programs):
 
 def test_a_name_that_stands_for_no_address_ends_it_in_seconds(programs, monkeypatch):
     """torchrun would look for it for ten minutes."""
-    monkeypatch.setattr("lockstep.jobs.launch.host_problem", lambda host: follow_parent.host_problem(host, 0.1))
+    monkeypatch.setattr(
+        "lockstep.jobs.launch.check_host_resolves", lambda host: follow_parent.check_host_resolves(host, 0.1)
+    )
     words = ("--nodes", "2", "--node-rank", "1", "--endpoint", "no.such.host.invalid:1", "--", "train", "digits")
     found = launch("--on", "torchrun", *words, code=2)
     assert " cannot resolve host no.such.host.invalid, the rendezvous host of the job (" in found.stderr

@@ -37,7 +37,7 @@ def look(*overrides: str) -> ProbeResult:
     if not any("recipe.model" in override for override in overrides):
         overrides = (LINEAR, *overrides)
     ready = open_setup(load("digits", ["recipe.batch=16", *overrides]))
-    return probe.facts_of(ready, torch.device("cpu"))
+    return probe.run_probe(ready, torch.device("cpu"))
 
 
 def placed(text: str, above: int = 0) -> str:
@@ -167,12 +167,12 @@ def test_what_has_no_consequence_is_a_note(override, culprit, said):
 
 
 def test_a_clock_that_moved_on_as_another_rank_is_not_taken_for_the_rank(monkeypatch):
-    as_another = probe._as_another_rank
+    as_another = probe._run_as_other_rank
 
     def moved_on(compute, otherwise):
         return {"": "later"} if "" in otherwise else as_another(compute, otherwise)
 
-    monkeypatch.setattr(probe, "_as_another_rank", moved_on)
+    monkeypatch.setattr(probe, "_run_as_other_rank", moved_on)
     found = faults(look(noisy("idle clock")))
     assert list(found) == [causes.UNREPEATABLE]
     assert f"the code reads the clock ({placed('0 * time.perf_counter()')})" in found[causes.UNREPEATABLE]

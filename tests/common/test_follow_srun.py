@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluste
 # Becomes a program that is no Python, and has a child, as srun has.
 BECOMES = """
 import os, sys
-from lockstep.common.follow_parent import listening_socket
-with listening_socket() as listening:
+from lockstep.common.follow_parent import open_listening_socket
+with open_listening_socket() as listening:
     with open(sys.argv[1] + ".new", "w") as file:
         file.write(str(listening.getsockname()[1]))
     os.rename(sys.argv[1] + ".new", sys.argv[1])

@@ -53,9 +53,9 @@ def test_two_starts_of_the_command_go_through_a_set_in_one_order(monkeypatch):
 
 
 def test_ranks_whose_sets_have_another_order_are_warned_of():
-    assert hashing.seed_warning([hashing.probe(), hashing.probe()]) == ""
-    assert "or start the ranks with PYTHONHASHSEED=0, as lockstep launch does" in hashing.seed_warning(
-        [hashing.probe(), "7"]
+    assert hashing.hash_seed_warning([hashing.sample_hash(), hashing.sample_hash()]) == ""
+    assert "or start the ranks with PYTHONHASHSEED=0, as lockstep launch does" in hashing.hash_seed_warning(
+        [hashing.sample_hash(), "7"]
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.common.loader_processes import died, lost_loader_process
+from lockstep.common.loader_processes import find_loader_error, make_loader_error
 from lockstep.errors import UserCodeError
 
 WORKER = "DataLoader worker (pid 17)"
@@ -22,7 +22,7 @@ WORKER = "DataLoader worker (pid 17)"
     ],
 )
 def test_the_process_its_end_and_the_way_out_are_named(text: str, told: str) -> None:
-    found = lost_loader_process(RuntimeError(text))
+    found = find_loader_error(RuntimeError(text))
     assert found is not None
     assert str(found).startswith(f"loader process {told}")
 
@@ -30,15 +30,15 @@ def test_the_process_its_end_and_the_way_out_are_named(text: str, told: str) -> 
 def test_it_is_found_behind_what_the_users_code_is_said_to_have_raised() -> None:
     error = UserCodeError("model my.nets:net: RuntimeError: DataLoader worker ...")
     error.__cause__ = RuntimeError(f"{WORKER} is killed by signal: Killed. ")
-    assert "SIGKILL" in str(lost_loader_process(error))
+    assert "SIGKILL" in str(find_loader_error(error))
 
 
 def test_what_names_the_process_by_number_is_taken_first() -> None:
     error = RuntimeError("DataLoader worker (pid(s) 17) exited unexpectedly")
-    error.__context__ = died("1 of 2 (pid 17)", -9)
-    assert lost_loader_process(error) is error.__context__
+    error.__context__ = make_loader_error("1 of 2 (pid 17)", -9)
+    assert find_loader_error(error) is error.__context__
 
 
 def test_any_other_error_is_none_of_a_loader_process() -> None:
-    assert lost_loader_process(RuntimeError("DataLoader worker")) is None
-    assert lost_loader_process(ValueError(f"{WORKER} is killed by signal: Killed. ")) is None
+    assert find_loader_error(RuntimeError("DataLoader worker")) is None
+    assert find_loader_error(ValueError(f"{WORKER} is killed by signal: Killed. ")) is None

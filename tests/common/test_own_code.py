@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 import lockstep
-from lockstep.common.own_code import UserCode, describe_error, is_own, own_error, place
+from lockstep.common.own_code import UserCode, convert_user_error, describe_error, is_user_code, source_line
 from lockstep.core.tree import total
 from lockstep.errors import TrainingError, UserCodeError
 from lockstep.parallel.pipeline.stage import _run_backward
@@ -18,8 +18,8 @@ HERE = r"\S*test_own_code\.py:\d+"
 
 
 def test_files_that_are_the_users() -> None:
-    assert is_own(__file__)
-    assert is_own("nets.py")
+    assert is_user_code(__file__)
+    assert is_user_code("nets.py")
     for file in (
         lockstep.__file__,
         torch.__file__,
@@ -27,17 +27,17 @@ def test_files_that_are_the_users() -> None:
         Path(torch.__file__).parent / "nn/modules/conv.py",
         Path(sys.executable).with_name("lockstep"),
     ):
-        assert not is_own(str(file))
+        assert not is_user_code(str(file))
     for file in ("<string>", "<frozen importlib._bootstrap>", Path.__module__ and sys.modules["pathlib"].__file__):
-        assert not is_own(str(file))
+        assert not is_user_code(str(file))
 
 
 def test_a_checkout_of_torch_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("timm")
     module.__file__ = "/home/you/timm/timm/__init__.py"
     monkeypatch.setitem(sys.modules, "timm", module)
-    assert not is_own("/home/you/timm/timm/models/vit.py")
-    assert is_own("/home/you/timm/mine/vit.py")
+    assert not is_user_code("/home/you/timm/timm/models/vit.py")
+    assert is_user_code("/home/you/timm/mine/vit.py")
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(0), StopIteration("x"), BaseException("x")])
@@ -82,24 +82,24 @@ def test_what_autograd_raises_is_the_models_also_where_lockstep_runs_it() -> Non
 def test_an_error_that_passed_no_guard_is_told_by_its_frames() -> None:
     with pytest.raises(ZeroDivisionError) as own:
         _raise(ZeroDivisionError("x"))
-    found = own_error(own.value)
+    found = convert_user_error(own.value)
     assert str(found).startswith("ZeroDivisionError: x (")
     with pytest.raises(KeyError) as ours:
         total({}, 1, max)
-    assert own_error(ours.value) is None
+    assert convert_user_error(ours.value) is None
 
 
 def test_what_is_left_of_ddp_is_told_how_to_go() -> None:
     with pytest.raises(ValueError, match="process group") as caught:
         DistributedSampler([0])
-    assert "(" in str(found := own_error(caught.value))
+    assert "(" in str(found := convert_user_error(caught.value))
     assert str(found).endswith("; Lockstep distributes the work")
 
 
 def test_the_place_of_bad_syntax_is_in_its_file(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as caught:
         compile("x = (", str(tmp_path / "nets.py"), "exec")
-    assert place(caught.value) == f"{tmp_path}/nets.py:1"
+    assert source_line(caught.value) == f"{tmp_path}/nets.py:1"
     assert describe_error(caught.value) == f"SyntaxError: '(' was never closed ({tmp_path}/nets.py:1); fix it there"
 
 

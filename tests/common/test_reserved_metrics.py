@@ -4,18 +4,20 @@ from dataclasses import fields
 
 import pytest
 
-from lockstep.common.reserved_metrics import OF_ALL, OF_TRAINING, first_reserved
+from lockstep.common.reserved_metrics import RESERVED_BY_EVENTS, RESERVED_IN_TRAINING, first_reserved
 from lockstep.training.events import Done, Evaluated, Logged, Stepped
 
 WRITTEN_OTHERWISE = {"name", "figures", "best"}  # as `event`, and under the names of the figures
 
 
-@pytest.mark.parametrize(("events", "reserved"), [((Logged,), OF_ALL), ((Stepped, Evaluated, Done), OF_TRAINING)])
+@pytest.mark.parametrize(
+    ("events", "reserved"), [((Logged,), RESERVED_BY_EVENTS), ((Stepped, Evaluated, Done), RESERVED_IN_TRAINING)]
+)
 def test_fields_of_events_are_reserved(events: tuple[type, ...], reserved: frozenset[str]) -> None:
     own = {field.name for event in events for field in fields(event)} | {"event", "time"}
     assert reserved == own - WRITTEN_OTHERWISE - {"loss"}
 
 
 def test_the_first_that_is_taken_is_named() -> None:
-    assert first_reserved({"top1": 1.0, "lr": 0.1, "step": 2.0}, OF_TRAINING) == "lr"
-    assert first_reserved(["top1", "lr"], OF_ALL) is None
+    assert first_reserved({"top1": 1.0, "lr": 0.1, "step": 2.0}, RESERVED_IN_TRAINING) == "lr"
+    assert first_reserved(["top1", "lr"], RESERVED_BY_EVENTS) is None

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.common.follow_parent import READS_SECRET
+from lockstep.common.follow_parent import SECRET_FLAG
 from lockstep.common.rank import RankInfo, rendezvous_address
 from lockstep.errors import UsageError
 from lockstep.jobs import launch
@@ -88,7 +88,7 @@ def test_a_rank_is_told_its_place_and_finds_it() -> None:
     found = detect(KUBEFLOW | {"RANK": "7", "WORLD_SIZE": "8"} | told)  # what a job around it has set
     assert found == RankInfo(3, 6, 1, 2, "node", "fd00::7", PORT, restarted_separately=True)
     assert rendezvous_address(found, "env://") == f"tcp://[fd00::7]:{PORT}"
-    assert READS_SECRET in commands(replace(job, signed=True))["rank 2"]
+    assert SECRET_FLAG in commands(replace(job, signed=True))["rank 2"]
     assert commands(replace(job, words=("python", "loop.py", "a")))["rank 2"][-3:] == ["/opt/python", "loop.py", "a"]
     with pytest.raises(UsageError, match=r"^--on node: there is no launcher to pass --tee to; remove --option$"):
         commands(replace(job, options=("--tee",)))
@@ -98,12 +98,12 @@ def test_a_first_node_without_an_address_yet_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     answers = iter(["no such host", ""])
-    monkeypatch.setattr(launch, "host_problem", lambda host, stop_s=5.0: next(answers))
+    monkeypatch.setattr(launch, "check_host_resolves", lambda host, timeout_s=5.0: next(answers))
     ran = []
     monkeypatch.setattr(launch, "_run_on_hosts", lambda launcher, lines, job, secret: ran.append(lines.keys()) or 0)
     assert launch.start("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False) == 0
     assert capfd.readouterr().err == "waiting for an address of 10.0.0.7, at most 10 minutes\n"
     assert ran == [{"rank 1"}]
-    monkeypatch.setattr(launch, "host_problem", lambda host, stop_s=5.0: "no such host")
+    monkeypatch.setattr(launch, "check_host_resolves", lambda host, timeout_s=5.0: "no such host")
     with pytest.raises(UsageError, match=r"^no such host; set the variable of the first node to its address$"):
         launch.start("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False)

@@ -43,10 +43,10 @@ def hooked() -> nn.Module:
 
 def found(model: nn.Module) -> list[str]:
     traits = ModelTraits()
-    traits.watching(lambda: model)()
+    traits.wrap_builder(lambda: model)()
     for _ in range(2):
         model(torch.randn(2, 3, requires_grad=True)).sum().backward()
-    return traits.texts()
+    return traits.describe()
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_hooks_on_accumulating_nodes_are_found_in_the_code(tmp_path) -> None:
     file.write_text("node = p.view_as(p).grad_fn.next_functions[0][0]\nnode.register_hook(print)\n")
     module = type(pytest)("mine")
     module.__file__ = str(file)
-    assert "mine registers hooks on AccumulateGrad nodes" in ModelTraits().texts(iter([("mine", module)]))[0]
+    assert "mine registers hooks on AccumulateGrad nodes" in ModelTraits().describe(iter([("mine", module)]))[0]

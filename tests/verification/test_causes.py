@@ -45,15 +45,15 @@ def test_a_buffer_that_forward_changes_is_the_cause_itself():
 @pytest.mark.parametrize(
     ("probed", "words"),
     [
-        (ProbeResult(repeated="loss"), "computed again by a fresh copy"),
-        (ProbeResult(streams=["Python's"], alone="loss"), "draws from Python's random generator"),
-        (ProbeResult(attributes={"steps": "0 -> 1"}, alone="loss"), "steps (0 -> 1)"),
+        (ProbeResult(differs_on_repeat="loss"), "computed again by a fresh copy"),
+        (ProbeResult(generators=["Python's"], differs_without_previous="loss"), "draws from Python's random generator"),
+        (ProbeResult(attributes={"steps": "0 -> 1"}, differs_without_previous="loss"), "steps (0 -> 1)"),
         (
-            ProbeResult(changed_buffers={"n": "M"}, counting_buffers=["n"], alone="loss"),
+            ProbeResult(changed_buffers={"n": "M"}, accumulating_buffers=["n"], differs_without_previous="loss"),
             "updates buffers outside BatchNorm",
         ),
         (
-            ProbeResult(alone="gradient of a"),
+            ProbeResult(differs_without_previous="gradient of a"),
             "the gradient of a of a micro-batch depends on whether another micro-batch",
         ),
     ],
@@ -68,13 +68,13 @@ def test_what_is_wrong_with_the_forward_pass_is_the_cause_of_a_loss_that_departs
     [(trace.DATA, " (data.py:7)"), (trace.MICROBATCH_LOSS, " (net.py:3)"), (trace.GRADIENT, " (net.py:3)")],
 )
 def test_the_order_of_a_set_is_the_cause_where_only_the_hash_seed_was_another(what, where):
-    probed = ProbeResult(attributes={"steps": "0 -> 1"}, places={"model": "net.py:3", "training": "data.py:7"})
+    probed = ProbeResult(attributes={"steps": "0 -> 1"}, source_lines={"model": "net.py:3", "training": "data.py:7"})
     by_seed = replace(diagnosis(what, "2", probed, "single on 1"), other_hash_seed=True)
     assert find_cause(by_seed).startswith(f"the order of a set of strings, or hash(), in code{where}: it changes")
     assert "the order of a set" not in find_cause(replace(by_seed, reproduced=False))
     if what != trace.DATA:
         assert "computed again by a fresh copy" in find_cause(
-            replace(by_seed, probe_result=ProbeResult(repeated="loss"))
+            replace(by_seed, probe_result=ProbeResult(differs_on_repeat="loss"))
         )
 
 
@@ -85,29 +85,29 @@ def test_attributes_that_were_harmless_so_far_are_a_cause_only_where_nothing_els
     )
     assert "steps (0 -> 1)" in find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed))
     assert "draws from NumPy's" in find_cause(
-        diagnosis(trace.MICROBATCH_LOSS, "2", ProbeResult(streams=["NumPy's"], alone="loss"))
+        diagnosis(trace.MICROBATCH_LOSS, "2", ProbeResult(generators=["NumPy's"], differs_without_previous="loss"))
     )
     assert "send the output of" in find_cause(diagnosis(compare.EVALUATION, "loss", probed))
 
 
 def test_an_evaluation_that_cannot_be_repeated_is_the_cause_of_one_that_departs():
-    probed = ProbeResult(evaluation="outputs", evaluation_reads={"torch's": "net.py:3"})
+    probed = ProbeResult(differs_in_evaluation="outputs", evaluation_reads={"torch's": "net.py:3"})
     told = find_cause(diagnosis(compare.EVALUATION, "loss", probed))
     assert "depend on earlier batches: forward draws from torch's random generator (net.py:3)" in told
     assert "send the output of" in find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed))
 
 
 def test_a_rank_that_is_read_is_told_with_its_line_and_else_with_the_model():
-    (finding,) = findings(ProbeResult(by_rank="loss", reads={"the rank or the number of ranks": "net.py:3"}))
+    (finding,) = findings(ProbeResult(differs_by_rank="loss", reads={"the rank or the number of ranks": "net.py:3"}))
     assert "the code reads the rank or the number of ranks (net.py:3); make it a function" in finding.text
-    (finding,) = findings(ProbeResult(by_rank="loss", places={"model": "net.py:1"}))
+    (finding,) = findings(ProbeResult(differs_by_rank="loss", source_lines={"model": "net.py:1"}))
     assert "the model (net.py:1) or the loss depends on the rank; make it" in finding.text
 
 
 def test_other_data_is_the_data_sets_doing_whatever_else_is_wrong():
-    probed = ProbeResult(random_samples=[RandomSample("training", 7, "inputs")], repeated="loss")
+    probed = ProbeResult(random_samples=[RandomSample("training", 7, "inputs")], differs_on_repeat="loss")
     assert "item 7 of the training dataset changes when" in find_cause(diagnosis(trace.DATA, "2", probed))
-    assert "depends on the process" in find_cause(diagnosis(trace.DATA, "2", ProbeResult(repeated="loss")))
+    assert "depends on the process" in find_cause(diagnosis(trace.DATA, "2", ProbeResult(differs_on_repeat="loss")))
 
 
 def test_without_a_suspect_the_kind_of_the_departure_tells():
@@ -132,11 +132,11 @@ def test_a_reference_that_departs_from_itself_and_what_changes_from_run_to_run()
 @pytest.mark.parametrize(
     ("loss", "culprit"),
     [
-        (look.LossFact(16, 2.0, 32.0), look.MEAN_LOSS),
-        (look.LossFact(16, 32.001, 32.0), None),
-        (look.LossFact(16, 20.0, 32.0), look.NO_SUM),
-        (look.LossFact(1, 2.0, 2.0), None),
-        (look.LossFact(4, 0.0, 0.0), None),
+        (look.LossComparison(16, 2.0, 32.0), look.MEAN_LOSS),
+        (look.LossComparison(16, 32.001, 32.0), None),
+        (look.LossComparison(16, 20.0, 32.0), look.NO_SUM),
+        (look.LossComparison(1, 2.0, 2.0), None),
+        (look.LossComparison(4, 0.0, 0.0), None),
     ],
 )
 def test_a_mean_is_told_from_a_sum_by_its_size(loss, culprit):
@@ -144,19 +144,19 @@ def test_a_mean_is_told_from_a_sum_by_its_size(loss, culprit):
 
 
 def test_long_lists_of_names_are_cut():
-    (finding,) = findings(ProbeResult(unused=[f"p{number}" for number in range(12)]))
+    (finding,) = findings(ProbeResult(unused_parameters=[f"p{number}" for number in range(12)]))
     assert "p7 and 4 more" in finding.text
     assert len(finding.names) == 12
 
 
 def test_a_draw_that_seldom_matters_is_the_fault_where_placements_differ_and_nothing_else_is():
-    probed = ProbeResult(streams=["Python's"], attributes={"steps": "0 -> 1"}, reads={"Python's": "net.py:3"})
+    probed = ProbeResult(generators=["Python's"], attributes={"steps": "0 -> 1"}, reads={"Python's": "net.py:3"})
     assert [each.fault for each in findings(probed)] == [False, False]
-    faults = [each for each in findings(probed, departed=True) if each.fault]
+    faults = [each for each in findings(probed, placement_differs=True) if each.fault]
     assert [each.culprit for each in faults] == [look.FOREIGN_RANDOMNESS]
     assert find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed)) == faults[0].text
-    known = replace(probed, by_rank="loss")
-    assert [each.culprit for each in findings(known, departed=True) if each.fault] == [look.RANKED]
+    known = replace(probed, differs_by_rank="loss")
+    assert [each.culprit for each in findings(known, placement_differs=True) if each.fault] == [look.RANKED]
 
 
 def test_a_difference_that_nothing_explains_is_told_with_its_tensor_its_amount_and_what_to_do():

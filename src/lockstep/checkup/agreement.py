@@ -1,7 +1,7 @@
 """Finds values that differ between ranks, and names the ranks that have each value."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.checkup.finding import Finding, Level
@@ -19,45 +19,46 @@ _REJECTED: Final = "lockstep train rejects ranks with different values"
 _MAY_DIFFER: Final = "the ranks may compute or communicate differently, or wait for each other forever"
 
 
-def rank_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
+def compare_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
     """Return a finding for each difference between ranks. If there are none, return a single finding that says so."""
     findings = [
-        *_differences(facts, hosts, "versions", lambda name: "problem" if name in _REQUIRED_EQUAL else "warning"),
-        *_differences(facts, hosts, "numerics", lambda _: "problem"),
-        *_differences(facts, hosts, "variables", lambda _: "warning"),
-        *_cards(facts, hosts),
+        *_compare_section(facts, hosts, "versions", lambda name: "problem" if name in _REQUIRED_EQUAL else "warning"),
+        *_compare_section(facts, hosts, "numerics", lambda _: "problem"),
+        *_compare_section(facts, hosts, "variables", lambda _: "warning"),
+        *_compare_devices(facts, hosts),
     ]
     if findings or len(facts) == 1:
         return findings
     return [Finding("ranks alike", "ok", f"versions, CPU, devices and variables are the same on {len(facts)} ranks")]
 
 
-def _differences(
-    facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, level_of: Any
+def _compare_section(
+    facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, get_level: Callable[[str], Level]
 ) -> Iterator[Finding]:
     sections = [rank_facts.get(section, {}) for rank_facts in facts]
     for name in dict.fromkeys(
         name for section_facts in sections for name in section_facts if name not in _PER_RANK_VARIABLES
     ):
-        text = values([section_facts.get(name) for section_facts in sections], hosts)
-        if text:
-            level: Level = level_of(name)
+        differing_values = describe_values([section_facts.get(name) for section_facts in sections], hosts)
+        if differing_values:
+            level = get_level(name)
             leads_to = _REJECTED if level == "problem" else _MAY_DIFFER
-            yield Finding("ranks alike", level, f"{name}: {text}", leads_to, "make it the same on all hosts")
+            text = f"{name}: {differing_values}"
+            yield Finding("ranks alike", level, text, leads_to, "make it the same on all hosts")
 
 
-def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
-    kinds = [
+def _compare_devices(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
+    device_names = [
         ", ".join(sorted(set(rank_facts.get("cards", {}).get("devices", [])))) or "the CPU" for rank_facts in facts
     ]
-    if text := values(kinds, hosts):
+    if differing_values := describe_values(device_names, hosts):
         leads_to = "the same bits are only promised on one kind of device, and lockstep train rejects ranks on several"
         remedy = "use hosts with one kind of device, or placement.device=cpu"
-        yield Finding("ranks alike", "problem", f"devices: {text}", leads_to, remedy)
+        yield Finding("ranks alike", "problem", f"devices: {differing_values}", leads_to, remedy)
 
 
-def values(rank_values: Sequence[Any], hosts: Sequence[str]) -> str:
-    """Return a text that lists each value with its ranks, or an empty string if all ranks have the same value.
+def describe_values(rank_values: Sequence[Any], hosts: Sequence[str]) -> str:
+    """List each value with its ranks, as text. Return an empty string if all ranks have the same value.
 
     The most common value comes first.
     """
@@ -71,7 +72,7 @@ def values(rank_values: Sequence[Any], hosts: Sequence[str]) -> str:
 
 
 def format_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return a text such as `rank 2 (b), 3 (b)`. A long list of ranks is truncated."""
+    """Format ranks with their hosts, such as `rank 2 (b), 3 (b)`. Long lists are truncated."""
     text = ranks_in_words(ranks[:_MAX_RANKS], hosts)
     return text if len(ranks) <= _MAX_RANKS else f"{text} and {len(ranks) - _MAX_RANKS:,} more"
 

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.ranks.member import run_with_timeout
 
 _DRIVER_TIMEOUT_S: Final = (
-    20.0  # timeout of the driver; without persistence mode, its first answer takes seconds per GPU
+    20.0  # timeout for querying the driver; without persistence mode, the first query takes seconds per GPU
 )
 _HANGS: Final = f"no answer within {_DRIVER_TIMEOUT_S:.0f} s, so it hangs"
 _DEFAULT_MODE: Final = "run nvidia-smi -c DEFAULT"
@@ -21,10 +21,10 @@ _NO_GPU_EFFECT: Final = "a run computes on the CPU, or does not start"
 _SETTING_NAMES: Final = {True: "on", False: "off", None: "not known"}
 
 
-def look_at_cards() -> Evidence:
-    """Return the evidence about the GPUs. This initializes CUDA.
+def query_gpus() -> Evidence:
+    """Query the driver, its files and torch for the GPUs of this host. Initializes CUDA.
 
-    If the driver hangs, the query times out.
+    If the driver hangs, the query of the driver times out, and the result reports this.
     """
     return look(run_with_timeout(_DRIVER_TIMEOUT_S, query_driver) or Driver(problem=_HANGS))
 
@@ -36,8 +36,8 @@ def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | N
     """
     findings = [*_software_findings(evidence), *_usability_findings(evidence)]
     for number, card in enumerate(evidence.driver.cards):
-        findings += [_card_facts(number, card), *_faults(number, card)]
-    findings += [*_card_kinds(evidence.driver.cards), *_devices(evidence), *_variables(precision)]
+        findings += [_describe_card(number, card), *_card_faults(number, card)]
+    findings += [*_check_same_kind(evidence.driver.cards), *_device_findings(evidence), *_variable_findings(precision)]
     findings += [Finding("recipe", "problem", text, "lockstep train rejects it on CUDA") for text in refusals or ()]
     if refusals == []:
         findings.append(Finding("recipe", "ok", "its model and loss have exact kernels on CUDA"))
@@ -51,7 +51,7 @@ def _software_findings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _usability_findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the reasons why no GPU is usable, with their remedies, followed by the evidence."""
+    """If no GPU is usable, yield the reasons with their remedies, followed by the results of all checks."""
     if evidence.devices and not evidence.raised:
         return
     reasons = [
@@ -65,7 +65,7 @@ def _usability_findings(evidence: Evidence) -> Iterator[Finding]:
         reasons = [(f"CUDA does not start: {evidence.raised}" if evidence.raised else default_reason, "check dmesg")]
     yield from (Finding("cards", "problem", text, _NO_GPU_EFFECT, remedy) for text, remedy in reasons)
     files = ", ".join(f"{name}{'' if opens else ' (no permission)'}" for name, opens in evidence.files.items())
-    evidence_texts = {
+    details = {
         "/proc/driver/nvidia/version": evidence.kernel or "not found",
         "/dev/nvidia*": files or "not found",
         "libcuda.so.1": evidence.library or "loads",
@@ -73,7 +73,7 @@ def _usability_findings(evidence: Evidence) -> Iterator[Finding]:
         "CUDA_VISIBLE_DEVICES": "not set" if evidence.visible is None else repr(evidence.visible),
         "torch.cuda.init()": evidence.raised or "starts",
     }
-    yield from (Finding(name, "ok", text) for name, text in evidence_texts.items())
+    yield from (Finding(name, "ok", text) for name, text in details.items())
 
 
 Reason = tuple[str, str]  # a reason and its remedy
@@ -132,7 +132,7 @@ def _selection_reasons(evidence: Evidence) -> Iterator[Reason]:
         yield "all GPUs are in compute mode Prohibited", _DEFAULT_MODE
 
 
-def _card_facts(number: int, card: Card) -> Finding:
+def _describe_card(number: int, card: Card) -> Finding:
     unknown_text = _SETTING_NAMES[None]
     memory = unknown_text if card.memory_mib is None else f"{card.memory_mib:,} MiB"
     state = f"memory {memory}, ECC {_SETTING_NAMES[card.ecc]}, persistence {_SETTING_NAMES[card.persistence]}"
@@ -140,8 +140,8 @@ def _card_facts(number: int, card: Card) -> Finding:
     return Finding(f"card {number}", "ok", text)
 
 
-def _faults(number: int, card: Card) -> Iterator[Finding]:
-    """Yield the faults of a GPU and the settings that slow it down. The most serious findings come first."""
+def _card_faults(number: int, card: Card) -> Iterator[Finding]:
+    """Yield the faults of a GPU, and the settings that make it slower. The most serious findings come first."""
     corrupted, slow = "numbers in its memory were wrong", "slower, but the same bits"
 
     def warn(text: str, leads_to: str, remedy: str) -> Finding:
@@ -179,7 +179,7 @@ def _faults(number: int, card: Card) -> Iterator[Finding]:
         yield warn("persistence mode is off", leads_to, "run nvidia-smi -pm 1")
 
 
-def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
+def _check_same_kind(cards: Sequence[Card]) -> Iterator[Finding]:
     kinds = Counter(card.name for card in cards)
     if len(kinds) > 1:
         text = f"several kinds: {', '.join(f'{count} {name}' for name, count in kinds.items())}"
@@ -190,8 +190,11 @@ def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
         yield Finding("cards", "warning", text, leads_to, remedy)
 
 
-def _devices(evidence: Evidence) -> Iterator[Finding]:
-    """Yield torch's devices and the GPU of each. torch may find fewer GPUs than the driver, in a different order."""
+def _device_findings(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding for each CUDA device of torch, with the number of its GPU in the driver.
+
+    torch may find fewer GPUs than the driver, and number them differently.
+    """
     for number, device in enumerate(evidence.devices):
         numbers = [
             index for index, card in enumerate(evidence.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid
@@ -204,8 +207,8 @@ def _devices(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(f"cuda:{number}", "ok", text)
 
 
-def _variables(precision: str) -> Iterator[Finding]:
-    """Yield the environment variables that would make a run of this precision deviate from its recipe."""
+def _variable_findings(precision: str) -> Iterator[Finding]:
+    """Yield a finding for each environment variable that would stop a run with this precision from starting."""
     checks: tuple[Callable[[], None], ...] = (fix_workspace, partial(check_switches, precision))
     for check in checks:
         try:

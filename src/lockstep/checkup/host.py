@@ -1,4 +1,4 @@
-"""Findings about the host of a rank. Each check is a small function that converts facts to findings."""
+"""Checks of a rank's host. Each check is a function that converts the facts about the host to findings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -8,22 +8,22 @@ from lockstep.checkup.variables import variable_findings
 from lockstep.device.interfaces import is_loopback
 
 Facts = Mapping[str, Any]
-Check = Callable[[Facts, bool], Iterator[Finding]]  # the bool is whether there are several hosts
+Check = Callable[[Facts, bool], Iterator[Finding]]  # takes the facts, and whether there are multiple hosts
 
 
-def judge(checks: Sequence[tuple[str, Check]], facts: Facts, several_hosts: bool) -> list[Finding]:
-    """Return the findings of RANK_CHECKS or HOST_CHECKS."""
-    return [finding for section, check in checks if section in facts for finding in check(facts, several_hosts)]
+def run_checks(checks: Sequence[tuple[str, Check]], facts: Facts, multi_host: bool) -> list[Finding]:
+    """Run RANK_CHECKS or HOST_CHECKS, and return their findings. Checks without facts are skipped."""
+    return [finding for section, check in checks if section in facts for finding in check(facts, multi_host)]
 
 
-def timeouts(facts: Facts, _: bool) -> Iterator[Finding]:
-    """Yield a finding for each query that timed out. The other checks skip these queries."""
+def report_timeouts(facts: Facts, _: bool) -> Iterator[Finding]:
+    """Yield a finding for each query that timed out. Checks that depend on such a query are skipped."""
     for name, seconds in facts["timed_out"].items():
         text, remedy = f"no answer within {seconds:g} s", _HANGS.get(name, "check the system log")
         yield Finding(name, "problem", text, "a run hangs at the same place", remedy)
 
 
-def versions(facts: Facts, _: bool) -> Iterator[Finding]:
+def report_versions(facts: Facts, _: bool) -> Iterator[Finding]:
     """Yield a finding with the versions of the installed packages."""
     installed = facts["versions"]
     names = ("python", "torch", "lockstep", "lockstep's source")
@@ -32,8 +32,8 @@ def versions(facts: Facts, _: bool) -> Iterator[Finding]:
     yield Finding("versions", "ok", f"{first}; {', '.join(extras)}")
 
 
-def cards(facts: Facts, _: bool) -> Iterator[Finding]:
-    """Yield a finding about the devices. A GPU driver without a device is a warning."""
+def check_devices(facts: Facts, _: bool) -> Iterator[Finding]:
+    """Yield a finding about the devices. If there is a GPU driver but no device, the finding is a warning."""
     gpus = facts["cards"]
     if problem := gpus.get("problem"):
         remedy = "run lockstep doctor gpu for details"
@@ -47,14 +47,14 @@ def cards(facts: Facts, _: bool) -> Iterator[Finding]:
         yield Finding("devices", "ok", "the CPU: no GPU driver found")
 
 
-def name(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
-    """Yield a finding about the address of the host name, because gloo listens on it."""
+def check_host_name(facts: Facts, multi_host: bool) -> Iterator[Finding]:
+    """Check that the host name resolves to an address that other hosts can reach, because gloo listens on it."""
     network, host = facts["network"], facts["host"]
     addresses, gloo_interface = network["addresses"], facts["variables"].get("GLOO_SOCKET_IFNAME")
     text = f"{host} resolves to {', '.join(addresses)}" if addresses else f"{host} does not resolve to an address"
     if gloo_interface or (addresses and not all(map(is_loopback, addresses))):
         yield Finding("host name", "ok", text)
-    elif not several_hosts:
+    elif not multi_host:
         yield Finding("host name", "ok", f"{text}: enough for one host; for several hosts, set GLOO_SOCKET_IFNAME")
     else:
         reachable = [
@@ -68,8 +68,8 @@ def name(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
         yield Finding("host name", "problem", f"{text}, so no other host can reach it", leads_to, remedy)
 
 
-def interface(facts: Facts, _: bool) -> Iterator[Finding]:
-    """Yield a finding about the network interfaces, and variables that name an interface that isn't up."""
+def check_interfaces(facts: Facts, _: bool) -> Iterator[Finding]:
+    """List the network interfaces, and check that the variables for gloo and NCCL name interfaces that are up."""
     network, variables = facts["network"], facts["variables"]
     interfaces = network["interfaces"]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -88,17 +88,17 @@ def interface(facts: Facts, _: bool) -> Iterator[Finding]:
     yield Finding("interfaces", "ok", f"{', '.join(descriptions)}{gloo_text}")
 
 
-# The checks, with the section of the facts that each check needs. A section is missing if its query timed out.
+# Each check, with the section of the facts that it needs. If a query timed out, its section is missing.
 # RANK_CHECKS run for each rank. HOST_CHECKS run for one rank of each host.
 RANK_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
-    ("timed_out", timeouts),
-    ("versions", versions),
-    ("cards", cards),
+    ("timed_out", report_timeouts),
+    ("versions", report_versions),
+    ("cards", check_devices),
     ("variables", lambda facts, _: variable_findings(facts["variables"])),
 )
 HOST_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
-    ("network", name),
-    ("network", interface),
+    ("network", check_host_name),
+    ("network", check_interfaces),
 )
 _HANGS: Final[Mapping[str, str]] = {
     "network": "the resolver of host names does not answer: check /etc/resolv.conf, or add the hosts to /etc/hosts",

@@ -1,6 +1,6 @@
 """Checks how this process was launched: the launcher, the rank, the rendezvous address and the device.
 
-If there is no GPU, torch isn't imported.
+Without a GPU driver, torch isn't imported.
 """
 
 import os
@@ -18,23 +18,23 @@ from lockstep.launchers.slurm import resolve_master
 
 
 def launch_findings(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
-    """Return a finding for each launcher, in the order of precedence, and findings about the rank.
+    """Return a finding for each known launcher, in order of precedence, and findings about the rank of this process.
 
-    The second value is a JSON-compatible dict with the name of the launcher that applies and the rank. Both are None if
-    no launcher started this process.
+    Also returns a JSON-compatible dict with the name of the launcher that started this process and the rank. Both are
+    None if no launcher started this process.
     """
     detections = detect_all(env)
-    decides = next((detection for detection in detections if detection.info or detection.problem), None)
-    findings = [_variables(detection, env, detection is decides) for detection in detections]
-    info = decides.info if decides else None
-    facts = {"decides": decides.launcher.name if decides else None, "rank": asdict(info) if info else None}
+    active = next((detection for detection in detections if detection.info or detection.problem), None)
+    findings = [_launcher_finding(detection, env, detection is active) for detection in detections]
+    info = active.info if active else None
+    facts = {"decides": active.launcher.name if active else None, "rank": asdict(info) if info else None}
     return [*findings, *_check_rank(env, rendezvous, device)], facts
 
 
-def _variables(detection: Detection, env: Mapping[str, str], decides: bool) -> Finding:
+def _launcher_finding(detection: Detection, env: Mapping[str, str], is_active: bool) -> Finding:
     assignments = " ".join(f"{name}={env[name]}" for name in detection.launcher.variables if name in env)
     text = assignments or "none of its variables is set"
-    return Finding(detection.launcher.name, "ok", f"decides: {text}" if decides else text)
+    return Finding(detection.launcher.name, "ok", f"decides: {text}" if is_active else text)
 
 
 def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
@@ -42,18 +42,18 @@ def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterato
     try:
         info = detect(env)
     except UsageError as error:
-        yield from _problems("launcher", error)
+        yield from _problem_findings("launcher", error)
         return
     yield Finding("rank", "ok", _describe_rank(info))
-    checks = {"rendezvous": partial(_describe_rendezvous, rendezvous), "device": partial(_device, device)}
+    checks = {"rendezvous": partial(_describe_rendezvous, rendezvous), "device": partial(_describe_device, device)}
     for check, describe in checks.items():
         try:
             yield Finding(check, "ok", describe(info or ALONE))
         except UsageError as error:
-            yield from _problems(check, error)
+            yield from _problem_findings(check, error)
 
 
-def _problems(check: str, error: UsageError) -> Iterator[Finding]:
+def _problem_findings(check: str, error: UsageError) -> Iterator[Finding]:
     for line in str(error).splitlines():
         yield Finding(check, "problem", line, "lockstep train exits with code 2")
 
@@ -66,7 +66,7 @@ def _describe_rank(info: RankInfo | None) -> str:
 
 
 def _describe_rendezvous(rendezvous: str, info: RankInfo) -> str:
-    """Return a text about the rendezvous address. On rank 0, check that the rank can listen on this address."""
+    """Describe the rendezvous address. On rank 0, also check that the rank can listen on it."""
     from lockstep.device import ports
 
     if info.size == 1:
@@ -85,7 +85,7 @@ def _describe_rendezvous(rendezvous: str, info: RankInfo) -> str:
     return f"{host}:{port}, where this rank listens: free"
 
 
-def _device(device: str, info: RankInfo) -> str:
+def _describe_device(device: str, info: RankInfo) -> str:
     if device == "auto" and not has_gpu_driver():
         return "cpu: no GPU driver found"
     if device == "cpu":

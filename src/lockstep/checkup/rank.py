@@ -14,9 +14,9 @@ from typing import Any, Final, Literal
 import torch
 
 from lockstep.checkup import network
-from lockstep.checkup.agreement import rank_findings
+from lockstep.checkup.agreement import compare_ranks
 from lockstep.checkup.finding import Finding, merge_ranks
-from lockstep.checkup.host import HOST_CHECKS, RANK_CHECKS, judge
+from lockstep.checkup.host import HOST_CHECKS, RANK_CHECKS, run_checks
 from lockstep.checkup.report import CheckupReport
 from lockstep.comm.links import Link, links, rounds
 from lockstep.comm.world import World, choose_device, open_world
@@ -30,8 +30,8 @@ from lockstep.ranks.stall import StallDetector
 from lockstep.ranks.status import RankStatus
 
 LOST_AFTER_S: Final = 10.0
-_STALL_S: Final = 8.0  # maximum duration of a check; the slowest check takes 2 s over a 1 Mbit/s link
-_EXCHANGE_S: Final = 20.0  # longer than the stall detector needs to ask all ranks and identify the rank that hangs
+_STALL_S: Final = 8.0  # maximum duration of a measurement; the slowest takes 2 s over a 1 Mbit/s link
+_EXCHANGE_S: Final = 20.0  # timeout of collectives; the stall detector needs less time to identify a rank that hangs
 _HOST_S: Final = 15.0  # the first query of a GPU takes seconds
 _NETWORK_S: Final = 8.0
 
@@ -43,7 +43,7 @@ class CheckupRequest:
     device: Literal["auto", "cpu", "cuda"]
 
 
-def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
+def run_checkup(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
     """Run the check-up. Return the report on rank 0, and None on all other ranks. All ranks must call this function."""
     start = time.monotonic()
     steps = [0]
@@ -53,7 +53,7 @@ def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | Non
         steps[0] += 1
 
     with _stall_detector(rendezvous):
-        facts = rendezvous.gather(_facts())
+        facts = rendezvous.gather(_collect_facts())
         step()
     measurements, world = _connect(request, rendezvous, facts)
     with _stall_detector(rendezvous):
@@ -78,14 +78,14 @@ def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
     return StallDetector(rendezvous, _STALL_S, end)
 
 
-def _facts() -> dict[str, Any]:
+def _collect_facts() -> dict[str, Any]:
     """Collect facts about the host of this rank: versions, devices, interfaces and environment variables."""
     facts: dict[str, Any] = {"timed_out": {}}
 
-    def query(name: str, seconds: float, work: Callable[[], dict[str, Any]]) -> None:
-        answer = run_with_timeout(seconds, work)
+    def query(name: str, timeout_s: float, collect: Callable[[], dict[str, Any]]) -> None:
+        answer = run_with_timeout(timeout_s, collect)
         if answer is None:
-            facts["timed_out"][name] = seconds
+            facts["timed_out"][name] = timeout_s
         else:
             facts.update(answer)
 
@@ -97,11 +97,12 @@ def _facts() -> dict[str, Any]:
 def _connect(
     request: CheckupRequest, rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], World | None]:
-    """Initialize the process group. Return the measurements so far, and the world if all ranks could connect.
+    """Initialize the process group. Return the errors so far, and the world, or None if a rank couldn't connect.
 
-    Rank 0 has the `facts` of all ranks. If these facts show that a host is unreachable, no rank tries to connect.
+    On rank 0, `facts` contains the facts of all ranks. If they show that a host is unreachable, no rank tries to
+    connect.
     """
-    # The errors from choosing the device and from connecting, and the measured links.
+    # Errors from choosing the device and from connecting, followed by the measured links.
     measurements: dict[str, Any] = {"device": "", "failed": "", "links": []}
     try:
         device = choose_device(request.device, rendezvous.info)
@@ -109,7 +110,7 @@ def _connect(
         device, measurements["device"] = torch.device("cpu"), str(error)
     if rendezvous.store is None:
         return measurements, None
-    unreachable = network.unreachable(facts, rendezvous.hosts)
+    unreachable = network.find_unreachable_ranks(facts, rendezvous.hosts)
     replies = _gather_on_all(rendezvous, {"cuda": device.type == "cuda", "unreachable": unreachable})
     if replies[0]["unreachable"]:
         measurements["failed"] = "not tried"
@@ -128,7 +129,7 @@ def _connect(
 
 
 def _gather_on_all(rendezvous: Rendezvous, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gather a value from each rank on all ranks. Return the values by rank."""
+    """All-gather a JSON-compatible value. Return the values of all ranks in rank order."""
     return list(plainfile.parse_json(rendezvous.tell(json.dumps(rendezvous.gather(value)))))
 
 
@@ -139,13 +140,13 @@ def _all_findings(
     for rank, measurement in enumerate(measurements):
         if measurement["device"] and "cards" in facts[rank]:
             facts[rank]["cards"]["problem"] = measurement["device"]
-    several_hosts = len(set(hosts)) > 1
-    findings = merge_ranks({rank: judge(RANK_CHECKS, facts[rank], several_hosts) for rank in range(len(hosts))})
+    multi_host = len(set(hosts)) > 1
+    findings = merge_ranks({rank: run_checks(RANK_CHECKS, facts[rank], multi_host) for rank in range(len(hosts))})
     findings += merge_ranks(
-        {rank: judge(HOST_CHECKS, facts[rank], several_hosts) for rank in map(hosts.index, dict.fromkeys(hosts))}
+        {rank: run_checks(HOST_CHECKS, facts[rank], multi_host) for rank in map(hosts.index, dict.fromkeys(hosts))}
     )
     found_links = tuple(Link(**link) for measurement in measurements for link in measurement["links"])
-    findings += rank_findings(facts, hosts)
+    findings += compare_ranks(facts, hosts)
     findings += network.connection_findings([measurement["failed"] for measurement in measurements], facts, hosts)
     findings += network.interface_findings(facts, hosts)
     findings += network.link_findings(found_links, hosts)

@@ -1,4 +1,4 @@
-"""Findings about environment variables that change results, hide failures, or slow down a run."""
+"""Findings about environment variables that change results, hide failures, or make a run slower."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Rule:
 
 
 def variable_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each variable with a problematic value, and a finding that lists all other variables."""
+    """Yield a finding for each variable with a problematic value, and a finding that lists the remaining variables."""
     problems = [rule for rule in RULES if rule.name in variables and rule.is_problematic(variables[rule.name])]
     for rule in problems:
         text = f"{rule.name}={variables[rule.name]}"

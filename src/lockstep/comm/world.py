@@ -31,7 +31,7 @@ from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.process_groups import ProcessGroups
 from lockstep.comm.step_agreement import StepAgreement
 from lockstep.comm.stream import CommStream, CudaStream, InlineStream, ThreadStream
-from lockstep.common.differences import differences
+from lockstep.common.differences import describe_differences
 from lockstep.common.plainfile import parse_json
 from lockstep.common.rank import RankInfo
 from lockstep.core import random
@@ -276,7 +276,7 @@ class World:
         if self.size == 1:
             return
         facts_by_rank = dict(enumerate(self.all_gather_json(facts)))
-        if lines := differences(facts_by_rank, [], advice, where):
+        if lines := describe_differences(facts_by_rank, [], advice, where):
             raise UsageError(lines[0])
 
     def gather(self, data: bytes) -> list[bytes]:

@@ -107,9 +107,9 @@ def _check_up(
 
 
 def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _setup: None, rendezvous: Rendezvous) -> int:
-    from lockstep.checkup.rank import part
+    from lockstep.checkup.rank import run_checkup
 
-    report = part(request, rendezvous)
+    report = run_checkup(request, rendezvous)
     if report is not None:
         show(report)
     # All ranks use the same exit code, because a launcher may return the exit code of any rank.
@@ -120,7 +120,7 @@ def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _setup
 def _show(as_json: bool, report: CheckupReport) -> None:
     from rich.console import Console
 
-    from lockstep.checkup.report import tables
+    from lockstep.checkup.report import render
 
     if as_json:
         click.echo(json.dumps(report.as_json()))
@@ -128,7 +128,7 @@ def _show(as_json: bool, report: CheckupReport) -> None:
     width = None if sys.stdout.isatty() else _WIDTH
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
-        for table in tables(report):
+        for table in render(report):
             console.print(table)
     # Print with a single call, because the ranks share the terminal.
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
@@ -171,7 +171,7 @@ def gpu(as_json: bool, arguments: tuple[str, ...]) -> None:
     With RECIPE, it also lists the parts of the model and the loss that have no exact kernel on CUDA, and exits with
     code 2 if there are any. This doesn't require a GPU. If no GPU can be used, it explains why and exits with code 4.
     """
-    from lockstep.checkup.cards import gpu_findings, look_at_cards
+    from lockstep.checkup.cards import gpu_findings, query_gpus
     from lockstep.config.load import load, split
     from lockstep.setup.build import setup
     from lockstep.setup.checks import cuda_refusals
@@ -179,6 +179,6 @@ def gpu(as_json: bool, arguments: tuple[str, ...]) -> None:
     recipe = load(*split(arguments)).config.recipe if arguments else None
     refusals = None if recipe is None else [str(refusal) for refusal in cuda_refusals(setup(recipe))]
     precision = recipe.precision if recipe else "fp32"
-    start, evidence = time.monotonic(), look_at_cards()
+    start, evidence = time.monotonic(), query_gpus()
     report = _show_here("GPUs", as_json, start, gpu_findings(evidence, precision, refusals), asdict(evidence))
     raise SystemExit(EXIT_USAGE if refusals else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)

@@ -1,1 +1,1 @@
-"""Shared by all packages: message texts, files, locks, user code, and the rank of a process."""
+"""Code that all packages share: messages, files, locks, user code, and the rank of a process."""

@@ -2,18 +2,19 @@
 
 On the same host, `die_with_parent` and `die_with_launcher` ask the kernel to end the child.
 
-A process that ssh starts on a different host outlives the ssh process. However, its stdin closes, even if the
+A process that ssh starts on a remote host outlives the ssh process. However, its stdin closes when ssh ends or the
 connection breaks. Therefore, `python -m lockstep.common.follow_parent COMMAND [ARGUMENT]...` runs a command until stdin
-closes. The command runs in a separate process group. When stdin closes, the command receives SIGTERM. After a while,
-the rest of the process group is killed. There are two options:
+closes. The command runs in a separate process group. When stdin closes, the command receives SIGTERM. When the command
+has exited, or after STOP_S seconds, the rest of the process group is killed. There are two options:
 
-- `--secret`: Read the secret of the job from the first line of stdin, and pass the secret to the command in an
-  environment variable, because all users of a host can read command lines.
+- `--secret`: Read the secret of the job from the first line of stdin, and pass it to the command in an environment
+  variable. The secret isn't an argument, because all users of a host can read command lines.
 - `--knows HOST`: Exit immediately if this host can't resolve HOST. Otherwise, torchrun would retry for minutes.
 
-A task that srun starts doesn't notice if srun is killed. `lockstep launch` becomes srun through exec, and srun inherits
-a listening socket. The kernel keeps connections to this socket open while an srun process exists, even if the
-connections are never accepted. Each task opens such a connection, and ends when the connection breaks: `follow_srun`.
+A task that srun starts doesn't notice if srun is killed. Therefore, `lockstep launch` opens a listening socket before
+exec replaces it with srun, which inherits the socket. The kernel keeps connections to this socket open while an srun
+process exists, even if the connections are never accepted. Each task opens such a connection, and ends when the
+connection breaks (`follow_srun`).
 """
 
 import ctypes
@@ -31,31 +32,34 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from lockstep.common.hashing import FIXED, VARIABLE
+from lockstep.common.hashing import FIXED_SEED, SEED_VARIABLE
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TransientError
 
-RESOLVE_FLAG: Final = "--knows"  # option of this module; followed by the host name to resolve
-GIVE_ADDRESS: Final = "pass its address in --endpoint ADDRESS:PORT"
-READS_SECRET: Final = "--secret"
+RESOLVE_FLAG: Final = "--knows"  # option of this module, followed by the host name to resolve
+ADDRESS_ADVICE: Final = "pass its address in --endpoint ADDRESS:PORT"
+SECRET_FLAG: Final = "--secret"
 STOP_S: Final = 60.0  # time to save a checkpoint after SIGTERM
 _POLL_S: Final = 0.1
-_RESOLVE_TIMEOUT_S: Final = 5.0  # maximum time until a name resolves; container names may only resolve after a delay
+_RESOLVE_TIMEOUT_S: Final = 5.0
 _MAX_SECRET_BYTES: Final = 8192  # maximum length of a secret in bytes
 SRUN_PORT: Final = "LOCKSTEP_SRUN_PORT"  # read by the tasks, together with SLURM_SRUN_COMM_HOST, which srun sets
-_BACKLOG: Final = 4096  # maximum number of connections that aren't accepted yet
+_BACKLOG: Final = 4096  # maximum number of connections, which are never accepted
 _CONNECT_TIMEOUT_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
-# A manually started process may outlive its shell (nohup).
+# Manually started processes aren't included, because they may outlive their shell (nohup).
 _FOLLOWED_LAUNCHERS: Final = ("torchrun", "openmpi", "mpich")
 
 
 def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = STOP_S) -> int:
-    """Run a command until it exits or the file descriptor `stdin` closes. Return its exit code as a shell would."""
-    process: subprocess.Popen[bytes] | None = None
-    signaled = False  # whether a signal arrived, possibly before the command was started
+    """Run a command until it exits or the file descriptor `stdin` closes. Return its exit code.
 
-    def end(*_: object) -> None:
+    As in a shell, the exit code is 128 + N if signal N ended the command.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    signaled = False  # set when a signal arrives, possibly before the command is started
+
+    def terminate(*_: object) -> None:
         nonlocal signaled
         signaled = True
         if process:
@@ -64,20 +68,20 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits ignored signals, e.g. from nohup
-            signal.signal(number, end)
+            signal.signal(number, terminate)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent)
     if signaled:
-        end()
+        terminate()
 
-    def watch() -> None:
+    def watch_stdin() -> None:
         while os.read(stdin, 4096):
             pass
-        end()
+        terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(stop_s)
         _kill_group(process.pid)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_stdin, daemon=True).start()
     code = None
     while code is None:  # poll, because a signal to the other thread doesn't interrupt a wait
         with suppress(subprocess.TimeoutExpired):
@@ -86,29 +90,32 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
     return code if code >= 0 else 128 - code
 
 
-def listening_socket() -> socket.socket:
-    """Return a socket that tasks connect to. The socket stays open across exec until this process ends."""
-    listening = socket.create_server(("", 0), backlog=_BACKLOG)
-    listening.set_inheritable(True)
-    return listening
+def open_listening_socket() -> socket.socket:
+    """Return a listening socket for `follow_srun`. The socket stays open across exec, until this process ends."""
+    listener = socket.create_server(("", 0), backlog=_BACKLOG)
+    listener.set_inheritable(True)
+    return listener
 
 
 def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
-    """End this process when its srun is gone: send SIGTERM to this process, and SIGKILL after `stop_s` seconds.
+    """Arrange for this process to end when its srun is gone. Sends SIGTERM, and SIGKILL after `stop_s` seconds.
 
-    `lockstep launch` becomes srun, whose address is in `env`. If `env` has no address, this function is a no-op. Call
-    this function from the main thread.
+    `env` contains the address of the socket that srun inherited from `lockstep launch`. Without an address, this
+    function is a no-op. Call it from the main thread, which receives SIGTERM.
     """
     host, port = env.get("SLURM_SRUN_COMM_HOST"), env.get(SRUN_PORT)
     if not (host and port):
         return
     main_thread = threading.get_ident()
 
-    def watch() -> None:
+    def watch_srun() -> None:
         try:
-            with socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S) as line, suppress(ConnectionError):
-                line.settimeout(None)
-                line.recv(1)
+            with (
+                socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S) as connection,
+                suppress(ConnectionError),
+            ):
+                connection.settimeout(None)
+                connection.recv(1)
         except ConnectionRefusedError:  # srun is already gone
             pass
         except OSError as error:
@@ -119,7 +126,7 @@ def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
         time.sleep(stop_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_srun, daemon=True).start()
 
 
 def _kill_group(group: int) -> None:
@@ -127,9 +134,12 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def host_problem(host: str, stop_s: float = _RESOLVE_TIMEOUT_S) -> str:
-    """Return a message if this host can't resolve a host name within `stop_s` seconds, or else an empty string."""
-    deadline = time.monotonic() + stop_s
+def check_host_resolves(host: str, timeout_s: float = _RESOLVE_TIMEOUT_S) -> str:
+    """Return an error message if this host can't resolve `host` within `timeout_s` seconds, or else "".
+
+    Container names may only resolve after a delay.
+    """
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             socket.getaddrinfo(host, None)
@@ -144,42 +154,43 @@ def host_problem(host: str, stop_s: float = _RESOLVE_TIMEOUT_S) -> str:
 
 
 def _export_secret(stdin: int) -> None:
-    """Store the first line of stdin in the environment. Reads byte by byte, so that the rest of stdin stays unread."""
+    """Read the job secret from the first line of stdin, and set its environment variable. Leaves the rest unread."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(stdin, 1)
         if not byte or len(line) > _MAX_SECRET_BYTES:
             sys.exit(
-                f"{READS_SECRET}: expected a line with the secret of the job on stdin; start it with lockstep launch"
+                f"{SECRET_FLAG}: expected a line with the secret of the job on stdin; start it with lockstep launch"
             )
         line += byte
     os.environb[SECRET.encode()] = line[:-1]
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the parent thread ends, even if SIGKILL ends the parent.
+    """Arrange for the kernel to kill this process when its parent ends, even if the parent is killed.
 
-    On systems other than Linux, a thread ends this process soon after its parent.
+    On Linux, the parent is the thread that started this process. On other systems, a thread of this process polls until
+    the parent process has ended.
     """
-    # If multiprocessing started this process, the parent was recorded before the fork.
+    # multiprocessing records the parent before the fork. getppid may already return a different process.
     parent_process = multiprocessing.parent_process()
     parent = parent_process.pid if parent_process else os.getppid()
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except AttributeError:  # not Linux
-        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
 
 
-def _end_after(parent: int) -> None:
+def _exit_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)
 
 
 def die_with_launcher(launcher: str) -> None:
-    """End this process together with the launcher that started it. Raises TransientError if the launcher is gone.
+    """Arrange for this process to be killed when its launcher ends. Raises TransientError if the launcher is gone.
 
     Call this function first, while the launcher is still the parent of this process.
     """
@@ -201,7 +212,7 @@ def parent_command() -> list[str]:
 
 
 def _is_orphan(launcher: str) -> bool:
-    """Return whether this process, whose parent is process 1, was reparented to init because its launcher is gone.
+    """Return whether this process, a child of process 1, was reparented to process 1 because its launcher is gone.
 
     In a container, process 1 can be torchrun itself, or a Python process that started torchrun. With MPI, each rank may
     run in a container with a separate init process.
@@ -220,7 +231,7 @@ def _has_torch(pid: int) -> bool:
 
 
 def _reader_is_gone(descriptor: int) -> bool:
-    """Return whether the reader of a file descriptor, such as the mpirun of a rank, is gone."""
+    """Return whether no process reads from a pipe anymore, such as the mpirun that reads the output of a rank."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return bool(poll.poll(0))  # the mask 0 only reports errors and hang-ups
@@ -228,13 +239,13 @@ def _reader_is_gone(descriptor: int) -> bool:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    if arguments[:1] == [READS_SECRET]:
+    if arguments[:1] == [SECRET_FLAG]:
         _export_secret(sys.stdin.fileno())
         arguments = arguments[1:]
     if arguments[:1] == [RESOLVE_FLAG]:
-        if problem := host_problem(arguments[1]):
-            sys.stderr.write(f"error: {problem}; {GIVE_ADDRESS}\n")
+        if problem := check_host_resolves(arguments[1]):
+            sys.stderr.write(f"error: {problem}; {ADDRESS_ADVICE}\n")
             sys.exit(EXIT_USAGE)
         arguments = arguments[2:]
-    os.environ.setdefault(VARIABLE, FIXED)  # ssh doesn't forward PYTHONHASHSEED
+    os.environ.setdefault(SEED_VARIABLE, FIXED_SEED)  # ssh doesn't forward PYTHONHASHSEED
     sys.exit(run_until_stdin_closes(arguments, sys.stdin.fileno()))

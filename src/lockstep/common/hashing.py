@@ -1,4 +1,4 @@
-"""The seed of Python's string hashes, which determines the iteration order of sets. Lockstep's commands fix the seed.
+"""The seed of Python's string hashes, which determines the iteration order of sets. Lockstep's commands set this seed.
 
 Unless PYTHONHASHSEED is set, Python chooses a random seed when an interpreter starts, and the seed can't be changed
 later. Forked ranks share the seed. Ranks that a launcher starts have different seeds, and restarting a run changes the
@@ -11,73 +11,77 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-VARIABLE: Final = "PYTHONHASHSEED"
-RANDOM: Final = "random"
-FIXED: Final = "0"
+SEED_VARIABLE: Final = "PYTHONHASHSEED"
+RANDOM_SEED: Final = "random"
+FIXED_SEED: Final = "0"
 _INITIAL_ENVIRON: Final = "/proc/self/environ"
 
 
 def fix_hash_seed() -> None:
-    """Restart this command with a fixed hash seed unless a seed is set. Takes about 20 ms. Call before all imports."""
-    has_seed = os.environ.get(VARIABLE) not in (None, "", RANDOM) or sys.flags.ignore_environment
+    """Restart this command with a fixed hash seed, unless a seed is set. Call this function before slow imports.
+
+    Restarting takes about 20 ms.
+    """
+    has_seed = os.environ.get(SEED_VARIABLE) not in (None, "", RANDOM_SEED) or sys.flags.ignore_environment
     if has_seed or os.name != "posix":  # on other systems, exec starts a second process
         return
-    os.environ[VARIABLE] = FIXED
+    os.environ[SEED_VARIABLE] = FIXED_SEED
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def hash_seed() -> str:
     """Return the hash seed of this process in the format of PYTHONHASHSEED, or RANDOM.
 
-    Changing the variable after the start of the process has no effect. Therefore, its initial value is read if
-    possible.
+    Changing the variable has no effect after the process has started. Therefore, this reads the initial value of the
+    variable if possible.
     """
     if not sys.flags.hash_randomization:
-        return FIXED
+        return FIXED_SEED
     if sys.flags.ignore_environment:
-        return RANDOM
+        return RANDOM_SEED
     try:
         with open(_INITIAL_ENVIRON, "rb") as file:
             pairs = (pair.partition(b"=") for pair in file.read().split(b"\0"))
-            initial = {name: value for name, _, value in pairs}.get(VARIABLE.encode(), b"")
-        return initial.decode(errors="replace") or RANDOM
+            initial = {name: value for name, _, value in pairs}.get(SEED_VARIABLE.encode(), b"")
+        return initial.decode(errors="replace") or RANDOM_SEED
     except OSError:
-        return os.environ.get(VARIABLE) or RANDOM
+        return os.environ.get(SEED_VARIABLE) or RANDOM_SEED
 
 
-def probe() -> str:
-    """Return a hash that depends on the seed of this process, for `seed_warning`."""
-    return str(hash(VARIABLE))
+def sample_hash() -> str:
+    """Return the hash of a constant string, which depends on the hash seed of this process."""
+    return str(hash(SEED_VARIABLE))
 
 
-def seed_warning(probes: Collection[str]) -> str:
-    """Return a warning if the hashes of the ranks differ, or else an empty string.
+def hash_seed_warning(hashes: Collection[str]) -> str:
+    """Return a warning if the ranks have different hash seeds, or else an empty string.
 
-    This isn't an error, because torchrun doesn't set a seed and most scripts never iterate over a set of strings.
+    `hashes` contains `sample_hash` of each rank. A difference isn't an error, because torchrun doesn't set
+    PYTHONHASHSEED, and most scripts never iterate over a set of strings.
     """
-    if len(set(probes)) < 2:
+    if len(set(hashes)) < 2:
         return ""
     return (
         f"the ranks have different hash seeds, so each rank iterates over a set of strings in a different order: a "
         f"model, dataset or loop that does so computes different numbers on each rank; iterate over sorted(...), or "
-        f"start the ranks with {VARIABLE}={FIXED}, as lockstep launch does"
+        f"start the ranks with {SEED_VARIABLE}={FIXED_SEED}, as lockstep launch does"
     )
 
 
-def other_seed() -> str:
-    """Return a seed that differs from the seed of this process, so that sets iterate in a different order."""
+def different_hash_seed() -> str:
+    """Return a hash seed that differs from the seed of this process."""
     return "1" if hash_seed() != "1" else "2"
 
 
 @contextmanager
 def hash_seed_for_children(seed: str) -> Iterator[None]:
-    """Set the hash seed of processes that are started in the block. Forked processes keep the current seed."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = seed
+    """Set the hash seed of all processes that the block starts. Forked processes keep the current seed."""
+    before = os.environ.get(SEED_VARIABLE)
+    os.environ[SEED_VARIABLE] = seed
     try:
         yield
     finally:
         if before is None:
-            del os.environ[VARIABLE]
+            del os.environ[SEED_VARIABLE]
         else:
-            os.environ[VARIABLE] = before
+            os.environ[SEED_VARIABLE] = before

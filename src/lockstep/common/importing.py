@@ -35,7 +35,7 @@ def import_object(path: str, purpose: str) -> Any:
 
 
 def import_callable(path: str, purpose: str, expected: str) -> Any:
-    """Import a callable, as `import_object` does. If it isn't callable, raise UsageError with `expected`."""
+    """Import an object with `import_object`. If it isn't callable, raise UsageError that says what was `expected`."""
     value = import_object(path, purpose)
     if not callable(value):
         raise UsageError(f"{purpose} {path}: expected {expected}, got an object of type {type(value).__name__}")
@@ -69,7 +69,7 @@ def _import(name: str, label: str) -> ModuleType:
         return importlib.import_module(name)
     except (LockstepError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a script without a main guard may even exit
+    except BaseException as error:  # includes SystemExit, because a script without a main guard may exit
         # The missing module is the requested module or one of its parent packages.
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise UsageError(

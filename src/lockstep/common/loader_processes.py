@@ -1,4 +1,4 @@
-"""Errors for data loader processes that died. An error names the process, how the process ended, and a fix.
+"""Errors about data loader processes that died. They say which process ended and how, and suggest a fix.
 
 torch raises a RuntimeError in its SIGCHLD handler, so the error interrupts whatever the main thread is doing, such as
 user code or a collective.
@@ -27,8 +27,8 @@ class LoaderDiedError(HostError):
     """A process that loads data for this rank died."""
 
 
-def lost_loader_process(error: BaseException) -> LoaderDiedError | None:
-    """If a dead loader process caused `error`, return the error to report. Otherwise, return None."""
+def find_loader_error(error: BaseException) -> LoaderDiedError | None:
+    """Return the error to report if `error` was caused by a dead loader process, or else None."""
     result: LoaderDiedError | None = None
     cause: BaseException | None = error
     while cause is not None:
@@ -36,13 +36,13 @@ def lost_loader_process(error: BaseException) -> LoaderDiedError | None:
             return cause
         if result is None and isinstance(cause, RuntimeError) and (match := _DIED.search(str(cause))):
             code = -_signal_number(match["signal"]) if match["signal"] else int(match["code"] or 0)
-            result = died(match["pid"], code)
+            result = make_loader_error(match["pid"], code)
         cause = cause.__cause__ or cause.__context__
     return result
 
 
-def died(name: str, code: int) -> LoaderDiedError:
-    """Return the error for the loader process `name` that ended with exit code `code`. A negative code is a signal."""
+def make_loader_error(name: str, code: int) -> LoaderDiedError:
+    """Return the error for loader process `name`, which exited with `code`, or was killed by signal `-code`."""
     kind = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     how = f"was killed by {kind}" if code < 0 else f"exited with code {code}" if code else "exited"
     advice = _ADVICE.get(kind, _CRASHED)

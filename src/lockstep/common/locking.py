@@ -14,12 +14,12 @@ from lockstep.errors import UsageError
 
 @contextmanager
 def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock file `path` in the block. Creates the file if needed. Waits while another process holds it.
+    """Hold a file lock in the block. Waits while another process holds it. If `path` doesn't exist, it is created.
 
-    If `wait` is False, try to acquire the lock once without waiting, and yield whether this succeeded.
+    Yields True. If `wait` is False, this doesn't wait, and yields whether the lock was acquired.
 
-    The lock is held by an open file descriptor, so a killed process releases its lock.
-    The file is never removed. Otherwise, a waiting process and a new process could hold two locks with the same name.
+    An open file descriptor holds the lock, so a killed process releases it. The file is never removed. Otherwise, a
+    waiting process and a new process could both hold the lock, on two files with the same path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
@@ -39,8 +39,8 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
 def private_folder() -> Path:
     """Return this user's private folder in the temporary folder of the node. Creates it if needed.
 
-    All users can write to the temporary folder, and can guess the name of the private folder. Therefore, this raises
-    UsageError if another user created the private folder, or if other users can access the private folder.
+    Any user can create a folder with this name in the temporary folder. Therefore, this raises UsageError if another
+    user owns the private folder, or if other users can access it.
     """
     folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
     with suppress(FileExistsError):

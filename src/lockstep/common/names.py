@@ -9,7 +9,7 @@ _MAX_COMPARED_CHARS: Final = 100  # maximum length of a name to compare; longer 
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` of the `names` that are similar to `name`, with the most similar name first."""
+    """Return up to `count` items of `names` that are similar to `name`, with the most similar first."""
     if len(name) > _MAX_COMPARED_CHARS:
         return []
     spelled = {candidate.lower(): candidate for candidate in names}
@@ -17,7 +17,7 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return the text `; did you mean 'x' or 'y'?`, or an empty string if no name is similar."""
+    """Return a suggestion such as `; did you mean 'x' or 'y'?`, or an empty string if no name is similar."""
     quoted = [f"'{candidate}'" for candidate in nearest(name, names)]
     if not quoted:
         return ""
@@ -26,10 +26,10 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def choices(name: str, names: Iterable[str]) -> str:
-    """Return a text with a suggestion for a mistyped name and the valid names.
+    """Return a suggestion for a mistyped name, followed by the valid names.
 
-    Without a suggestion, the text only lists the valid names. With a suggestion and many valid names, the text only
-    contains the suggestion.
+    If no name is similar, this only lists the valid names. If there is a suggestion, a long list of valid names is
+    omitted.
     """
     valid = list(names)
     hint = suggestion(name, valid)
@@ -37,5 +37,5 @@ def choices(name: str, names: Iterable[str]) -> str:
 
 
 def list_names(valid: Sequence[str]) -> str:
-    """Return the text ` Valid: x, y` to append to a suggestion, or an empty string if there are many names."""
+    """Return a list such as ` Valid: x, y` to append to a suggestion, or an empty string if there are many names."""
     return f" Valid: {', '.join(valid)}" if len(valid) <= _MAX_LISTED else ""

@@ -7,7 +7,7 @@ from typing import Final
 from lockstep.common.names import suggestion
 from lockstep.errors import UsageError
 
-_MAX_NAMES: Final = 8  # maximum number of names in a message
+_MAX_NAMES: Final = 8  # default maximum number of names in a message
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -16,7 +16,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = "parameter") -> set[str]:
-    """Return the `names` that match a pattern. If a pattern matches no name, raise UsageError, prefixed with `key`."""
+    """Return the names that match any pattern. If a pattern matches no name, raise UsageError, prefixed with `key`."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = suggestion(pattern, names)
@@ -27,6 +27,6 @@ def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = 
 
 
 def list_some(names: Sequence[str], limit: int = _MAX_NAMES) -> str:
-    """Return at most `limit` names as text for a message."""
+    """Format at most `limit` names for a message, such as `a, b and 3 more`."""
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + suffix

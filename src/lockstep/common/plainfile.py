@@ -1,4 +1,4 @@
-"""Safe reading of untrusted files: only regular files are read, and links aren't followed. Also parses JSON."""
+"""Safe access to untrusted files: opens only regular files, without following links. Also parses untrusted JSON."""
 
 import errno
 import json
@@ -9,14 +9,14 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
-LARGEST_HEADER: Final = 1 << 24  # bytes of a safetensors header; about 150,000 tensors, which take seconds to read
+LARGEST_HEADER: Final = 1 << 24  # in bytes; a header of this size describes 150,000 tensors and takes seconds to parse
 
 
 def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False) -> int:
-    """Open `path` like os.open. Raises OSError if it isn't a regular file or, unless `links` is set, if it is a link.
+    """Open a file with os.open. Raises OSError if it isn't a regular file or, unless `links` is set, if it is a link.
 
-    A link can point to any file of the user, a pipe blocks its reader, and a device may never end. Only the last
-    component of the path is checked for links.
+    A link can point to any file of the user, a pipe can block, and a device may never end. Only the last component of
+    the path is checked for links.
     """
     try:
         follow = 0 if links else os.O_NOFOLLOW
@@ -32,12 +32,12 @@ def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links
 
 
 def reader(path: Path, *, links: bool = False) -> BufferedReader:
-    """Open `path` for reading bytes. See `descriptor`."""
+    """Open a regular file for reading bytes. See `descriptor` for links and errors."""
     return os.fdopen(descriptor(path, links=links), "rb")
 
 
 def content(path: Path, limit: int) -> bytes:
-    """Return the content of a file. If it is longer than `limit` bytes, raise OSError. See `descriptor`."""
+    """Return the content of a regular file. Raises OSError if it is longer than `limit` bytes. See `descriptor`."""
     with reader(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -46,7 +46,7 @@ def content(path: Path, limit: int) -> bytes:
 
 
 def shown_text(path: Path) -> str:
-    """Return the text of a system file, such as in /proc, or "" if it can't be read, e.g. in a container."""
+    """Return the stripped text of a system file, e.g. in /proc. Returns "" if it can't be read, e.g. in a container."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
@@ -54,9 +54,9 @@ def shown_text(path: Path) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OSError if any entry in `folder`, after following links, is neither a regular file nor a folder.
+    """Raise OSError if a folder contains anything but regular files, folders, and links to them.
 
-    Call this function before a library opens files in a folder, because a library would block on a pipe.
+    Call this function before a library opens files in the folder, because the library would block on a pipe.
     """
     for folder_path, _, names in os.walk(folder):
         for path in (Path(folder_path, name) for name in names):
@@ -65,10 +65,10 @@ def check_folder(folder: Path) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise OSError if the safetensors header of a file is larger than the header of any real model.
+    """Raise OSError if a safetensors file has a header of more than `LARGEST_HEADER` bytes, which no real model has.
 
-    The library accepts up to 100 MB. Such a header can list a million tensors, and takes a minute and a gigabyte to
-    parse.
+    The safetensors library accepts headers of up to 100 MB. Parsing such a header can take a minute and a gigabyte of
+    memory.
     """
     with reader(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -77,7 +77,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON, with `pairs` as the object_pairs_hook. Raises ValueError if the data isn't valid.
+    """Parse JSON. `pairs` is the object_pairs_hook of json.loads. Raises ValueError if the data isn't valid JSON.
 
     Use this function instead of json.loads, which raises RecursionError if lists are nested too deeply.
     """

@@ -16,7 +16,7 @@ def need_posix(feature: str) -> None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process can use, given its affinity and the limits of its container."""
+    """Return the number of cores that this process can use, given its affinity and the CPU limit of its container."""
     try:
         bound = len(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux
@@ -25,12 +25,12 @@ def usable_cores() -> int:
 
 
 def has_gpu_driver() -> bool:
-    """Return whether a GPU driver is present. Without a driver, importing torch to find a device can be skipped."""
+    """Return whether a GPU driver is present. Without a driver, there is no need to import torch to look for GPUs."""
     return any(os.path.exists(driver) for driver in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
 def reserve(descriptor: int, length: int) -> None:
-    """Set the length of a file. If possible, reserve the space, so that a full disk raises an error here."""
+    """Set the length of a file. If possible, also reserve disk space, so that a full disk raises OSError here."""
     try:
         os.posix_fallocate(descriptor, 0, length)
     except AttributeError:

@@ -10,13 +10,13 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """The rank of a process, the world size, the local rank and size, the launcher, and the rendezvous address.
+    """The rank and world size of a process, its local rank and local world size, its launcher, and the rendezvous.
 
     - `master`, `port`: The rendezvous address, or None if it isn't needed or is unknown.
     - `advice`: How to set the address with this launcher. Shown in errors if the address is unknown.
     - `hosted`: Whether the launcher listens on this address instead of rank 0. Ray listens in the process of rank 0.
-    - `restarted_separately`: Whether the launcher can restart the processes of one host before the processes of the
-      other hosts have ended. The restarted processes then find the old processes at the rendezvous.
+    - `restarted_separately`: Whether the launcher can restart the processes of a host while the processes of the other
+      hosts are still running. The restarted processes then meet these old processes at the rendezvous.
     """
 
     rank: int
@@ -57,5 +57,5 @@ def rendezvous_address(info: RankInfo, address: str) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return a text such as `rank 2 (b), 3 (b)`. `hosts` has the host name of each rank, or is empty if unknown."""
+    """Format ranks as `rank 2 (b), 3 (b)`. `hosts` has the host name of each rank, or is empty if they are unknown."""
     return "rank " + ", ".join(f"{rank} ({hosts[rank]})" if rank < len(hosts) > 1 else str(rank) for rank in ranks)

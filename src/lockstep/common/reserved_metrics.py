@@ -1,11 +1,11 @@
-"""Reserved metric names. In the event log, each metric is a field next to the fields of the event itself."""
+"""Metric names that are reserved, because events in the event log already have fields with these names."""
 
 from collections.abc import Iterable
 from typing import Final
 
-OF_ALL: Final = frozenset({"event", "time", "step", "epoch", "samples"})
+RESERVED_BY_EVENTS: Final = frozenset({"event", "time", "step", "epoch", "samples"})
 # The fields of step, evaluation and end events, except `loss`, which a metric of a task may replace.
-OF_TRAINING: Final = OF_ALL | {
+RESERVED_IN_TRAINING: Final = RESERVED_BY_EVENTS | {
     *("lr", "norm", "samples_per_s", "peak_bytes", "weight_per_s", "loss_scale", "flops_per_s", "mfu"),
     *("evaluated", "of", "seconds", "fractions", "weights"),
     *("weights_sha256", "skipped_steps", "skipped_samples", "audited"),
@@ -14,5 +14,5 @@ OF_TRAINING: Final = OF_ALL | {
 
 
 def first_reserved(names: Iterable[str], reserved: frozenset[str]) -> str | None:
-    """Return the first metric name that is `reserved`, or None if there is none."""
+    """Return the first of the names that is reserved, or None."""
     return next((name for name in names if name in reserved), None)

@@ -1,4 +1,4 @@
-"""The schema version of run files. It is stored in `started` events and in state.json."""
+"""The schema version of the files in a run folder. It is stored in `started` events and in state.json."""
 
 from typing import Final
 

@@ -1,11 +1,11 @@
-"""Safe text for output, and quantities as text. Untrusted text can't move the cursor or color or reorder text."""
+"""Formats text and quantities for output. Escapes untrusted text, so that it can't move the cursor or change colors."""
 
 import re
 from typing import Final
 
-# The control characters C0 and C1 with DEL, characters that are invisible or reorder text (bidi marks, embeddings,
-# overrides and isolates, tags), the line separators of Unicode, and surrogates, which no stream can encode. Joiners are
-# allowed, because some scripts need them.
+# The C0 and C1 control characters and DEL, invisible characters, characters that reorder text (bidirectional marks,
+# embeddings, overrides and isolates), tags, Unicode line separators, and surrogates, which streams can't encode.
+# Joiners are allowed, because some scripts need them.
 _UNSAFE: Final = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U000e0000-\U000e007f"
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    r"""Like `printable`, but also escape \n and \t. For names, which must stay on a single line."""
+    r"""Like `printable`, but also escape \n and \t. Use this function for names, which must stay on a single line."""
     return _UNSAFE_IN_LINE.sub(_escape, text)
 
 

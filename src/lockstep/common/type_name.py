@@ -1,10 +1,10 @@
-"""The type of a value from user code, as text for error messages."""
+"""Describes the type of a value from user code, for error messages."""
 
 from typing import Any
 
 
 def type_name(value: Any) -> str:
-    """Return the name of the type of a value, for error messages."""
+    """Describe the type of a value, such as `a tuple of 2` or `an object of type Net`."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, str):

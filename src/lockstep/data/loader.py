@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.common.follow_parent import die_with_parent
-from lockstep.common.loader_processes import died
+from lockstep.common.loader_processes import make_loader_error
 from lockstep.core import random
 from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
@@ -277,7 +277,7 @@ def _receive_result(results: Any) -> Any:
             raise
         number = dead_workers[0]
         name = f"{number} of {len(workers)} (pid {workers[number].pid})"
-        raise died(name, workers[number].exitcode) from error
+        raise make_loader_error(name, workers[number].exitcode) from error
 
 
 @final

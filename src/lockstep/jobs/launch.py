@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.common.follow_parent import GIVE_ADDRESS, SRUN_PORT, host_problem, listening_socket
+from lockstep.common.follow_parent import ADDRESS_ADVICE, SRUN_PORT, check_host_resolves, open_listening_socket
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, PERSISTENT_EXITS, LockstepError, UsageError
 from lockstep.launchers import ORDER
@@ -68,8 +68,8 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
         _wait_for(job.first)
     if lines:
         return _run_on_hosts(launcher, lines, job, secret)
-    if launcher.elastic and not job.standalone and (problem := host_problem(job.rendezvous_host)):
-        raise UsageError(f"{problem}; {GIVE_ADDRESS}")
+    if launcher.elastic and not job.standalone and (problem := check_host_resolves(job.rendezvous_host)):
+        raise UsageError(f"{problem}; {ADDRESS_ADVICE}")
     _exec_launcher(line, launcher, secret)
     return EXIT_DONE
 
@@ -166,7 +166,7 @@ def _exec_launcher(line: list[str], launcher: Launcher, secret: str) -> None:
     if shutil.which(line[0]) is None:
         raise UsageError(f"{line[0]} not found; install it, load its module, or use a different --on")
     sys.stdout.flush()
-    with listening_socket() if launcher.followed else nullcontext() as listening:
+    with open_listening_socket() if launcher.followed else nullcontext() as listening:
         port = {SRUN_PORT: str(listening.getsockname()[1])} if listening else {}
         os.execvpe(line[0], line, env | port)
 
@@ -198,9 +198,9 @@ def _wait_for(host: str) -> None:
 
     Platforms only register the name once the node is up.
     """
-    if host_problem(host):
+    if check_host_resolves(host):
         _report(f"waiting for an address of {host}, at most {_FIRST_NODE_TIMEOUT_S / 60:.0f} minutes")
-        if problem := host_problem(host, _FIRST_NODE_TIMEOUT_S):
+        if problem := check_host_resolves(host, _FIRST_NODE_TIMEOUT_S):
             raise UsageError(f"{problem}; set the variable of the first node to its address")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lockstep.common.follow_parent import READS_SECRET
+from lockstep.common.follow_parent import SECRET_FLAG
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def followed(job: Job, line: Sequence[str]) -> list[str]:
 
     If the job has a secret, the first line of stdin contains it.
     """
-    secret = [READS_SECRET] if job.signed else []
+    secret = [SECRET_FLAG] if job.signed else []
     return [job.python, "-m", "lockstep.common.follow_parent", *secret, *line]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 from zlib import crc32
 
-from lockstep.common.hashing import VARIABLE
+from lockstep.common.hashing import SEED_VARIABLE
 from lockstep.common.rank import SECRET, RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
@@ -34,7 +34,7 @@ def command(job: Job) -> list[str]:
     secret = ["-x", SECRET] if job.signed else []
     # mpirun doesn't forward the environment to other hosts. `lockstep` commands set the hash seed themselves, but
     # scripts don't.
-    hashes = ["-x", VARIABLE] if job.is_script and len(job.hosts) > 1 else []
+    hashes = ["-x", SEED_VARIABLE] if job.is_script and len(job.hosts) > 1 else []
     layout = [
         "--map-by",
         f"ppr:{per_node}:node",

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from lockstep.data.items import Items, preserve_generators
 from lockstep.loop.member import Member
-from lockstep.probe.probe import loop_items
+from lockstep.probe.probe import check_loop_dataset
 from lockstep.training.sample_digest import digest_ends
 
 
@@ -38,5 +38,5 @@ def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
         # Check for samples that differ between two reads first, because a dataset may cache the samples that it
         # returned.
         is_examined = member.checkpoint is None and not items.in_memory
-        findings = loop_items(items, type(dataset).__getitem__) if is_examined else []
+        findings = check_loop_dataset(items, type(dataset).__getitem__) if is_examined else []
         return DatasetCheck(digest_ends(items), [DatasetFault(finding.culprit, finding.text) for finding in findings])

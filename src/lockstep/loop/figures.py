@@ -6,7 +6,7 @@ from typing import final
 from torch import Tensor
 
 from lockstep.common.own_code import refusal
-from lockstep.common.reserved_metrics import OF_ALL, first_reserved
+from lockstep.common.reserved_metrics import RESERVED_BY_EVENTS, first_reserved
 from lockstep.run.rank import Rank
 from lockstep.training.events import Logged
 
@@ -28,7 +28,7 @@ class LoggedMetrics:
             values = {name: float(value) for name, value in metrics.items()}
         except (TypeError, ValueError, RuntimeError) as error:
             raise refusal(f"run.log: {error}", "pass numbers, or tensors with a single element") from None
-        if reserved_name := first_reserved(values, OF_ALL):
+        if reserved_name := first_reserved(values, RESERVED_BY_EVENTS):
             raise refusal(f"run.log: {reserved_name} is a reserved name", "choose a different name")
         self._rank.world.say(values)
         self._values.update({name: repr(value) for name, value in values.items()})

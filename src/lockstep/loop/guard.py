@@ -28,7 +28,7 @@ from torch.nn import Parameter, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.common.own_code import Place, between, is_own, refusal
+from lockstep.common.own_code import SourceLocation, describe_code_between, is_user_code, refusal
 from lockstep.loop.placing import FREEZING_ADVICE
 
 Refuse = Callable[[bool], Exception]  # returns the error for a write. The argument is true if autograd writes
@@ -137,7 +137,7 @@ class Guard:
         gathered: Callable[[], Mapping[Tensor, Tensor]] = dict,
     ) -> None:
         self.step = 0
-        self.last: Place = "", 0
+        self.last: SourceLocation = "", 0
         # The line of user code at the last check of each kind.
         self._compared_at = self._fully_checked_at = self._autograd_checked_at = self.last
         self._frozen = False  # whether the last check found temporarily frozen parameters
@@ -267,7 +267,7 @@ class Guard:
                 self._fully_checked_at, self._full_check_step = self.last, self._last_step
             self._running = True
 
-    def line(self, depth: int = 1) -> Place:
+    def line(self, depth: int = 1) -> SourceLocation:
         """Return the line of user code that made the current call. This is faster than `own_code.calling`.
 
         The search starts `depth` frames above this one.
@@ -275,10 +275,10 @@ class Guard:
         frame = sys._getframe(depth)
         while frame is not None:
             path = frame.f_code.co_filename
-            is_user_code = self._files.get(path)
-            if is_user_code is None:
-                is_user_code = self._files[path] = is_own(path)
-            if is_user_code:
+            is_user_file = self._files.get(path)
+            if is_user_file is None:
+                is_user_file = self._files[path] = is_user_code(path)
+            if is_user_file:
                 return path, frame.f_lineno
             frame = frame.f_back  # type: ignore[assignment]
         return "", 0
@@ -349,7 +349,7 @@ class Guard:
             )
         return refusal(f"{self._prefix}a gradient of the placed model was modified", _GRADIENT_ADVICE)
 
-    def _check_structure(self, since: Place) -> None:
+    def _check_structure(self, since: SourceLocation) -> None:
         if self._part_ids() != self._identities:
             self._record_gathered()  # some tensors were gathered with their block, but their module wasn't called yet
         if (part_ids := self._part_ids()) != self._identities:
@@ -423,11 +423,11 @@ class Guard:
         return f"step {self.step}: " if self.step else ""
 
     def _refusal(
-        self, problem: str, advice: str = _ADVICE, since: Place | None = None, first_step: int = 0
+        self, problem: str, advice: str = _ADVICE, since: SourceLocation | None = None, first_step: int = 0
     ) -> Exception:
         """Return the error for a change between the line `since`, in step `first_step`, and the current line."""
         prefix = f"steps {first_step} to {self.step}: " if 0 < first_step < self.step else self._prefix
-        return refusal(f"{prefix}{problem}", advice, between(since or self.last, self.line()))
+        return refusal(f"{prefix}{problem}", advice, describe_code_between(since or self.last, self.line()))
 
 
 @final
@@ -435,7 +435,7 @@ class NoGuard:
     """Replaces the guard with no-ops. Tests use it to check that `lockstep.verify` finds the effects of changes."""
 
     step = 0
-    last: Place = "", 0
+    last: SourceLocation = "", 0
 
     def check(
         self,
@@ -451,7 +451,7 @@ class NoGuard:
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
         """See Guard."""
 
-    def line(self, depth: int = 1) -> Place:
+    def line(self, depth: int = 1) -> SourceLocation:
         """Return a placeholder without a path."""
         return self.last
 

@@ -128,7 +128,7 @@ class Member:
                 streams.append(resources.enter_context(rendezvous.rank_log.capture(log)))
             world = resources.enter_context(session.open_world())
             rank = Rank(rendezvous, world, folder_path, machine.numerics(session.device), source)
-            if warning := hashing.seed_warning(world.all_gather_text(hashing.probe())):
+            if warning := hashing.hash_seed_warning(world.all_gather_text(hashing.sample_hash())):
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
             guarded = context is None or context.guarded

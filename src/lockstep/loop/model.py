@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep.comm import exchanges
 from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE
 from lockstep.comm.world import World
-from lockstep.common.own_code import Place, describe_error, location, place, refusal
+from lockstep.common.own_code import SourceLocation, describe_error, location, refusal, source_line
 from lockstep.core.batch import tensors_of
 from lockstep.errors import LockstepError, UserCodeError
 from lockstep.parallel.gradients import backward_nodes
@@ -50,7 +50,7 @@ class Gate:
     step: int = 0  # the current step, from its first micro-batch to its update; 0 between steps
     returned: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
     alike: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
-    ended_at: Place = "", 0  # the line of the last step.backward
+    ended_at: SourceLocation = "", 0  # the line of the last step.backward
     recomputing: bool = False  # whether a backward pass is running. It may recompute modules in a checkpoint()
     exchanged: bool = False  # whether the user's code called a collective. `run.each` resets it.
 
@@ -306,7 +306,7 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     is_sharded = any(type(parameter) is not nn.Parameter for parameter in model.parameters())
     if is_sharded and any(word in str(error) for word in _DTENSOR_WORDS):
         if name := _module_called_alone(error, model):
-            return refusal(f"{name} {CALLED_ALONE}", CALL_THE_MODEL, place(error))
+            return refusal(f"{name} {CALLED_ALONE}", CALL_THE_MODEL, source_line(error))
         return UserCodeError(f"the code computes with sharded weights: {describe_error(error, _SHARDED_ADVICE)}")
     advice = ""
     if "Expected more than 1 value per channel" in str(error):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.common.own_code import UserCode, describe_error, place
+from lockstep.common.own_code import UserCode, describe_error, source_line
 from lockstep.core.batch import Inputs, call, length, map_tensors, tensors_of
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import LockstepError, UsageError, UserCodeError
@@ -282,7 +282,7 @@ def _call_model(model: nn.Module, name: str, inputs: Inputs) -> Any:
         advice = f"use a model that supports this {subject}"
         if not isinstance(inputs, Mapping) and len(inputs) == 1 and not isinstance(inputs[0], Tensor):
             advice = f"let forward accept a single argument of type {type(inputs[0]).__name__}"
-        message = describe_error(error, "" if place(error) else advice)
+        message = describe_error(error, "" if source_line(error) else advice)
         if "Expected more than 1 value per channel" in message:
             raise UsageError(
                 f"model {name}: the smallest micro-batch has {length(inputs)} sample, but BatchNorm requires at least "

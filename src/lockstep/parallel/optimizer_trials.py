@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.common import plainfile
-from lockstep.common.own_code import UserCode, own_error
+from lockstep.common.own_code import UserCode, convert_user_error
 from lockstep.errors import UsageError
 from lockstep.parallel.narrow_steps import PositionIndependentMode
 from lockstep.parallel.optimize import CONTRACT, OWN_OPTIMIZERS
@@ -56,7 +56,7 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
     try:
         _step(optimizer)
     except Exception as error:  # any exception here would also be raised in the first step of training
-        explanation = own_error(error) or f"{error}; use a different optimizer"
+        explanation = convert_user_error(error) or f"{error}; use a different optimizer"
         raise UsageError(f"optimizer {name}: a plain step failed: {explanation}") from error
     states = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
     for slot, value in ((slot, value) for values in states.values() for slot, value in values.items()):
@@ -104,7 +104,7 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
     except Exception as error:  # custom code can raise anything
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its step fails if a tensor has no "
-            f"gradient, as those of other ranks have none: {own_error(error) or error}; skip such tensors"
+            f"gradient, as those of other ranks have none: {convert_user_error(error) or error}; skip such tensors"
         ) from error
     if not matches:
         raise UsageError(

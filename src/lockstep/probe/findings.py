@@ -28,310 +28,327 @@ MEAN_LOSS: Final = "a loss that is a mean"
 NO_SUM: Final = "a loss that is not a sum over samples"
 UNUSED: Final = "unused parameters"
 
-# Reasons why a forward pass may differ between processes, with the most certain reason first.
+# Causes of a forward pass that differs between processes, with the most certain cause first.
 OF_FORWARD: Final = (
     *(RANKED, GLOBALS, UNREPEATABLE, FOREIGN_RANDOMNESS),
     *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
 )
 _CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
 _RELATIVE_TOLERANCE: Final = (
-    1e-3  # relative tolerance; two sums of the same losses are much closer, and a mean is much further away
+    1e-3  # two sums of the same losses differ by much less than this, and a sum and a mean by much more
 )
 
 
 class RandomSample(NamedTuple):
-    """A sample that differs when it is fetched again or, with `by_rank`, when a different rank fetches it.
+    """A sample that differs when it is fetched again or, with `differs_by_rank`, when a different rank fetches it.
 
-    `what` describes the part of the sample that differs, such as its inputs.
+    `part` is training or validation, and `sample_index` is its index in this dataset. `difference` describes the
+    part of the sample that differs, such as its inputs.
     """
 
     part: str
-    number: int
-    what: str
-    by_rank: bool = False
+    sample_index: int
+    difference: str
+    differs_by_rank: bool = False
 
 
-class LossFact(NamedTuple):
-    """The loss of several samples computed together, and the sum of their losses computed individually."""
+class LossComparison(NamedTuple):
+    """The loss of multiple samples computed together, and the sum of their individually computed losses."""
 
     samples: int
-    together: float
-    one_by_one: float
+    joint_loss: float
+    summed_loss: float
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The observations of a probe about the data, the model and the loss, made in a single process."""
+    """The observations of a probe about the data, the model and the loss, made in a single process.
+
+    A field `differs_...` describes the part that differs, such as the loss, or is an empty string.
+    """
 
     buffers: Sequence[str] = ()
-    # Buffers outside torch's BatchNorm that forward() modifies, each with the class of its module. `counting_buffers`
-    # lists the buffers whose final value depends on the first micro-batch.
+    # Buffers outside torch's BatchNorm that forward() modifies, each with the class name of its module.
+    # `accumulating_buffers` lists the buffers whose final value depends on the first micro-batch.
     changed_buffers: Mapping[str, str] = field(default_factory=dict)
-    counting_buffers: Sequence[str] = ()
+    accumulating_buffers: Sequence[str] = ()
     changed_weights: Sequence[str] = ()  # parameters modified by forward(), only checked as a last resort
     attributes: Mapping[str, str] = field(default_factory=dict)  # attributes modified by forward(), with descriptions
     variables: Mapping[str, str] = field(default_factory=dict)  # globals modified by forward(), with descriptions
-    streams: Sequence[str] = ()  # random number generators used by forward(): Python's or NumPy's
-    unused: Sequence[str] = ()  # parameters without a gradient
+    generators: Sequence[str] = ()  # random number generators used by forward(): Python's or NumPy's
+    unused_parameters: Sequence[str] = ()  # trainable parameters without a gradient
     random_samples: Sequence[RandomSample] = ()
-    loss: LossFact | None = None
-    repeated: str = ""  # the part that differs when the same micro-batch is repeated from the same state
-    alone: str = ""  # the part that differs without the previous micro-batch
-    by_rank: str = ""  # the part that differs when this process poses as a different rank
-    reads: Mapping[str, str] = field(default_factory=dict)  # nondeterministic inputs (witness.py), with source lines
-    evaluation: str = ""  # the part of an evaluation that depends on the previous batch
+    loss: LossComparison | None = None
+    differs_on_repeat: str = ""  # when the same micro-batch is repeated from the same state
+    differs_without_previous: str = ""  # when a micro-batch runs without the previous micro-batch
+    differs_by_rank: str = ""  # when this process poses as a different rank
+    # Nondeterministic values that forward() reads, such as CLOCK in witness.py, each with its source line.
+    reads: Mapping[str, str] = field(default_factory=dict)
+    differs_in_evaluation: str = ""  # when a batch is evaluated without the previous batch
     evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # like `reads`, for evaluation
-    traits: Sequence[str] = ()  # properties that may depend on the strategy (traits.py), only checked by verify
-    refused: str = ""  # torch's message about an operation without a deterministic kernel
-    # Source lines of the user's code by key. The keys are model, loss, data, training and validation (the code that
-    # fetches samples), kernel (the operation without a deterministic kernel), and the names of buffers, attributes and
-    # variables.
-    places: Mapping[str, str] = field(default_factory=dict)
+    traits: Sequence[str] = ()  # properties that may give different results under some strategies (see ModelTraits)
+    missing_kernel: str = ""  # torch's error about an operation without a deterministic kernel
+    # Source lines of user code by key: model, loss, data, training and validation (the code that fetches samples),
+    # kernel (the operation without a deterministic kernel), and the names of buffers, attributes and global variables.
+    source_lines: Mapping[str, str] = field(default_factory=dict)
 
-    def at(self, *names: str) -> str:
+    def location_of(self, *names: str) -> str:
         """Return the first known source line for any of these names, such as ` (net.py:12)`, or an empty string."""
-        locations = [self.places[name] for name in names if self.places.get(name)]
+        locations = [self.source_lines[name] for name in names if self.source_lines.get(name)]
         return f" ({locations[0]})" if locations else ""
 
 
-def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
+def findings(result: ProbeResult, placement_differs: bool = False) -> list[CodeFinding]:
     """Return the faults and notes about the user's code.
 
-    `departed` is whether training gave different results on a placement. If it did, and if no other fault explains the
-    difference, the use of random number generators that Lockstep doesn't seed is also reported as a fault.
+    Set `placement_differs` if training gave different results on a placement. If no other fault explains this, drawing
+    from a random number generator that Lockstep doesn't seed is then reported as a fault instead of a note.
     """
-    code_findings = _all_findings(probed)
-    unexplained = departed and not any(finding.fault for finding in code_findings)
+    code_findings = _all_findings(result)
+    unexplained = placement_differs and not any(finding.fault for finding in code_findings)
     return [
         replace(finding, fault=finding.fault or (unexplained and finding.culprit == FOREIGN_RANDOMNESS))
         for finding in code_findings
     ]
 
 
-def _all_findings(probed: ProbeResult) -> list[CodeFinding]:
+def _all_findings(result: ProbeResult) -> list[CodeFinding]:
     code_findings = [
-        *_data_findings(probed),
-        *_kernel_findings(probed),
-        *_state_findings(probed),
-        *_buffer_findings(probed),
-        *_loss_findings(probed),
+        *_data_findings(result),
+        *_kernel_findings(result),
+        *_state_findings(result),
+        *_buffer_findings(result),
+        *_loss_findings(result),
     ]
-    code_findings += _evaluation_findings(probed)
-    if probed.unused:
+    code_findings += _evaluation_findings(result)
+    if result.unused_parameters:
         text = (
-            f"the loss of the tested micro-batches does not depend on these parameters: {list_some(probed.unused)}; "
+            f"the loss of the tested micro-batches does not depend on these parameters: "
+            f"{list_some(result.unused_parameters)}; "
             f"they get a gradient of zeros, so weight decay and momentum still change them; remove or freeze them "
             f"(requires_grad=False)"
         )
-        code_findings.append(CodeFinding(UNUSED, False, text, tuple(probed.unused)))
+        code_findings.append(CodeFinding(UNUSED, False, text, tuple(result.unused_parameters)))
     return code_findings
 
 
-def _data_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
-    random_by_call = [sample for sample in probed.random_samples if not sample.by_rank]
-    random_by_rank = [sample for sample in probed.random_samples if sample.by_rank]
+def _data_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+    random_by_call = [sample for sample in result.random_samples if not sample.differs_by_rank]
+    random_by_rank = [sample for sample in result.random_samples if sample.differs_by_rank]
     if random_by_call:
-        part, number, difference, _ = random_by_call[0]
+        part, index, difference, _ = random_by_call[0]
         text = (
-            f"item {number} of the {part} dataset{probed.at(part, 'data')} changes when it is fetched again: it has "
+            f"item {index} of the {part} dataset{result.location_of(part, 'data')} changes when it is fetched again: "
+            f"it has "
             f"different {difference} ({len(random_by_call)} of the tested items do); do not change items in place, do "
             f"not keep random draws, and draw from the default generators of Python, NumPy or torch in __getitem__, "
             f"which are seeded for each item, not from a separate generator, the clock or the system"
         )
-        yield CodeFinding(RANDOM_DATA, True, text, _samples(random_by_call))
+        yield CodeFinding(RANDOM_DATA, True, text, _sample_names(random_by_call))
     if random_by_rank:
-        part, number, difference, _ = random_by_rank[0]
+        part, index, difference, _ = random_by_rank[0]
         text = (
-            f"the {part} dataset{probed.at(part, 'data')} depends on the rank: sample {number} has different "
+            f"the {part} dataset{result.location_of(part, 'data')} depends on the rank: sample {index} has different "
             f"{difference} on rank 1 of 2 ({len(random_by_rank)} of the tested samples do); return the whole dataset "
             f"on every rank, because Lockstep distributes its samples"
         )
-        yield CodeFinding(RANKED_DATA, True, text, _samples(random_by_rank))
+        yield CodeFinding(RANKED_DATA, True, text, _sample_names(random_by_rank))
 
 
-def _samples(samples: Sequence[RandomSample]) -> tuple[str, ...]:
-    return tuple(f"{sample.part} {sample.number}" for sample in samples)
+def _sample_names(samples: Sequence[RandomSample]) -> tuple[str, ...]:
+    return tuple(f"{sample.part} {sample.sample_index}" for sample in samples)
 
 
-def _kernel_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
-    if probed.refused:
+def _kernel_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+    if result.missing_kernel:
         text = (
-            f"an operation of the model or the loss{probed.at('kernel')} has no deterministic kernel: "
-            f"{probed.refused}; use a different operation"
+            f"an operation of the model or the loss{result.location_of('kernel')} has no deterministic kernel: "
+            f"{result.missing_kernel}; use a different operation"
         )
         yield CodeFinding(NOT_DETERMINISTIC, True, text)
     # A counter in a global variable changes with each call. Unless the code also reads a clock, the counter explains
     # the difference.
-    elif probed.repeated and not (probed.variables and not _clocks(probed)):
+    elif result.differs_on_repeat and not (result.variables and not _clock_reads(result)):
         text = (
-            f"the same micro-batch, computed again by a fresh copy of the model{probed.at('model')} with every "
-            f"generator in the same state, has a different {probed.repeated}: "
+            f"the same micro-batch, computed again by a fresh copy of the model{result.location_of('model')} with "
+            f"every "
+            f"generator in the same state, has a different {result.differs_on_repeat}: "
         )
-        if _clocks(probed):
-            text += f"the code reads {_list_reads(probed, _clocks(probed))}; make it a function of the inputs"
+        if _clock_reads(result):
+            text += f"the code reads {_list_reads(result, _clock_reads(result))}; make it a function of the inputs"
         else:
             text += (
                 "a kernel is not deterministic, or the forward pass uses the clock, the system's randomness or state "
                 "of an earlier forward pass; make it a function of the inputs"
             )
         yield CodeFinding(UNREPEATABLE, True, text)
-    if probed.by_rank:
-        reads = _list_reads(probed, [name for name in probed.reads if name in (RANK, PROCESS, HOST)])
+    if result.differs_by_rank:
+        reads = _list_reads(result, [name for name in result.reads if name in (RANK, PROCESS, HOST)])
         depends = (
-            f"the code reads {reads}" if reads else f"the model{probed.at('model')} or the loss depends on the rank"
+            f"the code reads {reads}"
+            if reads
+            else f"the model{result.location_of('model')} or the loss depends on the rank"
         )
         text = (
-            f"on rank 1 of 2, the same micro-batch has a different {probed.by_rank} than on one process: {depends}; "
+            f"on rank 1 of 2, the same micro-batch has a different {result.differs_by_rank} than on one process: "
+            f"{depends}; "
             f"make it a function of the inputs"
         )
         yield CodeFinding(RANKED, True, text)
 
 
-def _clocks(probed: ProbeResult) -> list[str]:
-    return [name for name in probed.reads if name in _CLOCKS]
+def _clock_reads(result: ProbeResult) -> list[str]:
+    return [name for name in result.reads if name in _CLOCKS]
 
 
-def _list_reads(probed: ProbeResult, names: Sequence[str]) -> str:
-    return " and ".join(f"{name} ({probed.reads[name]})" for name in names)
+def _list_reads(result: ProbeResult, names: Sequence[str]) -> str:
+    return " and ".join(f"{name} ({result.reads[name]})" for name in names)
 
 
-def _state_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
-    """Yield the findings about state that a forward pass changes.
+def _state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+    """Yield a finding for each kind of state that a forward pass changes.
 
-    This state is a fault if it affects the result of the next forward pass.
+    Changed weights are always a fault. Other changes are a fault if they affect the result of a forward pass.
     """
-    depends = bool(probed.alone)
-    if probed.streams:
-        # A cached function only generates random numbers in its first call, which was not recorded.
-        caches = [name for name, how in probed.variables.items() if how.startswith(CACHE)]
-        places = [(name, probed.reads.get(name)) for name in probed.streams]
+    depends_on_previous = bool(result.differs_without_previous)
+    if result.generators:
+        # A cached function draws random numbers only in its first call, which wasn't recorded. Name the cache instead.
+        caches = [name for name, how in result.variables.items() if how.startswith(CACHE)]
+        generator_lines = [(name, result.reads.get(name)) for name in result.generators]
         generators = [
-            f"{name} random generator{f' ({location})' if location else probed.at(*caches)}"
-            for name, location in places
+            f"{name} random generator{f' ({location})' if location else result.location_of(*caches)}"
+            for name, location in generator_lines
         ]
         text = (
             f"the forward pass draws from {' and '.join(generators)}, which is not seeded for each "
-            f"micro-batch{_consequence(probed.alone)}; draw from torch's default generator"
+            f"micro-batch{_describe_consequence(result.differs_without_previous)}; draw from torch's default generator"
         )
-        yield CodeFinding(FOREIGN_RANDOMNESS, depends, text, tuple(probed.streams))
-    if probed.changed_weights:
-        located_names = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
+        yield CodeFinding(FOREIGN_RANDOMNESS, depends_on_previous, text, tuple(result.generators))
+    if result.changed_weights:
+        located_names = [f"{name}{result.location_of(name)}" for name in result.changed_weights]
         text = (
-            f"the forward pass changes weights: {list_some(located_names)}{_consequence(probed.alone)}; each process "
+            f"the forward pass changes weights: "
+            f"{list_some(located_names)}{_describe_consequence(result.differs_without_previous)}; each process "
             f"would change its own copy, once for each of its micro-batches; leave weights to the optimizer"
         )
-        yield CodeFinding(WEIGHTS, True, text, tuple(probed.changed_weights))
-    if probed.attributes:
+        yield CodeFinding(WEIGHTS, True, text, tuple(result.changed_weights))
+    if result.attributes:
         text = (
             f"the model keeps state in plain attributes that the forward pass changes: "
-            f"{_changes(probed, probed.attributes)}{_consequence(probed.alone)}; each process only sees its own "
+            f"{_list_changes(result, result.attributes)}{_describe_consequence(result.differs_without_previous)}; "
+            f"each process only sees its own "
             f"micro-batches, and checkpoints do not contain it; make it a function of the inputs, or a parameter"
         )
-        yield CodeFinding(ATTRIBUTES, depends, text, tuple(probed.attributes))
-    changes_globals = bool(probed.variables) and (depends or bool(probed.repeated))
-    if probed.variables:
+        yield CodeFinding(ATTRIBUTES, depends_on_previous, text, tuple(result.attributes))
+    changes_globals = bool(result.variables) and (depends_on_previous or bool(result.differs_on_repeat))
+    if result.variables:
         text = (
-            f"the forward pass or the loss changes global variables: {_changes(probed, probed.variables)}"
-            f"{_consequence(probed.alone or probed.repeated)}; each process only sees its own micro-batches, and "
+            f"the forward pass or the loss changes global variables: {_list_changes(result, result.variables)}"
+            f"{_describe_consequence(result.differs_without_previous or result.differs_on_repeat)}; each process only "
+            f"sees its own micro-batches, and "
             f"checkpoints do not contain them; make the result a function of the inputs"
         )
-        yield CodeFinding(GLOBALS, changes_globals, text, tuple(probed.variables))
-    state = probed.attributes or probed.counting_buffers or probed.changed_weights or changes_globals
-    explained = probed.repeated or probed.streams or state
-    if depends and not explained:
+        yield CodeFinding(GLOBALS, changes_globals, text, tuple(result.variables))
+    state = result.attributes or result.accumulating_buffers or result.changed_weights or changes_globals
+    explained = result.differs_on_repeat or result.generators or state
+    if depends_on_previous and not explained:
         text = (
-            f"the model{probed.at('model')} or the loss keeps state that is neither a tensor nor an attribute of the "
-            f"model nor a global variable{_consequence(probed.alone)}; look for closures and caches"
+            f"the model{result.location_of('model')} or the loss keeps state that is neither a tensor nor an "
+            f"attribute of the "
+            f"model nor a global variable{_describe_consequence(result.differs_without_previous)}; look for closures "
+            f"and caches"
         )
         yield CodeFinding(HIDDEN_STATE, True, text)
 
 
-def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
-    """Return a text with each change and its source line, such as `forwards (0 -> 2, net.py:12)`."""
+def _list_changes(result: ProbeResult, changed: Mapping[str, str]) -> str:
+    """Format each change with its source line, such as `forwards (0 -> 2, net.py:12)`."""
     descriptions = []
     for name, change in changed.items():
-        location = probed.places.get(name)
+        location = result.source_lines.get(name)
         descriptions.append(f"{name} ({change}{f', {location}' if location else ''})")
     return list_some(descriptions)
 
 
-def _consequence(difference: str) -> str:
+def _describe_consequence(difference: str) -> str:
     if not difference:
         return " (the results of the tested micro-batches do not depend on it)"
     return f", and the {difference} of a micro-batch depends on whether another micro-batch was computed before it"
 
 
-def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
-    spectral = [name for name, kind in probed.changed_buffers.items() if kind == SPECTRAL_KIND]
-    norms = [name for name, kind in probed.changed_buffers.items() if is_norm(name, kind) and name not in spectral]
-    other_buffers = [name for name in probed.changed_buffers if name not in (*norms, *spectral)]
+def _buffer_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+    spectral = [name for name, kind in result.changed_buffers.items() if kind == SPECTRAL_KIND]
+    norms = [name for name, kind in result.changed_buffers.items() if is_norm(name, kind) and name not in spectral]
+    other_buffers = [name for name in result.changed_buffers if name not in (*norms, *spectral)]
     if spectral:
         text = (
-            f"torch's spectral_norm{probed.at('model')} updates its buffers in each forward pass in training: "
+            f"torch's spectral_norm{result.location_of('model')} updates its buffers in each forward pass in training: "
             f"{list_some(spectral)}; each process would update its own copy, once for each of its micro-batches; "
             f"compute the norm from the weight only (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
         )
-        yield CodeFinding(SPECTRAL_NORM, _accumulates(probed, spectral), text, tuple(spectral))
+        yield CodeFinding(SPECTRAL_NORM, _accumulates(result, spectral), text, tuple(spectral))
     if norms:
-        kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
+        kinds = ", ".join(sorted({result.changed_buffers[name] for name in norms}))
         text = (
-            f"{kinds}{probed.at(*norms, 'model')} updates running statistics itself, not with torch's BatchNorm: "
+            f"{kinds}{result.location_of(*norms, 'model')} updates running statistics itself, not with torch's "
+            f"BatchNorm: "
             f"{list_some(norms)}; each process would only keep statistics of its own micro-batches; derive it from "
             f"torch's BatchNorm and call its forward, whose statistics Lockstep updates once per step"
         )
-        yield CodeFinding(CUSTOM_BATCHNORM, _accumulates(probed, norms), text, tuple(norms))
+        yield CodeFinding(CUSTOM_BATCHNORM, _accumulates(result, norms), text, tuple(norms))
     if other_buffers:
-        located_names = [f"{name}{probed.at(name)}" for name in other_buffers]
+        located_names = [f"{name}{result.location_of(name)}" for name in other_buffers]
         text = (
             f"this model updates buffers outside BatchNorm: {list_some(located_names)}; each process would update them "
             f"with its own micro-batches only; update them outside the forward pass, or make them a function of the "
             f"inputs"
         )
-        yield CodeFinding(BUFFERS, _accumulates(probed, other_buffers), text, tuple(other_buffers))
+        yield CodeFinding(BUFFERS, _accumulates(result, other_buffers), text, tuple(other_buffers))
 
 
-def _accumulates(probed: ProbeResult, names: Sequence[str]) -> bool:
-    """Return whether a buffer depends on earlier micro-batches, unlike the buffer of a cache."""
-    return any(name in probed.counting_buffers for name in names)
+def _accumulates(result: ProbeResult, names: Sequence[str]) -> bool:
+    """Return whether any of these buffers depends on earlier micro-batches. The buffer of a cache doesn't."""
+    return any(name in result.accumulating_buffers for name in names)
 
 
 def is_norm(buffer: str, kind: str) -> bool:
     return "norm" in kind.lower() or buffer.rpartition(".")[2].startswith("running_")
 
 
-def _evaluation_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
-    if not probed.evaluation:
+def _evaluation_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+    if not result.differs_in_evaluation:
         return
-    generators = [name for name in probed.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
-    clocks = [name for name in probed.evaluation_reads if name in _CLOCKS]
-    why = [f"forward draws from {name} random generator ({probed.evaluation_reads[name]})" for name in generators]
-    why += [f"forward reads {name} ({probed.evaluation_reads[name]})" for name in clocks]
-    because = " and ".join(why) or "forward keeps state"
+    generators = [name for name in result.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
+    clocks = [name for name in result.evaluation_reads if name in _CLOCKS]
+    reasons = [f"forward draws from {name} random generator ({result.evaluation_reads[name]})" for name in generators]
+    reasons += [f"forward reads {name} ({result.evaluation_reads[name]})" for name in clocks]
+    because = " and ".join(reasons) or "forward keeps state"
     text = (
-        f"in evaluation, the {probed.evaluation} of the model{probed.at('model')} depend on earlier batches: "
+        f"in evaluation, the {result.differs_in_evaluation} of the model{result.location_of('model')} depend on "
+        f"earlier batches: "
         f"{because}; make them a function of the inputs: check self.training, and pass training=self.training to "
         f"F.dropout"
     )
     yield CodeFinding(UNREPEATABLE_EVALUATION, True, text)
 
 
-def _loss_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
-    if probed.loss is None or probed.loss.samples < 2:
+def _loss_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+    if result.loss is None or result.loss.samples < 2:
         return
-    samples, joint_loss, one_by_one = probed.loss
-    if _is_close(joint_loss, one_by_one):
+    samples, joint_loss, summed_loss = result.loss
+    if _is_close(joint_loss, summed_loss):
         return
-    sums = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {one_by_one:.6g}"
-    figures = f"loss{probed.at('loss')}: {sums}"
-    if _is_close(joint_loss * samples, one_by_one):
+    sums = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {summed_loss:.6g}"
+    measured = f"loss{result.location_of('loss')}: {sums}"
+    if _is_close(joint_loss * samples, summed_loss):
         text = (
-            f"{figures}: this is already a mean, and is divided by the number of samples again; return the sum "
+            f"{measured}: this is already a mean, and is divided by the number of samples again; return the sum "
             f"(reduction='sum'), or one value for each sample (reduction='none')"
         )
         yield CodeFinding(MEAN_LOSS, True, text)
-    elif not probed.repeated:  # a loss that differs in each call can't be checked
+    elif not result.differs_on_repeat:  # a loss that differs in each call can't be checked
         text = (
-            f"{figures}: this is not a sum over samples, so the result depends on which samples share a micro-batch; "
+            f"{measured}: this is not a sum over samples, so the result depends on which samples share a micro-batch; "
             f"the recipe sets this, so it is the same on every placement, but microbatches=1 has a different result"
         )
         yield CodeFinding(NO_SUM, False, text)

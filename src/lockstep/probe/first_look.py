@@ -1,8 +1,8 @@
 """Checks the user's code while a run starts, and warns if its results would depend on the placement.
 
-This runs the probe of `lockstep verify` (probe/probe.py) with a few samples. The probe changes random number
-generators, global variables, and the state of models and datasets. Therefore, the probe runs in a separate process, and
-the run stays unchanged.
+The check runs the probe of `lockstep verify` (probe/probe.py) with a few samples. The probe changes random number
+generators, global variables, and the state of models and datasets. Therefore, it runs in a separate process, which
+doesn't affect the run.
 """
 
 import fcntl
@@ -28,31 +28,31 @@ from lockstep.device.meta import on_meta
 from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
 from lockstep.probe.findings import NOT_DETERMINISTIC, findings
-from lockstep.probe.probe import quick_facts_of
+from lockstep.probe.probe import run_quick_probe
 from lockstep.ranks.signals import stopping
 from lockstep.reporting.verification import CodeFinding
 from lockstep.setup.build import Setup
 from lockstep.setup.user_code import import_paths
 
-NOT_LOOKED: Final = "not checked"
+NOT_CHECKED: Final = "not checked"
 
-_PATIENCE_S: Final = 10.0  # maximum time that the start of training waits for the check
-_MAX_PARAMETERS: Final = 250_000_000  # maximum number of parameters; a check needs memory for several copies
+_PATIENCE_S: Final = 10.0  # maximum time that a starting run waits for the check
+_MAX_PARAMETERS: Final = 250_000_000  # maximum size of a model to check; the check holds several copies of it
 _PLAIN: Final = ("torch", "torchvision", "timm", "lockstep")
 _PARAMETRIZED: Final = nn.utils.parametrize.ParametrizationList
 
-Look = Callable[[], list[CodeFinding]]
+GetFindings = Callable[[], list[CodeFinding]]
 
 
 @contextmanager
-def first_look(setup: Setup) -> Iterator[Look]:
-    """Start to check the model, the loss and the data in the background. Yield a function that returns the faults.
+def check_in_background(setup: Setup) -> Iterator[GetFindings]:
+    """Check the model, the loss and the data in the background. Yield a function that waits for the faults.
 
-    Models and datasets that are part of Lockstep aren't checked. The same applies to models that consist of plain
-    layers from known libraries, such as timm and torchvision. The process is forked here, so enter this context manager
-    before there is a process group.
+    Models and datasets that are part of Lockstep aren't checked, and neither are models that consist of plain layers
+    from known libraries, such as timm and torchvision. The check runs in a forked process, so enter this context
+    manager before a process group exists.
     """
-    if is_known(setup):
+    if is_part_of_lockstep(setup):
         yield list
         return
     parameters = setup.summary.parameters
@@ -60,30 +60,30 @@ def first_look(setup: Setup) -> Iterator[Look]:
         yield lambda: [_unchecked_finding(f"the model has {parameters:,} parameters, more than the check copies")]
         return
     context = get_context("fork")
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_run_check, args=(setup, sending), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_check, args=(setup, sender), daemon=True)
     process.start()
-    sending.close()
+    sender.close()
     try:
-        yield lambda: _receive_findings(receiving)
+        yield lambda: _receive_findings(receiver)
     finally:
         process.kill()
         process.join()
-        receiving.close()
+        receiver.close()
 
 
-def is_known(setup: Setup) -> bool:
+def is_part_of_lockstep(setup: Setup) -> bool:
     """Return whether the model, the loss and the data are all part of Lockstep."""
     model = setup.recipe.model
     return not import_paths(setup.recipe) and model.name in OURS and model.source in ("auto", "lockstep")
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Return whether a model consists of plain layers: from known libraries, without hooks or running state.
+    """Return whether all layers of a model are from known libraries, and have neither hooks nor running state.
 
-    Lockstep handles the buffers of BatchNorm and InstanceNorm. Other buffers of these libraries are constant tables,
-    unless they are floating-point and saved in the state dict. spectral_norm is recognized by its hook or its
-    parametrization.
+    Lockstep handles the running statistics of BatchNorm and InstanceNorm. Other buffers of these libraries are constant
+    tables, unless they are floating-point and saved in the state dict. The two implementations of spectral_norm are
+    recognized by a hook and a parametrization.
     """
     return all(
         type(module).__module__.partition(".")[0] in _PLAIN
@@ -98,12 +98,12 @@ def _keeps_state(module: nn.Module) -> bool:
     return any(buffer is not None and buffer.is_floating_point() for buffer in map(module._buffers.get, saved_names))
 
 
-def _receive_findings(receiving: Connection) -> list[CodeFinding]:
+def _receive_findings(receiver: Connection) -> list[CodeFinding]:
     start = time.monotonic()
     try:
-        if not receiving.poll(_PATIENCE_S):
+        if not receiver.poll(_PATIENCE_S):
             return [_unchecked_finding(f"it took more than {time.monotonic() - start:.0f} s")]
-        answer = plainfile.parse_json(receiving.recv_bytes())
+        answer = plainfile.parse_json(receiver.recv_bytes())
     except EOFError:
         return [_unchecked_finding("its process was killed")]
     if "failed" in answer:
@@ -116,10 +116,10 @@ def _unchecked_finding(reason: str) -> CodeFinding:
         f"the check of model, loss and data for code that depends on the placement was stopped: {reason}; "
         f"run `lockstep verify`, which takes as long as it needs, or set run.probe=off to skip the check"
     )
-    return CodeFinding(NOT_LOOKED, True, text)
+    return CodeFinding(NOT_CHECKED, True, text)
 
 
-def _run_check(setup: Setup, sending: Connection) -> None:
+def _run_check(setup: Setup, sender: Connection) -> None:
     """Run the check in a forked process."""
     die_with_parent()
     for number in stopping():  # signals are sent to the process group, and the run handles the signals
@@ -130,19 +130,19 @@ def _run_check(setup: Setup, sending: Connection) -> None:
     remove_rank_variables()
     answer: dict[str, Any]
     try:
-        answer = {"found": [(finding.culprit, finding.text) for finding in _faults(setup)]}
+        answer = {"found": [(finding.culprit, finding.text) for finding in _find_faults(setup)]}
     except LockstepError:  # the run itself reports the error
         answer = {"found": []}
     except Exception as error:  # user code may raise any exception
         answer = {"failed": f"{type(error).__name__}: {error}"}
-    sending.send_bytes(json.dumps(answer).encode())
+    sender.send_bytes(json.dumps(answer).encode())
 
 
-def _faults(setup: Setup) -> list[CodeFinding]:
+def _find_faults(setup: Setup) -> list[CodeFinding]:
     paths = import_paths(setup.recipe)
     forward = "model" in paths or "loss" in paths or not is_plain(on_meta(setup.blank))
-    code_findings = findings(quick_facts_of(setup, samples="data" in paths, forward=forward))
-    # During training, torch raises an error for an operation without a deterministic kernel.
+    code_findings = findings(run_quick_probe(setup, samples="data" in paths, forward=forward))
+    # An operation without a deterministic kernel isn't reported here, because torch raises an error during training.
     return [finding for finding in code_findings if finding.fault and finding.culprit != NOT_DETERMINISTIC]
 
 
@@ -155,7 +155,7 @@ def _silence_output() -> None:
 
 
 def _reopen_files() -> None:
-    """Reopen regular files that are open for reading, because a forked process shares file offsets with the run."""
+    """Reopen regular files that are open for reading, so that this process doesn't share file offsets with the run."""
     with suppress(FileNotFoundError):  # not on Linux
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):

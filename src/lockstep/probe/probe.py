@@ -2,8 +2,8 @@
 
 A micro-batch must give the same result on every rank, regardless of earlier micro-batches. To check this, the probe
 runs two micro-batches with a new copy of the model. A second copy runs only the second micro-batch, and a third copy
-runs the first micro-batch while the process poses as a different rank. The probe also compares the attributes, buffers,
-random number generators and global variables before and after the forward passes.
+runs the first micro-batch while the process poses as a different rank. The probe also compares the attributes, buffers
+and global variables, and the states of the random number generators, before and after the forward passes.
 
 The probe changes all of this state, so run it in a separate process.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.common.importing import import_object
-from lockstep.common.own_code import place as place_of_error
+from lockstep.common.own_code import source_line as place_of_error
 from lockstep.common.rank import ALONE
 from lockstep.core import random
 from lockstep.core.batch import call, leaves_with_paths, map_tensors, tensors_of
@@ -37,8 +37,8 @@ from lockstep.errors import TrainingError, UserCodeError
 from lockstep.models.initialise import initialise
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import convert_compute_dtype
-from lockstep.probe.findings import LossFact, ProbeResult, RandomSample, findings
-from lockstep.probe.state import CACHE, Globals, ModelState, streams, weights
+from lockstep.probe.findings import LossComparison, ProbeResult, RandomSample, findings
+from lockstep.probe.state import CACHE, Globals, ModelState, digest_weights, get_rng_states
 from lockstep.probe.traits import ModelTraits
 from lockstep.probe.witness import CLOCK, RANK, record_reads
 from lockstep.reporting.verification import CodeFinding
@@ -55,7 +55,7 @@ _RANDOM_CALLS: Final = "random draws"
 _NO_KERNEL: Final = "does not have a deterministic implementation"
 
 T = TypeVar("T")
-Computed = Mapping[str, str]  # digests of the gradients by parameter name, and of the loss under ""
+ResultDigests = Mapping[str, str]  # the digest of each gradient by parameter name, and of the loss under ""
 
 
 @dataclass(frozen=True)
@@ -68,25 +68,25 @@ class _ProbeSettings:
     backward: bool
 
 
-def facts_of(setup: Setup, device: torch.device) -> ProbeResult:
+def run_probe(setup: Setup, device: torch.device) -> ProbeResult:
     """Check the data, the model and the loss of a recipe, with the device and the precision of its run."""
-    samples = random_samples(setup, _SAMPLES)
+    samples = find_changing_samples(setup, _SAMPLES)
     traits = ModelTraits()
-    build = traits.watching(setup.problem.build_model)
+    build = traits.wrap_builder(setup.problem.build_model)
     settings = _ProbeSettings(build, _first_microbatches(setup, device), setup.recipe.precision, backward=True)
     result = _run_probe(setup, device, settings, samples)
     modules = user_code.own_modules(user_code.import_paths(setup.recipe).values())
-    return replace(result, traits=traits.texts(modules.items()))
+    return replace(result, traits=traits.describe(modules.items()))
 
 
-def quick_facts_of(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
+def run_quick_probe(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
     """Check some samples (with `samples`) and the forward pass (with `forward`) in float32 on the CPU.
 
     This doesn't find problems that only occur in the backward pass or on a different device.
     """
-    samples_found = random_samples(setup, _QUICK_SAMPLES) if samples else []
+    samples_found = find_changing_samples(setup, _QUICK_SAMPLES) if samples else []
     if not forward:
-        return ProbeResult(random_samples=samples_found, places=_places(setup))
+        return ProbeResult(random_samples=samples_found, source_lines=_source_lines(setup))
     recipe, device = setup.recipe, torch.device("cpu")
     numbers = sum(tensor[0].numel() for tensor in tensors_of(setup.problem.example))  # number of elements in a sample
     few_samples = 2 if numbers > _LARGE_SAMPLE else _QUICK_SAMPLES
@@ -103,8 +103,8 @@ def quick_facts_of(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
     )
 
 
-def random_samples(setup: Setup, count: int) -> list[RandomSample]:
-    """Fetch some samples of both splits twice, and once as a different rank. Return the samples that changed."""
+def find_changing_samples(setup: Setup, count: int) -> list[RandomSample]:
+    """Fetch some samples of each split twice, and once as a different rank. Return the samples that changed."""
     seed = setup.recipe.seed
     length = len(setup.data.train)
     order = shuffle(seed, 0, length)(np.arange(min(count, length))).tolist()
@@ -117,41 +117,46 @@ def random_samples(setup: Setup, count: int) -> list[RandomSample]:
     return [sample for part, split, indices, draw in parts for sample in _changing_samples(part, split, indices, draw)]
 
 
-def loop_items(split: Split, fetching: object) -> list[CodeFinding]:
+def check_loop_dataset(split: Split, fetch_method: object) -> list[CodeFinding]:
     """Fetch the first and the last item of a custom loop's dataset twice. Return the findings if an item changes.
 
-    `fetching` is the method that fetches an item. The findings name its source line.
+    `fetch_method` is the method of the dataset that fetches an item. The findings name its source line.
     """
     try:
-        changing = [*_changing_samples("training", split, sorted({0, len(split) - 1}), None, among_ranks=False)]
+        changing_samples = [
+            *_changing_samples("training", split, sorted({0, len(split) - 1}), None, across_ranks=False)
+        ]
     except TrainingError:  # an unreadable file, which training reports when it reads the item
         return []
-    return findings(ProbeResult(random_samples=changing, places={"data": user_code.place_of(fetching)}))
+    return findings(
+        ProbeResult(random_samples=changing_samples, source_lines={"data": user_code.place_of(fetch_method)})
+    )
 
 
 def _changing_samples(
-    part: str, split: Split, indices: Sequence[int], draw: int | None, among_ranks: bool = True
+    part: str, split: Split, indices: Sequence[int], draw: int | None, across_ranks: bool = True
 ) -> Iterator[RandomSample]:
-    _digests_of(split, indices[:1], draw)  # a dataset may use random numbers once, when it fetches its first item
-    first = _digests_of(split, indices, draw)
-    second = _digests_of(split, indices[::-1], draw)[::-1]
-    checks_rank = among_ranks and first == second
-    other_digests = _as_another_rank(lambda: _digests_of(split, indices, draw), first) if checks_rank else second
+    _sample_digests(split, indices[:1], draw)  # a dataset may use random numbers once, when it fetches its first item
+    first = _sample_digests(split, indices, draw)
+    second = _sample_digests(split, indices[::-1], draw)[::-1]
+    checks_rank = across_ranks and first == second
+    other_digests = _run_as_other_rank(lambda: _sample_digests(split, indices, draw), first) if checks_rank else second
     for index, first_digests, second_digests in zip(indices, first, other_digests, strict=True):
         if difference := _describe_difference(first_digests, second_digests):
             yield RandomSample(part, index, difference, checks_rank)
 
 
-def _as_another_rank(compute: Callable[[], T], otherwise: T) -> T:
-    """Return the result of `compute` as rank 1 of 2, or `otherwise` if it raises an exception.
+def _run_as_other_rank(compute: Callable[[], T], fallback: T) -> T:
+    """Call `compute` while posing as rank 1 of 2. Return the result, or `fallback` if it raises an exception.
 
-    Code that waits for other ranks fails here, because there are none. This doesn't mean that its result is wrong.
+    Code that waits for other ranks raises an exception, because there are no other ranks. This doesn't mean that its
+    result would be wrong.
     """
     try:
         with as_rank(1, 2):
             return compute()
     except Exception:  # user code may raise any exception
-        return otherwise
+        return fallback
 
 
 def _first_microbatches(setup: Setup, device: torch.device) -> list[MicroBatch]:
@@ -165,19 +170,21 @@ def _run_probe(
     setup: Setup, device: torch.device, settings: _ProbeSettings, samples: Sequence[RandomSample]
 ) -> ProbeResult:
     try:
-        return _Probe(setup, device, settings).facts(samples)
+        return _Probe(setup, device, settings).run(samples)
     except (RuntimeError, UserCodeError) as raised:
         error = raised.__cause__ if isinstance(raised, UserCodeError) and raised.__cause__ else raised
         if _NO_KERNEL not in str(error):
             raise
         message = str(error).partition(", but you set")[0].splitlines()[0]
         location = place_of_error(error)
-        return ProbeResult(random_samples=samples, refused=message, places=_places(setup) | {"kernel": location})
+        return ProbeResult(
+            random_samples=samples, missing_kernel=message, source_lines=_source_lines(setup) | {"kernel": location}
+        )
 
 
 @final
 class _Probe:
-    """Builds new copies of the model, and runs micro-batches with them."""
+    """Runs micro-batches with new copies of the model, and compares the results."""
 
     def __init__(self, setup: Setup, device: torch.device, settings: _ProbeSettings) -> None:
         self._setup = setup
@@ -187,80 +194,93 @@ class _Probe:
         self._numerics = Numerics(recipe, guarded=False)
         self._modules = user_code.own_modules(user_code.import_paths(setup.recipe).values())
 
-    def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
+    def run(self, samples: Sequence[RandomSample]) -> ProbeResult:
         """Run the micro-batches and return the observations."""
         model, first, second = self._build_model(), self._settings.microbatches[0], self._settings.microbatches[-1]
         kinds = {type(module) for module in model.modules()}
-        before, drawn_before, globals_before = ModelState(model), streams(), Globals(self._modules, kinds)
-        first_result = self._compute(model, first)
-        drawn_streams = [name for name, state in streams().items() if state != drawn_before[name]]
-        two = self._compute(model, second) if second is not first else first_result
+        before, drawn_before, globals_before = ModelState(model), get_rng_states(), Globals(self._modules, kinds)
+        first_result = self._run_microbatch(model, first)
+        drawn_streams = [name for name, state in get_rng_states().items() if state != drawn_before[name]]
+        second_result = self._run_microbatch(model, second) if second is not first else first_result
         after, globals_after = ModelState(model), Globals(self._modules, kinds)
         unused_names = [
-            name for name, p in model.named_parameters() if p.requires_grad and name not in {*first_result, *two}
+            name
+            for name, p in model.named_parameters()
+            if p.requires_grad and name not in {*first_result, *second_result}
         ]
         fresh_model = self._build_model()
-        alone_result = self._compute(fresh_model, second)
-        changed, fewer = before.buffer_changes(after), ModelState(fresh_model)
-        own_loss = ":" in self._setup.recipe.loss.name
-        loss = self._loss(fresh_model, first) if self._settings.backward or own_loss else None
-        elsewhere = _as_another_rank(lambda: self._compute(self._build_model(), first), first_result)
-        repeated_result = first_result if elsewhere == first_result else self._compute(self._build_model(), first)
+        alone_result = self._run_microbatch(fresh_model, second)
+        changed, after_second_only = before.buffer_changes(after), ModelState(fresh_model)
+        has_custom_loss = ":" in self._setup.recipe.loss.name
+        loss = self._compare_losses(fresh_model, first) if self._settings.backward or has_custom_loss else None
+        other_rank_result = _run_as_other_rank(lambda: self._run_microbatch(self._build_model(), first), first_result)
+        repeated_result = (
+            first_result if other_rank_result == first_result else self._run_microbatch(self._build_model(), first)
+        )
         repeated = _first_difference(first_result, repeated_result)
         attributes, variables = before.attribute_changes(after), globals_before.changes(globals_after)
-        counting = [name for name in changed if fewer.buffers[name] != after.buffers[name]]
-        depends = _first_difference(two, alone_result) if second is not first else ""
-        explained = attributes or variables or drawn_streams or counting or repeated
-        # A cache only counts as state if it depends on more than its inputs, or if results depend on it.
-        if not (depends or drawn_streams or repeated):
+        accumulating = [name for name in changed if after_second_only.buffers[name] != after.buffers[name]]
+        difference_without_previous = _first_difference(second_result, alone_result) if second is not first else ""
+        explained = attributes or variables or drawn_streams or accumulating or repeated
+        # A cache is only reported if results differ, or if the forward pass draws random numbers.
+        if not (difference_without_previous or drawn_streams or repeated):
             variables = {name: how for name, how in variables.items() if not how.startswith(CACHE)}
-        norms = before.norm_changes(after) if depends and not explained else []
-        changed, counting = [*changed, *norms], [*counting, *norms]
-        changed_weights = self._weight_changes() if depends and not (explained or norms) else []
-        evaluated = self._settings.backward and not (depends or repeated)  # otherwise, training shows the cause
-        evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
-        places = {name: globals_after.place(name) for name in variables}
-        own_kinds = [kind for kind in kinds if kind.__module__ in self._modules]
-        if len(own_kinds) == 1:  # more precise than the function that builds the model
-            places["model"] = user_code.place_of(own_kinds[0])
-        rank_difference = "" if repeated else _first_difference(first_result, elsewhere)
+        norms = before.norm_changes(after) if difference_without_previous and not explained else []
+        changed, accumulating = [*changed, *norms], [*accumulating, *norms]
+        changed_weights = (
+            self._find_weight_changes() if difference_without_previous and not (explained or norms) else []
+        )
+        checks_evaluation = self._settings.backward and not (
+            difference_without_previous or repeated
+        )  # otherwise, training shows the cause
+        evaluation, evaluation_reads = self._check_evaluation() if checks_evaluation else ("", {})
+        source_lines = {name: globals_after.source_line(name) for name in variables}
+        user_kinds = [kind for kind in kinds if kind.__module__ in self._modules]
+        if len(user_kinds) == 1:  # the line of the class is more precise than the function that builds the model
+            source_lines["model"] = user_code.place_of(user_kinds[0])
+        rank_difference = "" if repeated else _first_difference(first_result, other_rank_result)
         locations: dict[str, str] = {}
         reads = (
-            _as_another_rank(lambda: self._reads(first), locations)
-            if drawn_streams or elsewhere != first_result
+            _run_as_other_rank(lambda: self._record_reads(first), locations)
+            if drawn_streams or other_rank_result != first_result
             else locations
         )
         if rank_difference and RANK not in reads and CLOCK in reads:
-            # The clock didn't advance between the first two passes.
+            # The result depends on the clock, which didn't advance between the first two runs, and not on the rank.
             repeated, rank_difference = rank_difference, ""
         return ProbeResult(
             buffers=[name for name, _ in model.named_buffers()],
             changed_buffers={name: before.kinds[name] for name in changed},
-            counting_buffers=counting,
+            accumulating_buffers=accumulating,
             changed_weights=changed_weights,
             attributes=attributes,
             variables=variables,
-            streams=drawn_streams,
-            unused=unused_names if self._settings.backward else [],
+            generators=drawn_streams,
+            unused_parameters=unused_names if self._settings.backward else [],
             random_samples=samples,
             loss=loss,
-            repeated=repeated,
-            alone=depends,
-            by_rank=rank_difference,
+            differs_on_repeat=repeated,
+            differs_without_previous=difference_without_previous,
+            differs_by_rank=rank_difference,
             reads=reads,
-            evaluation=evaluation,
+            differs_in_evaluation=evaluation,
             evaluation_reads=evaluation_reads,
-            places=_places(self._setup) | places | _tensor_locations(model, [*changed, *attributes, *changed_weights]),
+            source_lines=_source_lines(self._setup)
+            | source_lines
+            | _tensor_locations(model, [*changed, *attributes, *changed_weights]),
         )
 
-    def _weight_changes(self) -> list[str]:
+    def _find_weight_changes(self) -> list[str]:
         model = self._build_model()
-        before = weights(model)
-        self._compute(model, self._settings.microbatches[0])
-        return [name for name, digest in weights(model).items() if digest != before[name]]
+        before = digest_weights(model)
+        self._run_microbatch(model, self._settings.microbatches[0])
+        return [name for name, digest in digest_weights(model).items() if digest != before[name]]
 
-    def _evaluation(self) -> tuple[str, dict[str, str]]:
-        """Return the part of an evaluation that depends on the previous batch, and the inputs that explain this."""
+    def _check_evaluation(self) -> tuple[str, dict[str, str]]:
+        """Evaluate a batch with and without a previous batch. If the outputs differ, return `outputs` and the causes.
+
+        The causes are the nondeterministic values that the evaluation reads, with their source lines.
+        """
         first, second = self._settings.microbatches[0], self._settings.microbatches[-1]
         if self._evaluation_digest(self._build_model(), first, second) == self._evaluation_digest(
             self._build_model(), second
@@ -273,30 +293,30 @@ class _Probe:
 
     @torch.no_grad()
     def _evaluation_digest(self, model: nn.Module, *batches: MicroBatch) -> str:
-        """Evaluate the batches one after another. Return the digest of the outputs of the last batch."""
+        """Evaluate the batches in order, and return a digest of the outputs of the last batch."""
         model.eval()
         torch.manual_seed(self._setup.recipe.seed)
         with autocast(self._settings.precision, self._world.device):
             return [digest(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
 
     def _build_model(self) -> nn.Module:
-        """Build the model. This also resets the random number generators of Python and NumPy to a fixed state."""
+        """Build a new copy of the model. This also seeds the random number generators of Python and NumPy."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._settings.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
         computing = convert_compute_dtype(model, self._numerics.dtype)
-        computing.train()  # a separate line, because a custom train() may not return the model
+        computing.train()  # don't use its result, because a custom train() may not return the model
         return computing
 
-    def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
+    def _run_microbatch(self, model: nn.Module, microbatch: MicroBatch) -> ResultDigests:
         model.zero_grad(set_to_none=True)
-        loss = sum_of_losses(self._setup.task.loss(self._outputs(model, microbatch), microbatch.batch))
+        loss = sum_of_losses(self._setup.task.loss(self._forward(model, microbatch), microbatch.batch))
         if not self._settings.backward:
             return {"": digest([loss])}
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return {"": digest([loss])} | {name: digest([gradient]) for name, gradient in gradients.items()}
 
-    def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Any:
+    def _forward(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         self._world.seed(random.key(random.FORWARD, self._setup.recipe.seed, 0, microbatch.index))
         with autocast(self._settings.precision, self._world.device):
             return self._call_model(model, microbatch)
@@ -307,9 +327,9 @@ class _Probe:
         return self._numerics.prepare_outputs(call(model, self._numerics.prepare_inputs(inputs)))
 
     @torch.no_grad()
-    def _loss(self, model: nn.Module, microbatch: MicroBatch) -> LossFact:
-        """Compute the loss of some samples together and individually, from the same outputs."""
-        outputs = self._outputs(model, microbatch)
+    def _compare_losses(self, model: nn.Module, microbatch: MicroBatch) -> LossComparison:
+        """Compute the loss of some samples together, and of each sample individually, from the same outputs."""
+        outputs = self._forward(model, microbatch)
         samples = min(microbatch.samples, _LOSS_SAMPLES)
 
         def loss(rows: slice) -> float:
@@ -319,17 +339,17 @@ class _Probe:
             return float(sum_of_losses(self._setup.task.loss(row_outputs, batch)))
 
         one_by_one = sum(loss(slice(number, number + 1)) for number in range(samples))
-        return LossFact(samples, loss(slice(samples)), one_by_one)
+        return LossComparison(samples, loss(slice(samples)), one_by_one)
 
-    def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
-        """Return the nondeterministic values that building and running the model reads, with their source lines."""
+    def _record_reads(self, microbatch: MicroBatch) -> dict[str, str]:
+        """Build and run the model. Return the nondeterministic values that this reads, with their source lines."""
         with record_reads() as recorded:
-            self._compute(self._build_model(), microbatch)
+            self._run_microbatch(self._build_model(), microbatch)
         return dict(recorded)
 
 
-def _places(setup: Setup) -> dict[str, str]:
-    """Return the known source lines of the model, the loss, and the code that fetches the samples of each split."""
+def _source_lines(setup: Setup) -> dict[str, str]:
+    """Return the source lines of the user's model, loss and dataset, and of the code that fetches samples, by key."""
     recipe = setup.recipe
     paths = user_code.import_paths(recipe)
     locations = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
@@ -350,18 +370,18 @@ def _fetch_function(split: Split) -> object:
 
 
 def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the source lines that change these attributes and buffers of a model, by name."""
+    """Return the source line that changes each of these attributes and buffers of a model, by name."""
     locations = {}
     for name in names:
         path, _, attribute = name.rpartition(".")
         parts = path.split(".") if path else []
         modules = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-        places = (user_code.place_of_attribute(type(module), attribute) for module in modules)
-        locations[name] = next(filter(None, places), "")
+        source_lines = (user_code.place_of_attribute(type(module), attribute) for module in modules)
+        locations[name] = next(filter(None, source_lines), "")
     return {name: location for name, location in locations.items() if location}
 
 
-def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[dict[str, str]]:
+def _sample_digests(split: Split, indices: Sequence[int], draw: int | None) -> list[dict[str, str]]:
     """Return a dict for each sample, with a digest of each tensor by path.
 
     If Lockstep seeds the items of the dataset individually, the dict also contains a digest of the states of the random
@@ -374,7 +394,7 @@ def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[
         if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the random number generators for each item
             # If a dataset caches an augmented item, the values of the item stay the same, but fetching the item again
             # uses no random numbers.
-            digests[-1][_RANDOM_CALLS] = str([*streams().values(), digest([torch.get_rng_state()])])
+            digests[-1][_RANDOM_CALLS] = str([*get_rng_states().values(), digest([torch.get_rng_state()])])
     return digests
 
 
@@ -385,7 +405,7 @@ def _describe_difference(left: Mapping[str, str], right: Mapping[str, str]) -> s
     return {_RANDOM_CALLS: _RANDOM_CALLS, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
 
 
-def _first_difference(left: Computed, right: Computed) -> str:
+def _first_difference(left: ResultDigests, right: ResultDigests) -> str:
     """Return a text about the first difference, which is in the loss or the gradient of a parameter."""
     for name in left.keys() | right.keys() if left.keys() != right.keys() else left:
         if left.get(name) != right.get(name):

@@ -1,6 +1,6 @@
 """State that a forward pass can change: in the model, in random number generators and in global variables.
 
-Each value is represented by a string that changes when the value changes.
+A string represents each value. The string changes when the value changes.
 """
 
 import random as python_random
@@ -20,12 +20,12 @@ from lockstep.probe.witness import NUMPY, PYTHON
 from lockstep.setup import user_code
 from lockstep.training.checkpoint.tensorfile import digest
 
-CACHE: Final = "cache of"  # prefix of the string for a function with functools.lru_cache
-SPECTRAL_NORM: Final = "spectral_norm"  # replaces the class name of a module with torch's spectral_norm
+CACHE: Final = "cache of"  # prefix of the string that represents a function with functools.lru_cache
+SPECTRAL_NORM: Final = "spectral_norm"  # used instead of the class name for a module with torch's spectral_norm
 
 _MAX_DEPTH: Final = 4  # maximum nesting level of containers and objects
-_MAX_SHOWN_CHARS: Final = 24  # maximum number of characters of a value that is shown in full
-_MAX_ITEMS: Final = 1_000  # maximum number of compared items of a container; its length is always compared
+_MAX_SHOWN_CHARS: Final = 24  # maximum length of a value that is shown in full
+_MAX_ITEMS: Final = 1_000  # maximum number of items to compare in a container; its length is always compared
 # Maximum size of a tensor or array. Larger arrays are probably datasets, so only their shapes are compared.
 _MAX_TENSOR_BYTES: Final = 16 << 20
 
@@ -55,7 +55,7 @@ class ModelState:
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
     def norm_changes(self, after: Self) -> list[str]:
-        """Like `buffer_changes`, but for layers whose class inherits from torch's BatchNorm."""
+        """Return the names of the changed buffers in subclasses of torch's BatchNorm."""
         return [name for name, value in self.norms.items() if after.norms.get(name) != value]
 
     def attribute_changes(self, after: Self) -> dict[str, str]:
@@ -64,7 +64,7 @@ class ModelState:
 
 
 class _Variable(NamedTuple):
-    """A variable of a module or class: its full name, its value, and a function that finds where it is changed."""
+    """A global variable or class attribute: its full name, its value, and a function that finds the line to report."""
 
     name: str
     value: Any
@@ -75,19 +75,19 @@ class _Variable(NamedTuple):
 class Globals:
     """The values of global variables and class attributes in the user's modules, and the state of their functions.
 
-    The state of a function consists of its attributes, its default values and its closure. `scopes` adds local
-    variables. Each scope is a pair of the local variables by name and the code object of their function.
+    The state of a function consists of its attributes, its default values and its closure. `scopes` adds the local
+    variables of running functions. Each scope is a pair: the local variables by name, and the function's code object.
     """
 
     def __init__(
         self,
         modules: Mapping[str, ModuleType],
-        kinds: Iterable[type],
+        classes: Iterable[type],
         scopes: Iterable[tuple[Mapping[str, Any], CodeType]] = (),
     ) -> None:
         all_variables = [variable for name, module in modules.items() for variable in _module_variables(name, module)]
         all_variables += [
-            variable for kind in kinds if kind.__module__ in modules for variable in _class_attributes(kind)
+            variable for kind in classes if kind.__module__ in modules for variable in _class_attributes(kind)
         ]
         for variables, code in scopes:
             all_variables += [
@@ -103,10 +103,10 @@ class Globals:
 
     @property
     def values(self) -> Mapping[str, str]:
-        """The string that represents each value, by variable name."""
+        """The strings that represent the values, by variable name."""
         return self._values
 
-    def place(self, name: str) -> str:
+    def source_line(self, name: str) -> str:
         """Return the source line that changes a variable, or an empty string if the line is unknown."""
         return self._source_line_finders[name]() if name in self._source_line_finders else ""
 
@@ -125,20 +125,20 @@ def _module_variables(name: str, module: ModuleType) -> Iterator[_Variable]:
             yield _Variable(f"{name}.{variable}", value, partial(user_code.place_of_variable, module, variable))
 
 
-def _class_attributes(kind: type) -> Iterator[_Variable]:
-    for attribute, value in list(vars(kind).items()):
+def _class_attributes(cls: type) -> Iterator[_Variable]:
+    for attribute, value in list(vars(cls).items()):
         if not attribute.startswith("__") and not callable(value):
-            name = f"{kind.__module__}.{kind.__qualname__}.{attribute}"
-            yield _Variable(name, value, partial(user_code.place_of_attribute, kind, attribute))
+            name = f"{cls.__module__}.{cls.__qualname__}.{attribute}"
+            yield _Variable(name, value, partial(user_code.place_of_attribute, cls, attribute))
 
 
-def streams() -> dict[str, str]:
-    """Return the states of the default random number generators of Python and NumPy, by name."""
+def get_rng_states() -> dict[str, str]:
+    """Return the states of Python's and NumPy's default random number generators as strings, by generator name."""
     # NumPy's legacy generator, which is used by np.random.rand and similar functions.
     return {PYTHON: repr(python_random.getstate()), NUMPY: repr(np.random.get_state())}
 
 
-def weights(model: nn.Module) -> dict[str, str]:
+def digest_weights(model: nn.Module) -> dict[str, str]:
     """Return a digest of each parameter of a model."""
     return {name: digest([parameter]) for name, parameter in model.named_parameters()}
 
@@ -149,8 +149,8 @@ def is_spectral_norm(module: nn.Module) -> bool:
     return by_hook or isinstance(module, parametrizations._SpectralNorm)
 
 
-def change_of(before: str, after: str) -> str:
-    """Return a description of a change, such as `0 -> 2` or `a tensor`. `before` and `after` represent both values."""
+def describe_change(before: str, after: str) -> str:
+    """Describe a change between two represented values, such as `0 -> 2` or `a tensor`."""
     kind, kind_after = before.partition(" ")[0], after.partition(" ")[0]
     if max(len(before), len(after)) <= _MAX_SHOWN_CHARS:
         return f"{before} -> {after}"
@@ -161,14 +161,14 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
     names = [*before, *(name for name in after if name not in before)]
     pairs = {name: (before.get(name, "unset"), after.get(name, "unset")) for name in names}
     return {
-        name: change_of(text_before, text_after)
+        name: describe_change(text_before, text_after)
         for name, (text_before, text_after) in pairs.items()
         if text_before != text_after
     }
 
 
 def _custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that the user's code has set on a module, without the internal attributes of torch."""
+    """Yield the attributes that user code has set on a module, by name. Skips the internal attributes of torch."""
     # `forward` is included because Lockstep and other libraries wrap it on the instance.
     registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
     # The hook of spectral_norm recomputes the weight from parameters and buffers before each forward pass.
@@ -181,17 +181,17 @@ def _custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _lists_parameters(value: Any) -> bool:
-    """Return whether a value contains parameters, such as `_flat_weights` of an RNN, which the optimizer changes."""
+    """Return whether a value is or contains parameters, which the optimizer changes. E.g. `_flat_weights` of an RNN."""
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(item, nn.Parameter) for item in values)
 
 
 def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
-    """Return the string that represents a global variable. For an object of a library class, this is its type."""
+    """Return the string that represents a global variable. An object of a library class is represented by its type."""
     if isinstance(value, _lru_cache_wrapper):
         return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
-        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        cells = [_cell_contents(cell) for cell in value.__closure__ or ()]
         return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _MAX_DEPTH)}"
     types = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
     plain = isinstance(value, bool | int | float | complex | str | bytes | None)
@@ -201,7 +201,7 @@ def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
     return type(value).__name__
 
 
-def _cell(cell: Any) -> Any:
+def _cell_contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell
@@ -209,7 +209,7 @@ def _cell(cell: Any) -> Any:
 
 
 def _format_value(value: Any, depth: int) -> str:
-    """Return a string that changes when the value changes. Beyond the depth limit, this is only the type."""
+    """Return a string that changes when the value changes. At depth 0, this is only the type."""
     if isinstance(value, Tensor):
         return f"tensor {_digest(value)}"
     if isinstance(value, np.ndarray | np.generic):

@@ -1,4 +1,4 @@
-"""Model properties that may differ under sharded strategies: strides, hooks, in-place writes and skipped calls."""
+"""Model properties that may affect results under sharded strategies: strides, hooks, in-place writes, skipped calls."""
 
 import sys
 from collections import Counter
@@ -10,101 +10,101 @@ from typing import Any, Final, Self, final
 from torch import nn
 
 _CHECKPOINT: Final = "/torch/utils/checkpoint.py"
-_ACCUMULATING: Final = ("AccumulateGrad", "next_functions")  # names that code uses to access gradient accumulators
-_HOOKING: Final = ("register_hook", "register_prehook")
+_ACCUMULATOR_NAMES: Final = ("AccumulateGrad", "next_functions")  # names that code uses to access gradient accumulators
+_HOOK_FUNCTIONS: Final = ("register_hook", "register_prehook")
 
 
 @final
 class ModelTraits:
-    """Records properties of forward passes that may give different results under a sharded strategy.
+    """Records properties of a model that may give different results under a sharded strategy.
 
-    The hooks of this class don't change anything, so the results stay the same.
+    This class registers hooks, which only record calls and don't affect results.
     """
 
     def __init__(self) -> None:
         self._static_traits: list[str] = []
-        self._written: dict[str, None] = {}
-        self._recomputed: dict[str, None] = {}
-        self._forwards: list[Counter[str]] = []  # number of calls to each module with parameters, per forward pass
+        self._written_parameters: dict[str, None] = {}
+        self._recomputed_modules: dict[str, None] = {}
+        self._call_counts: list[Counter[str]] = []  # number of calls to each module with parameters, per forward pass
         self._versions: dict[str, tuple[int, int]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # the hooks of a copied model report to the same object
 
-    def watching(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Return a function that builds a model and registers hooks on the model."""
+    def wrap_builder(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        """Return a function that builds a model with `build`, and registers hooks on it."""
 
-        def built() -> nn.Module:
+        def build_and_watch() -> nn.Module:
             model = build()
             self.watch(model)
             return model
 
-        return built
+        return build_and_watch
 
     def watch(self, model: nn.Module) -> None:
         """Register hooks on a model, which record all future forward passes."""
         self._static_traits = [*_static_traits(model)]
         for name, module in model.named_modules():
             if name and any(True for _ in module.parameters()):
-                module.register_forward_pre_hook(partial(self._before, name))
-        model.register_forward_pre_hook(self._begin)
-        model.register_forward_hook(self._end)
+                module.register_forward_pre_hook(partial(self._record_call, name))
+        model.register_forward_pre_hook(self._begin_forward)
+        model.register_forward_hook(self._end_forward)
 
-    def texts(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
-        """Return descriptions of the recorded properties, with the most likely cause of a difference first.
+    def describe(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
+        """Describe the recorded properties, with the most likely cause of a different result first.
 
         `modules` contains the user's modules by name.
         """
         texts = [
             f"{name} is written in the forward pass, and a strategy that shards weights loses the write; leave weights "
             f"to the optimizer"
-            for name in self._written
+            for name in self._written_parameters
         ]
         texts += [
             f"{name} is recomputed by a reentrant checkpoint, whose backward runs separately from that of the model; "
             f"pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
-            for name in self._recomputed
+            for name in self._recomputed_modules
         ]
         texts += [
             f"{name} registers hooks on AccumulateGrad nodes, which belong to different tensors under a strategy that "
             f"shards weights; move this into the forward pass of the model"
             for name, module in modules
-            if _hooks_accumulation(module)
+            if _registers_accumulator_hooks(module)
         ]
         texts += self._static_traits
-        names = {name for forward in self._forwards for name in forward}
+        names = {name for forward in self._call_counts for name in forward}
         for name in sorted(names):
-            if any(name not in forward for forward in self._forwards):
+            if any(name not in forward for forward in self._call_counts):
                 texts.append(
                     f"{name} is called in some forward passes and skipped in others, so ranks gather and reduce its "
                     f"weights at different times; always call it, and multiply its output by 0 to drop it"
                 )
         for name in sorted(names):
-            if (calls := max(forward[name] for forward in self._forwards)) > 1:
+            if (calls := max(forward[name] for forward in self._call_counts)) > 1:
                 texts.append(
                     f"{name} is called {calls} times in a forward pass, so its gradients may be added in a different "
                     f"order; use strategy ddp"
                 )
         return texts
 
-    def _begin(self, model: nn.Module, _inputs: Any) -> None:
-        self._forwards.append(Counter())
+    def _begin_forward(self, model: nn.Module, _inputs: Any) -> None:
+        self._call_counts.append(Counter())
         self._versions = {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()}
 
-    def _before(self, name: str, _module: nn.Module, _inputs: Any) -> None:
-        if not self._forwards:
-            self._forwards.append(Counter())
+    def _record_call(self, name: str, _module: nn.Module, _inputs: Any) -> None:
+        if not self._call_counts:
+            self._call_counts.append(Counter())
         if _in_backward():
             return
-        self._forwards[-1][name] += 1
+        self._call_counts[-1][name] += 1
         if _in_reentrant_checkpoint():
-            self._recomputed[name] = None
+            self._recomputed_modules[name] = None
 
-    def _end(self, model: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    def _end_forward(self, model: nn.Module, _inputs: Any, _outputs: Any) -> None:
         for name, parameter in model.named_parameters():
             parameter_id, version = self._versions.get(name, (0, 0))
             if id(parameter) == parameter_id and parameter._version != version:
-                self._written[name] = None
+                self._written_parameters[name] = None
 
 
 def _static_traits(model: nn.Module) -> Iterator[str]:
@@ -124,7 +124,7 @@ def _static_traits(model: nn.Module) -> Iterator[str]:
 
 
 def _in_backward() -> bool:
-    """Return whether a checkpoint is being recomputed in the backward pass."""
+    """Return whether the backward pass is currently recomputing an activation checkpoint."""
     return any(name == "backward" or name == "unpack_hook" for name in _checkpoint_frames())
 
 
@@ -142,10 +142,10 @@ def _checkpoint_frames() -> list[str]:
     return names
 
 
-def _hooks_accumulation(module: ModuleType) -> bool:
+def _registers_accumulator_hooks(module: ModuleType) -> bool:
     try:
         with open(module.__file__ or "", encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeError, AttributeError):
         return False
-    return any(name in text for name in _ACCUMULATING) and any(name in text for name in _HOOKING)
+    return any(name in text for name in _ACCUMULATOR_NAMES) and any(name in text for name in _HOOK_FUNCTIONS)

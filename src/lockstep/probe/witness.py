@@ -1,7 +1,7 @@
-"""Records which source lines read values that differ between processes or calls: clocks, ranks, random numbers.
+"""Records the source lines that read values that differ between processes or calls: clocks, ranks, random numbers.
 
-A Python profiler is called for each function call, and a tracer for each executed line outside of libraries. Profiler
-and tracer make a forward pass several times slower, so they only run if there is a difference to explain.
+Python calls a profiler for each function call, and a tracer for each executed line outside of libraries. Both make a
+forward pass several times slower, so they only run if there is a difference to explain.
 """
 
 import datetime
@@ -30,20 +30,20 @@ PYTHON: Final = "Python's"  # names of random number generators
 NUMPY: Final = "NumPy's"
 TORCH: Final = "torch's"
 
-_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _RUN_ATTRIBUTES: Final = ("rank", "size")  # attributes of lockstep's Run
 _RANK_FUNCTIONS: Final = ("get_rank", "get_world_size", "get_node_local_rank")  # functions of torch.distributed
 
 
 @contextmanager
 def record_reads(batch_id: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str, str]]:
-    """Record which nondeterministic values the block reads. The yielded dict maps each to the source line that read it.
+    """Record the nondeterministic values that the block reads. Yield a dict with the source line of each read.
 
-    The keys are the constants of this module, such as CLOCK, or NUMPY for a call to NumPy's random number generator.
+    The keys of the dict are constants of this module, such as CLOCK, or NUMPY for a draw from NumPy's generator.
 
-    `batch_id` returns an ID of the current batch, or 0 outside of a batch. Outside of a batch, only reads of the rank
-    and the world size are recorded. When the ID changes, Lockstep has seeded the random number generators, so the
-    change of their state isn't recorded.
+    `batch_id` returns an ID of the current batch, or 0 between batches. Between batches, only reads of the rank and the
+    world size are recorded. Lockstep seeds the random number generators for each batch, so a changed generator state
+    isn't recorded if the ID has changed too.
     """
     reads: dict[str, str] = {}
     before = sys.getprofile(), sys.gettrace()
@@ -58,7 +58,7 @@ def record_reads(batch_id: Callable[[], int] = lambda: 1) -> Iterator[Mapping[st
 
 @final
 class _CallRecorder:
-    """A profiler that records calls to functions whose result depends on the process or the time."""
+    """A profiler that records calls to functions whose results depend on the process or the time."""
 
     def __init__(self, reads: dict[str, str], batch_id: Callable[[], int]) -> None:
         self._reads = reads
@@ -84,22 +84,22 @@ class _CallRecorder:
 
 @final
 class _RandomCallTracer:
-    """A tracer that records the source lines that change the state of a random number generator.
+    """A tracer that records the source lines in which the state of a random number generator changes.
 
-    The profiler can't record this, because Python doesn't call a profiler for the functions of NumPy's generator.
+    The profiler can't record these lines, because Python doesn't call it for the functions of NumPy's generator.
     """
 
     def __init__(self, reads: dict[str, str], batch_id: Callable[[], int]) -> None:
         self._reads = reads
         self._batch_id = batch_id
-        self._frames: list[tuple[FrameType, int]] = []  # active frames outside of libraries, each with its current line
+        self._frames: list[tuple[FrameType, int]] = []  # stack of traced frames, each with its current line
         self._last_batch_id = batch_id()  # ID of the batch at the last check
         # The states of the random number generators at the last check.
         self._states: dict[str, Any] = self._current_states() if self._last_batch_id else {}
 
     def trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        # Code of installed packages also runs outside of a batch, e.g. during an import.
+        # Installed packages other than the known libraries are only traced within a batch, not e.g. during an import.
         if event != "call" or is_library_file(file) or (is_installed(file) and not self._batch_id()):
             return None
         self._compare_states()
@@ -116,9 +116,9 @@ class _RandomCallTracer:
         return self._trace_line
 
     def _compare_states(self) -> None:
-        """Compare the generator states with the last check, and record the source line that changed a state.
+        """Compare the generator states with the last check. If a state changed, record the current source line.
 
-        A change that happens while no traced code is running isn't recorded.
+        Changes aren't recorded while no traced code is running.
         """
         before, self._last_batch_id = self._last_batch_id, self._batch_id()
         if self._last_batch_id != before:
@@ -143,4 +143,4 @@ def _reads_rank(frame: FrameType) -> bool:
         return True
     if code.co_name in _RANK_FUNCTIONS:
         return code.co_filename.endswith("torch/distributed/distributed_c10d.py")
-    return code is type(os.environ).__getitem__.__code__ and frame.f_locals.get("key") in _VARIABLES
+    return code is type(os.environ).__getitem__.__code__ and frame.f_locals.get("key") in _RANK_VARIABLES

@@ -9,8 +9,8 @@ from typing import Any, Final, final, get_args
 
 from lockstep.comm.peer_errors import PeerLostError, find_peer_error
 from lockstep.common import plainfile
-from lockstep.common.loader_processes import lost_loader_process
-from lockstep.common.own_code import own_error
+from lockstep.common.loader_processes import find_loader_error
+from lockstep.common.own_code import convert_user_error
 from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable, printable_line
 from lockstep.device.ulimits import too_many_files
@@ -98,13 +98,13 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
 
     If a process was lost or too many files were open, the traceback is only written to the log.
     """
-    known_error = too_many_files(error) or lost_loader_process(error) or find_peer_error(error)
+    known_error = too_many_files(error) or find_loader_error(error) or find_peer_error(error)
     if known_error is not None:
         rank_log.note("".join(traceback.format_exception(error)))
         error = known_error
     # torch raises OutOfMemoryError if device memory is exhausted.
     memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    error = own_error(error) or error
+    error = convert_user_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
     wrong = error.ranks if isinstance(error, CorruptionError) else []

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 import torch.distributed as dist
 
 from lockstep.comm.peer_errors import PeerLostError
-from lockstep.common.differences import differences
+from lockstep.common.differences import describe_differences
 from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
 from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
@@ -102,7 +102,7 @@ class Rendezvous:
         with self._store_errors():
             self._publish(key, _hash_long_facts(facts))
             if self.info.rank == 0:  # only rank 0 compares, so that not every rank has to read the facts of all ranks
-                verdict = "\n".join(differences(dict(enumerate(self._read_all(key))), self.hosts))
+                verdict = "\n".join(describe_differences(dict(enumerate(self._read_all(key))), self.hosts))
                 self.store.set(f"{key} verdict", verdict, MAX_FACTS_BYTES)
             self._wait(f"{key} verdict", key)
             verdict = self.store.read(f"{key} verdict", parse_text, MAX_FACTS_BYTES)

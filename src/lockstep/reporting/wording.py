@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, final
 
-from lockstep.common.hashing import RANDOM, VARIABLE
+from lockstep.common.hashing import RANDOM_SEED, SEED_VARIABLE
 from lockstep.common.text import printable_line, size, step_time
 from lockstep.core import epochs
 from lockstep.core.devices import GLOO_NOTE
@@ -20,7 +20,8 @@ _MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
 _MAX_LISTED_MICROBATCHES: Final = 4  # number of micro-batches that are listed for each replica
 _NOTHING_SAVED: Final = "nothing is saved"
 _RANDOM_HASH_SEED: Final = (
-    f"hash seed random: sets of strings change their order at each start; set {VARIABLE}=0 if your code depends on it"
+    "hash seed random: sets of strings change their order at each start; "
+    f"set {SEED_VARIABLE}=0 if your code depends on it"
 )
 
 
@@ -43,7 +44,7 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         *([_describe_flops(event)] if event.task or event.flops_per_sample else []),
         *([rate_rule] if rate_rule else []),
         # With several ranks, a separate warning reports hash seeds that differ.
-        *([_RANDOM_HASH_SEED] if event.hash_seed == RANDOM and event.processes == 1 else []),
+        *([_RANDOM_HASH_SEED] if event.hash_seed == RANDOM_SEED and event.processes == 1 else []),
     ]
     if event.resumed_from is not None:
         at = f"after step {event.step:,} from {printable_line(event.resumed_from)}"

@@ -19,7 +19,7 @@ from lockstep.device.clock import Clock
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE, CorruptionError
 from lockstep.parallel.engine import Engine
-from lockstep.probe.first_look import Look
+from lockstep.probe.first_look import GetFindings
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, StopRequest
@@ -69,7 +69,7 @@ class RankTraining:
     start: RunStart
     resumed: Resumed | None
     streams: tuple[TextIO, TextIO]  # terminal and log
-    get_findings: Look
+    get_findings: GetFindings
     extra_sink: Sink | None
 
     def __post_init__(self) -> None:

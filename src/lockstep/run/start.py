@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeVar
 import torch
 
 from lockstep import comm, device
-from lockstep.common.hashing import FIXED, RANDOM, hash_seed, hash_seed_for_children
+from lockstep.common.hashing import FIXED_SEED, RANDOM_SEED, hash_seed, hash_seed_for_children
 from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.errors import LockstepError
@@ -82,7 +82,7 @@ def on_ranks(
     with ExitStack() as stack:
         if method == "spawn":  # otherwise, each process would choose a different hash seed
             stack.enter_context(
-                hash_seed_for_children(child_hash_seed or (FIXED if hash_seed() == RANDOM else hash_seed()))
+                hash_seed_for_children(child_hash_seed or (FIXED_SEED if hash_seed() == RANDOM_SEED else hash_seed()))
             )
         if child_hash_seed is not None:
             stack.enter_context(_hide_main())

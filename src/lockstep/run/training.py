@@ -22,7 +22,7 @@ from lockstep.config.placement import Placement
 from lockstep.config.schema import Config
 from lockstep.errors import EXIT_DONE, CorruptionError, TrainingError, UsageError, error_as
 from lockstep.launchers import torchrun
-from lockstep.probe.first_look import first_look
+from lockstep.probe.first_look import check_in_background
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
@@ -187,7 +187,7 @@ def run_rank(
             with add_key_positions(loaded):
                 check_beginning(prepared.ready)
         probes = info.rank == 0 and resumed is None and prepared.run.probe == "auto"
-        get_findings = stack.enter_context(first_look(prepared.ready)) if probes else list
+        get_findings = stack.enter_context(check_in_background(prepared.ready)) if probes else list
         world = stack.enter_context(session.open_world())
         rank_sink = extra_sink if start is None or info.rank == 0 else None
         training = RankTraining(

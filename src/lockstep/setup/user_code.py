@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lockstep.common.own_code import is_installed, is_own, location
+from lockstep.common.own_code import is_installed, is_user_code, location
 from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import mixed
@@ -65,7 +65,7 @@ def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
     for name, module in list(sys.modules.items()):
         # Some libraries put objects into sys.modules that accept any attribute name.
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if isinstance(file, str) and (name.partition(".")[0] in packages or is_own(file)):
+        if isinstance(file, str) and (name.partition(".")[0] in packages or is_user_code(file)):
             modules[name] = module
     return modules
 
@@ -89,7 +89,7 @@ def place_of_attribute(kind: type, name: str) -> str:
     """Return the line where a method of a class or its bases changes `self.<name>`, or "" if there is no such line."""
     for base in kind.__mro__:
         file = _file(base)
-        if file is None or not is_own(file):
+        if file is None or not is_user_code(file):
             continue
         lines, first = inspect.getsourcelines(base)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -204,7 +204,7 @@ def own_frames() -> Iterator[FrameType]:
     """Yield the call stack's frames of functions in the user's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_locals is not frame.f_globals and is_own(frame.f_code.co_filename):
+        if frame.f_locals is not frame.f_globals and is_user_code(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.common.importing import import_callable
 from lockstep.common.own_code import UserCode
-from lockstep.common.reserved_metrics import OF_TRAINING, first_reserved
+from lockstep.common.reserved_metrics import RESERVED_IN_TRAINING, first_reserved
 from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
 from lockstep.core.several_losses import (
     Loss,
@@ -110,7 +110,7 @@ class OwnTask:
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """See Task."""
         results = self._mapping("figures", sums)
-        reserved_name = first_reserved(map(str, results), OF_TRAINING) or next(
+        reserved_name = first_reserved(map(str, results), RESERVED_IN_TRAINING) or next(
             filter(is_reserved, map(str, results)), None
         )
         if reserved_name is not None:
@@ -324,7 +324,7 @@ def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Te
             raise UsageError(f"metric {path}: returned {type(result).__name__}; return a mapping of names to sums")
         # Detach the sums, because metrics are only reported and need no gradients.
         sums = {str(name): torch.as_tensor(value).detach() for name, value in result.items()}
-    if (reserved_name := first_reserved(sums, OF_TRAINING)) is not None:
+    if (reserved_name := first_reserved(sums, RESERVED_IN_TRAINING)) is not None:
         raise UsageError(
             f"metric {path}: {reserved_name} is a name that Lockstep uses for evaluations; choose a different name "
             f"({_CONTRACT})"

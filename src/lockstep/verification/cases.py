@@ -18,7 +18,7 @@ from typing import Any, Final, final
 
 import torch
 
-from lockstep.common.hashing import other_seed
+from lockstep.common.hashing import different_hash_seed
 from lockstep.config.load import Loaded
 from lockstep.config.placement import StrategyConfig
 from lockstep.core.batch import tensors_of
@@ -164,7 +164,7 @@ def _verify_cases(
         comparison = _Comparison(job, single_case, limit_validation(setup, evaluated), report_progress)
         probed = comparison.run_probe()
         # If the probe found an operation without a deterministic kernel, no case can run.
-        rows = [] if probed.refused else comparison.run_all(cases)
+        rows = [] if probed.missing_kernel else comparison.run_all(cases)
     has_mismatch = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
     return Verification(
         recipe=loaded.name,
@@ -371,7 +371,7 @@ class _Comparison:
         All other cases keep the hash seed of this process, because a process with a different hash seed must be spawned
         and takes seconds to import all modules again.
         """
-        return other_seed() if case.label == self._single.label and import_paths(self._setup.recipe) else None
+        return different_hash_seed() if case.label == self._single.label and import_paths(self._setup.recipe) else None
 
     def _rerun_with_values(
         self, case: VerifyCase, outcome: Outcome, differences: Sequence[Difference]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from lockstep.common.hashing import VARIABLE
+from lockstep.common.hashing import SEED_VARIABLE
 from lockstep.probe.findings import (
     FOREIGN_RANDOMNESS,
     OF_FORWARD,
@@ -84,7 +84,7 @@ def find_cause(diagnosis: Diagnosis) -> str:
     if diagnosis.difference.kind == DATA:
         data_cause = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
         return data_cause or (
-            hash_seed_cause(diagnosis.probe_result.at("training", "data"))
+            hash_seed_cause(diagnosis.probe_result.location_of("training", "data"))
             if _differs_by_hash_seed(diagnosis)
             else _DATA_CAUSE
         )
@@ -94,7 +94,7 @@ def find_cause(diagnosis: Diagnosis) -> str:
         if culprit in suspects:
             return suspects[culprit]
     if _differs_by_hash_seed(diagnosis):
-        return hash_seed_cause(diagnosis.probe_result.at("model", "loss"))
+        return hash_seed_cause(diagnosis.probe_result.location_of("model", "loss"))
     notes = {
         finding.culprit: finding.text for finding in findings(diagnosis.probe_result) if finding.culprit in OF_FORWARD
     }
@@ -109,7 +109,7 @@ def hash_seed_cause(location: str = "") -> str:
     """Return the cause if a different hash seed changes the results. `location` is a text such as ` (net.py:12)`."""
     return (
         f"the order of a set of strings, or hash(), in code{location}: it changes with each start of Python, unless "
-        f"{VARIABLE} is set; iterate over sorted(...) instead"
+        f"{SEED_VARIABLE} is set; iterate over sorted(...) instead"
     )
 
 
@@ -159,9 +159,8 @@ def _buffer_cause(diagnosis: Diagnosis) -> str:
     difference, probe_result = diagnosis.difference, diagnosis.probe_result
     module, _, name = difference.name.rpartition(".")
     kind = probe_result.changed_buffers[difference.name]
-    subject = (
-        f"{name} of {module or 'the model'}{probe_result.at(difference.name)} differs from step {difference.step} on"
-    )
+    location = probe_result.location_of(difference.name)
+    subject = f"{name} of {module or 'the model'}{location} differs from step {difference.step} on"
     if kind == SPECTRAL_KIND:
         return (
             f"{subject}: torch's spectral_norm updates it in each forward pass, and each process only runs the forward "

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Self, final
 import numpy as np
 from torch import Generator, Tensor, nn
 
-from lockstep.probe.state import Globals, ModelState, change_of
+from lockstep.probe.state import Globals, ModelState, describe_change
 from lockstep.setup.user_code import carries_value, is_used, own_frames, own_modules, place_of_attribute
 from lockstep.verification.held_tensors import compute_digest, find_tensors, list_values
 
@@ -77,7 +77,7 @@ class LoopState:
                 or (is_same_object and ("." in name or _can_hold_state(values[1])))
                 or later._carries_tensors(name, values)
             ):
-                changes[name.removeprefix(_MAIN_PREFIX)] = _format_change(change, later._globals.place(name))
+                changes[name.removeprefix(_MAIN_PREFIX)] = _format_change(change, later._globals.source_line(name))
         return changes
 
     def _carries_tensors(self, name: str, values: Sequence[Any]) -> bool:
@@ -141,8 +141,8 @@ class LoopState:
             # The mode of the model includes the modes of its submodules.
             if name.startswith(_MODE_PREFIX) and f"{_MODE_PREFIX}the model" in lost_state:
                 continue
-            location = _attribute_location(*models[name]) if name in models else self._globals.place(name)
-            entry = likelihoods.get(name, _STATE), _format_change(change_of(text_before, text_now), location)
+            location = _attribute_location(*models[name]) if name in models else self._globals.source_line(name)
+            entry = likelihoods.get(name, _STATE), _format_change(describe_change(text_before, text_now), location)
             label = name.removeprefix(_MAIN_PREFIX)
             lost_state[label] = min(lost_state.get(label, entry), entry)
         likely_state = {
@@ -178,7 +178,7 @@ class LoopState:
                 and not is_lockstep
                 and not self._is_reassigned(name)
             ):
-                yield name, _format_change("an iterator, which starts again", self._globals.place(name))
+                yield name, _format_change("an iterator, which starts again", self._globals.source_line(name))
 
 
 def _attribute_location(model: nn.Module, name: str) -> str:

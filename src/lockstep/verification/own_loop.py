@@ -23,7 +23,7 @@ from random import Random
 from typing import Any, Final, final
 
 from lockstep.common import plainfile
-from lockstep.common.hashing import other_seed
+from lockstep.common.hashing import different_hash_seed
 from lockstep.common.patterns import list_some
 from lockstep.config.blame import add_key_positions
 from lockstep.config.load import load
@@ -311,7 +311,7 @@ def _rerun_reference(loop: "_LoopRunner", reference: Trace, can_spawn: bool) -> 
     """
     if reference.warnings:
         return Checked("single", 1, "differs", reason=reference.warnings[0])
-    hash_seed = other_seed() if can_spawn else None
+    hash_seed = different_hash_seed() if can_spawn else None
     code, message = loop.run("single", 1, "again", hash_seed)
     if code != EXIT_DONE:
         return Checked("single", 1, "failed", reason=message)
@@ -518,7 +518,7 @@ class _LoopRunner:
             for run in context.runs:
                 run.close()
         if diagnose:
-            observations = {"reads": reads, "kept": changes, "traits": traits.texts(own_modules(()).items())}
+            observations = {"reads": reads, "kept": changes, "traits": traits.describe(own_modules(()).items())}
             (folder / _OBSERVATIONS_FILE.format(rank)).write_text(json.dumps(observations), encoding="utf-8")
         return EXIT_DONE
 

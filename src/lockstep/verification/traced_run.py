@@ -26,7 +26,7 @@ from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
-from lockstep.probe.probe import facts_of
+from lockstep.probe.probe import run_probe
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.run.checkpoints import engine_state
@@ -84,7 +84,7 @@ def limit_validation(setup: Setup, count: int) -> Setup:
 def probe_case(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Probe the data, the model and the loss (probe/probe.py), and write the result into the job's folder."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
-        result = facts_of(setup or _open_job_setup(job), session.device)
+        result = run_probe(setup or _open_job_setup(job), session.device)
     trace.write_json(job.folder / PROBE_RESULT_FILE, result)
     return EXIT_DONE
 
