@@ -148,9 +148,10 @@ def test_other_optimizers_need_whole_tensors_which_some_strategies_lend(name: st
     make = partial(make_optimizer, name=name, lr=0.1, options=options)
     assert check_updates(make, "zero1", lends_wholes=True)
     with pytest.raises(
-        UsageError, match=r"strategy tensor: optimizer .* use strategy ddp, zero1, zero2, zero3 or hsdp"
+        UsageError,
+        match=r"strategy pipeline: optimizer .* use strategy ddp, zero1, zero2, zero3, hsdp, tensor or expert",
     ):
-        check_updates(make, "tensor", lends_wholes=False)
+        check_updates(make, "pipeline", lends_wholes=False)
 
 
 class _CountsItsSteps(torch.optim.Adafactor):

@@ -66,9 +66,9 @@ def test_an_optimizer_that_updates_rows_differently_needs_whole_tensors() -> Non
         check_updates(named("Centered"), "zero2", lends_wholes=True)
     assert check_updates(named("CenteredIfAny"), "zero2", lends_wholes=True)
     with pytest.raises(
-        UsageError, match="strategy tensor: optimizer Centered updates rows of a tensor differently than"
+        UsageError, match="strategy pipeline: optimizer Centered updates rows of a tensor differently than"
     ):
-        check_updates(named("Centered"), "tensor", lends_wholes=False)
+        check_updates(named("Centered"), "pipeline", lends_wholes=False)
 
 
 @pytest.mark.parametrize(

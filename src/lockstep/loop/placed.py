@@ -1,7 +1,7 @@
 """A model of a custom loop, distributed over the ranks by a strategy."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -218,7 +218,7 @@ def place_model(
         name,
         stored_dtype(settings.precision),
         cuts_rows=traits.cuts_rows or chunks.count > 1,
-        lends_wholes=traits.lends_wholes and chunks.count == 1 and settings.placement.audit_every is None,
+        lends_wholes=traits.lends_wholes and settings.placement.audit_every is None,
     )
     recipe = PlainRecipe(
         microbatches=1,
@@ -244,7 +244,7 @@ def place_model(
     log = MessageLog()
     every = settings.placement.audit_every
     own_world = world if every is None else world.rotated(chosen.mesh(world.size), 0, log)
-    engine = chosen.start(problem, make_optimizer, own_world, numerics)
+    engine = chosen.start(problem, make_optimizer, own_world, replace(numerics, chunked=chunked))
     if not isinstance(engine, Phased):
         engine.close()
         raise refusal(

@@ -113,7 +113,7 @@ class DataParallelEngine:
         self._totals = StepTotals(self._running, canonical, self._stream, world.device, alone=world.size == 1)
         strides = {name: parameter.stride() for name, parameter in self._model.named_parameters()}
         self._storage, self._gradients = make_layout(self._model, self._stream, numerics.copied)
-        self._owned = OwnedLayout(self._storage, world, strides) if numerics.whole_updates else None
+        self._owned = OwnedLayout(self._storage, world, strides, numerics.chunked) if numerics.whole_updates else None
         self._layout: Layout = self._owned or self._storage
         self._replicas = Replicas(self._model, self._running, world, devices, home) if len(devices) > 1 else None
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None

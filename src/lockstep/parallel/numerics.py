@@ -1,7 +1,7 @@
 """The arguments of an engine: the numerics of a recipe, and the function that creates the optimizer."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lockstep.core.batch import Inputs, map_tensors
 from lockstep.core.engine_recipe import EngineRecipe
 from lockstep.core.order import part
+from lockstep.core.shard import Chunked
 from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.layerwise import Norms
@@ -31,7 +32,8 @@ class Numerics:
     recompute: int = 0  # recompute every n-th block; only for strategies without their own recomputation
     guarded: bool = True  # whether a forward pass that writes to weights or buffers raises an error
     averages: bool = True  # whether to average weights if the recipe sets `ema`
-    whole_updates: bool = False  # whether the optimizer needs full tensors although the strategy shards them by rows
+    whole_updates: bool = False  # whether the optimizer needs full tensors, but the strategy or the chunks have rows
+    chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
     peers: int = 1  # the number of engines that split the micro-batches of a step and use different seeds
     peer: int = 0  # the index of this engine among its peers
 

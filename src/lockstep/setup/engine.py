@@ -30,7 +30,9 @@ def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> 
     if resumes:
         problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
     whole_updates = needs_whole_updates(prepared.resolved, ready)
-    numerics = replace(prepared.resolved.numerics, guarded=ready.guarded, whole_updates=whole_updates)
+    numerics = replace(
+        prepared.resolved.numerics, guarded=ready.guarded, whole_updates=whole_updates, chunked=ready.chunked
+    )
     mesh = strategy.mesh(world.size)
     data_rank = mesh.data_rank(world.rank)
     start = partial(strategy.start, problem, ready.optimizer)

@@ -29,6 +29,7 @@ class Strategy:
         "position_ids and calls torch's attention without a mask; memory for the whole model on each process",
         communication="queries, keys, values and outputs of each attention, forward and backward, for each "
         "micro-batch; the sum of the gradients once per step, overlapping with backward",
+        lends_wholes=True,
         cuts_sequences=True,
     )
 

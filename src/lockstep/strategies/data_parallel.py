@@ -44,6 +44,7 @@ class Strategy:
         "on the first also for its optimizer state",
         communication="between devices only: the gradients of each micro-batch to the first, and new parameters back "
         "once per step",
+        lends_wholes=True,
         audits=False,
     )
 

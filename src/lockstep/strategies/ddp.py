@@ -48,6 +48,7 @@ class Strategy:
             + ("" if self.compress == "none" else f", {_AS[self.compress]}"),
             exactness="none" if self.compress == "powersgd" else "bits" if self.compress == "none" else "close",
             sent=self.compress if self.compress in ("fp16", "bf16") else None,
+            lends_wholes=self.compress == "none",
             syncs_batchnorm=True,
             cuts_sequences=self.compress == "none",
         )

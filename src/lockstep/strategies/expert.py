@@ -29,10 +29,12 @@ class Strategy:
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; the experts of mixture-of-experts layers",
         needs="at most as many processes as micro-batches; recipe.model.chunks, a multiple of the processes per "
-        "replica; a model whose experts are known, or recipe.model.plan; an element-wise optimizer",
+        "replica; a model whose experts are known, or recipe.model.plan; an optimizer that updates each "
+        "tensor on its own",
         communication="for each mixture-of-experts layer and micro-batch, the rows and the outputs of the experts, "
         "forward and backward; the sum of the other gradients once per step, with replicate that of all gradients",
         cuts_rows=True,
+        lends_wholes=True,
         compiles=False,
         by_peers=True,  # the number of rows that it receives
     )

@@ -75,7 +75,7 @@ class Strategy:
             "context need of a model; expert only supports replicate",
             communication="as pipeline, hsdp, expert, tensor and context, each between the ranks along its axis",
             cuts_rows=self.shard > 1 or self.expert > 1 or self.tensor > 1,
-            lends_wholes=self.pipe == self.expert == self.tensor == 1,
+            lends_wholes=self.pipe == 1,
             cuts_sequences=self.expert == 1 and self.schedule != "zero_bubble",
             spreads_sequences=self.sequence_parallel,
             compiles=self.expert == self.tensor == 1 and self.schedule != "zero_bubble",

@@ -17,6 +17,7 @@ class Strategy:
         cuts="nothing",
         needs="one process; memory for the whole model and its optimizer state",
         communication="none",
+        lends_wholes=True,
         syncs_batchnorm=True,
         cuts_sequences=True,
     )

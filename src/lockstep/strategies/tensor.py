@@ -35,11 +35,12 @@ class Strategy:
         return Traits(
             cuts="the heads and features of attention and feed-forward layers; with replicate, also the micro-batches",
             needs="recipe.model.chunks, a multiple of the processes per replica; a model whose layers are known, or "
-            "recipe.model.plan; an element-wise optimizer",
+            "recipe.model.plan; an optimizer that updates each tensor on its own",
             communication="the sum of the outputs of each split pair of layers, forward and backward, for each "
             "micro-batch; with sequence_parallel, an all-gather of its inputs and a reduce-scatter of its outputs "
             "instead; with replicate, the sum of the gradients once per step",
             cuts_rows=True,
+            lends_wholes=True,
             compiles=False,
             cuts_sequences=True,
             spreads_sequences=self.sequence_parallel,

@@ -67,7 +67,7 @@ class Rows:
     def as_shard(self, name: str, tensor: Tensor) -> Any:
         return Shard(tensor, self.world.rank, torch.Size((3, 4))) if name == "weight" else tensor
 
-    def spans(self, shape: torch.Size) -> list[Span]:
+    def spans(self, _name: str, shape: torch.Size) -> list[Span]:
         return [Span(rank, rank, 1, True) for rank in range(3)] if shape else []
 
     def collect(self) -> None:

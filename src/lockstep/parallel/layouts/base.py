@@ -77,8 +77,8 @@ class Span(NamedTuple):
 class SpansRows(Protocol):
     """The additional interface of layouts in rows, which know the rows of every rank."""
 
-    def spans(self, shape: torch.Size) -> Sequence[Span]:
-        """Return the rows of a tensor of this shape by rank, or an empty sequence if it is replicated."""
+    def spans(self, name: str, shape: torch.Size) -> Sequence[Span]:
+        """Return the rows of parameter `name`, of full shape `shape`, by rank. Empty if the parameter is replicated."""
 
 
 class Norms(NamedTuple):

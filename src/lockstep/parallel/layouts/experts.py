@@ -30,6 +30,7 @@ from lockstep.parallel.tensor.experts import Dispatch, Experts
 from lockstep.parallel.tensor.slices import (
     Slice,
     SlicedLayout,
+    SliceHolder,
     SplitLayer,
     check_shared,
     cut_layers,
@@ -88,7 +89,9 @@ def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
         sums = Gradients(other_parameters, world.canonical(mesh, "replicate", "expert"), stream, False, bucket_bytes)
         [step_ranks] = [ranks for ranks in mesh.groups("expert") if world.rank in ranks]
         data_ranks = [mesh.data_rank(rank_index) for rank_index in step_ranks]
-        expert_slice = Slice(locations, rank, primary=not mesh.coordinate(world.rank).replicate)
+        coordinates = [mesh.coordinate(other) for other in range(world.size)]
+        holders = [SliceHolder(each.expert, primary=not each.replicate) for each in coordinates]
+        expert_slice = Slice(locations, holders, world.rank)
         across = world.canonical(mesh, "replicate", side_stream=False)
         experts = [_expert_sums(layer, across) for layer in layers.values()]
         return SlicedLayout(world, expert_slice, weights), _ExpertGradients(sums, experts, data_ranks)

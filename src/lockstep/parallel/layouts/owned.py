@@ -15,11 +15,16 @@ fewest elements so far. This balances optimizers whose time depends on the numbe
 
 In addition to its rows, a rank keeps a full copy of the tensors that it owns: R * C / W elements for W ranks.
 
+If a recipe splits a model into chunks, the model has the rows of a tensor in the order of its chunks, which is a
+different matrix for such an optimizer. The owner restores the shape of the model without chunks before the update.
+This also applies to strategies that replicate the tensor, which therefore have an owner for each chunked tensor too.
+
 Shapes: a tensor p_RC has R rows on its owner, and p_rC is a rank's part of the rows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -27,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm.world import World
-from lockstep.core.shard import MaybeSharded, Shard
+from lockstep.core.shard import Chunked, MaybeSharded, Shard
 from lockstep.parallel.layouts.base import Layout, Slots, Span, SpansRows, norms_of_rows
 from lockstep.parallel.offloaded import pieces
 from lockstep.parallel.optimizer_state import Named
@@ -39,41 +44,80 @@ _SENT_BYTES: Final = 32 << 20  # total size of the full tensors whose rows are s
 
 @dataclass(eq=False)
 class _OwnedTensor:
-    """A tensor whose rows are on several ranks. `whole` has R rows on the owner, and no rows on all other ranks."""
+    """A tensor whose rows are on several ranks. `whole` is the full tensor on the owner, and empty on all other ranks.
+
+    `spans` are the rows of each rank, of a tensor of shape `row_shape`. If the tensor is `chunked`, these are the rows
+    of its chunks, and `whole` has the shape without chunks.
+    """
 
     name: str
     owner: int
     spans: Sequence[Span]
     rows: nn.Parameter
-    shape: torch.Size
+    row_shape: torch.Size
     stride: tuple[int, ...]
+    chunked: Chunked | None
     whole: nn.Parameter = field(init=False)
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of the full tensor, without chunks."""
+        return self.row_shape if self.chunked is None else torch.Size(self.chunked.shape)
+
+    @property
     def nbytes(self) -> int:
-        return self.shape.numel() * self.rows.element_size()
+        return self.row_shape.numel() * self.rows.element_size()
 
     def empty(self, dtype: torch.dtype, owned: bool) -> Tensor:
         """Return memory for the full tensor with the strides of a single process, or for no rows if it isn't owned."""
         device = self.rows.device
-        if owned:
-            return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
-        return torch.empty((0, *self.shape[1:]), dtype=dtype, device=device)
+        if not owned:
+            return torch.empty((0, *self.shape[1:]), dtype=dtype, device=device)
+        if self.chunked is not None:
+            return torch.empty(self.shape, dtype=dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
+
+    def to_rows(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the shape of `whole` as rows. This is a copy if the chunks have a different order."""
+        if self.chunked is None:
+            return tensor
+        return self.chunked.to_rows(tensor) if len(tensor) else tensor.new_empty((0, *self.row_shape[1:]))
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """Return all rows as a tensor of the shape of `whole`."""
+        return rows if self.chunked is None else self.chunked.from_rows(rows)
+
+    def sources(self) -> Sequence[Span]:
+        """Return the spans that the owner receives: each row once, and from the owner itself if it holds the row."""
+        spans: dict[tuple[int, int], Span] = {}
+        for span in self.spans:
+            rows = span.first, span.height
+            if span.height and (span.rank == self.owner or (span.primary and rows not in spans)):
+                spans[rows] = span
+        return list(spans.values())
 
 
 @final
 class OwnedLayout:
-    """Wraps the layout `inner`. `strides` maps names to the strides of parameters before sharding."""
+    """Wraps the layout `inner`. `strides` maps names to the strides of parameters before sharding.
 
-    def __init__(self, inner: Layout, world: World, strides: Mapping[str, tuple[int, ...]]) -> None:
-        assert isinstance(inner, SpansRows)
-        self._inner: Layout = inner
+    `chunked` has the parameters whose chunks are consecutive rows.
+    """
+
+    def __init__(
+        self,
+        inner: Layout,
+        world: World,
+        strides: Mapping[str, tuple[int, ...]],
+        chunked: Mapping[str, Chunked] = MappingProxyType({}),
+    ) -> None:
+        self._inner = inner
         self._world = world
         shapes = {name: inner.as_shard(name, rows.detach()).shape for name, rows in inner.trained}
-        spans = {name: inner.spans(shape) for name, shape in shapes.items()}
+        spans = {name: self._spans(name, shape, name in chunked) for name, shape in shapes.items()}
         owners = _owners({name: shape.numel() for name, shape in shapes.items() if spans[name]}, world.size)
         self._tensors = [
-            _OwnedTensor(name, owners[name], spans[name], rows, shapes[name], strides[name])
+            _OwnedTensor(name, owners[name], spans[name], rows, shapes[name], strides[name], chunked.get(name))
             for name, rows in inner.trained
             if name in owners
         ]
@@ -81,12 +125,12 @@ class OwnedLayout:
             tensor.whole = nn.Parameter(tensor.empty(tensor.rows.dtype, self._owns(tensor)))
         wholes = {tensor.name: tensor.whole for tensor in self._tensors}
         self.trained: Sequence[Named] = [(name, wholes.get(name, rows)) for name, rows in inner.trained]
-        self._shards = {
-            tensor.name: Shard(tensor.whole.detach(), 0, tensor.shape, primary=tensor.owner == world.rank)
-            for tensor in self._tensors
+        self._by_name = {tensor.name: tensor for tensor in self._tensors}
+        shards = {
+            tensor.name: Shard(tensor.whole.detach(), 0, tensor.shape, self._owns(tensor)) for tensor in self._tensors
         }
         parts: dict[Tensor, Shard] = {
-            parameter: self._shards.get(name) or Shard(parameter.detach(), 0, parameter.shape, world.rank == 0)
+            parameter: shards.get(name) or Shard(parameter.detach(), 0, parameter.shape, world.rank == 0)
             for name, parameter in self.trained
         }
         self.norms = norms_of_rows(world, parts)
@@ -99,10 +143,10 @@ class OwnedLayout:
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        if name not in self._shards:
+        if name not in self._by_name:
             return self._inner.as_shard(name, tensor)
-        shard = self._shards[name]
-        return Shard(tensor, 0, shard.shape, shard.primary)
+        owned = self._by_name[name]
+        return Shard(owned.to_rows(tensor), 0, owned.row_shape, self._owns(owned))
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -144,12 +188,25 @@ class OwnedLayout:
         self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
         """Load the state of the tensors that this rank owns from the full state of a checkpoint."""
+        tensors = {name: self._slot_from_rows(name, tensor) for name, tensor in tensors.items()}
         OptimizerNames(self.trained, optimizer).load(slots, optimizer, tensors, scalars)
         self._drop_unowned_state(optimizer)
 
     def _drop_unowned_state(self, optimizer: Optimizer) -> None:
         for stand_in in self.unowned:
             optimizer.state.pop(stand_in, None)
+
+    def _slot_from_rows(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the optimizer slot `name` of a checkpoint, in the shape that the optimizer of the owner has."""
+        owned = self._by_name.get(name.rpartition("/")[0])
+        return owned.from_rows(tensor) if owned is not None and tensor.shape == owned.row_shape else tensor
+
+    def _spans(self, name: str, shape: torch.Size, is_chunked: bool) -> Sequence[Span]:
+        """Return the rows of a tensor by rank. Empty if each rank updates the tensor itself."""
+        spans = self._inner.spans(name, shape) if isinstance(self._inner, SpansRows) else ()
+        if spans or not is_chunked:
+            return spans
+        return [Span(rank, 0, shape[0], primary=rank == 0) for rank in range(self._world.size)]
 
     def _owns(self, tensor: _OwnedTensor) -> bool:
         return tensor.owner == self._world.rank
@@ -167,25 +224,31 @@ class OwnedLayout:
     ) -> None:
         """Copy the rows of each rank to the full tensors on their owners."""
         sent, received = _Messages(), _Messages()
+        chunked_rows: dict[str, Tensor] = {}
         for tensor in group:
-            for span in tensor.spans:
-                if not span.primary or not span.height:
-                    continue
+            target = whole(tensor)
+            if tensor.chunked is not None and self._owns(tensor):
+                target = chunked_rows[tensor.name] = target.new_empty(tensor.row_shape)
+            for span in tensor.sources():
                 if span.rank == self._world.rank:
                     sent.add(tensor.owner, rows[tensor.name])
                 if self._owns(tensor):
-                    received.add(span.rank, whole(tensor)[span.first : span.first + span.height])
+                    received.add(span.rank, target[span.first : span.first + span.height])
         self._exchange(sent, received)
+        for tensor in group:
+            if tensor.name in chunked_rows:
+                whole(tensor).copy_(tensor.from_rows(chunked_rows[tensor.name]))
 
     def _scatter(self, group: Sequence[_OwnedTensor]) -> None:
         """Copy the full tensors from their owners to the rows of each rank."""
         sent, received = _Messages(), _Messages()
         for tensor in group:
+            rows = tensor.to_rows(tensor.whole.detach())
             for span in tensor.spans:
                 if not span.height:
                     continue
                 if self._owns(tensor):
-                    sent.add(span.rank, tensor.whole.detach()[span.first : span.first + span.height])
+                    sent.add(span.rank, rows[span.first : span.first + span.height])
                 if span.rank == self._world.rank:
                     received.add(tensor.owner, tensor.rows.detach())
         self._exchange(sent, received)

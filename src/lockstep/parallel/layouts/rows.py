@@ -100,7 +100,7 @@ class RowLayout:
                 self._sums.append(parameter.grad)
             parameter.grad = None
 
-    def spans(self, shape: torch.Size) -> Sequence[Span]:
+    def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
         """See SpansRows."""
         size = self._world.size
         rows = [part(shape[0], size, rank) for rank in range(size)] if shape else []

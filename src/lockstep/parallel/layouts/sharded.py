@@ -115,7 +115,7 @@ class ShardedLayout:
         """See Layout."""
         return shard_like(tensor, self._shards[name])
 
-    def spans(self, shape: torch.Size) -> Sequence[Span]:
+    def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
         """See SpansRows."""
         row_spans = []
         for number in range(self._world.size):

@@ -1,6 +1,6 @@
 """Model slices: the chunks of a model that a rank holds, and their location in the full model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Self, final
 
@@ -14,7 +14,15 @@ from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
-from lockstep.parallel.layouts.base import GathersWeights, GradientSum, Layout, MakeLayout, norms_of_rows
+from lockstep.parallel.layouts.base import (
+    GathersWeights,
+    GradientSum,
+    Layout,
+    MakeLayout,
+    Span,
+    SpansRows,
+    norms_of_rows,
+)
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.experts import Experts
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear
@@ -35,10 +43,29 @@ class SplitLayer(NamedTuple):
 
 
 class RowLocation(NamedTuple):
-    """The location of a rank's rows in a full parameter of shape `shape`, starting at row `first`."""
+    """The location of a rank's rows in a full parameter of shape `shape`.
+
+    `rows` has the rows of each rank along the axis, and `rank` is the index of this rank.
+    """
 
     shape: Size
-    first: int
+    rows: Sequence[range]
+    rank: int
+
+    @property
+    def first(self) -> int:
+        """The first row of this rank."""
+        return self.rows[self.rank].start
+
+
+class SliceHolder(NamedTuple):
+    """A rank of the world: its position along the axis of the slices, and whether it reports its chunks.
+
+    Of all ranks with the same chunks, one rank reports them.
+    """
+
+    position: int
+    primary: bool
 
 
 def cut_layers(model: nn.Module) -> dict[str, SplitLayer]:
@@ -65,9 +92,8 @@ def row_locations(model: nn.Module, layers: Mapping[str, SplitLayer], rank: int,
         for key in layer.parameters:
             parameter = getattr(layer.module, key)
             rows = layer.rows or len(parameter) * ranks
-            locations[parameter] = RowLocation(
-                Size([rows, *parameter.shape[1:]]), _rows_of_rank(rows, layer, rank, ranks).start
-            )
+            ranges = [_rows_of_rank(rows, layer, other, ranks) for other in range(ranks)]
+            locations[parameter] = RowLocation(Size([rows, *parameter.shape[1:]]), ranges, rank)
     named_parameters = model.named_parameters(remove_duplicate=False)
     return {name: locations[parameter] for name, parameter in named_parameters if parameter in locations}
 
@@ -142,18 +168,23 @@ def make_slice_layout(world: World, mesh: Mesh, make_layout: MakeLayout) -> Make
 class Slice:
     """The part of a model on one rank: some rows of the split parameters, and all replicated tensors."""
 
-    def __init__(self, locations: Mapping[str, RowLocation], rank: int, primary: bool = True) -> None:
-        """Create the slice of rank `rank`. `locations` maps each split parameter to its rows on this rank."""
-        self.first = not rank  # whether this rank reports the replicated tensors
-        self.primary = primary  # whether this rank reports its chunks, among all ranks with the same chunks
+    def __init__(self, locations: Mapping[str, RowLocation], holders: Sequence[SliceHolder], rank: int) -> None:
+        """Create the slice of rank `rank` of the world. `holders` has all ranks of the world.
+
+        `locations` maps each split parameter to its rows on this rank.
+        """
+        self.first = not holders[rank].position  # whether this rank reports the replicated tensors
+        self.primary = holders[rank].primary
         self._locations = locations
+        self._holders = holders
 
     @classmethod
     def for_rank(cls, model: nn.Module, world: World, mesh: Mesh) -> Self:
         """Return this rank's slice along the tensor axis of the mesh."""
-        coordinate = mesh.coordinate(world.rank)
-        primary = not (coordinate.replicate or coordinate.context)
-        return cls(row_locations(model, cut_layers(model), coordinate.tensor, mesh.tensor), coordinate.tensor, primary)
+        coordinates = [mesh.coordinate(rank) for rank in range(world.size)]
+        holders = [SliceHolder(each.tensor, not (each.replicate or each.context)) for each in coordinates]
+        position = holders[world.rank].position
+        return cls(row_locations(model, cut_layers(model), position, mesh.tensor), holders, world.rank)
 
     def as_part(self, name: str, tensor: MaybeSharded) -> MaybeSharded:
         """Return a tensor of the slice as a shard of the full tensor. Replicated tensors are returned unchanged."""
@@ -172,6 +203,24 @@ class Slice:
         location = self._locations[name]
         return replace(shard, first=location.first + shard.first, shape=location.shape)
 
+    def spans(self, name: str, shape: Size, layout: Layout) -> Sequence[Span]:
+        """Return the rows of the full parameter by rank. `layout` is the layout of each rank's slice.
+
+        Empty if the parameter is neither split nor sharded by `layout`.
+        """
+        inner = layout if isinstance(layout, SpansRows) else None
+        if name not in self._locations:
+            spans = [] if inner is None else inner.spans(name, shape)
+            return [span._replace(primary=span.primary and not self._holders[span.rank].position) for span in spans]
+        spans = []
+        for rank, holder in enumerate(self._holders):
+            rows = self._locations[name].rows[holder.position]
+            span = Span(rank, 0, len(rows), holder.primary)
+            if inner is not None:
+                span = inner.spans(name, Size([len(rows), *shape[1:]]))[rank]
+            spans.append(span._replace(first=rows.start + span.first))
+        return spans
+
 
 @final
 class SlicedLayout:
@@ -187,6 +236,10 @@ class SlicedLayout:
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         return {name: self._slice.as_part(name, tensor) for name, tensor in self._layout.state().items()}
+
+    def spans(self, name: str, shape: Size) -> Sequence[Span]:
+        """See SpansRows."""
+        return self._slice.spans(name, shape, self._layout)
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
         """See GathersWeights. Empty if the layout of the slice doesn't shard parameters."""
