@@ -218,7 +218,7 @@ def place_model(
         name,
         stored_dtype(settings.precision),
         cuts_rows=traits.cuts_rows or chunks.count > 1,
-        lends_wholes=traits.lends_wholes and settings.placement.audit_every is None,
+        lends_wholes=traits.lends_wholes,
     )
     recipe = PlainRecipe(
         microbatches=1,

@@ -96,8 +96,8 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
     if not lends_wholes:
         raise UsageError(
             f"strategy {strategy}: optimizer {name} updates rows of a tensor differently than the whole tensor, which "
-            f"no rank has here; use strategy ddp, zero1, zero2, zero3, hsdp, tensor or expert, without audits, or an "
-            f"optimizer such as sgd, adamw, lars or lamb without fused=true"
+            f"no rank has here; use strategy ddp, zero1, zero2, zero3, hsdp, tensor or expert, or an optimizer such as "
+            f"sgd, adamw, lars or lamb without fused=true"
         )
     try:
         matches = _matches_separately(make, dtype)

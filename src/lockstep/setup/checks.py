@@ -193,9 +193,8 @@ def _check_updates(
     traits = resolved.strategy.traits
     if not (traits.cuts_rows or chunked):
         return False
-    lends_wholes = traits.lends_wholes and resolved.placement.audit_every is None
     needed = [
-        check_updates(make, resolved.strategy_name, dtype, lends_wholes=lends_wholes)
+        check_updates(make, resolved.strategy_name, dtype, lends_wholes=traits.lends_wholes)
         for make in factories
         for dtype in dtypes
     ]

@@ -36,12 +36,14 @@ class Strategy:
         """See Strategy."""
         return Traits(
             cuts="the micro-batches of a step; only rank 0 has the optimizer state",
-            needs="at most as many processes as micro-batches; memory for the whole model on each process; an "
-            "element-wise optimizer, unless asynchronous; a network in which you trust everyone, because RPC unpickles",
+            needs="at most as many processes as micro-batches; memory for the whole model on each process; "
+            "unless asynchronous, an optimizer that updates each tensor on its own; a network in which you trust "
+            "everyone, because RPC unpickles",
             communication="gradients to rank 0 and new weights back, once per step. With asynchronous, each gradient "
             "updates the weights when it arrives: neither exact nor close, and no two runs are the same",
             exactness="none" if self.asynchronous else "bits",
             cuts_rows=not self.asynchronous,
+            lends_wholes=True,
             audits=not self.asynchronous,
             by_peers=True,
             unpickles=True,

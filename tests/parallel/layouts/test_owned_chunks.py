@@ -50,6 +50,7 @@ def train(run: Any, name: str, chunks: int = 2, strategy: Any = "auto") -> nn.Mo
     [
         ("tensor", 2),
         ("ddp", 2),
+        ("parameter_server", 2),
         pytest.param("zero1", 3, marks=pytest.mark.slow("quick tests have tensor and ddp")),
         pytest.param("zero3", 2, marks=pytest.mark.slow("quick tests have tensor and ddp")),
         pytest.param(MESH, 4, marks=pytest.mark.slow("four ranks")),
@@ -62,6 +63,14 @@ def test_a_model_in_chunks_has_the_bits_of_one_process(name: str, strategy: Any,
     [alone] = worlds.run(1, ended, "single", loop)
     assert len(alone) == 64, alone
     assert {*worlds.run(size, ended, strategy, loop)} == {alone}
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("zero3", marks=pytest.mark.slow("a second strategy"))])
+def test_an_audit_finds_nothing_in_a_sound_run(strategy: str) -> None:
+    loop = partial(train, name="muon")
+    [alone] = worlds.run(1, ended, "single", loop)
+    assert {*worlds.run(2, ended, strategy, loop, 1)} == {alone}
 
 
 def weights(chunks: int) -> Mapping[str, Tensor]:

@@ -115,7 +115,9 @@ class OwnedLayout:
         self._world = world
         shapes = {name: inner.as_shard(name, rows.detach()).shape for name, rows in inner.trained}
         spans = {name: self._spans(name, shape, name in chunked) for name, shape in shapes.items()}
-        owners = _owners({name: shape.numel() for name, shape in shapes.items() if spans[name]}, world.size)
+        owners = _owners(
+            shapes, {name: tensor_spans for name, tensor_spans in spans.items() if tensor_spans}, world.size
+        )
         self._tensors = [
             _OwnedTensor(name, owners[name], spans[name], rows, shapes[name], strides[name], chunked.get(name))
             for name, rows in inner.trained
@@ -291,11 +293,12 @@ class _Messages:
         return [(rank, tensors) for (rank, _), tensors in self._tensors.items() if rank != own]
 
 
-def _owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the owner of each tensor, given the number of elements of each tensor."""
+def _owners(shapes: Mapping[str, torch.Size], spans: Mapping[str, Sequence[Span]], ranks: int) -> dict[str, int]:
+    """Return the owner of each tensor in `spans`. If a single rank has all rows, such as a server, it is the owner."""
     loads = [0] * ranks
     owners = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: ties keep the model order
-        owners[name] = loads.index(min(loads))
-        loads[owners[name]] += sizes[name]
+    for name in sorted(spans, key=lambda name: -shapes[name].numel()):  # stable: ties keep the model order
+        holders = [span.rank for span in spans[name] if span.height]
+        owners[name] = holders[0] if len(holders) == 1 else loads.index(min(loads))
+        loads[owners[name]] += shapes[name].numel()
     return owners

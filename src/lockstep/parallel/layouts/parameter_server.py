@@ -14,7 +14,7 @@ rows: p_0...
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from threading import Condition
 from typing import final
 
@@ -31,7 +31,7 @@ from lockstep.core.shard import MaybeSharded, Shard, shard_like
 from lockstep.core.tree import LeafBlock, total
 from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows, trainable_parameters
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
 
 Pieces = Mapping[LeafBlock, Tensor]
@@ -131,6 +131,7 @@ class ServedLayout:
     def __init__(self, model: nn.Module, world: World, server: Server, calls: Rpc, dtype: torch.dtype | None) -> None:
         self._server = server
         self._calls = calls
+        self._ranks = world.size
         self._is_server = world.rank == 0
         self._weights = Weights(model, dtype)
         self.state, self.reload = self._weights.state, self._weights.publish
@@ -157,6 +158,10 @@ class ServedLayout:
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return shard_like(tensor, self._shards[name])
+
+    def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
+        """See SpansRows."""
+        return [Span(rank, 0, 0 if rank else shape[0], primary=not rank) for rank in range(self._ranks)]
 
     def collect(self) -> None:
         """See Layout."""
