@@ -11,7 +11,7 @@ from typing import Any, Final
 from lockstep.common.patterns import select
 from lockstep.errors import UsageError
 
-SCALE: Final = "lr_scale"  # a key in parameter groups; timm uses the same key, and checkpoints contain it
+SCALE: Final = "lr_scale"  # the key in parameter groups, as in timm; saved in checkpoints
 _KEY: Final = "recipe.optimizer.groups"
 
 
@@ -29,9 +29,9 @@ def settings(
 ) -> dict[str, dict[str, Any]]:
     """Return the options of each parameter that matches a group or has a scale, by name.
 
-    If several groups match a name, the first group applies. `scales` maps names to factors of the learning rate, such
-    as the factors of layer decay, which are multiplied by the factor of the group. Raises UsageError if a pattern
-    matches no name, or if earlier groups match all names of a group.
+    If several groups match a name, the first group applies. `scales` maps names to learning rate factors, e.g. of layer
+    decay, which are multiplied by the factor of the group. Raises UsageError if a pattern matches no name, or if
+    earlier groups already match all names that a group matches.
     """
     group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Isolated gradients for several interleaved forward passes of one model in one process.
+"""Separate gradients for several interleaved forward passes of the same model in one process.
 
 Each forward pass has separate aliases of the trained parameters. An alias is an autograd leaf that shares the memory of
 its parameter. While a forward pass runs, the modules contain its aliases instead of the parameters. Each module also
@@ -35,7 +35,7 @@ class IsolatedGradients:
         finally:
             _set_attributes(self._modules, attributes)
 
-    def use(self, number: int) -> None:
+    def activate(self, number: int) -> None:
         """Switch the modules to the aliases and attributes of forward pass `number`."""
         _set_attributes(self._modules, self._states[number])
 
@@ -44,12 +44,12 @@ class IsolatedGradients:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise UsageError(
-                    f"{name} is used in forward through a reference outside of its module, such as a closure, so its "
+                    f"{name} is used in forward through a reference outside its module, such as a closure, so its "
                     f"gradients cannot be kept separate for each micro-batch; use self.{name} in forward, or as many "
                     f"processes as micro-batches"
                 )
 
-    def hand(self, number: int) -> None:
+    def move_gradients(self, number: int) -> None:
         """Move the gradients of forward pass `number` to the `grad` of the parameters."""
         for parameter, alias in self._aliases[number].items():
             parameter.grad, alias.grad = alias.grad, None

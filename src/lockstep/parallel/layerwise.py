@@ -1,8 +1,8 @@
-"""LARS and LAMB, optimizers that scale the update of each tensor by a ratio of two norms.
+"""LARS and LAMB: optimizers that scale the update of each tensor by a ratio of two norms.
 
-The ratio needs the norms of full tensors. Other implementations compute the norms of the tensors that they are given,
-so they don't work on rows of a sharded tensor. They also sum a norm in memory order. Here the norms come from the
-layout (parallel/layouts/base.py). All other operations are element-wise.
+The ratio needs the norms of full tensors. Other implementations compute the norms of the tensors that they receive, so
+their results are wrong for rows of a sharded tensor. Here the layout provides the norms (parallel/layouts/base.py). All
+other operations are element-wise.
 """
 
 import math
@@ -174,7 +174,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor that are options of a parameter group, in order.
+    """Return the constructor arguments that are options of a parameter group, in order.
 
     Raises ValueError if a number is negative.
     """

@@ -3,7 +3,7 @@
 Use this strategy like torch.nn.DataParallel, for several GPUs in a program without a launcher, such as a notebook. A
 single thread enqueues micro-batch k on replica k mod n of n replicas (parallel/replicas.py explains why). Unlike in
 torch.nn.DataParallel, micro-batches aren't split, so BatchNorm and random numbers are the same as on one device. The
-reduction tree sums the gradients of micro-batches. The loss is computed on the device of the micro-batch.
+reduction tree sums the gradients of micro-batches. The loss is computed on the same device as the micro-batch.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.replicated import replicated
-from lockstep.parallel.powersgd import low_rank
+from lockstep.parallel.powersgd import make_low_rank_layout
 from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 _SENT: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -69,7 +69,7 @@ class Strategy:
         """Return the engine of this rank."""
         mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
         if self.compress == "powersgd" and world.size > 1:
-            make_layout = low_rank(world, mesh, bucket_bytes, self.powersgd_rank or _RANK, numerics.seed)
+            make_layout = make_low_rank_layout(world, mesh, bucket_bytes, self.powersgd_rank or _RANK, numerics.seed)
         else:
             sent, chunks = _SENT.get(self.compress), numerics.recipe.model.sequence_chunks
             make_layout = replicated(world, mesh, bucket_bytes, sent, chunks)

@@ -34,7 +34,7 @@ class Strategy:
         "forward and backward; the sum of the other gradients once per step, with replicate that of all gradients",
         cuts_rows=True,
         compiles=False,
-        by_peers=True,  # the number of rows that it receives
+        by_peers=True,  # a rank receives a number of rows that depends on the data of its peers
     )
 
     def check(self, processes: int, microbatches: int) -> None:

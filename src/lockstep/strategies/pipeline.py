@@ -46,8 +46,9 @@ class Strategy:
             communication="activations between stages and their gradients, for each micro-batch; with replicate or "
             "shard, the sum of the gradients once per step; with shard, also the new parameters",
             cuts_rows=self.shard > 1,
-            compiles=self.schedule != "zero_bubble",  # zero_bubble splits the backward pass of a block in two
-            cuts_sequences=self.schedule != "zero_bubble",  # and the joint backward pass of interleaved chunks
+            # zero_bubble splits the backward pass of a block in two. It can't split a joint backward pass of chunks.
+            compiles=self.schedule != "zero_bubble",
+            cuts_sequences=self.schedule != "zero_bubble",
             by_peers=True,
         )
 

@@ -1,17 +1,17 @@
-"""Full tensors for optimizers that can't update rows: each tensor has an owner rank, which updates the tensor.
+"""A layout for optimizers that can't update rows: each tensor has an owner rank, which updates the full tensor.
 
-Muon orthogonalizes matrices, Adafactor and Shampoo reduce over rows and columns, and fused kernels compute the end of a
-tensor differently. Therefore such an optimizer computes different results for some of the rows than for the full
-tensor. This layout wraps a layout in rows. A step has these phases:
+Some optimizers compute different results for rows than for the full tensor: Muon orthogonalizes matrices, Adafactor and
+Shampoo reduce over rows and columns, and fused kernels compute the end of a tensor differently. This layout wraps a
+layout that shards tensors by rows. A step has these phases:
 
 1. `collect`: The inner layout has this rank's rows of the gradient sums. Each rank sends its rows of every tensor to
    the owner of the tensor, which assembles the full gradient.
 2. The owner updates the full tensor. Only the owner has the optimizer state of the tensor, so optimizer memory is still
-   sharded. All other ranks have an empty stand-in without a gradient, which optimizers skip.
+   sharded. All other ranks have an empty placeholder without a gradient, which optimizers skip.
 3. `publish`: The owner sends the updated rows to all ranks that hold them.
 
-Owners are assigned in the order of tensor size, from the largest: each tensor is assigned to the rank that owns the
-fewest elements so far. This balances optimizers whose time depends on the number of elements.
+Owners are assigned from the largest tensor to the smallest. Each tensor gets the rank that owns the fewest elements so
+far as its owner. This balances optimizers whose time depends on the number of elements.
 
 In addition to its rows, a rank keeps a full copy of the tensors that it owns: R * C / W elements for W ranks.
 
@@ -28,18 +28,18 @@ from torch.optim import Optimizer
 
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard
-from lockstep.parallel.layouts.base import Layout, Slots, Span, SpansRows, norms_of_rows
-from lockstep.parallel.offloaded import pieces
+from lockstep.parallel.layouts.base import HasRowSpans, Layout, Slots, Span, norms_of_rows
+from lockstep.parallel.offloaded import group_by_size
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.state import OptimizerNames
 
-_SENT_BYTES: Final = 32 << 20  # total size of the full tensors whose rows are sent at once
+_SENT_BYTES: Final = 32 << 20  # maximum total size of the full tensors whose rows are sent at once
 
 
 @dataclass(eq=False)
 class _OwnedTensor:
-    """A tensor whose rows are on several ranks. `whole` has R rows on the owner, and no rows on all other ranks."""
+    """A tensor whose rows are on several ranks. `full` has R rows on the owner, and no rows on all other ranks."""
 
     name: str
     owner: int
@@ -47,14 +47,17 @@ class _OwnedTensor:
     rows: nn.Parameter
     shape: torch.Size
     stride: tuple[int, ...]
-    whole: nn.Parameter = field(init=False)
+    full: nn.Parameter = field(init=False)
 
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.rows.element_size()
 
     def empty(self, dtype: torch.dtype, owned: bool) -> Tensor:
-        """Return memory for the full tensor with the strides of a single process, or for no rows if it isn't owned."""
+        """Return uninitialized memory for the full tensor, or for no rows unless it is `owned`.
+
+        The strides are the same as in a single process.
+        """
         device = self.rows.device
         if owned:
             return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
@@ -66,23 +69,23 @@ class OwnedLayout:
     """Wraps the layout `inner`. `strides` maps names to the strides of parameters before sharding."""
 
     def __init__(self, inner: Layout, world: World, strides: Mapping[str, tuple[int, ...]]) -> None:
-        assert isinstance(inner, SpansRows)
+        assert isinstance(inner, HasRowSpans)
         self._inner: Layout = inner
         self._world = world
         shapes = {name: inner.as_shard(name, rows.detach()).shape for name, rows in inner.trained}
         spans = {name: inner.spans(shape) for name, shape in shapes.items()}
-        owners = _owners({name: shape.numel() for name, shape in shapes.items() if spans[name]}, world.size)
+        owners = _assign_owners({name: shape.numel() for name, shape in shapes.items() if spans[name]}, world.size)
         self._tensors = [
             _OwnedTensor(name, owners[name], spans[name], rows, shapes[name], strides[name])
             for name, rows in inner.trained
             if name in owners
         ]
         for tensor in self._tensors:
-            tensor.whole = nn.Parameter(tensor.empty(tensor.rows.dtype, self._owns(tensor)))
-        wholes = {tensor.name: tensor.whole for tensor in self._tensors}
-        self.trained: Sequence[Named] = [(name, wholes.get(name, rows)) for name, rows in inner.trained]
+            tensor.full = nn.Parameter(tensor.empty(tensor.rows.dtype, self._owns(tensor)))
+        full_by_name = {tensor.name: tensor.full for tensor in self._tensors}
+        self.trained: Sequence[Named] = [(name, full_by_name.get(name, rows)) for name, rows in inner.trained]
         self._shards = {
-            tensor.name: Shard(tensor.whole.detach(), 0, tensor.shape, primary=tensor.owner == world.rank)
+            tensor.name: Shard(tensor.full.detach(), 0, tensor.shape, primary=tensor.owner == world.rank)
             for tensor in self._tensors
         }
         parts: dict[Tensor, Shard] = {
@@ -94,8 +97,8 @@ class OwnedLayout:
 
     @property
     def unowned(self) -> Sequence[Tensor]:
-        """The stand-ins for tensors that other ranks own."""
-        return [tensor.whole for tensor in self._tensors if tensor.owner != self._world.rank]
+        """The empty placeholders for tensors that other ranks own."""
+        return [tensor.full for tensor in self._tensors if tensor.owner != self._world.rank]
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
@@ -116,8 +119,8 @@ class OwnedLayout:
             gradients = {tensor.name: gradient(tensor.rows) for tensor in group}
             for tensor in group:
                 tensor.rows.grad = None
-                tensor.whole.grad = tensor.empty(gradients[tensor.name].dtype, self._owns(tensor))
-            self._gather(group, gradients, lambda tensor: gradient(tensor.whole))
+                tensor.full.grad = tensor.empty(gradients[tensor.name].dtype, self._owns(tensor))
+            self._gather(group, gradients, lambda tensor: gradient(tensor.full))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -133,7 +136,7 @@ class OwnedLayout:
         self._gather_weights()
 
     def optimizer_state(self, slots: Slots, optimizer: Optimizer) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the optimizer state of all ranks: tensors as shards that only their owner holds, and scalars.
+        """Return the optimizer state of all ranks: tensors as shards, which only their owners hold, and scalars.
 
         `slots` is the layout of this rank's tensors. All ranks must call this method.
         """
@@ -148,22 +151,22 @@ class OwnedLayout:
         self._drop_unowned_state(optimizer)
 
     def _drop_unowned_state(self, optimizer: Optimizer) -> None:
-        for stand_in in self.unowned:
-            optimizer.state.pop(stand_in, None)
+        for placeholder in self.unowned:
+            optimizer.state.pop(placeholder, None)
 
     def _owns(self, tensor: _OwnedTensor) -> bool:
         return tensor.owner == self._world.rank
 
     def _groups(self) -> Iterable[list[_OwnedTensor]]:
-        return pieces(((tensor, tensor.nbytes) for tensor in self._tensors), _SENT_BYTES)
+        return group_by_size(((tensor, tensor.nbytes) for tensor in self._tensors), _SENT_BYTES)
 
     @torch.no_grad()
     def _gather_weights(self) -> None:
         for group in self._groups():
-            self._gather(group, {tensor.name: tensor.rows.detach() for tensor in group}, lambda tensor: tensor.whole)
+            self._gather(group, {tensor.name: tensor.rows.detach() for tensor in group}, lambda tensor: tensor.full)
 
     def _gather(
-        self, group: Sequence[_OwnedTensor], rows: Mapping[str, Tensor], whole: Callable[[_OwnedTensor], Tensor]
+        self, group: Sequence[_OwnedTensor], rows: Mapping[str, Tensor], full: Callable[[_OwnedTensor], Tensor]
     ) -> None:
         """Copy the rows of each rank to the full tensors on their owners."""
         sent, received = _Messages(), _Messages()
@@ -174,7 +177,7 @@ class OwnedLayout:
                 if span.rank == self._world.rank:
                     sent.add(tensor.owner, rows[tensor.name])
                 if self._owns(tensor):
-                    received.add(span.rank, whole(tensor)[span.first : span.first + span.height])
+                    received.add(span.rank, full(tensor)[span.first : span.first + span.height])
         self._exchange(sent, received)
 
     def _scatter(self, group: Sequence[_OwnedTensor]) -> None:
@@ -185,28 +188,28 @@ class OwnedLayout:
                 if not span.height:
                     continue
                 if self._owns(tensor):
-                    sent.add(span.rank, tensor.whole.detach()[span.first : span.first + span.height])
+                    sent.add(span.rank, tensor.full.detach()[span.first : span.first + span.height])
                 if span.rank == self._world.rank:
                     received.add(tensor.owner, tensor.rows.detach())
         self._exchange(sent, received)
 
     def _exchange(self, sent: "_Messages", received: "_Messages") -> None:
-        """Exchange messages between ranks. Messages between two ranks are combined to one tensor per dtype."""
-        own = self._world.rank
+        """Send and receive messages. Messages between two ranks are combined into one tensor per dtype."""
+        own_rank = self._world.rank
         device = self._world.device  # rows can be in CPU memory, which NCCL can't send
         outgoing = [
             (torch.cat([each.reshape(-1) for each in tensors]).to(device), rank)
-            for rank, tensors in sent.for_peers(own)
+            for rank, tensors in sent.for_peers(own_rank)
         ]
         incoming = [
             (torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=device), rank)
-            for rank, tensors in received.for_peers(own)
+            for rank, tensors in received.for_peers(own_rank)
         ]
         self._world.exchange(outgoing, incoming)
-        for (buffer, _), (_, tensors) in zip(incoming, received.for_peers(own), strict=True):
+        for (buffer, _), (_, tensors) in zip(incoming, received.for_peers(own_rank), strict=True):
             parts = torch.split(buffer, [each.numel() for each in tensors])
             torch._foreach_copy_(tensors, [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
-        for target, source in zip(received.for_rank(own), sent.for_rank(own), strict=True):
+        for target, source in zip(received.for_rank(own_rank), sent.for_rank(own_rank), strict=True):
             target.copy_(source)
 
 
@@ -224,11 +227,11 @@ class _Messages:
         """Return the tensors for rank `rank`."""
         return [each for (to, _), tensors in self._tensors.items() if to == rank for each in tensors]
 
-    def for_peers(self, own: int) -> list[tuple[int, list[Tensor]]]:
-        return [(rank, tensors) for (rank, _), tensors in self._tensors.items() if rank != own]
+    def for_peers(self, own_rank: int) -> list[tuple[int, list[Tensor]]]:
+        return [(rank, tensors) for (rank, _), tensors in self._tensors.items() if rank != own_rank]
 
 
-def _owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+def _assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Return the owner of each tensor, given the number of elements of each tensor."""
     loads = [0] * ranks
     owners = {}
