@@ -142,8 +142,8 @@ class Audit:
             # Collect more evidence: repeat the same computation, and recompute each disputed micro-batch on all ranks.
             findings += yield from self._compute(schedule, step, repeated, own_microbatches)
             for index in range(schedule.microbatches):
-                if _microbatch(index) in disputes:
-                    findings.append((yield from self._repeat(fetch(step, index))))
+                if _microbatch_result(index) in disputes:
+                    findings.append((yield from self._recompute_microbatch(fetch(step, index))))
             raise self._make_error(step, findings)
         self.audited += 1
 
@@ -151,7 +151,7 @@ class Audit:
         self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own_microbatches: MicroBatches
     ) -> Generator[Part, None, Findings]:
         """Run a step, and return the digests of the results that other ranks also have, in time order."""
-        findings = [(yield from self._repeat(repeated))]
+        findings = [(yield from self._recompute_microbatch(repeated))]
         target, notes = schedule.target(self._world.rank, step), DigestNotes(self._digests)
         part = Part(
             [
@@ -161,7 +161,7 @@ class Audit:
         )
         yield part
         if digests := notes.values():  # empty if the step is short and this rank has no micro-batch
-            findings.append((_microbatch(target), digests))
+            findings.append((_microbatch_result(target), digests))
         if self._world.size > 1:
             assert part.sums is not None
             # The gradient rows that this rank keeps can appear twice: also among the witnessed rows. Count them once.
@@ -183,10 +183,12 @@ class Audit:
         if link := find_changed_link(sent, received):
             raise make_link_error(step, *link, reports)
 
-    def _repeat(self, microbatch: MicroBatch) -> Generator[Part, None, tuple[ComparedResult, dict[str, str]]]:
+    def _recompute_microbatch(
+        self, microbatch: MicroBatch
+    ) -> Generator[Part, None, tuple[ComparedResult, dict[str, str]]]:
         notes = DigestNotes(self._digests)
         yield Part([replace(microbatch, note=notes.note)], beside=True)
-        return _microbatch(microbatch.index), notes.values()
+        return _microbatch_result(microbatch.index), notes.values()
 
     def _find_disputes(self, findings: Findings) -> Opinions:
         """Return the results on which the ranks disagree. All ranks must call this method."""
@@ -219,7 +221,7 @@ class Audit:
         return _make_error(step, subject, disputes[subject], self._world.all_gather_json(report))
 
 
-def _microbatch(index: int) -> ComparedResult:
+def _microbatch_result(index: int) -> ComparedResult:
     return ComparedResult(f"micro-batch {index}")
 
 

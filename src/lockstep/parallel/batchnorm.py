@@ -63,7 +63,9 @@ class RunningStatistics:
         self._counts_batches = [isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self._layers]
         # The fraction by which each statistic moves toward the mean of a step. Without a momentum, BatchNorm averages
         # all batches so far.
-        self._rates = torch.cat([*(_rates(layer) for layer in self._layers), *calls]) if buffers else torch.empty(0)
+        self._rates = (
+            torch.cat([*(_make_rates(layer) for layer in self._layers), *calls]) if buffers else torch.empty(0)
+        )
         # Without a momentum, InstanceNorm never changes its statistics.
         self._averaging_layers = [
             n for n, layer in enumerate(self._layers) if layer.momentum is None and self._counts_batches[n]
@@ -281,6 +283,6 @@ def _pad(buffer: Tensor) -> Tensor:
     return nn.functional.pad(buffer.flatten().float(), (0, _padded_width(buffer.numel()) - buffer.numel()))
 
 
-def _rates(layer: nn.modules.batchnorm._NormBase) -> Tensor:
+def _make_rates(layer: nn.modules.batchnorm._NormBase) -> Tensor:
     mean, _ = _get_buffers(layer)
     return mean.new_full((2 * _padded_width(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)

@@ -22,7 +22,9 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     the items of these containers as modules. An item isn't a block if it shares a parameter with the rest of the model,
     or if it is part of another block.
     """
-    candidates = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
+    candidates = [
+        module for child in model.children() for module in _collect_blocks(child, listed=type(model) in _CONTAINERS)
+    ]
     nested = {part for block in candidates for part in block.modules() if part is not block}
     outermost = [block for block in dict.fromkeys(candidates) if block not in nested]
     owners: dict[int, set[int]] = {}
@@ -34,12 +36,12 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     return [unit for number, unit in enumerate(outermost) if number not in sharing]
 
 
-def _blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
+def _collect_blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
     if type(module) in _CONTAINERS:
-        return [block for child in module.children() for block in _blocks(child, listed=True)]
+        return [block for child in module.children() for block in _collect_blocks(child, listed=True)]
     if listed and any(True for _ in module.parameters()):
         return [module]
-    return [] if listed else [block for child in module.children() for block in _blocks(child, listed=False)]
+    return [] if listed else [block for child in module.children() for block in _collect_blocks(child, listed=False)]
 
 
 def recompute(model: nn.Module, every: int) -> nn.Module:

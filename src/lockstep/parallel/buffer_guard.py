@@ -53,7 +53,7 @@ class BufferGuard:
             for name, buffer in module._buffers.items()
             if id(buffer) not in exempt_ids
         ]
-        self._names = self._current_names()
+        self._names = self._get_buffer_names()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -78,19 +78,19 @@ class BufferGuard:
         """Raise UsageError if the forward pass in the block writes to, replaces, adds or removes a buffer."""
         return _BufferChecker(self)
 
-    def _buffer_states(self) -> list[tuple[Tensor | None, int]]:
-        return [_buffer_state(module._buffers.get(name)) for _, module, name in self._locations]
+    def _get_buffer_states(self) -> list[tuple[Tensor | None, int]]:
+        return [_get_buffer_state(module._buffers.get(name)) for _, module, name in self._locations]
 
     def _check_buffers(self, states: Sequence[tuple[Tensor | None, int]]) -> None:
         if sum(map(len, self._buffers)) != len(self._names):
-            path, name = min(self._current_names() ^ self._names)
+            path, name = min(self._get_buffer_names() ^ self._names)
             raise _make_error(path, self._modules[path], name)
         for (path, module, name), (buffer, version) in zip(self._locations, states, strict=False):
-            current, current_version = _buffer_state(module._buffers.get(name))
+            current, current_version = _get_buffer_state(module._buffers.get(name))
             if current is not buffer or current_version != version:
                 raise _make_error(path, module, name)
 
-    def _current_names(self) -> set[tuple[str, str]]:
+    def _get_buffer_names(self) -> set[tuple[str, str]]:
         return {(path, name) for path, module in self._modules.items() for name in module._buffers}
 
 
@@ -105,7 +105,7 @@ class _BufferChecker:
         self._guard = guard
 
     def __enter__(self) -> None:
-        self._states = self._guard._buffer_states()
+        self._states = self._guard._get_buffer_states()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -125,5 +125,5 @@ def _make_error(path: str, module: nn.Module, name: str) -> Exception:
     )
 
 
-def _buffer_state(buffer: Tensor | None) -> tuple[Tensor | None, int]:
+def _get_buffer_state(buffer: Tensor | None) -> tuple[Tensor | None, int]:
     return buffer, 0 if buffer is None else buffer._version

@@ -112,7 +112,7 @@ class Cooperative:
             replies = [
                 self._resume(number, thread, _Continue(None, 0), before_resume) for number, thread in enumerate(threads)
             ]
-            while messages := _waiting_messages(replies):
+            while messages := _collect_waiting_replies(replies):
                 last = max(message.nodes for message in messages)
                 computed = threads[-1].send_request(
                     _Compute(messages[0].joint, [message.inputs for message in messages], last)
@@ -198,20 +198,20 @@ class _Canceled(BaseException):
     """Raised in a function to end it. A BaseException, because the function may catch any Exception."""
 
 
-def _waiting_messages(replies: Sequence[_Waiting | _Ended]) -> list[_Waiting]:
+def _collect_waiting_replies(replies: Sequence[_Waiting | _Ended]) -> list[_Waiting]:
     """Return the replies of all functions if all are waiting at the same exchange, or [] if all have ended.
 
     Raises UsageError if functions are waiting at different exchanges, or if only some functions have ended.
     """
     messages = [reply for reply in replies if isinstance(reply, _Waiting)]
-    labels = [reply.label if isinstance(reply, _Waiting) else "its end" for reply in replies]
-    if len(set(labels)) > 1:
-        index = next(number for number, label in enumerate(labels) if label != labels[0])
+    exchanges = [reply.label if isinstance(reply, _Waiting) else "its end" for reply in replies]
+    if len(set(exchanges)) > 1:
+        index = next(number for number, label in enumerate(exchanges) if label != exchanges[0])
         raise UsageError(
-            f"the forward pass of one micro-batch has reached {labels[0]}, but the forward pass of another micro-batch "
-            f"has reached {labels[index]}; make every micro-batch go through the same layers in the same order, "
-            f"independent of the samples and of random numbers, because one of these layers computes over all "
-            f"micro-batches of a step"
+            f"the forward pass of one micro-batch has reached {exchanges[0]}, but the forward pass of another "
+            f"micro-batch has reached {exchanges[index]}; make every micro-batch go through the same layers in the "
+            f"same order, independent of the samples and of random numbers, because one of these layers computes over "
+            f"all micro-batches of a step"
         )
     return messages
 

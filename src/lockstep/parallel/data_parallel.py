@@ -288,7 +288,7 @@ class DataParallelEngine:
     def state(self) -> State:
         """See Engine."""
         model = self._layout.state()
-        optimizer, scalars = self._optimizer_state()
+        optimizer, scalars = self._get_optimizer_state()
         return State(
             model=model,
             optimizer=optimizer,
@@ -297,7 +297,7 @@ class DataParallelEngine:
             feedback=(self._low_rank.feedback() or None) if self._low_rank is not None else None,
         )
 
-    def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
+    def _get_optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         if self._owned is not None:
             return self._owned.optimizer_state(self._slots, self._updates.optimizer)
         tensors, scalars = optimizer_state(self._layout.trained, self._updates.optimizer)

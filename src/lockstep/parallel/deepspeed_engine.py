@@ -104,7 +104,7 @@ class DeepSpeedEngine:
         self._optimizer: Any = self._engine.optimizer
         self._shards_weights = stage == 3
         self._pieces = find_flat_pieces(self._optimizer, world.rank, stage)
-        self._ema = make_average(self._model_state(), numerics.ema_decay)
+        self._ema = make_average(self._get_model_state(), numerics.ema_decay)
         self._scaler = numerics.loss_scaler(world.device)
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
@@ -187,8 +187,8 @@ class DeepSpeedEngine:
 
     def state(self) -> State:
         """See Engine. Returns tensors that DeepSpeed shards as shards, which all other strategies can load."""
-        model = self._model_state()
-        tensors, slots = self._optimizer_state()
+        model = self._get_model_state()
+        tensors, slots = self._get_optimizer_state()
         scalars = {"slots": slots, "groups": get_group_numbers(self._base_optimizer.param_groups)}
         return State(
             model=model,
@@ -200,7 +200,7 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """See Engine."""
-        model = self._model_state()
+        model = self._get_model_state()
         load_local_parts(state.model, model)
         self._running.reload()
         self._publish()
@@ -264,7 +264,7 @@ class DeepSpeedEngine:
         with self._autocast, self._model_code, translate_deepspeed_errors():
             return call(self._engine, self._numerics.prepare_inputs(inputs))
 
-    def _model_state(self) -> dict[str, MaybeSharded]:
+    def _get_model_state(self) -> dict[str, MaybeSharded]:
         """Return the model state. Trained parameters are the fp32 tensors of DeepSpeed's optimizer."""
         return {name: self._as_shard(tensor) for name, tensor in self._state_tensors.items()}
 
@@ -291,7 +291,7 @@ class DeepSpeedEngine:
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
             optimizer.checkpoint_event_epilogue()
 
-    def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
+    def _get_optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         """Return the optimizer state by parameter and slot: first the tensors, then all other values."""
         tensors: dict[str, MaybeSharded] = {}
         slots: dict[str, Any] = {}

@@ -188,7 +188,7 @@ class Gradients:
 
     def _sum(self, bucket: _Bucket, pieces: Mapping[LeafBlock, GradientList]) -> Tensor:
         flat = {block: flatten(parts, bucket.parameters) for block, parts in pieces.items()}
-        return bucket.add(flat, self._leaves, empty_sum(bucket.parameters))
+        return bucket.add(flat, self._leaves, allocate_sum(bucket.parameters))
 
 
 def partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
@@ -242,9 +242,9 @@ def set_gradients(parameters: Sequence[nn.Parameter], gradients: GradientList) -
         parameter.grad = gradient
 
 
-def empty_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
+def allocate_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return an uninitialized flat vector for the gradient sums of parameters with the same dtype."""
-    return parameters[0].new_empty(sum(_sizes_with_padding(parameters)), dtype=sum_dtype(parameters[0]))
+    return parameters[0].new_empty(sum(_compute_sizes(parameters)), dtype=sum_dtype(parameters[0]))
 
 
 def add_gradients_(left: GradientList, right: GradientList) -> GradientList:
@@ -253,7 +253,7 @@ def add_gradients_(left: GradientList, right: GradientList) -> GradientList:
     return left
 
 
-def _sizes_with_padding(parameters: Sequence[nn.Parameter]) -> list[int]:
+def _compute_sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Return the number of elements of each parameter, followed by the number of elements of its padding."""
     return [size for parameter in parameters for size in (parameter.numel(), -parameter.numel() % _ALIGNED)]
 
@@ -269,13 +269,13 @@ def flatten(parts: GradientList, parameters: Sequence[nn.Parameter]) -> Tensor:
         part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in zip(parts, parameters, strict=True)
     ]
     zeros = flat[0].new_zeros(_ALIGNED)
-    gaps = [zeros[:size] for size in _sizes_with_padding(parameters)[1::2]]
+    gaps = [zeros[:size] for size in _compute_sizes(parameters)[1::2]]
     return torch.cat([piece for pair in zip(flat, gaps, strict=True) for piece in pair])
 
 
 def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> GradientList:
     """Return views of the flat vector of a bucket, with the shapes and strides of its parameters."""
-    pieces = torch.split(flat, _sizes_with_padding(parameters))[::2]
+    pieces = torch.split(flat, _compute_sizes(parameters))[::2]
     return [_view_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 

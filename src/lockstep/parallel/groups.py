@@ -44,7 +44,7 @@ def settings(
                 f"move this group before them"
             )
         group_of |= newly_matched
-    by_name = {name: _setting(group_of.get(name), scales.get(name, 1.0)) for name in names}
+    by_name = {name: _make_options(group_of.get(name), scales.get(name, 1.0)) for name in names}
     return {name: setting for name, setting in by_name.items() if setting}
 
 
@@ -57,7 +57,7 @@ def distinct(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return unique
 
 
-def _setting(group: GroupSettings | None, scale: float) -> dict[str, Any]:
+def _make_options(group: GroupSettings | None, scale: float) -> dict[str, Any]:
     options = dict(group.options) if group is not None else {}
     factor = scale * (group.lr_factor if group is not None else 1.0)
     return options if factor == 1.0 else {**options, SCALE: factor}

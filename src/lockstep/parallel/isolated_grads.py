@@ -23,8 +23,10 @@ class IsolatedGradients:
         self._model = model
         self._modules = list(model.modules())
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._aliases = [{parameter: _alias(parameter) for parameter in parameters} for _ in range(count)]
-        self._states = [[_with_aliases(vars(module), aliases) for module in self._modules] for aliases in self._aliases]
+        self._aliases = [{parameter: _make_alias(parameter) for parameter in parameters} for _ in range(count)]
+        self._states = [
+            [_replace_parameters(vars(module), aliases) for module in self._modules] for aliases in self._aliases
+        ]
 
     @contextmanager
     def restore_after(self) -> Iterator[None]:
@@ -55,7 +57,7 @@ class IsolatedGradients:
             parameter.grad, alias.grad = alias.grad, None
 
 
-def _alias(parameter: nn.Parameter) -> nn.Parameter:
+def _make_alias(parameter: nn.Parameter) -> nn.Parameter:
     alias = nn.Parameter(parameter.detach())
     alias.grad_dtype = parameter.grad_dtype
     for hook in (parameter._backward_hooks or {}).values():
@@ -63,7 +65,7 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     return alias
 
 
-def _with_aliases(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
+def _replace_parameters(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
     parameters = attributes["_parameters"]
     return {
         **attributes,

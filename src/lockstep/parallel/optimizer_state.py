@@ -57,7 +57,7 @@ def load_optimizer_state(
         if owner.startswith(GROUP):
             groups[int(owner.removeprefix(GROUP))][slot] = value
         else:
-            state.setdefault(numbers[owner], {})[slot] = _in_memory_format(value, by_name[owner])
+            state.setdefault(numbers[owner], {})[slot] = _match_memory_format(value, by_name[owner])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for name, parameter in parameters:
         if (number := numbers.get(name)) in state:
@@ -72,7 +72,7 @@ def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
             loaded[slot] = value.to(converted.device, copy=True)
 
 
-def _in_memory_format(value: Any, parameter: Tensor) -> Any:
+def _match_memory_format(value: Any, parameter: Tensor) -> Any:
     """Convert `value` to the memory format of `parameter` if both have the same shape. Otherwise, return it unchanged.
 
     The memory format matters, because the norms of LAMB are summed in memory order.

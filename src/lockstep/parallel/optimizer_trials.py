@@ -51,7 +51,7 @@ def check_optimizer(make: MakeTrialOptimizer, dims: Iterable[int] = (1, 2)) -> N
     require a closure, second derivatives, sparse gradients or only matrices. It also detects optimizers with state that
     a checkpoint can't store.
     """
-    optimizer = make([(f"parameter{dim}", _small_parameter(dim)) for dim in sorted(set(dims))])
+    optimizer = make([(f"parameter{dim}", _make_small_parameter(dim)) for dim in sorted(set(dims))])
     name = type(optimizer).__name__
     try:
         _step(optimizer)
@@ -77,7 +77,7 @@ def needs_full_tensors(make: MakeTrialOptimizer, dtype: torch.dtype | None = Non
     optimizers, this returns True without a trial: they compute different bits at the ends of tensors, but only for some
     values, so a trial might miss the difference.
     """
-    optimizer = _small_optimizer(make)
+    optimizer = _make_small_optimizer(make)
     if type(optimizer) in OWN_OPTIMIZERS.values():
         return False
     return _is_fused(optimizer) or not all(_matches_in_rows(make, shape, dtype) for shape in _SHAPES)
@@ -95,7 +95,7 @@ def check_updates(
     """
     if not needs_full_tensors(make, dtype):
         return False
-    name = type(_small_optimizer(make)).__name__
+    name = type(_make_small_optimizer(make)).__name__
     if not lends_wholes:
         raise UsageError(
             f"strategy {strategy}: optimizer {name} updates rows of a tensor differently than the whole tensor, but "
@@ -123,7 +123,7 @@ def check_flat(make: MakeTrialOptimizer, strategy: str) -> None:
     An optimizer that sees flattened pieces can't use the shape or the norm of a parameter. Also raises the errors of
     check_optimizer.
     """
-    optimizer = _small_optimizer(make)
+    optimizer = _make_small_optimizer(make)
     if _is_fused(optimizer) or not all(_matches_flattened(make, shape) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} updates flattened pieces of a tensor "
@@ -139,7 +139,7 @@ def check_stored(make: MakeTrialOptimizer, dtype: torch.dtype) -> None:
     in float32. For example, Adam with its default eps fails in float16, because eps is rounded to 0, so a step can
     divide by zero.
     """
-    optimizer = make([("parameter", _small_parameter(2))])
+    optimizer = make([("parameter", _make_small_parameter(2))])
     wide, narrow = (_measure_largest_steps(make, each) for each in (torch.float32, dtype))
     for size, largest in zip(_GRADIENT_MAGNITUDES, narrow.tolist(), strict=True):
         if math.isfinite(largest) and largest <= 2 * float(wide.max()):
@@ -164,27 +164,27 @@ def check_own(path: str, make: MakeTrialOptimizer) -> None:
     checkpoints. The trial sets the learning rate like a schedule. One of its runs resumes from a checkpoint.
     """
     with UserCode(f"optimizer {path}"):
-        weights = _tensor_after_steps(make, rate=1.0)
-        if not torch.equal(weights, _tensor_after_steps(make, rate=1.0)):
+        weights = _run_steps(make, rate=1.0)
+        if not torch.equal(weights, _run_steps(make, rate=1.0)):
             raise UsageError(
                 f"optimizer {path}: two instances with the same inputs produced different weights; do not draw random "
                 f"numbers, and do not share state between instances ({CONTRACT})"
             )
-        if torch.equal(weights, _tensor_after_steps(make, rate=0.5)):
+        if torch.equal(weights, _run_steps(make, rate=0.5)):
             raise UsageError(
                 f"optimizer {path}: its step does not depend on the learning rate; multiply the update by "
                 f"group['lr'], which the schedule sets ({CONTRACT})"
             )
-        if not torch.equal(weights, _tensor_after_steps(make, rate=1.0, resumed=True)):
+        if not torch.equal(weights, _run_steps(make, rate=1.0, resumed=True)):
             raise UsageError(
                 f"optimizer {path}: produces different weights when resumed from a checkpoint; keep all state in "
                 f"self.state[parameter] and in numbers of its param_groups ({CONTRACT})"
             )
 
 
-def _small_optimizer(make: MakeTrialOptimizer) -> Optimizer:
+def _make_small_optimizer(make: MakeTrialOptimizer) -> Optimizer:
     check_optimizer(make, dims=(2,))
-    return make([("parameter", _small_parameter(2))])
+    return make([("parameter", _make_small_parameter(2))])
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
@@ -209,19 +209,19 @@ def _matches_in_rows(make: MakeTrialOptimizer, shape: tuple[int, ...], dtype: to
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
     with PositionIndependentMode() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
-        whole = _tensor_after_steps(make, shape, dtype=dtype)
-        return all(torch.equal(_tensor_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
+        whole = _run_steps(make, shape, dtype=dtype)
+        return all(torch.equal(_run_steps(make, shape, heights, dtype), whole) for heights in cuts)
 
 
 def _matches_flattened(make: MakeTrialOptimizer, shape: tuple[int, ...]) -> bool:
     """Return whether updates of flattened pieces match updates of the full tensor, except for rounding."""
-    whole = _tensor_after_steps(make, shape).flatten()
+    whole = _run_steps(make, shape).flatten()
     third = whole.numel() // 3
-    flat = _tensor_after_steps(make, shape, [third, whole.numel() - third], flat=True)
+    flat = _run_steps(make, shape, [third, whole.numel() - third], flat=True)
     return torch.allclose(whole, flat.flatten(), rtol=1e-5, atol=1e-7)
 
 
-def _tensor_after_steps(
+def _run_steps(
     make: MakeTrialOptimizer,
     shape: tuple[int, ...] = (5, 3),
     heights: Sequence[int] | None = None,
@@ -262,15 +262,15 @@ def _tensor_after_steps(
 
 def _matches_separately(make: MakeTrialOptimizer, dtype: torch.dtype | None) -> bool:
     """Return whether updating two matrices together results in the same values as updating each one separately."""
-    together = _pair_after_steps(make, (True, True), dtype)
+    together = _run_steps_on_pair(make, (True, True), dtype)
     first, second, idle = (
-        _pair_after_steps(make, has, dtype) for has in ((True, False), (False, True), (False, False))
+        _run_steps_on_pair(make, has, dtype) for has in ((True, False), (False, True), (False, False))
     )
     matches = torch.equal(together[0], first[0]) and torch.equal(together[1], second[1])
     return matches and together[2] == first[2] == second[2] == idle[2]
 
 
-def _pair_after_steps(
+def _run_steps_on_pair(
     make: MakeTrialOptimizer, with_gradient: tuple[bool, bool], dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
     """Return two matrices after a few steps, and the numbers in the parameter groups.
@@ -293,7 +293,7 @@ def _step(optimizer: Optimizer) -> None:
     cast(Callable[[], object], optimizer.step)()
 
 
-def _small_parameter(dim: int) -> Parameter:
+def _make_small_parameter(dim: int) -> Parameter:
     parameter = Parameter(torch.ones((2,) * dim))
     parameter.grad = torch.ones_like(parameter)
     return parameter

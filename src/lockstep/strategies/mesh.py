@@ -116,9 +116,9 @@ class Strategy:
                 "strategy mesh: schedule and stages_per_rank require pipe of 2 or more, got pipe=1; set pipe to 2 or "
                 "more, or don't set schedule and stages_per_rank"
             )
-        per_rank = self._per_rank()
+        per_rank = self._get_stages_per_rank()
         check_stages("mesh", self.schedule, per_rank, self.pipe * per_rank, self.cut)
-        check_work(self._replicas(processes) * self.shard * self.expert, microbatches)
+        check_work(self._get_replicas(processes) * self.shard * self.expert, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError if the model that `build` returns can't be split into these stages or chunks."""
@@ -130,20 +130,20 @@ class Strategy:
         if self.sequence_parallel:
             check_sequence_parallel(blank, example)
         if self.pipe > 1:
-            find_cut(blank, self.pipe * self._per_rank(), example, self.cut, whole_blocks=whole_blocks)
+            find_cut(blank, self.pipe * self._get_stages_per_rank(), example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy. Pipelines that shard the optimizer state have different micro-batches, just like replicas."""
         if self.pipe > 1:
-            pipelines = self._replicas(processes) * self.shard
+            pipelines = self._get_replicas(processes) * self.shard
             return Mesh(replicate=pipelines, pipe=self.pipe, context=self.context, tensor=self.tensor)
-        return Mesh(self._replicas(processes), 1, self.shard, self.expert, self.context, self.tensor)
+        return Mesh(self._get_replicas(processes), 1, self.shard, self.expert, self.context, self.tensor)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
         mesh = self.mesh(world.size)
         if self.pipe > 1:
-            replicas, per_rank = self._replicas(world.size), self._per_rank()
+            replicas, per_rank = self._get_replicas(world.size), self._get_stages_per_rank()
             recompute = bool(numerics.recompute)
             pipe = PipelineShape(
                 self.schedule, replicas, self.shard, self.tensor, self.context, per_rank, self.cut, recompute
@@ -154,8 +154,8 @@ class Strategy:
             problem, make_optimizer, world, numerics, mesh, bucket_mib=self.bucket_mib, sequence_parallel=spread
         )
 
-    def _per_rank(self) -> int:
+    def _get_stages_per_rank(self) -> int:
         return resolve_stages_per_rank(self.schedule, self.stages_per_rank)
 
-    def _replicas(self, processes: int) -> int:
+    def _get_replicas(self, processes: int) -> int:
         return self.replicate or processes // (self.pipe * self.shard * self.expert * self.tensor * self.context)

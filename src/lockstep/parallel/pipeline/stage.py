@@ -27,8 +27,8 @@ from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.gradients import (
     add_gradients_,
+    allocate_sum,
     backward_nodes,
-    empty_sum,
     flatten,
     partition,
     set_gradients,
@@ -195,7 +195,7 @@ class Stage:
                 block: [parts[positions[parameter]] for parameter in bucket] for block, parts in pieces.items()
             }
             flat = {block: flatten(parts, bucket) for block, parts in bucket_parts.items()}
-            set_gradients(bucket, unflatten(across(flat, leaves, empty_sum(bucket)), bucket))
+            set_gradients(bucket, unflatten(across(flat, leaves, allocate_sum(bucket)), bucket))
 
     def average_statistics(self, leaves: int, samples: int, across: CanonicalSum) -> None:
         """Set `observations` to the mean statistics over the samples of a step.
