@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import UsageError
-from lockstep.parallel.random_relu import watch_random_relu
+from lockstep.parallel.random_relu import forbid_rrelu_with_hooks
 
 
 class Net(nn.Module):
@@ -56,7 +56,7 @@ def test_a_loop_may_use_rrelu_outside_of_a_checkpoint(checkpoints: bool) -> None
 
 def test_an_evaluation_and_a_forward_without_gradients_may_use_it_anywhere() -> None:
     model = Net(checkpoints=True)
-    watch_random_relu(model)
+    forbid_rrelu_with_hooks(model)
     with torch.no_grad():
         model(torch.ones(2, 6))
     model.eval()(torch.ones(2, 6))

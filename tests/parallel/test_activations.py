@@ -16,7 +16,14 @@ from toys import Trace
 
 from lockstep.comm.world import World
 from lockstep.parallel import activations, data_parallel
-from lockstep.parallel.activations import Elements, Kept, Moved, Offload, Packing, training_forward_context
+from lockstep.parallel.activations import (
+    DeviceTensor,
+    HostElements,
+    HostTensor,
+    Offload,
+    TensorPacker,
+    training_forward_context,
+)
 from lockstep.parallel.blocks import recompute
 from lockstep.parallel.pipeline import engine
 
@@ -61,12 +68,12 @@ PIPES: dict[str, tuple[toys.Case, dict[str, Any]]] = {
 
 
 @contextmanager
-def forced() -> Iterator[list[Kept | Moved]]:
+def forced() -> Iterator[list[DeviceTensor | HostTensor]]:
     """Have an engine that is asked to move activations do so on a CPU too; give what is packed."""
-    packed: list[Kept | Moved] = []
-    pack = Packing.pack
+    packed: list[DeviceTensor | HostTensor] = []
+    pack = TensorPacker.pack
 
-    def noted(packing: Packing, tensor: Tensor) -> Kept | Moved:
+    def noted(packing: TensorPacker, tensor: Tensor) -> DeviceTensor | HostTensor:
         packed.append(pack(packing, tensor))
         return packed[-1]
 
@@ -74,7 +81,7 @@ def forced() -> Iterator[list[Kept | Moved]]:
         return Offload(model, device, inner, 1) if offload else inner
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Packing, "pack", noted)
+        patch.setattr(TensorPacker, "pack", noted)
         patch.setattr(data_parallel, "training_forward_context", always)
         patch.setattr(engine, "training_forward_context", always)
         yield packed
@@ -85,7 +92,7 @@ def moving(world: World, case: Any) -> tuple[Trace, int]:
     with forced() as packed:
         piped = case.strategy == "pipeline"
         trace = pipeline_models.own_trace(world, case) if piped else toys.whole_trace(world, case)
-    return trace, sum(isinstance(each, Moved) for each in packed)
+    return trace, sum(isinstance(each, HostTensor) for each in packed)
 
 
 @pytest.mark.slow("several ranks")
@@ -151,7 +158,7 @@ def test_only_activations_leave() -> None:
     model = blocks(3)
     with forced() as packed:
         moved, held = gradients(model, Offload(model, CPU, nullcontext(), 1))
-    kept = [each for each in packed if isinstance(each, Kept)]
+    kept = [each for each in packed if isinstance(each, DeviceTensor)]
     own = {each.untyped_storage().data_ptr() for each in [*model.parameters(), *model.buffers()]}
     assert {each.tensor.untyped_storage().data_ptr() for each in kept} <= own
     # In each block: the weight's transpose (not in the first, whose input needs no gradient), frozen, the norm's weight
@@ -167,7 +174,7 @@ def test_recomputed_blocks_have_their_inputs_moved() -> None:
     model = recompute(blocks(3), 1)
     with forced() as packed:
         moved, held = gradients(model, Offload(model, CPU, nullcontext(), 1))
-    assert [each.size for each in packed if isinstance(each, Moved)] == [(16, 8)] * 4  # the last one is the loss's
+    assert [each.size for each in packed if isinstance(each, HostTensor)] == [(16, 8)] * 4  # the last one is the loss's
     assert held == [False] * 3
     assert_equal(moved, gradients(blocks(3), nullcontext())[0])
 
@@ -193,8 +200,8 @@ def assert_equal(left: list[Any], right: list[Any]) -> None:
         assert one is None or torch.equal(one, other)
 
 
-def packing() -> Packing:
-    return Packing(nn.Module(), CPU, 1)
+def packing() -> TensorPacker:
+    return TensorPacker(nn.Module(), CPU, 1)
 
 
 BASE = torch.arange(4096.0).view(2, 8, 16, 16)
@@ -215,7 +222,7 @@ LAYINGS = {
 def test_a_tensor_comes_back_as_it_lay(name: str) -> None:
     tensor = LAYINGS[name]
     moved = packing().pack(tensor)
-    assert isinstance(moved, Moved)
+    assert isinstance(moved, HostTensor)
     back = activations._unpack(moved)
     assert torch.equal(back, tensor)
     assert (back.dtype, back.stride()) == (tensor.dtype, tensor.stride())
@@ -225,15 +232,15 @@ def test_a_tensor_comes_back_as_it_lay(name: str) -> None:
 
 def test_a_small_part_of_a_storage_travels_alone() -> None:
     moved = packing().pack(LAYINGS["a small part"])
-    assert isinstance(moved, Moved)
-    assert moved.elements.back(torch.Size([1]), (1,), 0).untyped_storage().nbytes() == (130 % 128 + 20) * 4
+    assert isinstance(moved, HostTensor)
+    assert moved.elements.restore(torch.Size([1]), (1,), 0).untyped_storage().nbytes() == (130 % 128 + 20) * 4
 
 
 def test_views_of_one_storage_travel_once_and_share_it_again() -> None:
     one = packing()
     parts = BASE.clone().unbind(1)[:3]
     moved = [one.pack(part) for part in [*parts, parts[0]]]
-    assert len({id(each.elements) for each in moved if isinstance(each, Moved)}) == 1
+    assert len({id(each.elements) for each in moved if isinstance(each, HostTensor)}) == 1
     back = [activations._unpack(each) for each in moved]
     assert len({each.untyped_storage().data_ptr() for each in back}) == 1
     for part, again in zip([*parts, parts[0]], back, strict=True):
@@ -249,8 +256,8 @@ def test_what_was_written_to_travels_again() -> None:
     tensor += 1
     after = one.pack(tensor)
     assert torch.equal(activations._unpack(after), BASE + 1)
-    assert isinstance(before, Moved)
-    assert torch.equal(before.elements.back(BASE.size(), BASE.stride(), 0), BASE)
+    assert isinstance(before, HostTensor)
+    assert torch.equal(before.elements.restore(BASE.size(), BASE.stride(), 0), BASE)
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_it_was() -> None:
@@ -262,22 +269,22 @@ def test_memory_that_is_used_again_is_not_taken_for_what_it_was() -> None:
 
 @pytest.mark.parametrize("tensor", [torch.ones(16383), torch.ones(70000, dtype=torch.complex64).conj(), torch.empty(0)])
 def test_what_is_small_or_strange_stays(tensor: Tensor) -> None:
-    one = Packing(nn.Module(), CPU, activations._LEAST_BYTES)
-    assert isinstance(one.pack(torch.ones(16384)), Moved)
-    assert isinstance(one.pack(tensor), Kept)
+    one = TensorPacker(nn.Module(), CPU, activations._MIN_BYTES)
+    assert isinstance(one.pack(torch.ones(16384)), HostTensor)
+    assert isinstance(one.pack(tensor), DeviceTensor)
 
 
 def test_views_of_parameters_stay_that_the_model_has_for_a_while() -> None:
     """fully_shard gives a block other parameters, which are whole, while it computes."""
     whole = nn.Parameter(torch.ones(8, 8))
     assert [type(packing().pack(each)) for each in (whole, whole.t(), whole[1:].view(-1), whole * 1)] == [
-        *[Kept] * 3,
-        Moved,
+        *[DeviceTensor] * 3,
+        HostTensor,
     ]
 
 
 def test_what_lies_elsewhere_stays() -> None:
-    assert isinstance(Packing(nn.Module(), torch.device("cuda"), 1).pack(BASE), Kept)
+    assert isinstance(TensorPacker(nn.Module(), torch.device("cuda"), 1).pack(BASE), DeviceTensor)
 
 
 @pytest.mark.parametrize("written", ["activation", "weight", "buffer"])
@@ -323,7 +330,7 @@ def test_a_gpu_has_less_to_hold() -> None:
 def test_elements_hold_nothing_of_what_they_came_from() -> None:
     tensor = torch.ones(1000)
     weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    elements = Elements(tensor)
+    elements = HostElements(tensor)
     del tensor
     assert weak.expired()  # type: ignore[no-untyped-call]
-    assert torch.equal(elements.back(torch.Size([1000]), (1,), 0), torch.ones(1000))
+    assert torch.equal(elements.restore(torch.Size([1000]), (1,), 0), torch.ones(1000))

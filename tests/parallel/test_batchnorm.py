@@ -30,7 +30,7 @@ def _step(model: nn.Module, running: RunningStatistics, microbatches: Sequence[T
         running.before_forward()
         model(inputs)
         total += running.observations(len(inputs))
-    running.settle(True, total / sum(map(len, microbatches)))
+    running.finish_step(True, total / sum(map(len, microbatches)))
 
 
 class Repeated(nn.Module):
@@ -235,7 +235,7 @@ def test_a_layer_counts_the_micro_batches_that_call_it() -> None:
             expected(inputs)
         running.before_forward()
         layers[number % 2](inputs)
-        running.settle(True, running.observations(1))
+        running.finish_step(True, running.observations(1))
     _assert_close(layers[1], expected)
     assert [layer.num_batches_tracked.item() for layer in layers] == [2, 2]
 
@@ -249,7 +249,7 @@ def test_of_micro_batches_that_call_a_layer_differently_often_it_counts_the_mean
         for _ in range(times):
             model(inputs)
         total += running.observations(2)
-    running.settle(True, total / 6)
+    running.finish_step(True, total / 6)
     assert model.layer.num_batches_tracked == 2
 
 
@@ -289,7 +289,7 @@ def test_calls_that_torch_keeps_no_statistics_of_are_no_observations(apart: Call
         [inputs] = _inputs([6], number)
         running.before_forward()
         call(ours, inputs)
-        running.settle(True, running.observations(1))
+        running.finish_step(True, running.observations(1))
         call(torchs, inputs)
     _assert_close(ours, torchs)
 
@@ -310,7 +310,7 @@ def test_recomputation_within_the_forward_and_after_it_is_no_call(within: str) -
         ours(inputs + 1).square().sum().backward()
         observed = running.observations(1)
         ours(inputs + 2).square().sum().backward()
-        running.settle(True, observed)
+        running.finish_step(True, observed)
         torchs(inputs)
         torchs(inputs + 1)
     _assert_close(ours, torchs)
@@ -337,7 +337,7 @@ def test_values_that_are_not_finite_are_gone_with_their_step() -> None:
         [inputs] = _inputs([6], number)
         running.before_forward()
         ours(inputs if applied else inputs * torch.nan)
-        running.settle(applied, running.observations(1))
+        running.finish_step(applied, running.observations(1))
         if applied:
             torchs(inputs)
     _assert_close(ours, torchs)
@@ -372,6 +372,6 @@ def test_user_code_that_compiles_by_itself_observes_its_last_call() -> None:
         [inputs] = _inputs([4], number)
         running.before_forward()
         twice(inputs)
-        running.settle(True, running.observations(1))
+        running.finish_step(True, running.observations(1))
         expected(2 * inputs)
     _assert_close(layer, expected)

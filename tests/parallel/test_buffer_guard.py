@@ -58,7 +58,7 @@ MOVING = {
 def test_a_buffer_that_a_forward_moves_is_refused(name: str) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), MOVING[name], nn.BatchNorm1d(3).eval())
     still = BufferGuard(model, RunningStatistics(model.train(mode=True)).buffers)
-    with pytest.raises(UsageError, match=f"the forward changes buffer {name}"), still.watch():
+    with pytest.raises(UsageError, match=f"the forward pass changes buffer {name}"), still.watch():
         model(torch.randn(4, 3))
 
 
@@ -76,5 +76,5 @@ def test_a_layer_that_did_not_train_when_it_began_must_not_later():
     model[0].eval()
     still = BufferGuard(model, RunningStatistics(model).buffers)
     model.train()
-    with pytest.raises(UsageError, match=r"the forward changes buffer 0\..* of BatchNorm1d"), still.watch():
+    with pytest.raises(UsageError, match=r"the forward pass changes buffer 0\..* of BatchNorm1d"), still.watch():
         model(torch.randn(4, 3))

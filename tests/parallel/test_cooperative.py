@@ -35,7 +35,7 @@ def _run(functions: Sequence[Callable[[], Any]], together: Cooperative) -> list[
 
 
 def _threads() -> int:
-    return sum(thread.name == "together" for thread in threading.enumerate())
+    return sum(thread.name == "cooperative" for thread in threading.enumerate())
 
 
 def test_they_take_turns_in_their_order() -> None:
@@ -151,7 +151,10 @@ def test_other_ways_are_refused(ways: tuple[str, str | None]) -> None:
         if place is not None:
             together.exchange(place, list, None)
 
-    with pytest.raises(UsageError, match=f"reached here, but that of another has reached {ways[1] or 'its end'}"):
+    with pytest.raises(
+        UsageError,
+        match=f"reached here, but the forward pass of another micro-batch has reached {ways[1] or 'its end'}",
+    ):
         _run([partial(function, place) for place in ways], together)
     assert not _threads()
 

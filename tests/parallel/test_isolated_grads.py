@@ -37,17 +37,17 @@ def test_each_forward_has_gradients_and_attributes_of_its_own() -> None:
     with apart.restore_after():
         losses = []
         for number, each in enumerate(inputs):
-            apart.use(number)
+            apart.activate(number)
             losses.append(model(each).sum())
         for number, each in enumerate(inputs):
-            apart.use(number)
+            apart.activate(number)
             assert torch.equal(model.kept, each)
     assert model.kept is None
     assert all(before[name] is tensor for name, tensor in model.state_dict(keep_vars=True).items())
     torch.autograd.backward(losses)
     apart.check()
     for number, gradients in enumerate(alone):
-        apart.hand(number)
+        apart.move_gradients(number)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             assert (parameter.grad is None) == (gradient is None)
             assert gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
@@ -58,10 +58,10 @@ def test_a_recurrent_layer_finds_its_weights_again() -> None:
     apart = IsolatedGradients(model, 2)
     with apart.restore_after():
         for number, each in enumerate(inputs):
-            apart.use(number)
+            apart.activate(number)
             model(each)[0].sum().backward()
     apart.check()
-    apart.hand(1)
+    apart.move_gradients(1)
     found = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     model(inputs[1])[0].sum().backward()
@@ -76,9 +76,9 @@ def test_a_hook_of_a_parameter_is_kept() -> None:
     model.weight.register_hook(lambda gradient: torch.zeros_like(gradient))
     apart = IsolatedGradients(model, 2)
     with apart.restore_after():
-        apart.use(1)
+        apart.activate(1)
         model(torch.ones(1, 3)).backward()
-    apart.hand(1)
+    apart.move_gradients(1)
     assert not model.weight.grad.any()
 
 
@@ -87,7 +87,7 @@ def test_a_parameter_in_a_closure_is_refused() -> None:
     weight = model.weight
     apart = IsolatedGradients(model, 2)
     with apart.restore_after():
-        apart.use(0)
+        apart.activate(0)
         (weight * model(torch.ones(1, 3))).sum().backward()
-    with pytest.raises(UsageError, match=r"^weight is used in forward through a reference outside of its module"):
+    with pytest.raises(UsageError, match=r"^weight is used in forward through a reference outside its module"):
         apart.check()

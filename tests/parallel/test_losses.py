@@ -16,7 +16,7 @@ from toys import Case
 from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.errors import UsageError
-from lockstep.parallel.losses import Losses, NamedLoss, Root, losses_of_task, named_totals, total_loss
+from lockstep.parallel.losses import Losses, NamedLoss, Root, name_totals, total_loss, wrap_losses
 
 
 class Staged(nn.Module):
@@ -171,7 +171,7 @@ STEP = Step(0, 0, 0, 4, 0, False, 7, {"a": 4, "b": 3, "c": 0})
 
 
 def test_the_total_is_the_sum_of_the_means() -> None:
-    losses = named_totals(torch.tensor([2.0, 9.0, 5.0], dtype=torch.float64), STEP)
+    losses = name_totals(torch.tensor([2.0, 9.0, 5.0], dtype=torch.float64), STEP)
     assert {name: loss.mean.item() for name, loss in losses.items()} == {"a": 0.5, "b": 3.0, "c": 0.0}
     assert total_loss(losses).item() == 3.5
 
@@ -201,4 +201,4 @@ def test_a_mean_over_nothing_is_left_out_of_the_sums() -> None:
 )
 def test_losses_without_their_weights_are_refused(loss: Any, step: Step, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        losses_of_task(loss, step)
+        wrap_losses(loss, step)

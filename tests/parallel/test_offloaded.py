@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lockstep.parallel import offloaded
-from lockstep.parallel.offloaded import Offloaded, on_device_copies, pieces
+from lockstep.parallel.offloaded import Offloaded, group_by_size, on_device_copies
 from lockstep.parallel.optimize import make_optimizer
 
 CPU = torch.device("cpu")
@@ -81,5 +81,5 @@ def test_what_is_lent_comes_back() -> None:
 
 def test_pieces_are_of_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded, "_PIECE_BYTES", 4)
-    assert [*pieces([("a", 2), ("b", 2), ("c", 1), ("d", 9), ("e", 1)])] == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert [*pieces([])] == []
+    assert [*group_by_size([("a", 2), ("b", 2), ("c", 1), ("d", 9), ("e", 1)])] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert [*group_by_size([])] == []

@@ -11,7 +11,7 @@ from test_own_optimizer import parameters
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.optimize import bare_step, make_optimizer
+from lockstep.parallel.optimize import make_optimizer, unwrap_step
 from lockstep.parallel.optimizer_trials import check_optimizer, check_stored, check_updates, needs_full_tensors
 
 
@@ -103,7 +103,7 @@ def test_check_passes(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lbfgs", "LBFGS: a plain step failed: .*closure"),
+        ("lbfgs", "LBFGS: a step without a closure failed: .*closure"),
         ("sparseadam", "does not support dense gradients"),
         ("muon", "Muon only supports 2D parameters"),
     ],
@@ -172,7 +172,7 @@ class _CountsItsSteps(torch.optim.Adafactor):
 )
 def test_an_optimizer_whose_tensors_depend_on_each_other_cannot_have_several_owners(make: Any) -> None:
     with pytest.raises(
-        UsageError, match=r"strategy zero3: optimizer .* depends on other tensors, which other ranks have"
+        UsageError, match=r"strategy zero3: optimizer .* depends on other tensors, which other ranks update"
     ):
         check_updates(make, "zero3", lends_wholes=True)
 
@@ -208,7 +208,7 @@ def test_what_divides_by_what_fp16_rounds_to_zero_may_not(asked: dict[str, Any],
 
 
 def test_what_cannot_step_at_all_is_told_so_first() -> None:
-    with pytest.raises(UsageError, match="optimizer LBFGS: a plain step failed"):
+    with pytest.raises(UsageError, match="optimizer LBFGS: a step without a closure failed"):
         needs_full_tensors(partial(make_optimizer, name="lbfgs", lr=0.1))
 
 
@@ -217,7 +217,7 @@ def test_the_bare_step_is_torchs_without_its_record(name: str) -> None:
     records, values = [], []
     for bare in (False, True):
         optimizer = _make(name)
-        step = bare_step(optimizer) if bare else optimizer.step
+        step = unwrap_step(optimizer) if bare else optimizer.step
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.full_like(parameter, 0.5)
@@ -233,5 +233,5 @@ def test_a_step_that_somebody_put_in_place_of_torchs_is_the_bare_one() -> None:
     optimizer = _make("sgd")
     called: list[str] = []
     optimizer.step = lambda: called.append("mine")  # type: ignore[assignment, misc]
-    bare_step(optimizer)()
+    unwrap_step(optimizer)()
     assert called == ["mine"]

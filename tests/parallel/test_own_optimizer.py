@@ -99,7 +99,7 @@ def test_what_cannot_be_made_is_told(name: str, changes: dict[str, Any], told: s
     ("name", "told"),
     [
         ("Forgetful", "produces different weights when resumed from a checkpoint; keep all state in self.state"),
-        ("Deaf", "its step does not depend on the learning rate; multiply by group['lr']"),
+        ("Deaf", "its step does not depend on the learning rate; multiply the update by group['lr']"),
         ("Noisy", "two instances with the same inputs produced different weights; do not draw random numbers"),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_would_not_go_on_to_the_same_bits_is_refused(name: str, told: str) 
 
 
 def test_an_error_in_a_step_has_its_line() -> None:
-    told = f"optimizer Broken: a plain step failed: KeyError: 'exp_avg' ({place('exp_avg')}); fix it there"
+    told = f"optimizer Broken: a step without a closure failed: KeyError: 'exp_avg' ({place('exp_avg')}); fix it there"
     with pytest.raises(UsageError, match=re.escape(told)):
         check_optimizer(named("Broken"))
     with pytest.raises(UserCodeError, match=re.escape(f"({place('exp_avg')})")):

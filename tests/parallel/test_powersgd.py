@@ -39,7 +39,7 @@ def sent(power: PowerSgd, gradient: Tensor, rank: DataRank = DataRank()) -> Tens
     [block] = rank.own_blocks(rank.replicas) or [LeafBlock(0, 1)]
     parts = [part.view_as(each) for part, each in zip(torch.split(gradient, ENDS), PARAMETERS, strict=True)]
     flat = flatten(parts, PARAMETERS)
-    found = unflatten(power.add(PARAMETERS, {block: flat}, rank.replicas, torch.empty_like(flat)), PARAMETERS)
+    found = unflatten(power.sum_bucket(PARAMETERS, {block: flat}, rank.replicas, torch.empty_like(flat)), PARAMETERS)
     return torch.cat([each.reshape(-1) for each in found])
 
 
@@ -72,7 +72,7 @@ def test_what_is_left_out_of_a_step_comes_with_the_next_ones() -> None:
     for step in range(4):
         given += drawn(step)
         arrived += sent(power, drawn(step))
-        power.settle(True, 1.0)
+        power.finish_step(True, 1.0)
         assert not torch.allclose(arrived, given, atol=0.1)
         torch.testing.assert_close(arrived + errors(power), given, atol=1e-5, rtol=0)
 
@@ -82,17 +82,17 @@ def test_a_gradient_of_so_many_independent_columns_arrives_whole() -> None:
     columns = [[torch.randn(shape, generator=chance) for shape in ((len(p), 2), (2, p[0].numel()))] for p in PARAMETERS]
     gradient = torch.cat([left.mm(right).reshape(-1) for left, right in columns])
     torch.testing.assert_close(sent(power, gradient), gradient, atol=1e-5, rtol=0)
-    power.settle(True, 1.0)
+    power.finish_step(True, 1.0)
     assert float(errors(power).abs().max()) < 1e-5
 
 
 def test_a_step_that_moved_nothing_is_forgotten_and_errors_follow_the_loss_scale() -> None:
     power = alone()
     sent(power, drawn(0))
-    power.settle(True, 1.0)
+    power.finish_step(True, 1.0)
     before = errors(power)
     sent(power, torch.full_like(before, torch.inf))
-    power.settle(False, 0.5)
+    power.finish_step(False, 0.5)
     assert torch.equal(errors(power), before / 2)
 
 
@@ -101,7 +101,7 @@ def test_it_reaches_a_minimum_by_one_column() -> None:
     at = torch.zeros_like(goal)
     for _ in range(400):
         at -= 0.1 * sent(power, at - goal)
-        power.settle(True, 1.0)
+        power.finish_step(True, 1.0)
     assert float((at - goal).abs().max()) < 1e-3
 
 
@@ -114,7 +114,7 @@ def over_ranks(world: World) -> tuple[Tensor, Tensor]:
     for step in range(3):
         own = sum(drawn(10 * step + part) for part in range(world.rank, 12, world.size))
         steps.append(sent(power, own, rank))
-        power.settle(True, 1.0)
+        power.finish_step(True, 1.0)
     return torch.stack(steps), world.add_(errors(power))
 
 

@@ -130,7 +130,7 @@ class Devices(TorchDispatchMode):
         self._kept.append(storage)
 
     def moved(self, replicas: Replicas, tensor: Tensor) -> Tensor:
-        """Stands for `at_home`: on the CPU, there is nothing to copy."""
+        """Stands for `to_home`: on the CPU, there is nothing to copy."""
         home = replicas._home
         self.copies += self.numbers(tensor) != {home}
         with _disable_current_modes():
@@ -164,7 +164,7 @@ def test_devices_meet_only_after_a_backward_and_after_an_update(home: int, monke
     devices, case = [torch.device("cpu", 0), torch.device("cpu", 1)], Case(model=CalledOnce)
     problem = Problem(Classification(topk=(1,)), partial(toys.build, case))
     before_backward: list[int] = []  # copies between devices
-    use, come_home = Replicas.use, Replicas.come_home
+    use, come_home = Replicas.switch_to, Replicas.return_home
 
     def used(replicas: Replicas, index: int) -> None:
         seen.copies = 0
@@ -175,9 +175,9 @@ def test_devices_meet_only_after_a_backward_and_after_an_update(home: int, monke
         come_home(replicas)
 
     with Devices() as seen:
-        monkeypatch.setattr(Replicas, "use", used)
-        monkeypatch.setattr(Replicas, "come_home", came_home)
-        monkeypatch.setattr(Replicas, "at_home", lambda replicas, tensor: seen.moved(replicas, tensor))
+        monkeypatch.setattr(Replicas, "switch_to", used)
+        monkeypatch.setattr(Replicas, "return_home", came_home)
+        monkeypatch.setattr(Replicas, "to_home", lambda replicas, tensor: seen.moved(replicas, tensor))
         world, mesh = World(ALONE, devices[home]), Mesh()
         engine = DataParallelEngine(
             *(problem, toys.making("adamw", 0.1), world, case.numerics(), mesh, replicated(world, mesh, 0)),

@@ -61,13 +61,13 @@ def _synced(
     given = [each.clone().requires_grad_() for each in inputs]
     apart = IsolatedGradients(layer, len(given))
     with apart.restore_after():
-        outputs = together.run([partial(layer, each) for each in given], apart.use)
+        outputs = together.run([partial(layer, each) for each in given], apart.activate)
     torch.autograd.backward(outputs, [*gradients])
     sums.check()
     apart.check()
     learned = []
     for number in range(len(given)):
-        apart.hand(number)
+        apart.move_gradients(number)
         learned.append(_learned(layer))
     added = [torch.stack(each).sum(0) for each in zip(*learned, strict=True)]
     buffers = [each for name, each in layer.named_buffers() if name.startswith("running")]
@@ -154,7 +154,9 @@ class Own(nn.BatchNorm2d):
 def test_a_layer_that_does_not_call_torchs_function_once_is_refused(make: type[nn.Module], times: int) -> None:
     layer = make(CHANNELS)
     synchronize(layer, Cooperative([]), StepSums(ALONE))
-    with pytest.raises(UsageError, match=rf"torch.nn.functional.batch_norm once in its forward, got {times} calls"):
+    with pytest.raises(
+        UsageError, match=rf"torch.nn.functional.batch_norm once in its forward method, got {times} calls"
+    ):
         layer(torch.randn(4, CHANNELS, 2, 2))
 
 
@@ -163,6 +165,10 @@ def test_a_layer_that_does_not_call_torchs_function_once_is_refused(make: type[n
 @pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_that_go_other_ways_are_refused(size: int) -> None:
     case = Case(2, model=synced_models.Straying, sync_batchnorm=True)
-    where = "has reached layer (norm|sometimes), but that of another" if size == 1 else "went through different layers"
+    where = (
+        "has reached layer (norm|sometimes), but the forward pass of another"
+        if size == 1
+        else "went through different layers"
+    )
     with pytest.raises(worlds.WorldError, match=where):
         worlds.run(size, whole_trace, case)

@@ -346,14 +346,14 @@ def r1_penalty(run):
 # Spectral norm.
 
 
-@refused("the forward changes buffer 3.weight_u of Linear")
+@refused("the forward pass changes buffer 3.weight_u of Linear")
 def spectral_norm_by_hook(run):
     model, _ = placed(run, nn.Sequential(*discriminator()[:3], spectral_norm(nn.Linear(12, 1))))
     for step, real, _ in micro_batches(even(run)):
         step.backward(sum=binary(model(real), 1.0))  # <-
 
 
-@refused("the forward changes buffer 3.parametrizations.weight.0._u of _SpectralNorm")
+@refused("the forward pass changes buffer 3.parametrizations.weight.0._u of _SpectralNorm")
 def spectral_norm_by_parametrization(run):
     model, _ = placed(run, nn.Sequential(*discriminator()[:3], parametrizations.spectral_norm(nn.Linear(12, 1))))
     for step, real, _ in micro_batches(even(run)):

@@ -32,7 +32,7 @@ from lockstep.strategies.mesh import Strategy
         (Strategy(tensor=2, shard=2, sequence_parallel=True), 4, "and context; remove shard=2, or don't set sequence"),
         (Strategy(context=2, sequence_parallel=True), 4, "set tensor to 2 or more, or don't set sequence_parallel"),
         (Strategy(replicate=2, expert=3), 6, "6 processes but only 4 micro-batches"),
-        (Strategy(pipe=3, cut=("a",)), 3, "must be 2 for 3 stages (1 for each process of a pipeline), got 1; name"),
+        (Strategy(pipe=3, cut=("a",)), 3, "must be 2 for 3 stages (1 for each process of a pipeline), got 1; list"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(strategy: Strategy, processes: int, problem: str) -> None:

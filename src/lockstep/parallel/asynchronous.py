@@ -13,7 +13,7 @@ has these phases:
 
 If other ranks update the shared weights between phases 1 and 3, the gradient is stale. The order of the updates depends
 on the speed of the ranks. Therefore no two runs have the same results, and no run has the same results as a single
-process. No rank is more than two steps ahead of the others, because the ranks agree on when to stop.
+process. No rank is more than two steps ahead of any other rank, because the ranks agree on when to stop.
 
 Before an evaluation and before a checkpoint, the ranks wait for each other. All ranks then load the newest weights, and
 the BatchNorm statistics and averaged weights of rank 0.
@@ -50,19 +50,19 @@ from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optim
 from lockstep.parallel.optimizer_step import gradient, keep_ratios
 from lockstep.tasks.base import MicroBatches, Problem
 
-Exchange = Callable[[float, list[Tensor]], list[Tensor]]  # pushes a learning rate and gradients, pulls weights
+PushAndPull = Callable[[float, list[Tensor]], list[Tensor]]  # pushes a learning rate and gradients, and pulls weights
 
-_LOSS: Final = ""  # no sum of a task has this name
+_LOSS: Final = ""  # the name of the loss among the metric sums; no metric has an empty name
 
 
 @final
 class AsynchronousEngine:
-    """The engine of a rank that trains on its own micro-batches, and only shares weights with other ranks."""
+    """The engine of a rank that trains on its own micro-batches, and shares only the weights with other ranks."""
 
     def __init__(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> None:
         self._world = world
         self._server: _Server | None = None
-        self._calls: Rpc | None = None
+        self._rpc: Rpc | None = None
 
         def make_push_optimizer(trained: Sequence[Named], _: Norms) -> Optimizer:
             self._server = None if world.rank else _Server(trained, make_optimizer)
@@ -80,7 +80,7 @@ class AsynchronousEngine:
         self._skips = numerics.skip_nonfinite
         self._advice = nonfinite_advice(numerics.recipe)
         if world.size > 1:
-            self._calls = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
+            self._rpc = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """Compute this rank's gradient.
@@ -95,7 +95,7 @@ class AsynchronousEngine:
             samples = sum(microbatch.samples for microbatch in microbatches)
             local_step = step._replace(samples=samples, counted=step.weight)
             sums = self._local_engine.forward_backward(local_microbatches, local_step, observe)
-            self._check(sums, step)
+            self._check_loss(sums, step)
         if observe:
             return self._sum_over_ranks(sums, step)
         if step.weights is not None:
@@ -104,9 +104,9 @@ class AsynchronousEngine:
         return sums._replace(total=sums.total * (step.weight / max(weight, 1)), weight=step.weight)
 
     def _estimate(self, sums: Sums, microbatches: MicroBatches, step: Step) -> Sums:
-        """Return sums with an estimate of each named loss of the step: its mean over this rank's micro-batches.
+        """Return sums in which each named loss of the step is estimated as its mean over this rank's micro-batches.
 
-        A loss whose weight in these micro-batches is 0 counts as 0.
+        A loss with weight 0 in these micro-batches counts as 0.
         """
         own_weights = Counter[str]()
         for microbatch in microbatches:
@@ -130,7 +130,7 @@ class AsynchronousEngine:
             yield predict
 
     def state(self) -> State:
-        """See Engine. Only the state of rank 0, which is saved, contains the state of the shared optimizer."""
+        """See Engine. Only the state on rank 0 contains the shared optimizer's state; only this state is saved."""
         self._sync_weights()
         state = self._local_engine.state()
         if self._server is None:
@@ -145,28 +145,28 @@ class AsynchronousEngine:
         self._local_engine.load(replace(state, optimizer={}, scalars=scalars))
         if self._server is not None:
             self._server.load(self._push_optimizer.weights(), state)
-        self._world.barrier()  # so that no rank pushes before rank 0 has loaded the state
+        self._world.barrier()  # don't let any rank push before rank 0 has loaded the state
 
     def close(self) -> None:
         """See Engine."""
         self._local_engine.close()
-        if self._calls is not None:
-            self._calls.close()
+        if self._rpc is not None:
+            self._rpc.close()
 
     def _exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
         if self._server is not None:
             return self._server.exchange(lr, gradients)
-        assert self._calls is not None
-        newest: list[Tensor] = self._calls.call_server("exchange", lr, [tensor.cpu() for tensor in gradients])
-        return newest
+        assert self._rpc is not None
+        current_weights: list[Tensor] = self._rpc.call_server("exchange", lr, [tensor.cpu() for tensor in gradients])
+        return current_weights
 
     def _sum_over_ranks(self, sums: Sums, step: Step) -> Sums:
-        """Return the sums over all ranks. Blocks until all ranks call this method."""
-        exact = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
+        """Return the sums over all ranks. Blocks until all ranks have called this method."""
+        integer_sums = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
         losses = {_LOSS: sums.total, **{f"{_LOSS}/{name}": loss.total for name, loss in sums.named.items()}}
-        parts = {name: tensor for name, tensor in sums.of_task.items() if name not in exact} | losses
-        rows = {self._world.rank: parts} if self._has_microbatches else {}
-        totals = add_over_ranks(self._world, exact, rows, self._world.size)
+        float_sums = {name: tensor for name, tensor in sums.of_task.items() if name not in integer_sums} | losses
+        rows = {self._world.rank: float_sums} if self._has_microbatches else {}
+        totals = add_over_ranks(self._world, integer_sums, rows, self._world.size)
         named = {
             name: NamedLoss(totals.pop(f"{_LOSS}/{name}").to(self._world.device), weight)
             for name, weight in (step.weights or {}).items()
@@ -174,8 +174,8 @@ class AsynchronousEngine:
         divisor = 1 if named else step.weight
         return Sums(totals.pop(_LOSS).to(self._world.device), divisor, sums.own_losses, totals, named=named)
 
-    def _check(self, sums: Sums, step: Step) -> None:
-        """Raise TrainingError if the loss isn't finite. The shared weights would otherwise spread it to all ranks."""
+    def _check_loss(self, sums: Sums, step: Step) -> None:
+        """Raise TrainingError if the loss isn't finite, because the shared weights would spread it to all ranks."""
         if not self._skips and not bool(torch.isfinite(sums.total)):
             raise TrainingError(
                 f"loss is {float(sums.loss)} at step {step.number + 1} (epoch {step.epoch + 1}), on rank "
@@ -183,22 +183,22 @@ class AsynchronousEngine:
             )
 
     def _sync_weights(self) -> None:
-        """Load the newest weights on all ranks, and the remaining state of the model from rank 0."""
-        self._world.barrier()  # all earlier pushes have been applied, because a push returns after its update
+        """Load the shared weights on all ranks, and the rest of the model state from rank 0."""
+        self._world.barrier()  # then all earlier pushes have been applied, because a push returns after its update
         if self._server is not None:
-            self._push_optimizer.load_weights(self._server.newest())
-            self._local_engine.load(self._local_engine.state())  # copies the weights into the model
+            self._push_optimizer.load_weights(self._server.current_weights())
+            self._local_engine.load(self._local_engine.state())  # copy the weights into the model
         self._world.barrier()
-        if self._server is None and self._calls is not None:
-            model, ema = self._calls.call_server("_snapshot")
+        if self._server is None and self._rpc is not None:
+            model, ema = self._rpc.call_server("_snapshot")
             self._local_engine.load(replace(self._local_engine.state(), model=model, ema=ema))
-        self._world.barrier()  # rank 0 must not continue before the other ranks have received its state
+        self._world.barrier()  # don't let rank 0 continue before the other ranks have received its state
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-        """Return the state of the model and its averaged weights on the CPU. Called by the other ranks."""
+        """Return the model state and the averaged weights on the CPU. Other ranks call this method remotely."""
         state = self._local_engine.state()
-        ema = None if state.ema is None else _on_cpu(state.ema)
-        return _on_cpu(state.model), ema
+        ema = None if state.ema is None else _copy_to_cpu(state.ema)
+        return _copy_to_cpu(state.model), ema
 
 
 @final
@@ -209,7 +209,7 @@ class _Server:
         self.trained = [(name, nn.Parameter(weight.detach().clone())) for name, weight in trained]
         self.optimizer = make_optimizer(self.trained, whole_norms)
         keep_ratios(self.optimizer)
-        self._lock = Lock()  # each call runs in a separate thread
+        self._lock = Lock()  # each remote call runs in a separate thread
 
     def exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
         """Apply a gradient with this learning rate, and return the new weights."""
@@ -221,14 +221,14 @@ class _Server:
             self.optimizer.step()
             return self._copy_weights()
 
-    def newest(self) -> list[Tensor]:
+    def current_weights(self) -> list[Tensor]:
         """Return the current shared weights."""
         with self._lock:
             return self._copy_weights()
 
     @torch.no_grad()
     def load(self, weights: Sequence[Tensor], state: State) -> None:
-        """Load these weights and the state of the optimizer."""
+        """Load `weights`, and the optimizer state from `state`."""
         with self._lock:
             torch._foreach_copy_(list[Tensor](weight for _, weight in self.trained), list(weights))
             tensors = {name: local_tensor(tensor) for name, tensor in state.optimizer.items()}
@@ -242,7 +242,7 @@ class _Server:
 class _PushOptimizer(Optimizer):
     """An optimizer whose `step` pushes the gradients to the server and pulls the new weights."""
 
-    def __init__(self, trained: Sequence[Named], exchange: Exchange) -> None:
+    def __init__(self, trained: Sequence[Named], exchange: PushAndPull) -> None:
         self._trained: list[Tensor] = [weight for _, weight in trained]
         self._exchange = exchange
         super().__init__(self._trained, {"lr": 1.0})
@@ -261,5 +261,5 @@ class _PushOptimizer(Optimizer):
         return [weight.detach() for weight in self._trained]
 
 
-def _on_cpu(tensors: NamedTensors) -> dict[str, Tensor]:
+def _copy_to_cpu(tensors: NamedTensors) -> dict[str, Tensor]:
     return {name: local_tensor(tensor).detach().to("cpu", copy=True) for name, tensor in tensors.items()}

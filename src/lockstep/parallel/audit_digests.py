@@ -1,4 +1,4 @@
-"""Digests of the results and the state of ranks, grouped by subject, to compare ranks with the same tensors."""
+"""Digests of a rank's results and state, which audits compare between ranks that have the same tensors."""
 
 import hashlib
 import json
@@ -12,18 +12,18 @@ from lockstep.core.shard import NamedTensors, Shard, local_tensor
 
 
 class ComparedResult(NamedTuple):
-    """A result that several ranks compare. `rows` identifies the rows that a rank holds, or is "" without sharding."""
+    """A result that several ranks compare. `rows` identifies the rows of sharded tensors, and is "" otherwise."""
 
     kind: str
     rows: str = ""
 
 
-Findings = list[tuple[ComparedResult, dict[str, str]]]  # the digests by name of each subject, for a single rank
+Findings = list[tuple[ComparedResult, dict[str, str]]]  # the digests of a rank: for each result, by tensor name
 
 
 @final
 class DigestNotes:
-    """Digests of the tensors that were passed to `note` (tasks/base.py)."""
+    """Records the digests of the tensors that are passed to `note` (tasks/base.py)."""
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
@@ -37,8 +37,8 @@ class DigestNotes:
         return {name: note.text() for name, note in self._tensor_digests.items()}
 
 
-def tensor_findings(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
-    """Return the digests of a rank's unsharded tensors, and of its rows of sharded tensors, as two subjects."""
+def digest_tensors(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
+    """Return the digests of a rank's unsharded tensors and of its rows of sharded tensors, as separate results."""
     full, row_notes = DigestNotes(digests), DigestNotes(digests)
     for name, tensor in tensors.items():
         (row_notes if isinstance(tensor, Shard) else full).note(name, local_tensor(tensor))
@@ -54,7 +54,7 @@ def tensor_findings(digests: Digests, kind: str, tensors: NamedTensors) -> Findi
 def describe_flipped_bit(
     subject: ComparedResult, names: Sequence[str], first: Mapping[str, str], second: Mapping[str, str]
 ) -> str:
-    """Return e.g. ", bit 22 of element [5, 120]" if the digests of a single name differ by one bit, or "" otherwise."""
+    """Return text such as ", bit 22 of element [5, 120]" if a single tensor differs by one bit, or "" otherwise."""
     if len(names) != 1 or not (bit := differing_bit(first.get(names[0], "0"), second.get(names[0], "0"))):
         return ""
     return f", {bit}{' of its rows' if subject.rows else ''}"

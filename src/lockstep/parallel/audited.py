@@ -1,12 +1,12 @@
-"""Audits find ranks that compute wrong results or hold corrupted state, before an error reaches the weights.
+"""Audits, which find ranks that compute wrong results or hold corrupted state before an error reaches the weights.
 
 The results of a micro-batch have the same bits on every rank. In an audited step, the ranks compare their results in
 these phases:
 
 1. Each rank checks that its weights and optimizer state haven't changed since the last update (KeptState).
-2. Each rank recomputes a micro-batch of a different rank, in addition to the step.
-3. Each rank computes the step. It records digests (core/digest.py) of the micro-batch that a different rank recomputes,
-   of the gradient sums, of the loss, and of the messages that it sent and received.
+2. Each rank recomputes a micro-batch of another rank, in addition to the step.
+3. Each rank computes the step. It records digests (core/digest.py) of the micro-batch that another rank recomputes, of
+   the gradient sums, of the loss, and of the messages that it sent and received.
 4. The ranks compare the digests of messages on both ends of each link, and then all other digests.
 5. If any digests differ, all ranks repeat phases 2 and 3, and recompute the disputed micro-batches. The audit then
    raises an error that names the ranks whose results differ from the majority (core/majority.py).
@@ -30,16 +30,16 @@ from lockstep.parallel.audit_digests import (
     DigestNotes,
     Findings,
     describe_flipped_bit,
+    digest_tensors,
     short_hash,
-    tensor_findings,
 )
 from lockstep.parallel.corruption import (
     MAX_SHOWN_NAMES,
     OTHER_HOSTS,
     REMOVE_HOST,
     find_changed_link,
-    link_verdict,
-    name_ranks,
+    format_ranks,
+    make_link_error,
 )
 from lockstep.parallel.engine import Auditable, Sums
 from lockstep.parallel.kept_state import KeptState
@@ -47,14 +47,14 @@ from lockstep.tasks.base import MicroBatch, MicroBatches
 
 Opinions = dict[
     ComparedResult, list[tuple[int, str]]
-]  # rank and digest of each result; only subjects whose digests differ
+]  # for each result on which ranks disagree, the digest of each rank
 
 
 @dataclass(eq=False)
 class Part:
-    """The next computation of a rank: the micro-batches of a step, and with `beside` an additional micro-batch.
+    """The next computation of a rank: the micro-batches of a step or, if `beside` is set, one extra micro-batch.
 
-    For the additional micro-batch, call `Auditable.repeat`. After you have computed the step, set `sums`.
+    Run the extra micro-batch with `Auditable.repeat`. After you have run a step, set `sums`.
     """
 
     microbatches: MicroBatches
@@ -67,9 +67,9 @@ class Part:
 class AuditedEngine:
     """Wraps the engine that `start` returns, and audits the steps of `schedule`. Audits don't change any results.
 
-    In an audited step, the first micro-batch passed to the engine is the micro-batch to recompute. `fetch` returns any
-    other micro-batch. If the ranks disagree on the results of a step, CorruptionError is raised on all ranks. `audited`
-    is the number of steps that passed an audit.
+    In an audited step, the first micro-batch passed to the engine is the one to recompute. `fetch` returns any other
+    micro-batch of a step by its index. If the ranks disagree on the results of a step, CorruptionError is raised on all
+    ranks. `audited` is the number of steps that passed an audit.
     """
 
     start: Callable[[World], Auditable]
@@ -108,10 +108,10 @@ class AuditedEngine:
 
 @final
 class Audit:
-    """The audits of an engine on this rank. The caller runs the computations.
+    """Audits the steps of an engine on this rank. The caller runs the computations that `parts` yields.
 
-    `log` must record the messages of the engine. `audited` is the number of steps that passed an audit. Call
-    `kept.note` after the update of each step. One in `every` steps is audited.
+    `log` must record the messages of the engine. Every `every`-th step is audited. Call `kept.note` after the update of
+    each step. `audited` is the number of steps that passed an audit.
     """
 
     def __init__(self, engine: Auditable, world: World, log: MessageLog, every: int | None) -> None:
@@ -127,7 +127,7 @@ class Audit:
     def parts(
         self, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch], microbatches: MicroBatches, step: Step
     ) -> Iterator[Part]:
-        """Yield the parts of an audited step. All ranks must iterate, and compute each part when it is yielded.
+        """Yield the computations of an audited step. All ranks must run each computation before the next iteration.
 
         The first of `microbatches` is the micro-batch that this rank recomputes. `fetch` returns any other micro-batch.
         Raises CorruptionError on all ranks if they disagree on the results.
@@ -142,16 +142,16 @@ class Audit:
             # Collect more evidence: repeat the same computation, and recompute each disputed micro-batch on all ranks.
             findings += yield from self._compute(schedule, step, repeated, own_microbatches)
             for index in range(schedule.microbatches):
-                if _microbatch(index) in disputes:
-                    findings.append((yield from self._repeat(fetch(step, index))))
-            raise self._verdict(step, findings)
+                if _microbatch_result(index) in disputes:
+                    findings.append((yield from self._recompute_microbatch(fetch(step, index))))
+            raise self._make_error(step, findings)
         self.audited += 1
 
     def _compute(
         self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own_microbatches: MicroBatches
     ) -> Generator[Part, None, Findings]:
-        """Compute a step and return the digests of results that other ranks also have. Earlier results come first."""
-        findings = [(yield from self._repeat(repeated))]
+        """Run a step, and return the digests of the results that other ranks also have, in time order."""
+        findings = [(yield from self._recompute_microbatch(repeated))]
         target, notes = schedule.target(self._world.rank, step), DigestNotes(self._digests)
         part = Part(
             [
@@ -161,14 +161,14 @@ class Audit:
         )
         yield part
         if digests := notes.values():  # empty if the step is short and this rank has no micro-batch
-            findings.append((_microbatch(target), digests))
+            findings.append((_microbatch_result(target), digests))
         if self._world.size > 1:
             assert part.sums is not None
-            # If this rank also kept its gradients from the full gradient, they appear twice. Count them once.
+            # The gradient rows that this rank keeps can appear twice: also among the witnessed rows. Count them once.
             for sums in (self._engine.gradients(), *self._engine.witnessed()):
-                sum_findings = tensor_findings(self._digests, "the sum of the gradients", sums)
+                sum_findings = digest_tensors(self._digests, "the sum of the gradients", sums)
                 findings += [finding for finding in sum_findings if finding not in findings]
-            findings += tensor_findings(self._digests, "the loss of the step", {"loss": part.sums.total})
+            findings += digest_tensors(self._digests, "the loss of the step", {"loss": part.sums.total})
         return findings
 
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
@@ -181,15 +181,17 @@ class Audit:
         reports = self._world.all_gather_json({"host": self._world.host, "links": links})
         sent, received = ([dict(report["links"][direction]) for report in reports] for direction in (0, 1))
         if link := find_changed_link(sent, received):
-            raise link_verdict(step, *link, reports)
+            raise make_link_error(step, *link, reports)
 
-    def _repeat(self, microbatch: MicroBatch) -> Generator[Part, None, tuple[ComparedResult, dict[str, str]]]:
+    def _recompute_microbatch(
+        self, microbatch: MicroBatch
+    ) -> Generator[Part, None, tuple[ComparedResult, dict[str, str]]]:
         notes = DigestNotes(self._digests)
         yield Part([replace(microbatch, note=notes.note)], beside=True)
-        return _microbatch(microbatch.index), notes.values()
+        return _microbatch_result(microbatch.index), notes.values()
 
     def _find_disputes(self, findings: Findings) -> Opinions:
-        """Return the subjects on which the ranks disagree. All ranks must call this method."""
+        """Return the results on which the ranks disagree. All ranks must call this method."""
         summaries = [[*subject, short_hash(digests)] for subject, digests in findings]
         opinions: Opinions = {}
         for rank, summaries_of_rank in enumerate(self._world.all_gather_json(summaries)):
@@ -201,7 +203,7 @@ class Audit:
             if len({result for _, result in rank_results}) > 1
         }
 
-    def _verdict(self, step: Step, findings: Findings) -> CorruptionError:
+    def _make_error(self, step: Step, findings: Findings) -> CorruptionError:
         """Return the error that names the faulty ranks. All ranks must call this method and get the same error."""
         disputes = self._find_disputes(findings)
         accused = {
@@ -209,24 +211,24 @@ class Audit:
             for subject, opinions in disputes.items()
         }
         decided = [subject for subject, opinions in disputes.items() if find_minority(opinions)]
-        # The subject with the fewest faulty ranks is closest to the fault. For example, if the rows of a weight are
-        # corrupted, report these rows, and not the results that the replica computes with these rows.
+        # The result with the fewest accused ranks is closest to the fault. For example, if the rows of a weight are
+        # corrupted, report these rows instead of the results that the replica computes with them.
         subject = min(decided or disputes, key=lambda candidate: len(accused[candidate]))
         report = {
             "host": self._world.host,
             "found": [digests for candidate, digests in findings if candidate == subject],
         }
-        return _verdict(step, subject, disputes[subject], self._world.all_gather_json(report))
+        return _make_error(step, subject, disputes[subject], self._world.all_gather_json(report))
 
 
-def _microbatch(index: int) -> ComparedResult:
+def _microbatch_result(index: int) -> ComparedResult:
     return ComparedResult(f"micro-batch {index}")
 
 
-def _verdict(
+def _make_error(
     step: Step, subject: ComparedResult, opinions: Sequence[tuple[int, str]], reports: Sequence[dict[str, Any]]
 ) -> CorruptionError:
-    """Return the error for a disputed `subject`. `reports` contains the host and the digests of each rank."""
+    """Return the error for the disputed result `subject`. `reports` has the host and the digests of each rank."""
     all_digests = [digests for report in reports for digests in report["found"]]
     names = [name for name in all_digests[0] if len({digests.get(name) for digests in all_digests}) > 1]
     first, second = [*{short_hash(digests): digests for digests in all_digests}.values()][:2]
@@ -239,14 +241,14 @@ def _verdict(
     if not odd_ranks:
         hint = "" if len(results) > 2 else " (this requires at least three ranks)"
         return CorruptionError(
-            f"{start}: {name_ranks(sorted(results), reports)} computed different results for {label}, and no majority "
-            f"shows which result is right{hint}. {OTHER_HOSTS}"
+            f"{start}: {format_ranks(sorted(results), reports)} computed different results for {label}, and no "
+            f"majority shows which result is right{hint}. {OTHER_HOSTS}"
         )
     agreeing = Counter(result for _, result in opinions).most_common(1)[0][1]
     persists = all(len(set(results[rank])) == 1 for rank in odd_ranks)
     repetition = f"; the fault {'occurred again' if persists else 'did not occur again'} when the step was repeated"
     return CorruptionError(
-        f"{start}: {name_ranks(odd_ranks, reports)} computed a wrong result for {label}, as {agreeing} of "
+        f"{start}: {format_ranks(odd_ranks, reports)} computed a wrong result for {label}, as {agreeing} of "
         f"{len(opinions)} results agree{repetition if len(opinions) > len(results) else ''}. {REMOVE_HOST}",
         odd_ranks,
     )

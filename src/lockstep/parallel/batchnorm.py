@@ -11,9 +11,9 @@ A step has these phases:
 2. In the forward pass, torch's kernel overwrites the buffers with the batch statistics, because the momentum is 1.
 3. After the forward pass, Lockstep multiplies the scratch vector by the number of samples and adds it to the reduction
    tree.
-4. After the update, the running statistics, which are stored outside of the scratch vector, move toward the mean of
-   the step. Then they are copied back to the buffers. If the step was skipped because its loss or gradient isn't
-   finite, the running statistics don't change, and neither do the weights.
+4. After the update, the running statistics, which are stored in a separate vector, move toward the mean of the step.
+   Then they are copied back to the buffers. If the step was skipped because its loss or gradient isn't finite, the
+   running statistics don't change.
 
 A layer can be called several times in a micro-batch, e.g. in the discriminator of a GAN or in a siamese network. For
 each call, torch computes r <- (1 - m) r + m s. With r the running statistics at the start of the step, the micro-batch
@@ -42,60 +42,63 @@ class RunningStatistics:
     """The running statistics of all layers that track them in training, as one float32 vector of length `size`.
 
     The model must be in training mode. The vector ends with the number of calls of each layer, which is 0 for layers
-    that don't count their batches. Pass `counted=False` for compiled models, and if the forward passes of several
-    micro-batches run interleaved. In this case, each layer is assumed to be called once per micro-batch, and its last
-    call is observed.
+    that don't count their batches. Pass `count_calls=False` for compiled models, and if the forward passes of several
+    micro-batches run interleaved. In this case, each layer is assumed to be called once per micro-batch, and only its
+    last call is observed.
     """
 
-    def __init__(self, model: nn.Module, *, counted: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, count_calls: bool = True) -> None:
         self._layers = [
             m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks_statistics(m)
         ]
-        buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
+        buffers = [buffer for layer in self._layers for buffer in _get_buffers(layer)]
         padded_buffers = [_pad(buffer) for buffer in buffers]
-        self._calls_offset = sum(map(len, padded_buffers))  # offset of the call counts
+        self._calls_offset = sum(map(len, padded_buffers))  # where the call counts start in the vector
         calls = [padded_buffers[0].new_zeros(len(self._layers))] if buffers else []
         self._scratch = torch.cat([*padded_buffers, *calls]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
-        batches = torch.tensor([[int(_counter(layer)), 0] for layer in self._layers], device=self._scratch.device)
+        batches = torch.tensor([[int(_get_counter(layer)), 0] for layer in self._layers], device=self._scratch.device)
         self._batches = batches[:, 0] if self._layers else batches
         self._batches_so_far = self._batches.double()
         self._counts_batches = [isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self._layers]
-        # How far each statistic moves in a step. Without a momentum, BatchNorm averages all batches so far.
-        self._rates = torch.cat([*(_rates(layer) for layer in self._layers), *calls]) if buffers else torch.empty(0)
+        # The fraction by which each statistic moves toward the mean of a step. Without a momentum, BatchNorm averages
+        # all batches so far.
+        self._rates = (
+            torch.cat([*(_make_rates(layer) for layer in self._layers), *calls]) if buffers else torch.empty(0)
+        )
         # Without a momentum, InstanceNorm never changes its statistics.
-        self._averaging = [
+        self._averaging_layers = [
             n for n, layer in enumerate(self._layers) if layer.momentum is None and self._counts_batches[n]
         ]
-        self._kept_fractions = [1.0 - (layer.momentum or 0.0) for layer in self._layers]
+        self._retained_fractions = [1.0 - (layer.momentum or 0.0) for layer in self._layers]
         self._regions: list[slice] = []
         self._move_buffers_to_scratch()
         self.size = len(self._scratch)
-        self._counted = counted
+        self._count_calls = count_calls
         self._observing = False  # whether a forward pass is in progress whose statistics will be read
         self._calls = [0] * len(self._layers)
         self._uncalled = [0] * len(self._layers)
         self._calls_in_scratch = self._uncalled
-        # Buffers for the further calls, by layer, call number and device, and the buffers written in this micro-batch.
+        # Buffers for the second and later calls, by layer, call number and device, and those used in this micro-batch.
         self._extra_buffers: dict[tuple[int, int, torch.device], Tensor] = {}
         self._written: list[tuple[int, Tensor]] = []
-        if counted:
+        if count_calls:
             for number, layer in enumerate(self._layers):
                 layer.forward = _ObservedForward(self, number, layer)
 
     @property
     def buffers(self) -> list[Tensor]:
         """The buffers of the layers. A forward pass in training may write to them."""
-        return [buffer for layer in self._layers for buffer in (*_buffers(layer), _counter(layer))]
+        return [buffer for layer in self._layers for buffer in (*_get_buffers(layer), _get_counter(layer))]
 
     @property
     def vectors(self) -> list[Tensor]:
-        """The vectors, besides the buffers, that a forward pass reads or writes."""
+        """The vectors that a forward pass reads or writes, in addition to the buffers."""
         return [self._scratch, self._running] if self.size else []
 
     @property
     def observed(self) -> Tensor:
-        """The statistics of the last forward pass, without the numbers of calls, as a view."""
+        """A view of the statistics of the last forward pass, without the call counts."""
         return self._scratch[: self._calls_offset]
 
     def before_forward(self) -> None:
@@ -107,32 +110,32 @@ class RunningStatistics:
             self._scratch.copy_(self._running)
             self._calls[:] = self._uncalled
             self._observing = True
-            self._forget_calls()
+            self._reset_extra_buffers()
 
     def observations(self, samples: int) -> Tensor:
-        """Return the statistics observed in the last forward pass times its sample count: float64 of shape [size]."""
+        """Return the statistics of the last forward pass, multiplied by `samples`: float64 of shape [size]."""
         self._observing = False
         if self._written:
             self._combine_calls()
-        calls = self._calls if self._counted else [int(layer.training) for layer in self._layers]
+        calls = self._calls if self._count_calls else [int(layer.training) for layer in self._layers]
         if calls != self._calls_in_scratch:
             self._calls_in_scratch = [*calls]
             counted = [count * counts for count, counts in zip(calls, self._counts_batches, strict=True)]
-            for vector in (self._running, self._scratch):  # reused for the same number of calls
+            for vector in (self._running, self._scratch):  # kept until the call counts change
                 vector[self._calls_offset :] = torch.tensor(counted, dtype=vector.dtype)
         return self._scratch.double().mul_(samples)
 
-    def with_loss(self, loss: Tensor, samples: int, *extra: Tensor) -> Tensor:
+    def pack_with_loss(self, loss: Tensor, samples: int, *extra: Tensor) -> Tensor:
         """Return the loss of a micro-batch, the float64 vectors `extra` and the batch statistics as one vector.
 
         The vector is a leaf of the reduction tree: float64, with 1 + (total length of `extra`) + size elements. For
         several losses, `loss` is a vector, and its length replaces the 1.
         """
-        value = loss.detach().to(torch.float64, copy=True).reshape(-1)  # a copy, because the tree adds in place
+        value = loss.detach().to(torch.float64, copy=True).reshape(-1)  # copy, because the tree adds in place
         parts = [value, *extra, self.observations(samples)] if self.size else [value, *extra]
         return torch.cat(parts) if len(parts) > 1 else value
 
-    def settle(self, applied: bool, mean: Tensor) -> None:
+    def finish_step(self, applied: bool, mean: Tensor) -> None:
         """Move the running statistics toward the mean of a step, and copy them back to the layers.
 
         `mean` contains the observed statistics averaged over the samples of the step: float64 of shape [size]. If the
@@ -141,14 +144,14 @@ class RunningStatistics:
         if not self.size:
             return
         if applied:
-            # If micro-batches call a layer different numbers of times, the mean number of calls is a fraction. Round it
-            # up, so that a layer that was called at all has at least one call.
+            # The mean number of calls is a fraction if micro-batches call a layer different numbers of times. Round up,
+            # so that a layer that was called in any micro-batch has at least one call.
             calls = mean[self._calls_offset :].ceil()
             self._batches_so_far += calls
-            for number in self._averaging:
+            for number in self._averaging_layers:
                 batches = self._batches_so_far[number].float()
                 self._rates[self._regions[number]] = torch.where(calls[number] > 0, 1.0 / batches, 0.0)
-            # If a layer wasn't called, its mean is r, and lerp_ computes r + rate * (r - r), which is exactly r.
+            # If a layer wasn't called, its mean is the running statistic r: lerp_ computes r + rate * (r - r) = r.
             self._running.lerp_(mean.float(), self._rates)
         self.restore()
 
@@ -168,7 +171,7 @@ class RunningStatistics:
         for layer, batches in zip(self._layers, self._batches, strict=True):
             region = slice(start, start + 2 * _padded_width(layer.num_features))
             layer.momentum = 1.0
-            layer.running_mean, layer.running_var = _views(self._scratch[region], layer.num_features)
+            layer.running_mean, layer.running_var = _split_statistics(self._scratch[region], layer.num_features)
             layer.num_batches_tracked = batches.data
             self._regions.append(region)
             start = region.stop
@@ -176,11 +179,11 @@ class RunningStatistics:
     def _call(
         self, number: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
-        """Call a layer's original forward method. Within a micro-batch, record the statistics of each call."""
+        """Call a layer's original forward method, and record the statistics of each call in a micro-batch."""
         layer = self._layers[number]
         if not (self._observing and layer.training and layer.track_running_stats):
             return forward(*inputs, **named)
-        if torch._C._current_graph_task_id() != -1:  # this call is a recomputation in a backward pass
+        if torch._C._current_graph_task_id() != -1:  # a recomputation in a backward pass
             return self._call_with_extra_buffers(number, 0, forward, inputs, named)
         self._calls[number] = calls = self._calls[number] + 1
         if calls == 1 or layer.momentum != 1.0:  # user code sets momentum to 0 to pause the statistics
@@ -201,31 +204,31 @@ class RunningStatistics:
         if key not in self._extra_buffers:
             with torch.inference_mode(False):
                 self._extra_buffers[key] = torch.zeros_like(self._running[region])
-        buffers = _buffers(layer)
-        layer.running_mean, layer.running_var = _views(self._extra_buffers[key], layer.num_features)
+        buffers = _get_buffers(layer)
+        layer.running_mean, layer.running_var = _split_statistics(self._extra_buffers[key], layer.num_features)
         try:
             return forward(*inputs, **named)
         finally:
             layer.running_mean, layer.running_var = buffers
 
     def _combine_calls(self) -> None:
-        """Combine the statistics of all further calls of each layer in the scratch vector."""
+        """Combine the statistics of the second and later calls of each layer into the scratch vector."""
         for number, statistics in self._written:
             region = self._regions[number]
             observed = self._scratch[region]
             statistics = statistics.to(observed.device)
-            observed.sub_(self._running[region]).mul_(self._kept_fractions[number]).add_(statistics)
-        self._forget_calls()
+            observed.sub_(self._running[region]).mul_(self._retained_fractions[number]).add_(statistics)
+        self._reset_extra_buffers()
 
-    def _forget_calls(self) -> None:
+    def _reset_extra_buffers(self) -> None:
         for _, statistics in self._written:
-            statistics.zero_()  # the kernel adds 0 * old to the new value, and 0 * nan is nan
+            statistics.zero_()  # the next call computes 0 * old + new, and 0 * nan is nan
         self._written.clear()
 
 
 @final
 class _ObservedForward:
-    """Replaces the forward method of a layer to observe its calls. Copies of the layer have the original method."""
+    """Replaces the forward method of a layer to observe its calls. Deep copies of the layer get the original method."""
 
     def __init__(self, running: RunningStatistics, number: int, layer: nn.Module) -> None:
         self._running = running
@@ -233,7 +236,7 @@ class _ObservedForward:
         self._forward: Callable[..., Tensor] = layer.forward
 
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # in a function that user code compiles, count one call
+        if torch.compiler.is_compiling():  # user code compiles this call, so count it once
             self._running._calls[self._number] = 1
             return self._forward(*inputs, **named)
         return self._running._call(self._number, self._forward, inputs, named)
@@ -246,19 +249,19 @@ def _tracks_statistics(layer: nn.modules.batchnorm._NormBase) -> bool:
     return layer.training and layer.track_running_stats and layer.running_mean is not None
 
 
-def _buffers(layer: nn.modules.batchnorm._NormBase) -> tuple[Tensor, Tensor]:
+def _get_buffers(layer: nn.modules.batchnorm._NormBase) -> tuple[Tensor, Tensor]:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     return layer.running_mean, layer.running_var
 
 
-def _counter(layer: nn.modules.batchnorm._NormBase) -> Tensor:
+def _get_counter(layer: nn.modules.batchnorm._NormBase) -> Tensor:
     assert layer.num_batches_tracked is not None
     return layer.num_batches_tracked
 
 
-def _views(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and the variance of a layer as views of its region of a vector.
+def _split_statistics(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the mean and the variance of a layer as views of `statistics`, the layer's region of a vector.
 
     `data` gives each view a separate version counter, while ordinary views of one vector would share a counter.
     Autograd checks the versions of tensors that it saves for the backward pass. These tensors include the statistics of
@@ -280,6 +283,6 @@ def _pad(buffer: Tensor) -> Tensor:
     return nn.functional.pad(buffer.flatten().float(), (0, _padded_width(buffer.numel()) - buffer.numel()))
 
 
-def _rates(layer: nn.modules.batchnorm._NormBase) -> Tensor:
-    mean, _ = _buffers(layer)
+def _make_rates(layer: nn.modules.batchnorm._NormBase) -> Tensor:
+    mean, _ = _get_buffers(layer)
     return mean.new_full((2 * _padded_width(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Finds the blocks of a model, and recomputes activations by block.
 
 A recomputed block only saves its inputs, and repeats its forward pass when its backward pass needs the activations
-(Chen et al. 2016, "Training deep nets with sublinear memory cost"). Before the second forward pass, the generators are
-restored to their state before the first forward pass, so the results have the same bits.
+(Chen et al. 2016, "Training deep nets with sublinear memory cost"). Before the second forward pass, the RNG states from
+before the first forward pass are restored, so the results have the same bits.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,12 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of the model in order. Each block is gathered, freed and recomputed as a unit.
 
     Blocks are the items of plain nn.Sequential and nn.ModuleList containers at any nesting depth, because models call
-    the items of these containers as modules. Two kinds of items aren't blocks: items that share a parameter with the
-    rest of the model, and items that are also part of a different block.
+    the items of these containers as modules. An item isn't a block if it shares a parameter with the rest of the model,
+    or if it is part of another block.
     """
-    candidates = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
+    candidates = [
+        module for child in model.children() for module in _collect_blocks(child, listed=type(model) in _CONTAINERS)
+    ]
     nested = {part for block in candidates for part in block.modules() if part is not block}
     outermost = [block for block in dict.fromkeys(candidates) if block not in nested]
     owners: dict[int, set[int]] = {}
@@ -34,12 +36,12 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     return [unit for number, unit in enumerate(outermost) if number not in sharing]
 
 
-def _blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
+def _collect_blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
     if type(module) in _CONTAINERS:
-        return [block for child in module.children() for block in _blocks(child, listed=True)]
+        return [block for child in module.children() for block in _collect_blocks(child, listed=True)]
     if listed and any(True for _ in module.parameters()):
         return [module]
-    return [] if listed else [block for child in module.children() for block in _blocks(child, listed=False)]
+    return [] if listed else [block for child in module.children() for block in _collect_blocks(child, listed=False)]
 
 
 def recompute(model: nn.Module, every: int) -> nn.Module:
@@ -49,7 +51,7 @@ def recompute(model: nn.Module, every: int) -> nn.Module:
     """
     units = find_units(model) or [model]
     for unit in units[::-1][::every]:
-        # Replace the forward method on the instance, so that hooks still run outside of the checkpoint.
+        # Replace the forward method of the instance, so that module hooks still run outside the checkpoint.
         unit.forward = partial(_recompute, unit.forward)
     return model
 

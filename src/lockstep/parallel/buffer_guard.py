@@ -1,7 +1,7 @@
 """Rejects forward passes that write to weights, or to buffers that Lockstep doesn't synchronize across ranks.
 
-BatchNorm's running statistics are handled separately (parallel/batchnorm.py). A forward pass in training mode can also
-write to or replace other buffers, e.g. in spectral_norm, or for a counter or a running mean. Each rank would then
+BatchNorm's running statistics are synchronized (parallel/batchnorm.py). A forward pass in training mode can also write
+to or replace other buffers, e.g. a counter, a running mean, or the vectors of spectral_norm. Each rank would then
 update the buffer once for each of its own micro-batches, so the model would depend on the placement. The same applies
 to writes to weights, e.g. clamp_() under no_grad. In addition, sharded strategies would lose such a write.
 """
@@ -21,18 +21,18 @@ _ADVICE: Final = (
 )
 _WEIGHT_ADVICE: Final = (
     "compute with a modified copy, such as weight.clamp(min=0), or let the optimizer update the weight; code outside "
-    "of a forward must not write to weights either"
+    "a forward pass must not write to weights either"
 )
-# Weights are checked in each of the first forward passes, and then in every _EVERY-th forward pass.
+# Check the weights in each of the first forward passes, and then in every _CHECK_INTERVAL-th forward pass.
 _FIRST_FORWARDS: Final = 8
-_EVERY: Final = 16
+_CHECK_INTERVAL: Final = 16
 
 
 @final
 class BufferGuard:
-    """Watches the weights of a model, and all of its buffers except those in `exempt`.
+    """Detects writes to the weights of a model, and to all of its buffers except those in `exempt`.
 
-    `gathered` returns a map from the gathered tensors that the model computes with to their parameters.
+    For sharded models, `gathered` maps the gathered tensors that the model computes with to their parameters.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BufferGuard:
             for name, buffer in module._buffers.items()
             if id(buffer) not in exempt_ids
         ]
-        self._names = self._current_names()
+        self._names = self._get_buffer_names()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -63,34 +63,34 @@ class BufferGuard:
 
     @contextmanager
     def watch_weights(self) -> Iterator[None]:
-        """Raise UsageError if the forward pass in the block writes to a weight. Only checks some forward passes."""
+        """Raise UsageError if the forward pass in the block writes to a weight. Checks only some forward passes."""
         self._forwards += 1
         versions: dict[Tensor, int] = {}
-        if self._forwards <= _FIRST_FORWARDS or not self._forwards % _EVERY:
+        if self._forwards <= _FIRST_FORWARDS or not self._forwards % _CHECK_INTERVAL:
             versions = {tensor: tensor._version for tensor in (*self._parameters, *self._gathered())}
         yield
         for tensor, version in versions.items():
             if tensor._version != version:
                 parameter = tensor if tensor in self._parameters else self._gathered()[tensor]
-                raise UsageError(f"the forward writes to weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
+                raise UsageError(f"the forward pass writes to weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
 
     def watch_buffers(self) -> "_BufferChecker":
         """Raise UsageError if the forward pass in the block writes to, replaces, adds or removes a buffer."""
         return _BufferChecker(self)
 
-    def _buffer_states(self) -> list[tuple[Tensor | None, int]]:
-        return [_state(module._buffers.get(name)) for _, module, name in self._locations]
+    def _get_buffer_states(self) -> list[tuple[Tensor | None, int]]:
+        return [_get_buffer_state(module._buffers.get(name)) for _, module, name in self._locations]
 
     def _check_buffers(self, states: Sequence[tuple[Tensor | None, int]]) -> None:
         if sum(map(len, self._buffers)) != len(self._names):
-            path, name = min(self._current_names() ^ self._names)
-            raise _refusal(path, self._modules[path], name)
+            path, name = min(self._get_buffer_names() ^ self._names)
+            raise _make_error(path, self._modules[path], name)
         for (path, module, name), (buffer, version) in zip(self._locations, states, strict=False):
-            current, current_version = _state(module._buffers.get(name))
+            current, current_version = _get_buffer_state(module._buffers.get(name))
             if current is not buffer or current_version != version:
-                raise _refusal(path, module, name)
+                raise _make_error(path, module, name)
 
-    def _current_names(self) -> set[tuple[str, str]]:
+    def _get_buffer_names(self) -> set[tuple[str, str]]:
         return {(path, name) for path, module in self._modules.items() for name in module._buffers}
 
 
@@ -105,23 +105,25 @@ class _BufferChecker:
         self._guard = guard
 
     def __enter__(self) -> None:
-        self._states = self._guard._buffer_states()
+        self._states = self._guard._get_buffer_states()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._guard._check_buffers(self._states)
 
 
-def _refusal(path: str, module: nn.Module, name: str) -> Exception:
+def _make_error(path: str, module: nn.Module, name: str) -> Exception:
     kind = type(module)
     if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
-        kind = kind.__bases__[1]  # fully_shard replaces the class of a module with a subclass
+        kind = kind.__bases__[
+            1
+        ]  # the original class, because fully_shard replaces the class of a module with a subclass
     return refusal(
-        f"the forward changes buffer {path}{'.' if path else ''}{name} of {kind.__name__}, so each process would "
+        f"the forward pass changes buffer {path}{'.' if path else ''}{name} of {kind.__name__}, so each process would "
         f"change it by its own micro-batches",
         _ADVICE,
     )
 
 
-def _state(buffer: Tensor | None) -> tuple[Tensor | None, int]:
+def _get_buffer_state(buffer: Tensor | None) -> tuple[Tensor | None, int]:
     return buffer, 0 if buffer is None else buffer._version

@@ -53,16 +53,16 @@ def _name_block_in_errors(name: str, code: CodeType) -> Iterator[None]:
     except FailOnRecompileLimitHit as error:
         raise UsageError(
             f"recipe.compile: {name} was compiled for so many shapes or Python values that torch reached its limit; "
-            f"make its code depend on fewer of them, or set recipe.compile to false"
+            f"make its code depend on fewer shapes and values, or set recipe.compile to false"
         ) from error
     except TorchDynamoException as error:
         _raise_compile_error(name, code, error)
 
 
 def _raise_compile_error(name: str, code: CodeType, error: Exception) -> NoReturn:
-    frames = [*getattr(error, "real_stack", ())]  # the stack in the model's code, if torch recorded it
+    frames = [*getattr(error, "real_stack", ())]  # the call stack in the model's code, if torch recorded one
     code_location = (frames[-1].filename, frames[-1].lineno) if frames else (code.co_filename, code.co_firstlineno)
-    message, _, output = str(error).strip().partition("\nOutput:\n")  # keeps the output of a compiler separate
+    message, _, output = str(error).strip().partition("\nOutput:\n")  # torch appends the output of the C++ compiler
     lines = [text.strip().partition("\n")[0][:_MAX_MESSAGE_LENGTH] for text in (message, output) if text]
     raise UsageError(
         f"recipe.compile: torch cannot compile {name} ({location(*code_location)}): {': '.join(lines)}; change this "

@@ -1,31 +1,30 @@
 """Cooperative functions: functions that run interleaved in one process, and wait for each other at exchanges.
 
-An exchange is like a collective: all functions call it with their inputs, and each function gets a result.
+An exchange is like a collective: all functions call it with their inputs, and each function gets a result. For example,
+a layer that computes over several micro-batches needs an exchange between the forward passes of these micro-batches.
 
-For example, if a layer computes over several micro-batches, the forward passes of these micro-batches run in this way.
-Each function has a separate thread, but only one thread runs at a time. Which thread runs depends only on the order of
-the functions:
+Each function has a separate thread, but only one thread runs at a time. The order in which threads run only depends on
+the order of the functions:
 
     caller       Continue    Continue    Compute       Continue    Continue
                   |           |             |           |           |
-    thread 0     runs       waits         waits        runs       waits         until the next exchange,
-    thread 1     waits      runs        computes       waits      runs          or its end
+    thread 0     runs       waits         waits        runs       waits         until the next exchange
+    thread 1     waits      runs        computes       waits      runs          or the end of the function
                   |           |             |           |           |
     caller       Waiting     Waiting     Computed      Waiting     Waiting
 
-1. The functions run one after the other. Each function continues from its last exchange and runs to its next exchange.
-   Before it continues, its generator states are restored, so each function draws the same random numbers as if it ran
-   alone.
+1. The functions run one after the other. Each function runs from its last exchange to its next exchange. Before a
+   function continues, its RNG states are restored, so each function draws the same random numbers as if it ran alone.
 2. When all functions have reached the same exchange, the thread of the last function computes the results of all
    functions from the inputs of all functions. Therefore autograd records one node with all inputs, and a single
-   backward pass goes through all graphs. Separate backward passes wouldn't work: on CUDA, a single thread runs a
-   backward pass, and this thread can't wait for a different backward pass in the middle.
+   backward pass goes through all graphs. Separate backward passes wouldn't work: autograd has a single thread per CUDA
+   device, and this thread can't wait for another backward pass in the middle of one.
 3. Each function continues with its result.
 
-Backward visits nodes by sequence number, newest first. If a tensor is used several times, its gradients are added in
-this order. Each thread numbers its nodes separately. Therefore each exchange sets the sequence numbers of all threads
-to the same value. In the joint backward pass, the nodes of a function then have the same order as if it ran alone, and
-its gradients have the same bits.
+A backward pass visits autograd nodes by sequence number, newest first. If a tensor is used several times, its gradients
+are added in this order. Each thread numbers its nodes separately. Therefore each exchange sets the sequence numbers of
+all threads to the same value. In the joint backward pass, the nodes of a function then have the same order as if the
+function ran alone, and its gradients have the same bits.
 """
 
 import contextvars
@@ -46,9 +45,9 @@ Joint = Callable[[Sequence[Any]], Sequence[Any]]  # maps the inputs of all funct
 
 
 class _Waiting(NamedTuple):
-    """The reply of a function that is waiting at an exchange. `nodes` is the next sequence number of its thread."""
+    """The reply of a function that is waiting at exchange `label`. `nodes` is its thread's next sequence number."""
 
-    place: str
+    label: str
     joint: Joint
     inputs: Any
     nodes: int
@@ -84,19 +83,20 @@ class Cooperative:
 
     def __init__(self, generators: Sequence[Generator]) -> None:
         self._generators = generators
-        self._running: _FunctionThread | None = None  # the function that is currently running, if there are several
+        self._running: _FunctionThread | None = None  # the running function, if there are several functions
 
     @property
     def in_progress(self) -> bool:
         """Whether several functions are running interleaved."""
         return self._running is not None
 
-    def exchange(self, place: str, joint: Joint, inputs: Any) -> Any:
-        """Return this function's result of `joint`, which is called with the `inputs` of all functions in order.
+    def exchange(self, label: str, joint: Joint, inputs: Any) -> Any:
+        """Call `joint` with the `inputs` of all functions, and return the result for this function.
 
-        All functions must reach the same exchanges in the same order. If there is only one function, it doesn't wait.
+        All functions must reach the same exchanges in the same order. `label` identifies the exchange. If there is only
+        one function, it doesn't wait.
         """
-        return joint([inputs])[0] if self._running is None else self._running.wait_at(place, joint, inputs)
+        return joint([inputs])[0] if self._running is None else self._running.wait_at(label, joint, inputs)
 
     def run(self, functions: Sequence[Callable[[], T]], before_resume: Callable[[int], None]) -> list[T]:
         """Run the functions and return their results.
@@ -112,7 +112,7 @@ class Cooperative:
             replies = [
                 self._resume(number, thread, _Continue(None, 0), before_resume) for number, thread in enumerate(threads)
             ]
-            while messages := _waiting_messages(replies):
+            while messages := _collect_waiting_replies(replies):
                 last = max(message.nodes for message in messages)
                 computed = threads[-1].send_request(
                     _Compute(messages[0].joint, [message.inputs for message in messages], last)
@@ -140,19 +140,19 @@ class Cooperative:
 
 @final
 class _FunctionThread:
-    """A function in a thread. The thread receives requests: to continue, to compute the results, or to end (None)."""
+    """A function in a thread, which receives requests: _Continue, _Compute, or None to end the function."""
 
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
         self._function = function
         self._generators = generators
         self._requests: SimpleQueue[_Continue | _Compute | None] = SimpleQueue()
         self._replies: SimpleQueue[_Waiting | _Computed | _Ended | BaseException] = SimpleQueue()
-        # These settings are thread-local in torch, so the new thread doesn't inherit them from the caller.
+        # The new thread doesn't inherit these settings from the caller, because they are thread-local in torch.
         self._grad_enabled = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.stream(torch.cuda.current_stream()) if cuda else nullcontext()
         self._thread = Thread(
-            target=contextvars.copy_context().run, args=(self._run_thread,), name="together", daemon=True
+            target=contextvars.copy_context().run, args=(self._run_thread,), name="cooperative", daemon=True
         )
         self._thread.start()
 
@@ -164,10 +164,10 @@ class _FunctionThread:
             raise reply
         return reply
 
-    def wait_at(self, place: str, joint: Joint, inputs: Any) -> Any:
-        """Wait at an exchange for all functions, and return its result. Called in the thread of the function."""
+    def wait_at(self, label: str, joint: Joint, inputs: Any) -> Any:
+        """Wait for all functions at an exchange, and return the result. Called in the thread of the function."""
         states = [generator.get_state() for generator in self._generators]
-        self._replies.put(_Waiting(place, joint, inputs, _next_sequence_number()))
+        self._replies.put(_Waiting(label, joint, inputs, _next_sequence_number()))
         while isinstance(request := self._requests.get(), _Compute):
             _advance_sequence_number(request.nodes)
             results = request.joint(request.inputs)
@@ -180,7 +180,7 @@ class _FunctionThread:
         return request.result
 
     def end(self) -> None:
-        """End the function at its current or its next exchange, and join the thread."""
+        """End the function at its current or next exchange, and join the thread."""
         self._requests.put(None)
         self._thread.join()
 
@@ -195,22 +195,23 @@ class _FunctionThread:
 
 
 class _Canceled(BaseException):
-    """Ends a function whose result isn't needed. A BaseException, because the function may catch any Exception."""
+    """Raised in a function to end it. A BaseException, because the function may catch any Exception."""
 
 
-def _waiting_messages(replies: Sequence[_Waiting | _Ended]) -> list[_Waiting]:
-    """Return the messages of all functions if all are waiting at the same exchange, or [] if all have ended.
+def _collect_waiting_replies(replies: Sequence[_Waiting | _Ended]) -> list[_Waiting]:
+    """Return the replies of all functions if all are waiting at the same exchange, or [] if all have ended.
 
-    Raises UsageError if the functions are waiting at different exchanges, or if only some have ended.
+    Raises UsageError if functions are waiting at different exchanges, or if only some functions have ended.
     """
     messages = [reply for reply in replies if isinstance(reply, _Waiting)]
-    places = [reply.place if isinstance(reply, _Waiting) else "its end" for reply in replies]
-    if len(set(places)) > 1:
-        index = next(number for number, place in enumerate(places) if place != places[0])
+    exchanges = [reply.label if isinstance(reply, _Waiting) else "its end" for reply in replies]
+    if len(set(exchanges)) > 1:
+        index = next(number for number, label in enumerate(exchanges) if label != exchanges[0])
         raise UsageError(
-            f"the forward of one micro-batch has reached {places[0]}, but that of another has reached {places[index]}; "
-            f"make every micro-batch go through the same layers in the same order, independent of the samples and of "
-            f"random numbers, because one of these layers computes over all micro-batches of a step"
+            f"the forward pass of one micro-batch has reached {exchanges[0]}, but the forward pass of another "
+            f"micro-batch has reached {exchanges[index]}; make every micro-batch go through the same layers in the "
+            f"same order, independent of the samples and of random numbers, because one of these layers computes over "
+            f"all micro-batches of a step"
         )
     return messages
 

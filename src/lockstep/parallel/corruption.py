@@ -15,8 +15,8 @@ OTHER_HOSTS: Final = (
 )
 
 
-def name_ranks(ranks: Sequence[int], reports: Sequence[dict[str, Any]]) -> str:
-    """Return the ranks and their hosts as text. `reports` contains the host of each rank."""
+def format_ranks(ranks: Sequence[int], reports: Sequence[dict[str, Any]]) -> str:
+    """Return text such as "ranks 1 (host-a), 2 (host-b)". `reports` contains the host of each rank."""
     names = ", ".join(f"{rank} ({reports[rank]['host']})" for rank in ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
@@ -24,7 +24,7 @@ def name_ranks(ranks: Sequence[int], reports: Sequence[dict[str, Any]]) -> str:
 def find_changed_link(
     sent: Sequence[Mapping[int, Any]], received: Sequence[Mapping[int, Any]]
 ) -> tuple[int, int] | None:
-    """Return the sender and the receiver of a message that changed in transit, or None if there is none.
+    """Return the sender and the receiver of a message that changed in transit, or None if no message changed.
 
     `sent` and `received` are indexed by rank. Each item maps a peer to the digest of the messages with this peer.
     """
@@ -32,9 +32,9 @@ def find_changed_link(
     return next((link for link in links if sent[link[0]][link[1]] != received[link[1]].get(link[0])), None)
 
 
-def link_verdict(step: Step, sender: int, receiver: int, reports: Sequence[dict[str, Any]]) -> CorruptionError:
+def make_link_error(step: Step, sender: int, receiver: int, reports: Sequence[dict[str, Any]]) -> CorruptionError:
     """Return the error for a link that changed a message. `reports` contains the host of each rank."""
     return CorruptionError(
-        f"audit at step {step.number + 1}: {name_ranks([receiver], reports)} received a different message "
-        f"than {name_ranks([sender], reports)} sent. {_NOT_APPLIED} Check the link between them, and {_RESUME}"
+        f"audit at step {step.number + 1}: {format_ranks([receiver], reports)} received a different message "
+        f"than {format_ranks([sender], reports)} sent. {_NOT_APPLIED} Check the link between them, and {_RESUME}"
     )

@@ -1,18 +1,18 @@
-"""The data-parallel engine: each rank computes the full model on different micro-batches.
+"""The data-parallel engine: each rank computes the full model, on different micro-batches.
 
 The layout (parallel/layouts/base.py) determines how parameters, gradients and the optimizer state are stored:
 replicated on each rank, or sharded by rows.
 
 A step has these phases for each micro-batch of the rank:
 
-1. Seed the generators with (seed, step, micro-batch), so that dropout doesn't depend on which rank computes the
-   micro-batch.
+1. Seed the random number generators with (seed, step, micro-batch), so that dropout doesn't depend on which rank
+   computes the micro-batch.
 2. Run the forward pass and compute the loss. The loss is a sum over the micro-batch, divided by the weight of the full
    step (docs/what-is-exact.md). In a custom loop, the loss can also be a mean, which is multiplied by the weight of the
    micro-batch and divided by the weight of the step. There can be several losses, each with its own weight
    (parallel/losses.py).
 3. Add the loss and the BatchNorm statistics to the reduction tree, as one float64 vector (parallel/step_totals.py).
-   After the last forward pass, this vector is summed across ranks while the last backward pass runs.
+   After the last forward pass, the vector is summed across ranks while the last backward pass runs.
 4. Run the backward pass, and add the gradient to the reduction tree (parallel/gradients.py). During the last backward
    pass, gradients are reduced across ranks bucket by bucket.
 
@@ -50,15 +50,22 @@ from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.context.sequence_chunks import make_work_units
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.ema import evaluating, make_average
+from lockstep.parallel.ema import evaluation_mode, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
-from lockstep.parallel.layouts.base import CutsGradients, GathersWeights, Layout, MakeLayout, Slots, take_over
+from lockstep.parallel.layouts.base import (
+    GathersWeights,
+    Layout,
+    MakeLayout,
+    ShardsGradientSums,
+    Slots,
+    load_local_parts,
+)
 from lockstep.parallel.layouts.owned import OwnedLayout
-from lockstep.parallel.losses import Losses, loss_values, losses_of_task
+from lockstep.parallel.losses import Losses, loss_values, wrap_losses
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
-from lockstep.parallel.optimizer_step import Updates, gradient, share
+from lockstep.parallel.optimizer_step import Updates, gradient, make_seed
 from lockstep.parallel.powersgd import LowRankGradients
 from lockstep.parallel.replicas import Replicas
 from lockstep.parallel.step_totals import StepTotals
@@ -69,10 +76,11 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @final
 class DataParallelEngine:
-    """An engine for a model in the layout of `make_layout`, on the ranks of `mesh`. `close` calls `on_close`.
+    """An engine for a model in the layout that `make_layout` creates, on the ranks of `mesh`.
 
-    With several `devices`, a single process has a replica of the model on each device. `devices[home]` is the device of
-    `world`, and updates the weights (parallel/replicas.py).
+    `make_units` splits micro-batches into work units. `close` calls `on_close`. If several `devices` are passed, this
+    process has a replica of the model on each device (parallel/replicas.py). `devices[home]` is the device of `world`,
+    which updates the weights.
     """
 
     def __init__(
@@ -84,7 +92,7 @@ class DataParallelEngine:
         mesh: Mesh,
         make_layout: MakeLayout,
         on_close: Callable[[], None] | None = None,
-        make_leaves: MakeWorkUnits = make_work_units,
+        make_units: MakeWorkUnits = make_work_units,
         devices: Sequence[torch.device] = (),
         home: int = 0,
     ) -> None:
@@ -96,15 +104,16 @@ class DataParallelEngine:
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         numerics.prepare(self._model, world.device)
         self._model.train()  # not chained, because a custom train() may return None
-        # Wrap the forward methods before `recompute` does, so that the statistics can tell calls from
-        # recomputations.
-        self._running = RunningStatistics(self._model, counted=not (numerics.recipe.compile or numerics.sync_batchnorm))
+        # Create this before `recompute` wraps the forward methods, to distinguish calls from recomputations.
+        self._running = RunningStatistics(
+            self._model, count_calls=not (numerics.recipe.compile or numerics.sync_batchnorm)
+        )
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
         chunks = numerics.recipe.model.sequence_chunks
         canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
         self._cooperative = Cooperative(world.generators())
-        self._leaves = make_leaves(problem, self._model, chunks, world, mesh, self._cooperative)
+        self._work_units = make_units(problem, self._model, chunks, world, mesh, self._cooperative)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
             self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", side_stream=False))
@@ -112,36 +121,38 @@ class DataParallelEngine:
         self._stream = world.stream()
         self._totals = StepTotals(self._running, canonical, self._stream, world.device, alone=world.size == 1)
         strides = {name: parameter.stride() for name, parameter in self._model.named_parameters()}
-        self._storage, self._gradients = make_layout(self._model, self._stream, numerics.copied)
-        self._owned = OwnedLayout(self._storage, world, strides, numerics.chunked) if numerics.whole_updates else None
-        self._layout: Layout = self._owned or self._storage
+        self._storage_layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
+        self._owned = (
+            OwnedLayout(self._storage_layout, world, strides, numerics.chunked) if numerics.whole_updates else None
+        )
+        self._layout: Layout = self._owned or self._storage_layout
         self._replicas = Replicas(self._model, self._running, world, devices, home) if len(devices) > 1 else None
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
         self._guarded = guard.watch_buffers if numerics.guarded else nullcontext
-        # A custom loop has a separate guard for weights (loop/guard.py), which reports the line of a write.
+        # Only used for tasks: custom loops have a separate guard for weights (loop/guard.py), which reports the line.
         self._weights_guarded = guard.watch_weights if numerics.guarded else nullcontext
         self._ema = make_average(self._layout.state(), numerics.ema_decay, world.device)
         unowned = self._owned.unowned if self._owned is not None else ()
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device, unowned)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        self._training = self._training_forward_context()
+        self._forward_context = self._training_forward_context()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first
         self._on_close = on_close
-        self._share = lru_cache(16)(share)  # most steps have the same shares
+        self._make_seed = lru_cache(16)(make_seed)  # most steps have the same seeds
         self._step: Step  # the step in progress
         self._saved_buffers: list[
             tuple[Tensor, Tensor, int]
-        ] = []  # buffers to restore after a micro-batch that isn't part of the step
+        ] = []  # each buffer, its saved value and its version, to restore after an extra micro-batch
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         observed = NamedSums(observe)
         count = min(self._numerics.microbatches, step.samples)
-        rounds = self._rounds(microbatches, count)
-        leaves = count * self._leaves.count
+        rounds = self._split_into_rounds(microbatches, count)
+        leaves = count * self._work_units.count
         self.begin([microbatch for group in rounds for microbatch in group], step, leaves)
         for group in rounds:
             if len(group) > 1:
@@ -164,12 +175,14 @@ class DataParallelEngine:
     def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """See Phased. Enter the returned context immediately."""
         if self._replicas is not None:
-            self._replicas.use(microbatch.index)
+            self._replicas.switch_to(microbatch.index)
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
-        alone = self._step_sums is None and self._leaves.count == 1
-        within = _NestedContexts(self._guarded(), self._training if alone else self._training_forward_context())
-        return within if self._replicas is None else _NestedContexts(self._replicas, within)
+        reuses_context = self._step_sums is None and self._work_units.count == 1
+        context = _NestedContexts(
+            self._guarded(), self._forward_context if reuses_context else self._training_forward_context()
+        )
+        return context if self._replicas is None else _NestedContexts(self._replicas, context)
 
     def backward(
         self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
@@ -181,8 +194,8 @@ class DataParallelEngine:
             self._run_backward_pass(microbatch, loss, self._step, weight)
             return
         self._run_backward_pass(microbatch, loss, self._step, weight)
-        counts_at_home = None if counts is None else self._replicas.at_home(counts)
-        self._totals.add(microbatch, self._replicas.at_home(loss_values(loss)), weight, counts_at_home)
+        counts_on_home = None if counts is None else self._replicas.to_home(counts)
+        self._totals.add(microbatch, self._replicas.to_home(loss_values(loss)), weight, counts_on_home)
 
     def end(self) -> Sums:
         """See Phased."""
@@ -201,12 +214,12 @@ class DataParallelEngine:
 
     def keep_full_gradients(self) -> None:
         """See Auditable."""
-        if isinstance(self._storage, CutsGradients):
-            self._storage.keep_full_gradients()
+        if isinstance(self._storage_layout, ShardsGradientSums):
+            self._storage_layout.keep_full_gradients()
 
     def witnessed(self) -> Sequence[NamedTensors]:
         """See Auditable."""
-        return self._storage.witnessed() if isinstance(self._storage, CutsGradients) else []
+        return self._storage_layout.witnessed() if isinstance(self._storage_layout, ShardsGradientSums) else []
 
     def forward_extra(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """See Phased."""
@@ -216,12 +229,12 @@ class DataParallelEngine:
     def backward_extra(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """See Phased."""
         if self._replicas is None:
-            self._totals.show(microbatch, loss)
+            self._totals.note_results(microbatch, loss)
         self._run_backward_pass(microbatch, loss, step, microbatch.weight if mean else 1)
         if self._replicas is not None:
-            self._totals.show(microbatch, self._replicas.at_home(loss_values(loss)))
+            self._totals.note_results(microbatch, self._replicas.to_home(loss_values(loss)))
         for buffer, saved, version in self._saved_buffers:
-            if buffer._version != version:  # skip unchanged buffers, because BufferGuard watches their versions
+            if buffer._version != version:  # don't write unchanged buffers, because BufferGuard compares versions
                 buffer.copy_(saved)
         self._saved_buffers = []
 
@@ -232,12 +245,12 @@ class DataParallelEngine:
     def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
         """See Phased."""
         update = self._updates.update(lr, max_norm, self._totals.loss, self._step.weight, only)
-        self._running.settle(update.applied, self._totals.observed)
+        self._running.finish_step(update.applied, self._totals.observed)
         if self._ema is not None and update.applied:
             self._ema.update()
         if self._low_rank is not None:
             growth = 1.0 if update.loss_scale is None else self._updates.loss_scale["scale"] / update.loss_scale
-            self._low_rank.settle(update.applied, growth)
+            self._low_rank.finish_step(update.applied, growth)
         if self._replicas is not None:
             self._replicas.publish()
         return update
@@ -259,12 +272,12 @@ class DataParallelEngine:
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
         """See Phased."""
-        return self._storage.gathered_shards() if isinstance(self._storage, GathersWeights) else {}
+        return self._storage_layout.gathered_shards() if isinstance(self._storage_layout, GathersWeights) else {}
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
         """See Engine."""
-        with evaluating(self._model, self._ema, self._layout.reload):
+        with evaluation_mode(self._model, self._ema, self._layout.reload):
             yield self._predict
             self._layout.reload()
 
@@ -277,7 +290,7 @@ class DataParallelEngine:
     def state(self) -> State:
         """See Engine."""
         model = self._layout.state()
-        optimizer, scalars = self._optimizer_state()
+        optimizer, scalars = self._get_optimizer_state()
         return State(
             model=model,
             optimizer=optimizer,
@@ -286,7 +299,7 @@ class DataParallelEngine:
             feedback=(self._low_rank.feedback() or None) if self._low_rank is not None else None,
         )
 
-    def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
+    def _get_optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         if self._owned is not None:
             return self._owned.optimizer_state(self._slots, self._updates.optimizer)
         tensors, scalars = optimizer_state(self._layout.trained, self._updates.optimizer)
@@ -295,7 +308,7 @@ class DataParallelEngine:
     @torch.no_grad()
     def load_full_weights(self, state: State) -> None:
         """See Rotates."""
-        take_over(state.model, self._layout.state())
+        load_local_parts(state.model, self._layout.state())
         self._running.reload()
         self._layout.reload()
         if self._replicas is not None:
@@ -310,15 +323,15 @@ class DataParallelEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         self.load_full_weights(state)
-        wholes = {name: local_tensor(whole) for name, whole in state.optimizer.items()}
+        full_tensors = {name: local_tensor(whole) for name, whole in state.optimizer.items()}
         optimizer, scalars = self._updates.optimizer, state.scalars["optimizer"]
         if self._owned is not None:
-            self._owned.load_optimizer_state(self._slots, optimizer, wholes, scalars)
+            self._owned.load_optimizer_state(self._slots, optimizer, full_tensors, scalars)
         else:
-            tensors = {name: self._slots.own(name, whole) for name, whole in wholes.items()}
+            tensors = {name: self._slots.local_part(name, whole) for name, whole in full_tensors.items()}
             load_optimizer_state(self._layout.trained, optimizer, tensors, scalars)
         if self._ema is not None and state.ema is not None:
-            take_over(state.ema, self._ema.shards(self._layout.state()))
+            load_local_parts(state.ema, self._ema.shards(self._layout.state()))
         if self._low_rank is not None:
             self._low_rank.load_feedback(state.feedback or {})
 
@@ -329,16 +342,16 @@ class DataParallelEngine:
             self._on_close()
 
     def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
-        inputs = self._numerics.prepare_inputs(self._leaves.inputs(microbatch))
-        with self._model_code, self._leaves.forward_context():
+        inputs = self._numerics.prepare_inputs(self._work_units.inputs(microbatch))
+        with self._model_code, self._work_units.forward_context():
             outputs = call(self._model, inputs)
         prepared = self._numerics.prepare_outputs(outputs)
-        loss = losses_of_task(self._problem.task.loss(prepared, microbatch.batch), step)
+        loss = wrap_losses(self._problem.task.loss(prepared, microbatch.batch), step)
         if observed.enabled and self._first and not microbatch.dummy:
             with torch.no_grad():
                 sums = self._problem.task.sums(prepared, microbatch.batch)
             if self._replicas is not None:
-                sums = {name: self._replicas.at_home(value) for name, value in sums.items()}
+                sums = {name: self._replicas.to_home(value) for name, value in sums.items()}
             observed.add(microbatch.index, sums)
         return loss
 
@@ -347,19 +360,19 @@ class DataParallelEngine:
             self._autocast, self._model, self._world.device, self._numerics.offload_activations
         )
 
-    def _rounds(self, microbatches: MicroBatches, leaves: int) -> Sequence[MicroBatches]:
-        """Return the rounds of the step. Forward passes within a round run interleaved, and rounds run in sequence."""
+    def _split_into_rounds(self, microbatches: MicroBatches, leaves: int) -> Sequence[MicroBatches]:
+        """Split the step into rounds. Forward passes within a round run interleaved, and rounds run in sequence."""
         if self._step_sums is not None:
             return [microbatches]
-        return [self._leaves.units_for(microbatch, leaves) for microbatch in microbatches]
+        return [self._work_units.units_for(microbatch, leaves) for microbatch in microbatches]
 
     def _run_interleaved(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
-        """Run the forward passes of micro-batches interleaved, and then a single backward pass through all graphs."""
+        """Run the forward passes of `microbatches` interleaved, and then one backward pass through all graphs."""
         isolated = IsolatedGradients(self._model, len(microbatches))
         with isolated.restore_after():
             losses = self._cooperative.run(
-                [partial(self._forward_together, microbatch, step, observed) for microbatch in microbatches],
-                isolated.use,
+                [partial(self._forward_interleaved, microbatch, step, observed) for microbatch in microbatches],
+                isolated.activate,
             )
         for microbatch, loss in zip(microbatches, losses, strict=True):
             self._totals.add(microbatch, loss)
@@ -367,14 +380,14 @@ class DataParallelEngine:
         isolated.check()
         for number, microbatch in enumerate(microbatches):
             self._gradients.before_backward(microbatch)
-            isolated.hand(number)
+            isolated.move_gradients(number)
             self._gradients.after_backward(microbatch)
 
-    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses | None:
+    def _forward_interleaved(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses | None:
         with self.forward(microbatch, step):
-            loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, step, observed))
-            # Don't leave autocast before all forward passes have ended, because leaving clears the cache that the
-            # forward passes share.
+            loss = self._work_units.loss(microbatch, partial(self._loss_of, microbatch, step, observed))
+            # Wait for all forward passes before exiting autocast, because the exit clears the weight cache that they
+            # share.
             self._cooperative.exchange("its end", list, None)
         return loss
 
@@ -383,32 +396,32 @@ class DataParallelEngine:
         self._gradients.before_backward(microbatch)
         self._backward([loss], step, weight)
         if self._replicas is not None:
-            self._replicas.come_home()
+            self._replicas.return_home()
         self._gradients.after_backward(microbatch)
 
     def _backward(self, losses: Sequence[Tensor | Losses], step: Step, weight: int = 1) -> None:
         roots: Sequence[Any] = losses
         if step.weights is None:
             seeds = tuple(
-                self._updates.scale(self._share(step.weight, loss.dtype, loss.device, weight)) for loss in roots
+                self._updates.scale(self._make_seed(step.weight, loss.dtype, loss.device, weight)) for loss in roots
             )
         else:
-            roots, seeds = self._roots(losses)
+            roots, seeds = self._backward_roots(losses)
         with self._model_code:
-            # autograd.backward ends by calling this function. A direct call skips checks of the seeds, which take 9 us.
+            # Call the function that autograd.backward calls last. This skips its checks of the seeds, which take 9 us.
             flags = {"allow_unreachable": True, "accumulate_grad": True}
             _engine_run_backward(tuple(roots), seeds, False, False, (), **flags)
 
-    def _roots(self, losses: Sequence[Tensor | Losses]) -> tuple[list[Any], tuple[Tensor, ...]]:
-        """Return the roots of a backward pass through several losses per micro-batch, and their seeds."""
+    def _backward_roots(self, losses: Sequence[Tensor | Losses]) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """Return the roots of a backward pass through several named losses, and the seed gradient of each root."""
         roots: list[Any] = []
         seeds: list[Tensor] = []
         for named in losses:
             assert isinstance(named, Losses)
-            for loss, part, weight in named.roots:
-                if part or not named.outputs:
+            for loss, numerator, weight in named.roots:
+                if numerator or not named.outputs:
                     roots.append(loss)
-                    seeds.append(self._updates.scale(self._share(weight, loss.dtype, loss.device, part)))
+                    seeds.append(self._updates.scale(self._make_seed(weight, loss.dtype, loss.device, numerator)))
             for edge, zeros in named.outputs:
                 roots.append(edge)
                 seeds.append(zeros)
@@ -416,13 +429,13 @@ class DataParallelEngine:
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code:
-            outputs = call(self._model, self._numerics.prepare_inputs(self._leaves.evaluation_inputs(inputs)))
+            outputs = call(self._model, self._numerics.prepare_inputs(self._work_units.evaluation_inputs(inputs)))
         return self._numerics.prepare_outputs(outputs)
 
 
 @final
 class _NestedContexts(AbstractContextManager[None]):
-    """Two nested context managers. A generator would add 3 us to every micro-batch."""
+    """Two nested context managers. This is a class, because a generator would add 3 us to every micro-batch."""
 
     __slots__ = ("_inner", "_outer")
 

@@ -1,9 +1,10 @@
-"""An engine that wraps DeepSpeed's engine. DeepSpeed shards, communicates and updates, with the numerics of a recipe.
+"""An engine that wraps DeepSpeed's engine, with the numerics of a recipe.
 
-This engine overrides all behavior of DeepSpeed that depends on the number of processes:
+DeepSpeed shards the model, communicates and updates the weights. This engine overrides all behavior of DeepSpeed that
+depends on the number of processes:
 
-- DeepSpeed divides gradients by the number of ranks. The loss scale that this engine sets reverts the division before
-  the update. Therefore a backward pass starts from the same value as in a single process.
+- DeepSpeed divides gradients by the number of ranks. This engine sets a loss scale that reverts the division before the
+  update. Therefore a backward pass starts from the same value as in a single process.
 - DeepSpeed counts micro-batches to detect the end of a step. This engine tells DeepSpeed explicitly when a step ends.
 - In stages 2 and 3, each backward pass communicates. Therefore ranks compute a step in rounds. A rank without a
   micro-batch in a round computes a dummy, whose loss is multiplied by 0.
@@ -41,21 +42,24 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
-from lockstep.parallel.ema import evaluating, make_average
+from lockstep.parallel.ema import evaluation_mode, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layouts.base import take_over, trainable_parameters
-from lockstep.parallel.losses import Losses, loss_values, losses_of_task, named_totals, total_loss
+from lockstep.parallel.layouts.base import load_local_parts, trainable_parameters
+from lockstep.parallel.losses import Losses, loss_values, name_totals, total_loss, wrap_losses
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.optimizer_state import GROUP, numbers_of
+from lockstep.parallel.optimizer_state import GROUP, get_group_numbers
 from lockstep.parallel.optimizer_step import keep_ratios
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
 @final
 class DeepSpeedEngine:
-    """An engine that runs a model in DeepSpeed with this `configuration`. `mesh` assigns micro-batches to rounds."""
+    """An engine that trains with DeepSpeed and this DeepSpeed `configuration`.
+
+    `mesh` assigns micro-batches to rounds.
+    """
 
     def __init__(
         self,
@@ -70,23 +74,24 @@ class DeepSpeedEngine:
         self._world = world
         self._model_code = UserCode(problem.name, shared=True)
         self._numerics = numerics
-        model = problem.build_model().to(world.device)  # contiguous, because DeepSpeed sends weights in memory order
+        model = problem.build_model().to(world.device)  # not channels_last, because DeepSpeed sends memory as is
         if flat := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
             raise UsageError(
                 f"strategy deepspeed: parameter {flat[0]} has no dims, so it cannot be sharded; use shape (1,)"
             )
         model.train()  # not chained, because a custom train() may return None
-        self._running = RunningStatistics(model)  # before `recompute`, to tell calls from recomputations
+        self._running = RunningStatistics(model)  # before `recompute`, to distinguish calls
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        # Enter autocast inside the model, because DeepSpeed treats the model as fp32 and exits an outer autocast.
+        # Enable autocast inside the model's forward method, because DeepSpeed disables an outer autocast for fp32
+        # models.
         inner = autocast(numerics.recipe.precision, world.device)
         if isinstance(inner, torch.autocast):
             model.forward = inner(model.forward)
         self._model = model
         self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.guarded else nullcontext
-        self._named: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self._state_tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._trained = trainable_parameters(model)
         optimizer = make_optimizer(self._trained, whole_norms)
         keep_ratios(optimizer)
@@ -98,8 +103,8 @@ class DeepSpeedEngine:
             )
         self._optimizer: Any = self._engine.optimizer
         self._shards_weights = stage == 3
-        self._pieces = flat_pieces(self._optimizer, world.rank, stage)
-        self._ema = make_average(self._model_state(), numerics.ema_decay)
+        self._pieces = find_flat_pieces(self._optimizer, world.rank, stage)
+        self._ema = make_average(self._get_model_state(), numerics.ema_decay)
         self._scaler = numerics.loss_scaler(world.device)
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
@@ -121,7 +126,7 @@ class DeepSpeedEngine:
                 loss = self._loss_of(microbatch, step, observed)
             if not microbatch.dummy:
                 own_losses.append(loss_values(loss))
-                statistics.push(microbatch.index, self._running.with_loss(own_losses[-1], microbatch.samples))
+                statistics.push(microbatch.index, self._running.pack_with_loss(own_losses[-1], microbatch.samples))
             if step.weight:
                 self._backward(loss, microbatch.dummy, last=number == len(microbatches) - 1)
         count = 1 if step.weights is None else len(step.weights)
@@ -131,12 +136,12 @@ class DeepSpeedEngine:
         sums = Sums(self._loss, step.weight, own_losses, observed.total(self._world, leaves))
         if step.weights is None:
             return sums
-        named = named_totals(total[:count].clone(), step)
+        named = name_totals(total[:count].clone(), step)
         self._loss = total_loss(named)
         return sums._replace(total=self._loss, weight=1, named=named)
 
     def gradients(self) -> dict[str, MaybeSharded]:
-        """See Engine. Every rank returns full gradients, multiplied by the loss scale."""
+        """See Engine. Returns full gradients on every rank, multiplied by the loss scale."""
         if not self._weight:
             return {name: torch.zeros(self._pieces[parameter].shape) for name, parameter in self._trained}
         gather_gradient = self._library.utils.safe_get_full_grad
@@ -151,7 +156,7 @@ class DeepSpeedEngine:
         the loss.
         """
         if not self._weight:
-            self._running.settle(False, self._observed)
+            self._running.finish_step(False, self._observed)
             return Update(None, applied=False)
         self._optimizer.clip_grad = max_norm or 0.0
         for group in self._optimizer.param_groups:
@@ -164,10 +169,10 @@ class DeepSpeedEngine:
             self._update_scale(applied)
         elif not applied and not self._numerics.skip_nonfinite and torch.isfinite(self._loss):
             raise TrainingError(
-                f"step {self._step + 1}: the gradient is not finite, and DeepSpeed drops such a step; set "
+                f"step {self._step + 1}: the gradient is not finite, so DeepSpeed skipped the step; set "
                 f"recipe.nonfinite to skip, or use a different strategy"
             )
-        self._running.settle(applied, self._observed)
+        self._running.finish_step(applied, self._observed)
         if self._ema is not None and applied:
             self._ema.update()
         needs_norm = max_norm is not None or self._numerics.skip_nonfinite
@@ -177,14 +182,14 @@ class DeepSpeedEngine:
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
         """See Engine."""
-        with evaluating(self._model, self._ema, self._publish):
+        with evaluation_mode(self._model, self._ema, self._publish):
             yield self._predict
 
     def state(self) -> State:
-        """See Engine. Tensors that DeepSpeed shards are returned as shards, which all other strategies can load."""
-        model = self._model_state()
-        tensors, slots = self._optimizer_state()
-        scalars = {"slots": slots, "groups": numbers_of(self._base.param_groups)}
+        """See Engine. Returns tensors that DeepSpeed shards as shards, which all other strategies can load."""
+        model = self._get_model_state()
+        tensors, slots = self._get_optimizer_state()
+        scalars = {"slots": slots, "groups": get_group_numbers(self._base_optimizer.param_groups)}
         return State(
             model=model,
             optimizer=tensors,
@@ -195,21 +200,21 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """See Engine."""
-        model = self._model_state()
-        take_over(state.model, model)
+        model = self._get_model_state()
+        load_local_parts(state.model, model)
         self._running.reload()
         self._publish()
         self._load_optimizer(state)
         self._scaler.load_state_dict(state.scalars["loss_scale"])
         if self._ema is not None and state.ema is not None:
-            take_over(state.ema, self._ema.shards(model))
+            load_local_parts(state.ema, self._ema.shards(model))
 
     def close(self) -> None:
         """See Engine."""
         self._engine.destroy()
 
     @property
-    def _base(self) -> torch.optim.Optimizer:
+    def _base_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the recipe, over DeepSpeed's flat tensors."""
         base: torch.optim.Optimizer = self._optimizer.optimizer
         return base
@@ -222,7 +227,7 @@ class DeepSpeedEngine:
             with self._autocast:
                 with self._model_code, translate_deepspeed_errors():
                     outputs = call(self._engine, inputs)
-                loss = losses_of_task(self._task.loss(outputs, microbatch.batch), step)
+                loss = wrap_losses(self._task.loss(outputs, microbatch.batch), step)
         if observed.enabled and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))
@@ -231,25 +236,25 @@ class DeepSpeedEngine:
     def _backward(self, loss: Tensor | Losses, dummy: bool, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the gradient of the step."""
         if isinstance(loss, Losses):
-            shares = [self._shared(root.loss, root.weight, dummy) for root in loss.roots]
+            shares = [self._scale_loss(root.loss, root.weight, dummy) for root in loss.roots]
             shared_loss = torch.stack(shares).sum()
         else:
-            shared_loss = self._shared(loss, self._weight, dummy)
+            shared_loss = self._scale_loss(loss, self._weight, dummy)
         self._engine.set_gradient_accumulation_boundary(last)
         with self._model_code, translate_deepspeed_errors():
             self._engine.backward(shared_loss, scale_wrt_gas=False)
 
-    def _shared(self, loss: Tensor, weight: int, dummy: bool) -> Tensor:
-        """Return the share of a micro-batch in the loss of the step, times the number of ranks."""
+    def _scale_loss(self, loss: Tensor, weight: int, dummy: bool) -> Tensor:
+        """Return a micro-batch's share of the step's mean loss, multiplied by the number of ranks."""
         share = torch.full_like(loss, 0.0 if dummy or not weight else self._world.size / weight)
         if self._numerics.skip_nonfinite:
-            # If the loss isn't finite, make the gradient NaN, so that DeepSpeed skips the step. Otherwise, the gradient
-            # could still be finite.
+            # Make the gradient NaN if the loss isn't finite, so that DeepSpeed skips the step. The gradient of such a
+            # loss can be finite.
             share += 0.0 * loss.detach()
         return loss * share
 
     def _update_scale(self, applied: bool) -> None:
-        """Update the loss scale like torch's GradScaler: increase after n steps, and decrease after a skipped step."""
+        """Update the loss scale with torch's GradScaler, which decreases it after a skipped step."""
         witness = nn.Parameter(torch.zeros(1, device=self._world.device))
         witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
         self._scaler.unscale_(torch.optim.SGD([witness]))
@@ -259,14 +264,14 @@ class DeepSpeedEngine:
         with self._autocast, self._model_code, translate_deepspeed_errors():
             return call(self._engine, self._numerics.prepare_inputs(inputs))
 
-    def _model_state(self) -> dict[str, MaybeSharded]:
+    def _get_model_state(self) -> dict[str, MaybeSharded]:
         """Return the model state. Trained parameters are the fp32 tensors of DeepSpeed's optimizer."""
-        return {name: self._as_shard(tensor) for name, tensor in self._named.items()}
+        return {name: self._as_shard(tensor) for name, tensor in self._state_tensors.items()}
 
     def _as_shard(self, tensor: Tensor) -> MaybeSharded:
         if isinstance(tensor, nn.Parameter) and tensor in self._pieces:
             flat_piece = self._pieces[tensor]
-            return flat_piece.piece_of(flat_piece.flat)
+            return flat_piece.get_shard(flat_piece.flat)
         if isinstance(tensor, nn.Parameter) and self._shards_weights:  # a parameter that doesn't require a gradient
             parameter: Any = tensor
             first = self._world.rank * len(parameter.ds_tensor)
@@ -275,7 +280,7 @@ class DeepSpeedEngine:
         return tensor.detach()
 
     def _publish(self) -> None:
-        """Copy the tensors that the optimizer updates to the parameters that the model computes with."""
+        """Copy the optimizer's fp32 weights to the parameters that the model computes with."""
         optimizer = self._optimizer
         with translate_deepspeed_errors():
             if not self._shards_weights:
@@ -286,19 +291,19 @@ class DeepSpeedEngine:
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
             optimizer.checkpoint_event_epilogue()
 
-    def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
+    def _get_optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         """Return the optimizer state by parameter and slot: first the tensors, then all other values."""
         tensors: dict[str, MaybeSharded] = {}
         slots: dict[str, Any] = {}
         for name, parameter in self._trained:
             flat_piece = self._pieces[parameter]
-            for slot, value in self._base.state.get(flat_piece.flat, {}).items():
+            for slot, value in self._base_optimizer.state.get(flat_piece.flat, {}).items():
                 if not isinstance(value, Tensor):
                     slots[f"{name}/{slot}"] = value
                 else:
                     flat = value.shape == flat_piece.flat.shape
-                    tensors[f"{name}/{slot}"] = flat_piece.piece_of(value) if flat else value
-        for number, group in enumerate(self._base.param_groups):
+                    tensors[f"{name}/{slot}"] = flat_piece.get_shard(value) if flat else value
+        for number, group in enumerate(self._base_optimizer.param_groups):
             tensors |= {f"{GROUP}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)}
         return tensors, slots
 
@@ -306,37 +311,37 @@ class DeepSpeedEngine:
         scalars = state.scalars["optimizer"]
         parameters = dict(self._trained)
         flat_state: dict[Tensor, dict[str, Any]] = {}
-        for group, saved in zip(self._base.param_groups, scalars["groups"], strict=True):
+        for group, saved in zip(self._base_optimizer.param_groups, scalars["groups"], strict=True):
             group.update(saved)
         for name, value in {**state.optimizer, **scalars["slots"]}.items():
             owner, _, slot = name.rpartition("/")
             if owner.startswith(GROUP):
-                self._base.param_groups[int(owner.removeprefix(GROUP))][slot] = local_tensor(value).clone()
+                self._base_optimizer.param_groups[int(owner.removeprefix(GROUP))][slot] = local_tensor(value).clone()
             else:
                 flat_piece = self._pieces[parameters[owner]]
-                _fill(flat_state.setdefault(flat_piece.flat, {}), slot, value, flat_piece)
-        self._base.state.clear()
-        self._base.state.update(flat_state)
+                _copy_slot(flat_state.setdefault(flat_piece.flat, {}), slot, value, flat_piece)
+        self._base_optimizer.state.clear()
+        self._base_optimizer.state.update(flat_state)
 
 
-def _fill(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
-    """Write a parameter's value of an optimizer slot into the same slot of its flat tensor."""
+def _copy_slot(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
+    """Copy a parameter's value for an optimizer slot into the slot of its flat tensor."""
     tensor = local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(tensor, Tensor) or tensor.shape != flat_piece.shape:
-        # The parameters of the group share this value.
+        # All parameters of the flat tensor share this value, e.g. a step counter.
         slots[slot] = tensor.clone() if isinstance(tensor, Tensor) else tensor
         return
     flat = slots.setdefault(slot, torch.zeros_like(flat_piece.flat, dtype=tensor.dtype, requires_grad=False))
-    shard = flat_piece.piece_of(flat)
+    shard = flat_piece.get_shard(flat)
     shard.tensor.copy_(slice_of(tensor, shard))
 
 
 @dataclass(frozen=True, eq=False)
 class FlatPiece:
-    """The location of this rank's piece of a parameter of shape `shape` within a flat tensor.
+    """This rank's piece of a parameter of shape `shape`, within a flat tensor.
 
-    The piece is elements `offset` to `offset + length` of `flat`. It contains the elements of the parameter that start
-    at element `first`.
+    The piece is stored in elements `offset` to `offset + length` of `flat`. Its first element is element `first` of the
+    parameter.
     """
 
     flat: Tensor
@@ -345,19 +350,19 @@ class FlatPiece:
     length: int
     shape: torch.Size
 
-    def piece_of(self, flat: Tensor) -> Shard:
-        """Return this rank's piece of `flat`, a flat tensor with the same layout as the parameters."""
+    def get_shard(self, flat: Tensor) -> Shard:
+        """Return this piece as a shard of the parameter, taken from a flat tensor with the same layout."""
         rows = flat.detach()[self.offset : self.offset + self.length]
         return piece(rows, self.first if self.length else 0, self.shape)
 
 
-def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
+def find_flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
     """Return the flat piece of each parameter that DeepSpeed's `optimizer` updates."""
-    pieces_by_parameter = _pieces_of_parameters(optimizer, rank) if stage == 3 else _pieces_of_groups(optimizer)
+    pieces_by_parameter = _iterate_parameter_pieces(optimizer, rank) if stage == 3 else _iterate_group_pieces(optimizer)
     return dict(pieces_by_parameter)
 
 
-def _pieces_of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+def _iterate_group_pieces(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
     for parameters, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in parameters:
             mapping = parameter._hp_mapping
@@ -368,7 +373,7 @@ def _pieces_of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]
             yield parameter, FlatPiece(flat, master.start, source.start, master.numel, parameter.shape)
 
 
-def _pieces_of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+def _iterate_parameter_pieces(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
     for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         for parameter in parameters:
             _, offset, capacity = optimizer.grad_position[optimizer.get_param_id(parameter)]

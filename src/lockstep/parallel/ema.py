@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor, shard_like
-from lockstep.parallel.offloaded import on_device_copies, pieces
+from lockstep.parallel.offloaded import group_by_size, on_device_copies
 
 
 @final
 class WeightAverage:
     """The moving average of all parameters and floating-point buffers of a model.
 
-    With decay d, an update computes d * average + (1 - d) * weights. The average has at least float32 precision. With
-    fewer bits, the small contribution of (1 - d) * weights would be lost. Integer buffers are copied.
+    With decay d, an update computes d * average + (1 - d) * weights. The average is stored in float32 or wider, because
+    fewer bits would lose the small contribution of (1 - d) * weights. Integer buffers are copied.
     """
 
     def __init__(self, live: NamedTensors, decay: float, device: torch.device | None = None) -> None:
-        """Start the average with `live`, this rank's part of the model state, whose tensors must be updated in place.
+        """Start the average with `live`, this rank's part of the model state.
 
-        If `device` is set, the average is computed on this device, even if it is stored on a different device.
-        Otherwise, it is computed on the device on which it is stored.
+        Training must update the tensors of `live` in place. The average is stored on the device of each tensor. If
+        `device` is set, it is computed on this device.
         """
         self._decay = decay
         self._device = device
@@ -35,8 +35,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average toward the current weights of the model. Call this method after each step."""
-        for names in pieces((name, average.nbytes) for name, average in self._average.items()):
+        """Move the average toward the current weights. Call this method after each step that was applied."""
+        for names in group_by_size((name, average.nbytes) for name, average in self._average.items()):
             averages = [self._average[name] for name in names]
             with on_device_copies(averages, self._device or averages[0].device) as on_device:
                 current = [self._live[name].to(average) for name, average in zip(names, on_device, strict=True)]
@@ -61,7 +61,7 @@ class WeightAverage:
             reload()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the average by the names of the model state. The tensors are the average itself, not copies."""
+        """Return the average, with the names of the model state. The tensors are the average itself, not copies."""
         return {**self._average, **self._counters}
 
     def shards(self, live: NamedTensors) -> dict[str, MaybeSharded]:
@@ -75,7 +75,7 @@ def make_average(live: NamedTensors, decay: float | None, device: torch.device |
 
 
 @contextmanager
-def evaluating(model: nn.Module, average: WeightAverage | None, reload: Callable[[], None]) -> Iterator[None]:
+def evaluation_mode(model: nn.Module, average: WeightAverage | None, reload: Callable[[], None]) -> Iterator[None]:
     """Switch a model to evaluation mode without gradients within the block. If there is an average, use its weights.
 
     `reload` is called after each change of the weights.

@@ -20,12 +20,12 @@ Predict = Callable[[Inputs], Any]  # returns the outputs of the model
 class Sums(NamedTuple):
     """The losses of a step, as 0-dim tensors.
 
-    - `total`: the sum over all samples of the step, which is the same on every rank.
-    - `weight`: the weight of the step.
-    - `own_losses`: one loss for each micro-batch of this rank, summed over the micro-batch.
-    - `of_task`: the metric sums of the task over all micro-batches, on the CPU. Empty unless `observe` is set.
-    - `counts`: the float64 vector that a custom loop sums together with its loss.
-    - `named`: the losses by name, if there are several. In this case, `total` is the sum of their means, and `weight`
+    - `total`: The sum over all samples of the step, which is the same on every rank.
+    - `weight`: The weight of the step.
+    - `own_losses`: One loss for each micro-batch of this rank, summed over the micro-batch.
+    - `of_task`: The metric sums of the task over all micro-batches, on the CPU. Empty unless `observe` is set.
+    - `counts`: The sum of the float64 vectors that a custom loop passes together with its losses.
+    - `named`: The losses by name, if there are several. In this case, `total` is the sum of their means, and `weight`
       is 1.
     """
 
@@ -43,16 +43,16 @@ class Sums(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The result of an update: the gradient norm before clipping, if it was computed, and whether it was applied."""
+    """The result of an update. `norm` is the gradient norm before clipping, or None if it wasn't computed."""
 
     norm: Tensor | None
-    applied: bool
-    loss_scale: float | None = None  # the loss scale of this step; only for fp16
+    applied: bool  # whether the weights were updated, i.e. the step wasn't skipped
+    loss_scale: float | None = None  # the loss scale of this step, only with loss scaling
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a run needs to resume. All names are the same as on a single process.
+    """The state of an engine that a checkpoint contains. All names are the same as in a single process.
 
     `optimizer` has names such as `layer1.weight/momentum_buffer`. `scalars` contains all values that aren't tensors, in
     JSON-serializable form. If a strategy shards a tensor, the state of each rank contains a Shard (core/shard.py) under
@@ -68,7 +68,7 @@ class State:
 
 
 class Stepping(Protocol):
-    """The part of an engine that the training loop calls in a step: each method once, in this order, on all ranks."""
+    """The methods that the training loop calls in each step: each method once, in this order, on all ranks."""
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """Compute the canonical gradient of `step`, and keep the gradient for `update`.
@@ -85,7 +85,7 @@ class Stepping(Protocol):
 
 
 class Engine(Stepping, Protocol):
-    """A model in training, regardless of how it is distributed. All ranks must call the methods in the same order."""
+    """Trains a model that a strategy distributes over ranks. All ranks must call the methods in the same order."""
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """Return the canonical gradient of each parameter. Call this between `forward_backward` and `update`."""
@@ -94,7 +94,7 @@ class Engine(Stepping, Protocol):
         """Switch to evaluation mode and yield `predict(inputs)`. Uses the averaged weights if the recipe sets `ema`."""
 
     def state(self) -> State:
-        """Return the state. Its tensors are the tensors in use or shards of these tensors, not copies."""
+        """Return the state. Its tensors are the tensors in use, or shards of these tensors, and not copies."""
 
     def load(self, state: State) -> None:
         """Load a state with full tensors. Raises UsageError if names are missing or unexpected."""
@@ -104,7 +104,7 @@ class Engine(Stepping, Protocol):
 
 
 class Rotates(Engine, Protocol):
-    """An engine that can repeat a step of its own, or of an engine with a different assignment of ranks in the mesh."""
+    """An engine that can repeat its own step, or a step of an engine in which ranks have other places in the mesh."""
 
     def load_full_weights(self, state: State) -> None:
         """Load the model tensors, which must be unsharded, and the loss scale."""
@@ -125,10 +125,10 @@ class Auditable(Engine, Protocol):
         """
 
     def keep_full_gradients(self) -> None:
-        """From now on, keep the gradients that `witnessed` returns until the update of each step."""
+        """From now on, keep the gradients that `witnessed` returns until the end of each step's update."""
 
     def witnessed(self) -> Sequence[NamedTensors]:
-        """Return rows of the full gradient, as they were before each rank discarded the rows that it doesn't keep.
+        """Return rows of the full gradient sum, from before this rank discarded the rows of other ranks.
 
         The first item contains the rows that this rank keeps, and the second item the rows that the next rank keeps.
         The sequence is empty if no rank ever has the full gradient, or if every rank keeps the full gradient.
@@ -140,7 +140,7 @@ class Phased(Auditable, Protocol):
     """An engine for custom loops, which call the model themselves and run a step phase by phase.
 
     1. Call `begin`.
-    2. For each micro-batch, compute the outputs and the loss inside `forward`. Then call `backward`.
+    2. For each micro-batch, compute the outputs and the loss in the context `forward`. Then call `backward`.
     3. Call `end`.
     4. Call `update`.
 
@@ -169,7 +169,7 @@ class Phased(Auditable, Protocol):
         """
 
     def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
-        """Return the context for a micro-batch's forward pass and loss. Sets the seed, the precision and BatchNorm."""
+        """Return the context for a micro-batch's forward pass and loss. It sets the seed and the precision."""
 
     def backward(
         self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
@@ -188,7 +188,10 @@ class Phased(Auditable, Protocol):
         """Same as `forward`, for a dummy micro-batch that isn't part of the step."""
 
     def backward_extra(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
-        """Same as `backward`, for a dummy micro-batch that isn't part of the step. Results only go to its `note`."""
+        """Same as `backward`, for a dummy micro-batch that isn't part of the step.
+
+        Only passes results to its `note`.
+        """
 
     def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
         """See Engine. If `only` is set, update only the optimizer groups with these indices."""

@@ -1,20 +1,21 @@
-"""The canonical sum of gradients, reduced in buckets that overlap with the last backward pass.
+"""Canonical gradient sums, reduced in buckets that overlap with the last backward pass.
 
 A step has these phases:
 
 1. After the backward pass of each micro-batch except the last, the gradients are moved from `param.grad` to the binary
    counters of their buckets (core/tree.py).
 2. During the backward pass of this rank's last micro-batch, a hook on each parameter counts the gradients that are
-   ready. Once a bucket and all buckets before it are complete, its pieces are submitted to the stream, which flattens
-   the pieces and sums them over the ranks (comm/canonical.py). All ranks submit the buckets in the same order: the
+   ready. Once a bucket and all earlier buckets are complete, its partial sums are submitted to the stream, which
+   flattens them and sums them over the ranks (comm/canonical.py). All ranks submit the buckets in the same order: the
    order of the backward pass, from the last parameter to the first.
 3. `finish` submits the remaining buckets, waits for the sums, and stores them in `param.grad`.
 
-If a micro-batch doesn't use a parameter, its gradient is zero, on any number of ranks.
+If a micro-batch doesn't use a parameter, the gradient of the parameter is zero, on any number of ranks.
 
 A nested backward pass, such as in a reentrant checkpoint, can add to a gradient that looked complete. Therefore, once a
 micro-batch has had a nested backward pass, buckets are only submitted at the end of the outer backward pass. The first
-backward pass of a run is handled in the same way, because it isn't known yet whether it is nested.
+backward pass of a run is handled in the same way, because it isn't known yet whether the model runs nested backward
+passes.
 
 Shapes: a bucket is a flat vector b_N with the elements of its parameters p_..., one parameter after the other. The
 elements of a parameter are in memory order and padded with zeros, so that each parameter is aligned as in separate
@@ -36,20 +37,22 @@ from lockstep.core.tree import Counter, LeafBlock, total
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
-Parts = list[Tensor]
+GradientList = list[Tensor]
 
-# Each parameter is padded to a multiple of this number of elements, which is at least 256 bytes. CUDA selects kernels
-# by the alignment of a tensor, and the optimizer must run the same kernels as on a single process.
+# Pad each parameter to a multiple of this number of elements, i.e. of at least 256 bytes. CUDA selects kernels by
+# alignment, and the optimizer must run the same kernels as in a single process.
 _ALIGNED: Final = 128
 
 
 @dataclass(eq=False)
 class _Bucket:
+    """Parameters whose gradients are summed together with `add`."""
+
     parameters: list[nn.Parameter]
     add: Sum
-    counter: Counter[Parts] = field(default_factory=lambda: Counter(add_parts_))
+    counter: Counter[GradientList] = field(default_factory=lambda: Counter(add_gradients_))
     missing: int = 0  # number of parameters whose gradients aren't ready
-    sent: bool = False  # whether it was submitted to the stream in this step
+    submitted: bool = False  # whether the bucket was submitted to the stream in this step
 
 
 @final
@@ -61,30 +64,33 @@ class Gradients:
         trained: Sequence[Named],
         canonical: Sum,
         stream: CommStream,
-        alone: bool,
+        single_process: bool,
         bucket_bytes: int,
-        sum_of: Callable[[Sequence[nn.Parameter]], Sum] | None = None,
+        make_sum: Callable[[Sequence[nn.Parameter]], Sum] | None = None,
     ) -> None:
-        """Sum buckets with `canonical`. If `sum_of` is set, sum each bucket with `sum_of(parameters)` instead."""
+        """Sum each bucket with `canonical`, or with `make_sum(parameters)` if `make_sum` is set.
+
+        Set `single_process` if there is nothing to sum over ranks.
+        """
         self._names = {parameter: name for name, parameter in trained}
         self._parameters = [parameter for _, parameter in trained]
         self._stream = stream
-        self._alone = alone
+        self._single_process = single_process
         self._buckets = [
-            _Bucket(bucket, canonical if sum_of is None else sum_of(bucket))
-            for bucket in partition(self._parameters, None if alone else bucket_bytes)
+            _Bucket(bucket, canonical if make_sum is None else make_sum(bucket))
+            for bucket in partition(self._parameters, None if single_process else bucket_bytes)
         ]
         self._waiting: list[Callable[[], Tensor]] = []
         self._leaves = 0
         self._last_leaf: int | None = None
-        self._armed = False
+        self._overlapping = False
         self._graph_task = -1  # ID of the first backward pass that reached a parameter in this micro-batch
         self._nested = False  # whether a micro-batch has had a nested backward pass
         self._nesting_known = False  # whether a backward pass has finished, so that `_nested` is known
         self._note: Note | None = None
-        for bucket in () if alone else self._buckets:
+        for bucket in () if single_process else self._buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient_ready, bucket))  # type: ignore[no-untyped-call]
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
@@ -95,29 +101,29 @@ class Gradients:
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        self._armed = microbatch.index == self._last_leaf and not (self._alone or microbatch.dummy)
+        self._overlapping = microbatch.index == self._last_leaf and not (self._single_process or microbatch.dummy)
         self._graph_task = -1
         self._note = microbatch.note
         if microbatch.dummy:  # `grad` may contain the sums of the step, which the dummy must not change
             for parameter in self._parameters:
                 parameter.grad = None
-        if self._armed:
+        if self._overlapping:
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)
-                bucket.sent = False
+                bucket.submitted = False
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
         self._nesting_known = True
-        if self._armed:
-            self._armed = False
+        if self._overlapping:
+            self._overlapping = False
             return
         if self._is_already_summed and not microbatch.dummy:
             if self._note is not None:
-                self._show(self._parameters, [wide_gradient(parameter) for parameter in self._parameters])
+                self._note_gradients(self._parameters, [wide_gradient(parameter) for parameter in self._parameters])
             return
         for bucket in self._buckets:
-            parts = self._take(bucket)
+            parts = self._take_gradients(bucket)
             if not microbatch.dummy:
                 bucket.counter.push(microbatch.index, parts)
 
@@ -125,17 +131,16 @@ class Gradients:
         """See GradientSum."""
         if self._is_already_summed:
             for parameter in self._parameters:
-                # An fp32 gradient needs no conversion, regardless of the dtype of the parameter. This check comes
-                # first, because it is cheaper than `wide_gradient`.
+                # Skip fp32 gradients, which never need conversion: this check is cheaper than `wide_gradient`.
                 if parameter.grad is None or parameter.grad.dtype is not torch.float32:
                     parameter.grad = wide_gradient(parameter)
             return
-        if self._alone:
+        if self._single_process:
             for bucket in self._buckets:
-                parts = total(bucket.counter.pieces(), self._leaves, add_parts_)
+                parts = total(bucket.counter.pieces(), self._leaves, add_gradients_)
                 set_gradients(bucket.parameters, parts)
             return
-        self._send_ready(everything=True)
+        self._submit_ready(everything=True)
         for bucket, wait in zip(self._buckets, self._waiting, strict=True):
             set_gradients(bucket.parameters, unflatten(wait(), bucket.parameters))
         self._waiting.clear()
@@ -143,47 +148,47 @@ class Gradients:
     @property
     def _is_already_summed(self) -> bool:
         """Whether the backward pass already computes the sum, because there is only one micro-batch and one rank."""
-        return self._alone and self._leaves == 1
+        return self._single_process and self._leaves == 1
 
-    def _ready(self, bucket: _Bucket, parameter: Tensor) -> None:
+    def _on_gradient_ready(self, bucket: _Bucket, parameter: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if self._graph_task == -1:
             self._graph_task = task
         self._nested = self._nested or self._graph_task != task
-        if not self._armed:
+        if not self._overlapping:
             return
-        if bucket.sent:
+        if bucket.submitted:
             raise refusal(
-                f"a nested backward, as torch.utils.checkpoint runs with use_reentrant=True, adds to the gradient of "
-                f"{self._names[cast(nn.Parameter, parameter)]} after this gradient was sent to the other ranks",
+                f"a nested backward pass, as torch.utils.checkpoint runs with use_reentrant=True, adds to the "
+                f"gradient of {self._names[cast(nn.Parameter, parameter)]} after this gradient was sent to other ranks",
                 "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
             )
         bucket.missing -= 1
         if bucket.missing == 0 and self._nesting_known and not self._nested:
-            self._send_ready(everything=False)
+            self._submit_ready(everything=False)
 
-    def _send_ready(self, everything: bool) -> None:
+    def _submit_ready(self, everything: bool) -> None:
         for bucket in self._buckets[len(self._waiting) :]:
             if bucket.missing and not everything:
                 return
             if self._last_leaf is not None:
-                bucket.counter.push(self._last_leaf, self._take(bucket))
-            bucket.sent = True
+                bucket.counter.push(self._last_leaf, self._take_gradients(bucket))
+            bucket.submitted = True
             self._waiting.append(self._stream.submit(partial(self._sum, bucket, bucket.counter.pieces())))
 
-    def _take(self, bucket: _Bucket) -> Parts:
+    def _take_gradients(self, bucket: _Bucket) -> GradientList:
         parts = [_take_gradient(parameter) for parameter in bucket.parameters]
-        self._show(bucket.parameters, parts)
+        self._note_gradients(bucket.parameters, parts)
         return parts
 
-    def _show(self, parameters: Sequence[nn.Parameter], gradients: Parts) -> None:
+    def _note_gradients(self, parameters: Sequence[nn.Parameter], gradients: GradientList) -> None:
         if self._note is not None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._note(f"gradient of {self._names[parameter]}", gradient)
 
-    def _sum(self, bucket: _Bucket, pieces: Mapping[LeafBlock, Parts]) -> Tensor:
+    def _sum(self, bucket: _Bucket, pieces: Mapping[LeafBlock, GradientList]) -> Tensor:
         flat = {block: flatten(parts, bucket.parameters) for block, parts in pieces.items()}
-        return bucket.add(flat, self._leaves, empty_sum(bucket.parameters))
+        return bucket.add(flat, self._leaves, allocate_sum(bucket.parameters))
 
 
 def partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
@@ -208,7 +213,7 @@ def _take_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def wide_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return `grad` in the dtype of the sum, or zeros if the backward pass computed no gradient."""
+    """Return a parameter's gradient in the dtype of the sum, or zeros if it has no gradient."""
     dtype, gradient = sum_dtype(parameter), parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -216,7 +221,7 @@ def wide_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def backward_nodes(root: Any) -> Iterator[Any]:
-    """Yield an autograd node, and all nodes that its gradient flows to."""
+    """Yield the autograd node `root`, and all nodes that its gradient flows to."""
     pending, visited = [root], {root}
     while pending:
         yield (node := pending.pop())
@@ -227,29 +232,29 @@ def backward_nodes(root: Any) -> Iterator[Any]:
 
 
 def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype in which a parameter's gradients are summed: its dtype, or fp32 for copies (weights.py)."""
+    """Return the dtype of a parameter's gradient sum: the parameter's dtype, or fp32 for weight copies (weights.py)."""
     return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
 
-def set_gradients(parameters: Sequence[nn.Parameter], gradients: Parts) -> None:
+def set_gradients(parameters: Sequence[nn.Parameter], gradients: GradientList) -> None:
     """Store gradients in the `grad` of the parameters."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
 
-def empty_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
+def allocate_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return an uninitialized flat vector for the gradient sums of parameters with the same dtype."""
-    return parameters[0].new_empty(sum(_sizes(parameters)), dtype=sum_dtype(parameters[0]))
+    return parameters[0].new_empty(sum(_compute_sizes(parameters)), dtype=sum_dtype(parameters[0]))
 
 
-def add_parts_(left: Parts, right: Parts) -> Parts:
+def add_gradients_(left: GradientList, right: GradientList) -> GradientList:
     """Add the gradients `right` to `left` in place, and return `left`."""
     torch._foreach_add_(left, right)
     return left
 
 
-def _sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the number of elements of each parameter, each followed by the number of elements of its padding."""
+def _compute_sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Return the number of elements of each parameter, followed by the number of elements of its padding."""
     return [size for parameter in parameters for size in (parameter.numel(), -parameter.numel() % _ALIGNED)]
 
 
@@ -258,23 +263,23 @@ def _memory_order(parameter: Tensor) -> list[int]:
     return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
 
 
-def flatten(parts: Parts, parameters: Sequence[nn.Parameter]) -> Tensor:
+def flatten(parts: GradientList, parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return gradients as one flat vector with padding. Each gradient is in the memory order of its parameter."""
     flat = [
         part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in zip(parts, parameters, strict=True)
     ]
     zeros = flat[0].new_zeros(_ALIGNED)
-    gaps = [zeros[:size] for size in _sizes(parameters)[1::2]]
+    gaps = [zeros[:size] for size in _compute_sizes(parameters)[1::2]]
     return torch.cat([piece for pair in zip(flat, gaps, strict=True) for piece in pair])
 
 
-def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Parts:
+def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> GradientList:
     """Return views of the flat vector of a bucket, with the shapes and strides of its parameters."""
-    pieces = torch.split(flat, _sizes(parameters))[::2]
-    return [_in_memory_layout(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+    pieces = torch.split(flat, _compute_sizes(parameters))[::2]
+    return [_view_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
-def _in_memory_layout(piece: Tensor, parameter: nn.Parameter) -> Tensor:
+def _view_like(piece: Tensor, parameter: nn.Parameter) -> Tensor:
     order = _memory_order(parameter)
     inverse = [order.index(dim) for dim in range(parameter.ndim)]
     return piece.view([parameter.shape[dim] for dim in order]).permute(inverse)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from lockstep.common.patterns import select
 from lockstep.errors import UsageError
 
-SCALE: Final = "lr_scale"  # a key in parameter groups; timm uses the same key, and checkpoints contain it
+SCALE: Final = "lr_scale"  # the key in parameter groups, as in timm; saved in checkpoints
 _KEY: Final = "recipe.optimizer.groups"
 
 
@@ -29,9 +29,9 @@ def settings(
 ) -> dict[str, dict[str, Any]]:
     """Return the options of each parameter that matches a group or has a scale, by name.
 
-    If several groups match a name, the first group applies. `scales` maps names to factors of the learning rate, such
-    as the factors of layer decay, which are multiplied by the factor of the group. Raises UsageError if a pattern
-    matches no name, or if earlier groups match all names of a group.
+    If several groups match a name, the first group applies. `scales` maps names to learning rate factors, e.g. of layer
+    decay, which are multiplied by the factor of the group. Raises UsageError if a pattern matches no name, or if
+    earlier groups already match all names that a group matches.
     """
     group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):
@@ -44,7 +44,7 @@ def settings(
                 f"move this group before them"
             )
         group_of |= newly_matched
-    by_name = {name: _setting(group_of.get(name), scales.get(name, 1.0)) for name in names}
+    by_name = {name: _make_options(group_of.get(name), scales.get(name, 1.0)) for name in names}
     return {name: setting for name, setting in by_name.items() if setting}
 
 
@@ -57,7 +57,7 @@ def distinct(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return unique
 
 
-def _setting(group: GroupSettings | None, scale: float) -> dict[str, Any]:
+def _make_options(group: GroupSettings | None, scale: float) -> dict[str, Any]:
     options = dict(group.options) if group is not None else {}
     factor = scale * (group.lr_factor if group is not None else 1.0)
     return options if factor == 1.0 else {**options, SCALE: factor}

@@ -1,4 +1,4 @@
-"""Isolated gradients for several interleaved forward passes of one model in one process.
+"""Separate gradients for several interleaved forward passes of the same model in one process.
 
 Each forward pass has separate aliases of the trained parameters. An alias is an autograd leaf that shares the memory of
 its parameter. While a forward pass runs, the modules contain its aliases instead of the parameters. Each module also
@@ -23,8 +23,10 @@ class IsolatedGradients:
         self._model = model
         self._modules = list(model.modules())
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._aliases = [{parameter: _alias(parameter) for parameter in parameters} for _ in range(count)]
-        self._states = [[_with_aliases(vars(module), aliases) for module in self._modules] for aliases in self._aliases]
+        self._aliases = [{parameter: _make_alias(parameter) for parameter in parameters} for _ in range(count)]
+        self._states = [
+            [_replace_parameters(vars(module), aliases) for module in self._modules] for aliases in self._aliases
+        ]
 
     @contextmanager
     def restore_after(self) -> Iterator[None]:
@@ -35,7 +37,7 @@ class IsolatedGradients:
         finally:
             _set_attributes(self._modules, attributes)
 
-    def use(self, number: int) -> None:
+    def activate(self, number: int) -> None:
         """Switch the modules to the aliases and attributes of forward pass `number`."""
         _set_attributes(self._modules, self._states[number])
 
@@ -44,18 +46,18 @@ class IsolatedGradients:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise UsageError(
-                    f"{name} is used in forward through a reference outside of its module, such as a closure, so its "
+                    f"{name} is used in forward through a reference outside its module, such as a closure, so its "
                     f"gradients cannot be kept separate for each micro-batch; use self.{name} in forward, or as many "
                     f"processes as micro-batches"
                 )
 
-    def hand(self, number: int) -> None:
+    def move_gradients(self, number: int) -> None:
         """Move the gradients of forward pass `number` to the `grad` of the parameters."""
         for parameter, alias in self._aliases[number].items():
             parameter.grad, alias.grad = alias.grad, None
 
 
-def _alias(parameter: nn.Parameter) -> nn.Parameter:
+def _make_alias(parameter: nn.Parameter) -> nn.Parameter:
     alias = nn.Parameter(parameter.detach())
     alias.grad_dtype = parameter.grad_dtype
     for hook in (parameter._backward_hooks or {}).values():
@@ -63,7 +65,7 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     return alias
 
 
-def _with_aliases(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
+def _replace_parameters(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
     parameters = attributes["_parameters"]
     return {
         **attributes,

@@ -1,8 +1,7 @@
-"""Detects state that changed on a rank between two steps.
+"""Detects weights and optimizer state that change on a rank between two steps.
 
-If only one rank holds the rows of a tensor, no other rank can verify these rows. However, weights and optimizer state
-must not change between the end of an update and the next step. If their digests differ, the memory of the rank is
-faulty. This check works without other ranks that hold the same rows.
+Weights and optimizer state must not change between the end of an update and the next step. If their digests differ, the
+memory of the rank is faulty. Unlike a comparison between ranks, this check also covers rows that only one rank holds.
 """
 
 from contextlib import AbstractContextManager
@@ -14,8 +13,8 @@ from lockstep.core.audit_schedule import is_due
 from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audit_digests import ComparedResult, Findings, describe_flipped_bit, short_hash, tensor_findings
-from lockstep.parallel.corruption import MAX_SHOWN_NAMES, REMOVE_HOST, name_ranks
+from lockstep.parallel.audit_digests import ComparedResult, Findings, describe_flipped_bit, digest_tensors, short_hash
+from lockstep.parallel.corruption import MAX_SHOWN_NAMES, REMOVE_HOST, format_ranks
 from lockstep.parallel.engine import Engine, Predict, State, Update
 
 
@@ -38,12 +37,12 @@ class KeptState:
 
     def begin(self) -> None:
         """Record digests of the state. Call this when the engine has initial weights or has loaded a checkpoint."""
-        self._saved = None if self._every is None else self._findings()
+        self._saved = None if self._every is None else self._digest_state()
 
     def note(self, step: Step) -> None:
         """Record digests of the state if the next step is audited. Call this after the update of `step`."""
         due = self._every is not None and is_due(step.number + 1, self._every)
-        self._saved = self._findings() if due else None
+        self._saved = self._digest_state() if due else None
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
@@ -66,38 +65,38 @@ class KeptState:
         self._saved = None
 
     def check(self, step: Step) -> Findings:
-        """Return digests of this rank's state. Call this at the start of an audited step, on all ranks.
+        """Check and return the digests of this rank's state. All ranks must call this before an audited step.
 
         Raises CorruptionError on all ranks if the state of any rank has changed since its last update.
         """
-        findings, saved = self._findings(), self._saved
+        findings, saved = self._digest_state(), self._saved
         self._saved = None
         reports = self._world.all_gather_json(
-            {"host": self._world.host, "changed": _changed(saved or findings, findings)}
+            {"host": self._world.host, "changed": _find_change(saved or findings, findings)}
         )
         if changed_ranks := [rank for rank, report in enumerate(reports) if report["changed"]]:
             kind, names, bit = reports[changed_ranks[0]]["changed"]
             label = f"{kind} ({list_some(names, MAX_SHOWN_NAMES)}{bit})"
             since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
-                f"audit at step {step.number + 1}: {label} of {name_ranks(changed_ranks, reports)} changed after "
+                f"audit at step {step.number + 1}: {label} of {format_ranks(changed_ranks, reports)} changed after "
                 f"{since}, although no code writes there. {REMOVE_HOST}",
                 changed_ranks,
             )
         return findings
 
-    def _findings(self) -> Findings:
+    def _digest_state(self) -> Findings:
         state = self._engine.state()
         return [
-            *tensor_findings(self._digests, "the weights", state.model),
-            *tensor_findings(self._digests, "the optimizer state", state.optimizer),
+            *digest_tensors(self._digests, "the weights", state.model),
+            *digest_tensors(self._digests, "the optimizer state", state.optimizer),
             (ComparedResult("the counters"), {name: short_hash(value) for name, value in state.scalars.items()}),
-            *tensor_findings(self._digests, "the averaged weights", state.ema or {}),
+            *digest_tensors(self._digests, "the averaged weights", state.ema or {}),
         ]
 
 
-def _changed(before: Findings, current: Findings) -> tuple[str, list[str], str] | None:
-    """Return the kind of the first changed subject, the names that differ and the flipped bit, or None."""
+def _find_change(before: Findings, current: Findings) -> tuple[str, list[str], str] | None:
+    """Return the kind of the first changed state, the names of its changed tensors and the flipped bit, or None."""
     for (subject, old), (_, new) in zip(before, current, strict=True):
         if old != new:
             names = [name for name in new if old.get(name) != new[name]]

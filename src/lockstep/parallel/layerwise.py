@@ -1,8 +1,8 @@
-"""LARS and LAMB, optimizers that scale the update of each tensor by a ratio of two norms.
+"""LARS and LAMB: optimizers that scale the update of each tensor by a ratio of two norms.
 
-The ratio needs the norms of full tensors. Other implementations compute the norms of the tensors that they are given,
-so they don't work on rows of a sharded tensor. They also sum a norm in memory order. Here the norms come from the
-layout (parallel/layouts/base.py). All other operations are element-wise.
+The ratio needs the norms of full tensors. Other implementations compute the norms of the tensors that they receive, so
+their results are wrong for rows of a sharded tensor. Here the layout provides the norms (parallel/layouts/base.py). All
+other operations are element-wise.
 """
 
 import math
@@ -46,7 +46,7 @@ class Lars(Optimizer):
         always_adapt: bool = False,
         norms: Norms = whole_norms,
     ) -> None:
-        options = _options(locals())
+        options = _collect_options(locals())
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(f"nesterov requires momentum > 0 and dampening 0, got {momentum} and {dampening}")
         self._norms = norms
@@ -57,7 +57,7 @@ class Lars(Optimizer):
         _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        updates = [_gradient(parameter) for parameter in parameters]
+        updates = [_get_gradient(parameter) for parameter in parameters]
         decay = group["weight_decay"]
         if decay != 0 or group["always_adapt"]:
             weight_norms = self._norms(dict(zip(parameters, parameters, strict=True)))
@@ -69,10 +69,10 @@ class Lars(Optimizer):
             torch._foreach_add_(updates, parameters, alpha=decay)
             _scale_(updates, ratios)
         if group["momentum"] != 0:
-            updates = self._with_momentum(parameters, updates, group)
+            updates = self._apply_momentum(parameters, updates, group)
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
-    def _with_momentum(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def _apply_momentum(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         if "momentum_buffer" not in self.state[parameters[0]]:
             for parameter, update in zip(parameters, updates, strict=True):
                 self.state[parameter]["momentum_buffer"] = update.clone()
@@ -108,7 +108,7 @@ class Lamb(Optimizer):
         always_adapt: bool = False,
         norms: Norms = whole_norms,
     ) -> None:
-        options = _options(locals())
+        options = _collect_options(locals())
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be in [0, 1), got {betas}")
         self._norms = norms
@@ -119,7 +119,7 @@ class Lamb(Optimizer):
         _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        updates = self._directions(parameters, group)
+        updates = self._compute_directions(parameters, group)
         decay = group["weight_decay"]
         if decay != 0:
             torch._foreach_add_(updates, parameters, alpha=decay)
@@ -130,9 +130,9 @@ class Lamb(Optimizer):
             _scale_(updates, ratios.clamp(max=1.0) if group["trust_clip"] else ratios)
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
-    def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def _compute_directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """Update Adam's moving averages, and return Adam's update directions."""
-        gradients = [_gradient(parameter) for parameter in parameters]
+        gradients = [_get_gradient(parameter) for parameter in parameters]
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
@@ -168,13 +168,13 @@ def _scale_(tensors: list[Tensor], factors: Tensor) -> None:
     torch._foreach_mul_(tensors, [factor.to(t.dtype) for factor, t in zip(factors.unbind(), tensors, strict=True)])
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def _get_gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
 
 
-def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor that are options of a parameter group, in order.
+def _collect_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constructor arguments that are options of a parameter group, in order.
 
     Raises ValueError if a number is negative.
     """

@@ -1,8 +1,8 @@
 """Linear operations with an explicit backward function: moving, splitting, joining, copying or adding tensors.
 
-With autograd's own backward function of such an operation, the order in which gradients are added can depend on which
-rank holds a part. Autograd can also return views, while a process that holds only one part has a separate tensor. Here
-you pass the forward function and the backward function.
+If autograd derives the backward function, the order in which it adds gradients can depend on which rank holds a part.
+It can also return views, while a process that only holds one part has a separate tensor. Therefore `linear_map` takes
+both functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,15 @@ def linear_map(
 ) -> tuple[Tensor, ...]:
     """Return `forward(tensors)`. `backward` maps the gradients of the results to the gradients of `tensors`.
 
-    If a result isn't used, its gradient is zeros. The functions must not keep references to tensors of the graph.
+    If a result isn't used, its gradient is zero. The functions must not keep references to tensors of the graph.
     """
     outputs: tuple[Tensor, ...] = _LinearMap.apply(forward, backward, *tensors)
     return outputs
 
 
 class _LinearMap(torch.autograd.Function):
+    """Calls the given functions as forward and backward pass."""
+
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.backward_map = backward

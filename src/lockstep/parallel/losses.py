@@ -1,4 +1,4 @@
-"""Several losses in one step: the seeds of their backward pass, and their totals.
+"""Several losses in one step: the seed gradients of their backward pass, and their totals.
 
 Each loss has a name and a weight, such as the number of targets that count. The total loss of a step is the sum of all
 losses, each divided by its weight in the full step. These weights are integers that are known before the first forward
@@ -6,8 +6,8 @@ pass of the step. Therefore the update doesn't have to divide gradients: in each
 single backward pass, and the seed of each root is 1 / weight, rounded once to the dtype of the loss. A single loss
 without a name has the same seed.
 
-The alternative is to scale all losses to the weight of one loss, and to divide once in the update. This would round
-twice, and the scaled sums could overflow.
+Scaling all losses to the weight of one loss and dividing in the update would round twice, and the scaled sums could
+overflow.
 
 - **Placement.** The seeds only depend on the step, and the graph only depends on the micro-batch. Therefore a
   micro-batch has the same gradient on every rank. The reduction tree adds gradients in the same way as for a single
@@ -74,12 +74,15 @@ class Losses:
 
     @property
     def sums(self) -> Tensor:
-        """The sums over the micro-batch as a float64 vector."""
-        return torch.stack([_sum(root) for root in self.roots])
+        """The sum of each loss over the micro-batch, as a float64 vector."""
+        return torch.stack([_sum_over_microbatch(root) for root in self.roots])
 
 
-def losses_of_task(loss: Loss, step: Step) -> Tensor | Losses:
-    """Return the losses of a task for a micro-batch. Raises UsageError if losses and weights differ in names."""
+def wrap_losses(loss: Loss, step: Step) -> Tensor | Losses:
+    """Wrap the loss or the named losses that a task returned for a micro-batch.
+
+    Raises UsageError unless the losses have the same names as the weights of the step.
+    """
     if isinstance(loss, Tensor) and step.weights is None:
         return loss
     check_alike(loss, step.weight if step.weights is None else step.weights)
@@ -89,11 +92,11 @@ def losses_of_task(loss: Loss, step: Step) -> Tensor | Losses:
 
 
 def loss_values(loss: Tensor | Losses) -> Tensor:
-    """Return the sum of a loss over its micro-batch, or the vector of the sums of several losses, without a graph."""
+    """Return the detached sum of a loss over its micro-batch, or the vector of the sums of several losses."""
     return loss.sums if isinstance(loss, Losses) else loss.detach()
 
 
-def named_totals(sums: Tensor, step: Step) -> dict[str, NamedLoss]:
+def name_totals(sums: Tensor, step: Step) -> dict[str, NamedLoss]:
     """Return the losses of a step by name, given the vector of their sums."""
     assert step.weights is not None
     return {name: NamedLoss(sums[index], weight) for index, (name, weight) in enumerate(step.weights.items())}
@@ -107,7 +110,7 @@ def total_loss(losses: Mapping[str, NamedLoss]) -> Tensor:
     return first
 
 
-def _sum(root: Root) -> Tensor:
+def _sum_over_microbatch(root: Root) -> Tensor:
     if not root.part:
         return torch.zeros((), dtype=torch.float64, device=root.loss.device)
     loss = root.loss.detach().double()

@@ -38,28 +38,28 @@ def mesh_engine(
     """Return this rank's engine on a mesh without pipelines. All ranks must call this function.
 
     If gradients are reduced in buckets, a bucket has about `bucket_mib` MiB. For `keep_gathered` and `offload`, see
-    layouts/sharded.py. If `sequence_parallel` is set, ranks along `tensor` also split sequences outside of sliced
+    layouts/sharded.py. If `sequence_parallel` is set, ranks along `tensor` also split sequences outside the split
     layers.
     """
     bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
-    spreads = sequence_parallel and mesh.tensor > 1
-    work_mesh, make_leaves = mesh, make_work_units
+    splits_sequences = sequence_parallel and mesh.tensor > 1
+    work_mesh, make_units = mesh, make_work_units
     # Import the code of an axis only if the mesh uses it: importing fully_shard takes a second and 45 MiB on each rank.
     if mesh.expert > 1:
-        from lockstep.parallel.layouts.experts import expert_layout, own_experts
+        from lockstep.parallel.layouts.experts import build_expert_slice, make_expert_layout
 
-        problem = replace(problem, build_model=partial(own_experts, problem.build_model, world, mesh))
-        make_layout = expert_layout(world, mesh, bucket_bytes)
+        problem = replace(problem, build_model=partial(build_expert_slice, problem.build_model, world, mesh))
+        make_layout = make_expert_layout(world, mesh, bucket_bytes)
     elif mesh.shard > 1:
-        from lockstep.parallel.layouts.sharded import fsdp_layout
+        from lockstep.parallel.layouts.sharded import make_sharded_layout
 
-        make_layout = fsdp_layout(world, mesh, keep_gathered, offload, chunks)
-    elif spreads:
-        from lockstep.parallel.layouts.sequence_parallel import sequence_parallel_layout
+        make_layout = make_sharded_layout(world, mesh, keep_gathered, offload, chunks)
+    elif splits_sequences:
+        from lockstep.parallel.layouts.sequence_parallel import make_sequence_parallel_layout
         from lockstep.parallel.tensor.sequence_parallel import make_sequence_parallel_units
 
-        make_layout = sequence_parallel_layout(world, mesh, bucket_bytes, chunks)
-        work_mesh, make_leaves = mesh.spread, partial(make_sequence_parallel_units, mesh)
+        make_layout = make_sequence_parallel_layout(world, mesh, bucket_bytes, chunks)
+        work_mesh, make_units = mesh.spread, partial(make_sequence_parallel_units, mesh)
     else:
         make_layout = replicated(world, mesh, bucket_bytes, chunks=chunks)
     if mesh.tensor > 1:
@@ -67,4 +67,4 @@ def mesh_engine(
 
         problem = replace(problem, build_model=partial(build_slice, problem.build_model, world, mesh))
         make_layout = make_slice_layout(world, mesh, make_layout)
-    return DataParallelEngine(problem, make_optimizer, world, numerics, work_mesh, make_layout, make_leaves=make_leaves)
+    return DataParallelEngine(problem, make_optimizer, world, numerics, work_mesh, make_layout, make_units=make_units)

@@ -1,8 +1,8 @@
 """16-bit weight updates on the CPU that don't depend on the position of an element in its tensor.
 
-torch's kernel for a + alpha b rounds once for elements that fill a vector register, and twice for the remaining
-elements at the end of the tensor (torch 2.15, only for fp16 and bf16). The rows of a sharded tensor end at different
-elements than the full tensor.
+For fp16 and bf16, torch's CPU kernel for a + alpha b rounds once for elements that fill a vector register, and twice
+for the remaining elements at the end of the tensor (torch 2.15). The rows of a sharded tensor end at different elements
+than the full tensor, so they would get different bits.
 """
 
 from typing import Any, Final, final
@@ -27,7 +27,7 @@ class PositionIndependentMode(TorchDispatchMode):  # type: ignore[no-untyped-cal
         if alpha == 1 or func not in _ADDS | _ADDS_OF_LISTS:
             return func(*args, **(kwargs or {}))
         left, right = (args[0], args[1]) if func in _ADDS_OF_LISTS else ([args[0]], [args[1]])
-        if not all(narrow(tensor) for tensor in left):
+        if not all(is_narrow(tensor) for tensor in left):
             return func(*args, **kwargs)
         sums = [_sum(*pair, alpha) for pair in zip(left, right, strict=True)]
         if func in _IN_PLACE:
@@ -37,7 +37,7 @@ class PositionIndependentMode(TorchDispatchMode):  # type: ignore[no-untyped-cal
         return sums if func in _ADDS_OF_LISTS else sums[0]
 
 
-def narrow(tensor: Tensor) -> bool:
+def is_narrow(tensor: Tensor) -> bool:
     """Return whether a tensor has a 16-bit dtype and is on the CPU."""
     return tensor.device.type == "cpu" and tensor.dtype in NARROW
 

@@ -16,7 +16,7 @@ from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
-from lockstep.parallel.random_relu import watch_random_relu
+from lockstep.parallel.random_relu import forbid_rrelu_with_hooks
 from lockstep.parallel.weights import convert_parameters, widen_batchnorm
 
 # Arguments: the trained tensors of this rank, and the function that computes the norms of full tensors.
@@ -25,14 +25,14 @@ MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
 
 @dataclass(frozen=True)
 class Numerics:
-    """The recipe of an engine, and the placement settings that change how a forward pass runs, but not its bits."""
+    """The recipe of an engine, and placement settings that change how a step is computed, but not its bits."""
 
     recipe: EngineRecipe
     offload_activations: bool = False
     recompute: int = 0  # recompute every n-th block; only for strategies without their own recomputation
     guarded: bool = True  # whether a forward pass that writes to weights or buffers raises an error
     averages: bool = True  # whether to average weights if the recipe sets `ema`
-    whole_updates: bool = False  # whether the optimizer needs full tensors, but the strategy or the chunks have rows
+    whole_updates: bool = False  # whether the optimizer needs full tensors, but the tensors are sharded or chunked
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
     peers: int = 1  # the number of engines that split the micro-batches of a step and use different seeds
     peer: int = 0  # the index of this engine among its peers
@@ -49,7 +49,7 @@ class Numerics:
 
     @property
     def seed(self) -> int:
-        """The seed of this engine."""
+        """The random seed of this engine, which differs between peers."""
         return self.recipe.seed + self.peer
 
     @property
@@ -74,7 +74,7 @@ class Numerics:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The compute dtype of the full model, or None if the precision doesn't set a single dtype."""
+        """The dtype that the model computes in, or None if the precision doesn't set a single dtype, e.g. autocast."""
         return computing_dtype(self.recipe.precision)
 
     @property
@@ -88,12 +88,12 @@ class Numerics:
         return self.dtype if self.stored is None else None
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Prepare a model in place for its dtypes and for compilation. Call this before you wrap any of its layers."""
+        """Set up the dtypes and the compilation of a model, in place. Call this before you wrap any of its layers."""
         if self.dtype is not None:
             widen_batchnorm(model)
         if self.stored is not None:
             convert_parameters(model, self.stored)
-        watch_random_relu(model)
+        forbid_rrelu_with_hooks(model)
         if self.recipe.compile:
             compile_blocks(model, device)
 

@@ -1,4 +1,4 @@
-"""Updates offloaded tensors, which are stored in CPU memory and updated on the device, piece by piece.
+"""Optimizer updates on the device for tensors that are offloaded to CPU memory, one piece at a time.
 
 CPUs and GPUs round products, square roots and long sums differently. Therefore offloaded tensors are only stored in CPU
 memory. All computation runs on the same device as without offloading, so the bits don't change.
@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 
 from lockstep.device.memory import empty_host_tensor
 
-# The size of a piece in bytes of full weights. Each rank has its part of one piece on the device, together with the
-# same part of the gradients and of each optimizer slot.
+# The maximum size of a piece, in bytes of full weights. At any time, a rank has its part of one piece on the device,
+# together with the gradients and the optimizer state of this part.
 _PIECE_BYTES: Final = 64 << 20
 _CPU_SLOT: Final = "step"  # torch's optimizers keep this counter on the CPU by default
 
 T = TypeVar("T")
 
 
-def pieces(items: Iterable[tuple[T, int]], max_bytes: int | None = None) -> Iterator[list[T]]:
-    """Group consecutive items into pieces of at most `max_bytes` bytes. A larger item forms a piece by itself.
+def group_by_size(items: Iterable[tuple[T, int]], max_bytes: int | None = None) -> Iterator[list[T]]:
+    """Group consecutive items into pieces of at most `max_bytes` bytes. A larger item is a piece by itself.
 
-    `items` contains pairs of an item and its size in bytes. `max_bytes` defaults to _PIECE_BYTES.
+    `items` yields pairs of an item and its size in bytes. `max_bytes` defaults to _PIECE_BYTES.
     """
     piece: list[T] = []
     size = 0
@@ -56,7 +56,7 @@ class Offloaded:
     """An optimizer whose parameters, gradients and state are stored in CPU memory.
 
     `bytes_of` maps a parameter to the size of its full weight, which is the same on all ranks. Therefore all ranks use
-    the same pieces, which is necessary because an optimizer can request norms of full weights.
+    the same pieces. This is necessary because an optimizer can request norms of full weights, which is a collective.
     """
 
     optimizer: Optimizer
@@ -64,9 +64,9 @@ class Offloaded:
     device: torch.device
 
     def step(self, step: Callable[[], object]) -> None:
-        """Call the optimizer's `step` for each piece of each group.
+        """Call `step`, the optimizer's step, once for each piece of each group.
 
-        Each piece starts with the group values from before the step. Therefore counters in a group increase once per
+        Each piece starts with the group's options from before the step. Therefore counters in a group increase once per
         step, for any number of pieces.
         """
         groups = self.optimizer.param_groups
@@ -74,7 +74,7 @@ class Offloaded:
             for group in groups:
                 saved = _copy_group(group)
                 sizes = [(parameter, self.bytes_of[parameter]) for parameter in group["params"]]
-                for piece in pieces(sizes):
+                for piece in group_by_size(sizes):
                     group.clear()
                     group.update({**_copy_group(saved), "params": piece})
                     self.optimizer.param_groups = [group]
@@ -86,7 +86,7 @@ class Offloaded:
 
     @contextmanager
     def _on_device(self, piece: Sequence[Tensor]) -> Iterator[None]:
-        """Move parameters, gradients and state to the device, and back to CPU memory at the end of the block."""
+        """Move parameters, gradients and optimizer state to the device, and move them back at the end of the block."""
         hosts = [parameter.data for parameter in piece]
         host_values: dict[tuple[Tensor, str], Tensor] = {}
         for parameter, host in zip(piece, hosts, strict=True):
@@ -111,10 +111,7 @@ class Offloaded:
 
 
 def _set_data(parameter: Tensor, data: Tensor) -> None:
-    """Replace the data of a parameter in place, because the optimizer finds its state by the identity of the parameter.
-
-    The parameter stays the same object.
-    """
+    """Replace the data of a parameter. The parameter stays the same object, by which the optimizer finds its state."""
     parameter.data = data
 
 
@@ -126,5 +123,5 @@ def _copy_to_host(value: Tensor, host: Tensor | None) -> Tensor:
 
 
 def _copy_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a group in which tensors are cloned, so that a step can't change the original values."""
+    """Copy a parameter group and clone its tensors, so that a step can't change the original values."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

@@ -40,7 +40,7 @@ def make_optimizer(
     norms: Norms = whole_norms,
     settings: Settings | None = None,
 ) -> Optimizer:
-    """Return the optimizer `name` over the parameters that require a gradient. Its groups contain the parameter names.
+    """Create the optimizer `name` for the parameters that require a gradient. Its groups contain parameter names.
 
     `lars` and `lamb` are part of Lockstep (parallel/layerwise.py) and get the norms of full tensors from `norms`. Any
     other name is looked up in torch.optim, ignoring case, and then in timm. `package.module:Class` is your own class.
@@ -49,9 +49,9 @@ def make_optimizer(
     override all other options.
 
     If an optimizer has a multi-tensor implementation ("foreach"), it is used by default. The fused implementation is
-    never used by default. To change this, set it in `options`. The implementations have different bits, so torch must
-    not select one by device. In addition, torch's fused implementation for the CPU computes different bits at the end
-    of a tensor than in the middle, so rows of a sharded tensor would get different bits.
+    never used by default. To change this, set `foreach` or `fused` in `options`. The implementations have different
+    bits, so torch must not select one by device. In addition, torch's fused implementation for the CPU computes
+    different bits at the end of a tensor than in the middle, so rows of a sharded tensor would get different bits.
     """
     factory = _find_custom(name) if ":" in name else find_optimizer(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
@@ -63,7 +63,7 @@ def make_optimizer(
     )
     if name.lower() in OWN_OPTIMIZERS:
         implementation = {"norms": norms}
-    groups = _groups(name, parameters, decay_bias_and_norm, settings or (lambda _: {}))
+    groups = _make_groups(name, parameters, decay_bias_and_norm, settings or (lambda _: {}))
     # `lr_scale` isn't an option of the optimizer: Lockstep applies it.
     group_options = {key: None for group in groups for key in group if key not in ("params", SCALE)}
     _check_options(f"{name}, recipe.optimizer.groups", argument_names, group_options, True)
@@ -78,11 +78,11 @@ def make_optimizer(
         raise UsageError(f"optimizer {name}: {error}; options passed: {options_text}") from error
 
 
-def bare_step(optimizer: Optimizer) -> Callable[[], object]:
-    """Return the step of `optimizer` without torch's wrapper, which adds a profiler record and step hooks.
+def unwrap_step(optimizer: Optimizer) -> Callable[[], object]:
+    """Return the `step` method of `optimizer` without torch's wrapper, which adds a profiler record and step hooks.
 
-    The wrapper creates the record even without a profiler, which takes longer than the update of a small model. If
-    torch hasn't wrapped `step`, or if the instance overrides it, returns `step` unchanged.
+    Creating the record takes longer than the update of a small model, even if there is no profiler. If torch hasn't
+    wrapped `step`, or if the instance overrides it, returns `step` unchanged.
     """
     step = type(optimizer).step
     if "step" in vars(optimizer) or not getattr(step, "hooked", False):
@@ -91,7 +91,10 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
 
 
 def _find_custom(path: str) -> Callable[..., Any]:
-    """Return the custom class or function at `path`. Raises UsageError for other objects, or if `lr` is missing."""
+    """Import the custom class or function `path`.
+
+    Raises UsageError for other objects, or if it has no argument `lr`.
+    """
     factory = import_callable(path, "optimizer", "a class or a function")
     argument_names = _argument_names(factory)
     if argument_names is not None and "lr" not in argument_names:
@@ -100,7 +103,7 @@ def _find_custom(path: str) -> Callable[..., Any]:
 
 
 def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
-    """Return the argument names of a class or a function, or None if it accepts any name or if they are unknown."""
+    """Return the argument names of a class or a function, or None if they are unknown or not restricted."""
     cls = factory.func if isinstance(factory, partial) else factory
     try:
         parameters = inspect.signature(cls).parameters
@@ -145,21 +148,21 @@ def find_optimizer(name: str) -> Factory:
     lower = name.lower()
     if lower in OWN_OPTIMIZERS:
         return OWN_OPTIMIZERS[lower]
-    from_torch = _torch_optimizers()
-    return from_torch[lower] if lower in from_torch else _timm_optimizer(name)
+    from_torch = _list_torch_optimizers()
+    return from_torch[lower] if lower in from_torch else _find_timm_optimizer(name)
 
 
-def _torch_optimizers() -> dict[str, Factory]:
+def _list_torch_optimizers() -> dict[str, Factory]:
     members = inspect.getmembers(torch.optim, inspect.isclass)
     return {
         name.lower(): member for name, member in members if issubclass(member, Optimizer) and member is not Optimizer
     }
 
 
-def _timm_optimizer(name: str) -> Factory:
+def _find_timm_optimizer(name: str) -> Factory:
     optim: Any = import_module("timm.optim")  # imported lazily, because it takes seconds
     if name.lower() not in optim.list_optimizers():
-        hint = suggestion(name, [*_torch_optimizers(), *optim.list_optimizers()])
+        hint = suggestion(name, [*_list_torch_optimizers(), *optim.list_optimizers()])
         raise UsageError(f"optimizer {name}: not found in torch.optim or timm.optim{hint}")
     with error_as(UsageError, (AssertionError, ImportError), f"optimizer {name}: cannot be used here"):
         factory: Factory = optim.get_optimizer_class(name.lower(), bind_defaults=True)
@@ -178,10 +181,10 @@ def _check_options(
             raise UsageError(f"optimizer {name}: has no option {key}{choices(key, options)}")
 
 
-def _groups(
+def _make_groups(
     name: str, parameters: Iterable[Named], decay_bias_and_norm: bool, settings: Settings
 ) -> list[dict[str, Any]]:
-    """Return one group per distinct set of options. Groups that are exempt from weight decay come last."""
+    """Return one parameter group for each distinct set of options. Groups without weight decay come last."""
     trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]
     if not trained:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The state of an optimizer keyed by parameter names, and not by parameter numbers as in torch."""
+"""Optimizer state by parameter name. In torch, it is keyed by parameter index."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -16,11 +16,11 @@ GROUP: Final = "group "  # can't collide with a parameter name, because paramete
 def optimizer_state(parameters: Sequence[Named], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of an optimizer: the tensors by name, and all other values in JSON-serializable form.
 
-    `parameters` contains the tensors that the optimizer updates. A slot is an entry of the state of a parameter,
-    such as `momentum_buffer`. The tensor in a slot is named `<parameter>/<slot>`. Some optimizers keep counters in
-    their parameter groups. A tensor in a group is named `group <number>/<slot>`. In the second item, `slots` contains
-    state that is a number or None, and `groups` contains the numbers in the groups. The learning rate is excluded,
-    because it depends only on the number of samples seen.
+    `parameters` contains the tensors that the optimizer updates. A slot is an entry in the state of a parameter, such
+    as `momentum_buffer`. The tensor in a slot is named `<parameter>/<slot>`. Some optimizers also keep tensors in their
+    parameter groups, which are named `group <number>/<slot>`. In the second item, `slots` contains state that is a
+    number or None, and `groups` contains the numbers in the groups. The learning rate is excluded, because it depends
+    only on the number of samples seen.
     """
     names = _names_by_index(parameters, optimizer)
     state = optimizer.state_dict()
@@ -32,10 +32,10 @@ def optimizer_state(parameters: Sequence[Named], optimizer: Optimizer) -> tuple[
     groups = [{slot: value for slot, value in group.items() if slot != "lr"} for group in state["param_groups"]]
     for number, group in enumerate(groups):
         tensors |= {f"{GROUP}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)}
-    return tensors, {"slots": slots, "groups": numbers_of(groups)}
+    return tensors, {"slots": slots, "groups": get_group_numbers(groups)}
 
 
-def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def get_group_numbers(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the values in parameter groups that are numbers or None, except for the learning rate."""
     numbers = [{slot: value for slot, value in group.items() if slot != "lr"} for group in groups]
     return [
@@ -47,8 +47,8 @@ def load_optimizer_state(
     parameters: Sequence[Named], optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> None:
     """Load the tensors and scalars that `optimizer_state` returned."""
-    whole = optimizer.state_dict()
-    groups = [{**group, **saved} for group, saved in zip(whole["param_groups"], scalars["groups"], strict=True)]
+    state_dict = optimizer.state_dict()
+    groups = [{**group, **saved} for group, saved in zip(state_dict["param_groups"], scalars["groups"], strict=True)]
     numbers = {name: number for number, name in _names_by_index(parameters, optimizer).items()}
     by_name = dict(parameters)
     state: dict[int, dict[str, Any]] = {}
@@ -57,7 +57,7 @@ def load_optimizer_state(
         if owner.startswith(GROUP):
             groups[int(owner.removeprefix(GROUP))][slot] = value
         else:
-            state.setdefault(numbers[owner], {})[slot] = _in_memory_format(value, by_name[owner])
+            state.setdefault(numbers[owner], {})[slot] = _match_memory_format(value, by_name[owner])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for name, parameter in parameters:
         if (number := numbers.get(name)) in state:
@@ -72,8 +72,8 @@ def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
             loaded[slot] = value.to(converted.device, copy=True)
 
 
-def _in_memory_format(value: Any, parameter: Tensor) -> Any:
-    """Convert a tensor with the shape of `parameter` to its memory format. Return any other value unchanged.
+def _match_memory_format(value: Any, parameter: Tensor) -> Any:
+    """Convert `value` to the memory format of `parameter` if both have the same shape. Otherwise, return it unchanged.
 
     The memory format matters, because the norms of LAMB are summed in memory order.
     """

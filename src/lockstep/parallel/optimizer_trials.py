@@ -20,12 +20,12 @@ from lockstep.common.own_code import UserCode, convert_user_error
 from lockstep.errors import UsageError
 from lockstep.parallel.narrow_steps import PositionIndependentMode
 from lockstep.parallel.optimize import CONTRACT, OWN_OPTIMIZERS
-from lockstep.parallel.optimizer_state import Named, load_optimizer_state, numbers_of, optimizer_state
+from lockstep.parallel.optimizer_state import Named, get_group_numbers, load_optimizer_state, optimizer_state
 
-Make = Callable[[Iterable[Named]], Optimizer]
+MakeTrialOptimizer = Callable[[Iterable[Named]], Optimizer]
 
-# Tensor shapes for the sharding trials. Most of these tensors and their parts don't fill entire CPU vectors. Some are
-# large enough for optimizers that factor their state.
+# Tensor shapes for the sharding trials. The sizes of most tensors and parts aren't multiples of a CPU vector register.
+# Some tensors are large enough for optimizers that factor their state.
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
 _STEPS: Final = 5
 
@@ -44,23 +44,23 @@ _GRADIENT_MAGNITUDES: Final = (
 _STEPS_IN_16_BITS: Final = 3
 
 
-def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
-    """Raise UsageError if `make` raises it, or if the optimizer that it returns can't perform a step without a closure.
+def check_optimizer(make: MakeTrialOptimizer, dims: Iterable[int] = (1, 2)) -> None:
+    """Raise UsageError if `make` raises it, or if the optimizer fails in a step without a closure.
 
     The optimizer performs a step on a small parameter for each number of dims in `dims`. This detects optimizers that
     require a closure, second derivatives, sparse gradients or only matrices. It also detects optimizers with state that
     a checkpoint can't store.
     """
-    optimizer = make([(f"parameter{dim}", _small_parameter(dim)) for dim in sorted(set(dims))])
+    optimizer = make([(f"parameter{dim}", _make_small_parameter(dim)) for dim in sorted(set(dims))])
     name = type(optimizer).__name__
     try:
         _step(optimizer)
     except Exception as error:  # any exception here would also be raised in the first step of training
         explanation = convert_user_error(error) or f"{error}; use a different optimizer"
-        raise UsageError(f"optimizer {name}: a plain step failed: {explanation}") from error
+        raise UsageError(f"optimizer {name}: a step without a closure failed: {explanation}") from error
     states = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
     for slot, value in ((slot, value) for values in states.values() for slot, value in values.items()):
-        # A checkpoint can store plain tensors, but no tensor subclasses, such as an 8-bit tensor with scales.
+        # A checkpoint can store plain tensors, but not tensor subclasses, such as 8-bit tensors with scales.
         if not isinstance(value, int | float | None) and type(value) not in (Tensor, Parameter):
             type_name = type(value).__name__
             raise UsageError(
@@ -69,57 +69,62 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
             )
 
 
-def needs_full_tensors(make: Make, dtype: torch.dtype | None = None) -> bool:
+def needs_full_tensors(make: MakeTrialOptimizer, dtype: torch.dtype | None = None) -> bool:
     """Return whether an optimizer updates rows differently than a full tensor. Raises the errors of check_optimizer.
 
-    The trial splits tensors of several shapes into uneven parts. If weights are trained in `dtype`, the trial uses this
-    dtype. The optimizers in parallel/layerwise.py can update rows, because they receive the norms of full tensors. For
-    fused optimizers, this returns True without a trial: they compute different bits at the ends of tensors, but only
-    for some values, so a trial might miss the difference.
+    The trial splits tensors of several shapes into uneven parts. If `dtype` is set, the trial uses weights in this
+    dtype. Lockstep's own optimizers can update rows, because they receive the norms of full tensors. For fused
+    optimizers, this returns True without a trial: they compute different bits at the ends of tensors, but only for some
+    values, so a trial might miss the difference.
     """
-    optimizer = _small_optimizer(make)
+    optimizer = _make_small_optimizer(make)
     if type(optimizer) in OWN_OPTIMIZERS.values():
         return False
     return _is_fused(optimizer) or not all(_matches_in_rows(make, shape, dtype) for shape in _SHAPES)
 
 
-def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool) -> bool:
+def check_updates(
+    make: MakeTrialOptimizer, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool
+) -> bool:
     """Return whether an optimizer needs full tensors, for a strategy that shards tensors by rows.
 
-    Raises UsageError if the optimizer needs full tensors and the strategy doesn't provide them
-    (parallel/layouts/owned.py). Also raises UsageError if the update of a tensor depends on other tensors, which can be
-    on other ranks. For example, the optimizer clips the norm of all gradients or estimates a common step size.
+    Raises UsageError if the optimizer needs full tensors, but `lends_wholes` is false, so that no rank gets full
+    tensors (parallel/layouts/owned.py). Also raises UsageError if the update of a tensor depends on other tensors,
+    which can be on other ranks: for example, if the optimizer clips the norm of all gradients or estimates a common
+    step size.
     """
     if not needs_full_tensors(make, dtype):
         return False
-    name = type(_small_optimizer(make)).__name__
+    name = type(_make_small_optimizer(make)).__name__
     if not lends_wholes:
         raise UsageError(
-            f"strategy {strategy}: optimizer {name} updates rows of a tensor differently than the whole tensor, which "
-            f"no rank has here; use strategy ddp, zero1, zero2, zero3, hsdp, tensor or expert, or an optimizer such as "
-            f"sgd, adamw, lars or lamb without fused=true"
+            f"strategy {strategy}: optimizer {name} updates rows of a tensor differently than the whole tensor, but "
+            f"no rank has the whole tensor; use strategy ddp, zero1, zero2, zero3, hsdp, tensor or expert, or an "
+            f"optimizer such as sgd, adamw, lars or lamb without fused=true"
         )
     try:
         matches = _matches_separately(make, dtype)
     except Exception as error:  # custom code can raise anything
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its step fails if a tensor has no "
-            f"gradient, as those of other ranks have none: {convert_user_error(error) or error}; skip such tensors"
+            f"gradient, like the tensors that other ranks update: {convert_user_error(error) or error}; skip such "
+            f"tensors"
         ) from error
     if not matches:
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its update of a tensor depends on other "
-            f"tensors, which other ranks have; use strategy ddp, or an optimizer that updates each tensor by itself"
+            f"tensors, which other ranks update; use strategy ddp, or an optimizer that updates each tensor by itself"
         )
     return True
 
 
-def check_flat(make: Make, strategy: str) -> None:
-    """Raise UsageError if check_optimizer raises it, or if the optimizer updates flattened pieces differently.
+def check_flat(make: MakeTrialOptimizer, strategy: str) -> None:
+    """Raise UsageError if an optimizer updates flattened pieces of a tensor differently than the full tensor.
 
-    When pieces are flattened, an optimizer sees neither the shape nor the norm of a parameter.
+    An optimizer that sees flattened pieces can't use the shape or the norm of a parameter. Also raises the errors of
+    check_optimizer.
     """
-    optimizer = _small_optimizer(make)
+    optimizer = _make_small_optimizer(make)
     if _is_fused(optimizer) or not all(_matches_flattened(make, shape) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} updates flattened pieces of a tensor "
@@ -128,15 +133,15 @@ def check_flat(make: Make, strategy: str) -> None:
         )
 
 
-def check_stored(make: Make, dtype: torch.dtype) -> None:
+def check_stored(make: MakeTrialOptimizer, dtype: torch.dtype) -> None:
     """Raise UsageError if a step with weights and state in `dtype` isn't finite, or is too large.
 
     The trial uses gradients from 1 down to 0. Each step must be finite, and at most twice as large as the largest step
     in float32. For example, Adam with its default eps fails in float16, because eps is rounded to 0, so a step can
     divide by zero.
     """
-    optimizer = make([("parameter", _small_parameter(2))])
-    wide, narrow = (_largest_steps(make, each) for each in (torch.float32, dtype))
+    optimizer = make([("parameter", _make_small_parameter(2))])
+    wide, narrow = (_measure_largest_steps(make, each) for each in (torch.float32, dtype))
     for size, largest in zip(_GRADIENT_MAGNITUDES, narrow.tolist(), strict=True):
         if math.isfinite(largest) and largest <= 2 * float(wide.max()):
             continue
@@ -153,42 +158,42 @@ def check_stored(make: Make, dtype: torch.dtype) -> None:
         )
 
 
-def check_own(path: str, make: Make) -> None:
+def check_own(path: str, make: MakeTrialOptimizer) -> None:
     """Raise UsageError for a custom optimizer that breaks the contract.
 
     This includes an optimizer that raises an error, ignores the learning rate, is random, or has state that isn't in
     checkpoints. The trial sets the learning rate like a schedule. One of its runs resumes from a checkpoint.
     """
     with UserCode(f"optimizer {path}"):
-        weights = _tensor_after_steps(make, rate=1.0)
-        if not torch.equal(weights, _tensor_after_steps(make, rate=1.0)):
+        weights = _run_steps(make, rate=1.0)
+        if not torch.equal(weights, _run_steps(make, rate=1.0)):
             raise UsageError(
                 f"optimizer {path}: two instances with the same inputs produced different weights; do not draw random "
                 f"numbers, and do not share state between instances ({CONTRACT})"
             )
-        if torch.equal(weights, _tensor_after_steps(make, rate=0.5)):
+        if torch.equal(weights, _run_steps(make, rate=0.5)):
             raise UsageError(
-                f"optimizer {path}: its step does not depend on the learning rate; multiply by group['lr'], which the "
-                f"schedule sets ({CONTRACT})"
+                f"optimizer {path}: its step does not depend on the learning rate; multiply the update by "
+                f"group['lr'], which the schedule sets ({CONTRACT})"
             )
-        if not torch.equal(weights, _tensor_after_steps(make, rate=1.0, resumed=True)):
+        if not torch.equal(weights, _run_steps(make, rate=1.0, resumed=True)):
             raise UsageError(
                 f"optimizer {path}: produces different weights when resumed from a checkpoint; keep all state in "
                 f"self.state[parameter] and in numbers of its param_groups ({CONTRACT})"
             )
 
 
-def _small_optimizer(make: Make) -> Optimizer:
+def _make_small_optimizer(make: MakeTrialOptimizer) -> Optimizer:
     check_optimizer(make, dims=(2,))
-    return make([("parameter", _small_parameter(2))])
+    return make([("parameter", _make_small_parameter(2))])
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
-def _largest_steps(make: Make, dtype: torch.dtype) -> Tensor:
-    """Return the largest step for a constant gradient of each size, divided by the learning rate: shape [sizes]."""
+def _measure_largest_steps(make: MakeTrialOptimizer, dtype: torch.dtype) -> Tensor:
+    """Return the largest step for each of _GRADIENT_MAGNITUDES, divided by the learning rate: shape [magnitudes]."""
     parameter = Parameter(torch.zeros(len(_GRADIENT_MAGNITUDES), 1, dtype=dtype))
     optimizer = make([("parameter", parameter)])
     largest = torch.zeros(len(_GRADIENT_MAGNITUDES))
@@ -201,24 +206,24 @@ def _largest_steps(make: Make, dtype: torch.dtype) -> Tensor:
     return largest
 
 
-def _matches_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+def _matches_in_rows(make: MakeTrialOptimizer, shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
     with PositionIndependentMode() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
-        whole = _tensor_after_steps(make, shape, dtype=dtype)
-        return all(torch.equal(_tensor_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
+        whole = _run_steps(make, shape, dtype=dtype)
+        return all(torch.equal(_run_steps(make, shape, heights, dtype), whole) for heights in cuts)
 
 
-def _matches_flattened(make: Make, shape: tuple[int, ...]) -> bool:
-    """Return whether flattened pieces of a tensor get the same values as the full tensor, except for rounding."""
-    whole = _tensor_after_steps(make, shape).flatten()
+def _matches_flattened(make: MakeTrialOptimizer, shape: tuple[int, ...]) -> bool:
+    """Return whether updates of flattened pieces match updates of the full tensor, except for rounding."""
+    whole = _run_steps(make, shape).flatten()
     third = whole.numel() // 3
-    flat = _tensor_after_steps(make, shape, [third, whole.numel() - third], flat=True)
+    flat = _run_steps(make, shape, [third, whole.numel() - third], flat=True)
     return torch.allclose(whole, flat.flatten(), rtol=1e-5, atol=1e-7)
 
 
-def _tensor_after_steps(
-    make: Make,
+def _run_steps(
+    make: MakeTrialOptimizer,
     shape: tuple[int, ...] = (5, 3),
     heights: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
@@ -229,9 +234,9 @@ def _tensor_after_steps(
     """Return a tensor after a few steps of the optimizer.
 
     If `heights` is set, the tensor is split into parts with these numbers of rows. If `flat` is set, the tensor is
-    flattened first, and the numbers are numbers of elements. `rate` is the learning rate of the first step, which
-    decreases like in a schedule. If `resumed` is set, a second optimizer performs the last step from the checkpoint of
-    the first optimizer.
+    flattened first, and `heights` are numbers of elements. `rate` is the learning rate of the first step, which then
+    decreases as in a schedule. If `resumed` is set, a second optimizer loads the state of the first optimizer and takes
+    the last step.
     """
     generator = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*count, *shape, generator=generator).to(dtype) for count in ((), (_STEPS,)))
@@ -256,20 +261,23 @@ def _tensor_after_steps(
     return torch.cat([part.detach() for part in parts])
 
 
-def _matches_separately(make: Make, dtype: torch.dtype | None) -> bool:
-    """Return whether updating two matrices together gives the same values and group numbers as updating each alone."""
-    together = _pair_after_steps(make, (True, True), dtype)
+def _matches_separately(make: MakeTrialOptimizer, dtype: torch.dtype | None) -> bool:
+    """Return whether updating two matrices together results in the same values as updating each one separately."""
+    together = _run_steps_on_pair(make, (True, True), dtype)
     first, second, idle = (
-        _pair_after_steps(make, has, dtype) for has in ((True, False), (False, True), (False, False))
+        _run_steps_on_pair(make, has, dtype) for has in ((True, False), (False, True), (False, False))
     )
     matches = torch.equal(together[0], first[0]) and torch.equal(together[1], second[1])
     return matches and together[2] == first[2] == second[2] == idle[2]
 
 
-def _pair_after_steps(
-    make: Make, with_gradient: tuple[bool, bool], dtype: torch.dtype | None
+def _run_steps_on_pair(
+    make: MakeTrialOptimizer, with_gradient: tuple[bool, bool], dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-    """Return two matrices after a few steps, and the numbers in the groups. `with_gradient` selects the matrices."""
+    """Return two matrices after a few steps, and the numbers in the parameter groups.
+
+    `with_gradient` tells which of the matrices have gradients.
+    """
     generator = torch.Generator().manual_seed(0)
     matrices = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in _SHAPES[:2]]
     optimizer = make([(f"part{number}", each) for number, each in enumerate(matrices)])
@@ -279,14 +287,14 @@ def _pair_after_steps(
             matrix.grad = gradient if has_gradient else None
         _step(optimizer)
     first, second = (each.detach() for each in matrices)
-    return first, second, numbers_of(optimizer.param_groups)
+    return first, second, get_group_numbers(optimizer.param_groups)
 
 
 def _step(optimizer: Optimizer) -> None:
     cast(Callable[[], object], optimizer.step)()
 
 
-def _small_parameter(dim: int) -> Parameter:
+def _make_small_parameter(dim: int) -> Parameter:
     parameter = Parameter(torch.ones((2,) * dim))
     parameter.grad = torch.ones_like(parameter)
     return parameter

@@ -1,13 +1,12 @@
-"""PowerSGD: ranks send two thin matrices instead of a gradient, and add the compression error to the next gradient.
+"""PowerSGD: ranks send two low-rank factors of a gradient, and add the compression error to the next gradient.
 
 Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (NeurIPS),
-algorithms 1 and 2. torch has it as a hook for the buckets of DistributedDataParallel
-(torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook). In that hook, the order of sums depends on the backend, and
-the pickled errors only fit the same number of ranks. Here, sums are added by a tree over rank numbers, and checkpoints
-include the errors.
+algorithms 1 and 2. torch implements it as a communication hook for DistributedDataParallel
+(torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook). With this hook, the order of additions depends on the
+backend, and its saved errors can only be loaded on the same number of ranks. Here, the reduction tree adds over ranks,
+and errors are saved in checkpoints that any number of ranks can load.
 
-For each bucket, all ranks run these phases together. M is a rank's gradient of a parameter as a matrix, plus the rank's
-error:
+For each bucket, all ranks run these phases. M is a rank's gradient of a parameter as a matrix, plus the rank's error:
 
 1. Each rank computes P = M Q, with the orthonormalized Q of the last step. P is summed over the ranks. If the matrices
    wouldn't be smaller than the gradient, e.g. for vectors, the full gradient is summed instead.
@@ -39,20 +38,20 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trai
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.weights import Weights
 
-# Names of the state of a parameter: <parameter>/error, with one error per rank, and <parameter>/factor.
+# The state of a parameter is saved as <parameter>/error, with one error per rank, and <parameter>/factor.
 _ERROR: Final = "error"
 _FACTOR: Final = "factor"
 
 
-def low_rank(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: int) -> MakeLayout:
-    """Return a function that creates a replicated layout. Gradients are sent as matrices with `columns` columns."""
+def make_low_rank_layout(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: int) -> MakeLayout:
+    """Return a function that creates a replicated layout whose gradients are compressed to rank `columns`."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)  # first, because it replaces parameters with the copies that receive gradients
+        weights = Weights(model, dtype)  # first, because it may replace parameters by copies, which get the gradients
         trained, canonical = trainable_parameters(model), world.canonical(mesh, "replicate")
         power = PowerSgd(trained, canonical, mesh.data_rank(world.rank), columns, seed)
         gradients = Gradients(
-            trained, canonical, stream, False, bucket_bytes, lambda bucket: partial(power.add, bucket)
+            trained, canonical, stream, False, bucket_bytes, lambda bucket: partial(power.sum_bucket, bucket)
         )
         return weights, LowRankGradients(gradients, power)
 
@@ -60,7 +59,7 @@ def low_rank(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: in
 
 
 def elements_sent(shape: Sequence[int], columns: int) -> int:
-    """Return the number of elements that a rank sends for a gradient of this shape, as two matrices or uncompressed."""
+    """Return the number of elements that a rank sends for a gradient of this shape: as two matrices or in full."""
     whole = Size(shape).numel()
     return min((shape[0] + Size(shape[1:]).numel()) * columns, whole) if len(shape) > 1 else whole
 
@@ -70,10 +69,10 @@ def is_compressible(shape: Sequence[int], columns: int) -> bool:
     return elements_sent(shape, columns) < Size(shape).numel()
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Return orthonormal columns that span the columns of `matrix`.
+def orthonormalize(matrix: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns of `matrix`, with the same number of columns.
 
-    If the columns of `matrix` are linearly dependent or zero, the result spans a larger space.
+    If the columns of `matrix` are linearly dependent, the basis spans a larger space.
     """
     columns: Tensor = torch.linalg.qr(matrix).Q
     return columns
@@ -83,7 +82,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
 class PowerSgd:
     """Sums the gradients of `trained` over the ranks of `across`, as matrices with `columns` columns.
 
-    `rank` is the index of this rank among these ranks. `seed` is the seed of the initial factors.
+    `rank` is the place of this rank among these ranks. `seed` is the seed of the initial factors.
     """
 
     def __init__(self, trained: Sequence[Named], across: CanonicalSum, rank: DataRank, columns: int, seed: int) -> None:
@@ -97,10 +96,10 @@ class PowerSgd:
         self._factors: dict[int, Tensor] = {}
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # the new errors and factors, before the update
 
-    def add(
+    def sum_bucket(
         self, parameters: Sequence[nn.Parameter], pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor
     ) -> Tensor:
-        """Return the approximate sum of a bucket over the ranks, in place of CanonicalSum. Keeps the errors."""
+        """Return the approximate sum of a bucket over the ranks, and keep the errors. Replaces CanonicalSum."""
         flat = local_sum(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
         parts = dict(
             zip((self._numbers[parameter] for parameter in parameters), unflatten(flat, parameters), strict=True)
@@ -113,12 +112,12 @@ class PowerSgd:
         }
         unreduced = [part for number, part in parts.items() if number not in matrices]
         # Phase 1: sum P and the uncompressed gradients.
-        projections = [matrix @ orthonormal(self._factor(number, matrix)) for number, matrix in matrices.items()]
+        projections = [matrix @ orthonormalize(self._get_factor(number, matrix)) for number, matrix in matrices.items()]
         sums = self._sum_over_ranks([*unreduced, *projections])
         for part, total in zip(unreduced, sums, strict=False):
             part.copy_(total)
         # Phase 2: sum M^T basis.
-        bases = [orthonormal(matrix_sum) for matrix_sum in sums[len(unreduced) :]]
+        bases = [orthonormalize(matrix_sum) for matrix_sum in sums[len(unreduced) :]]
         own_factors = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases, strict=True)]
         factors = self._sum_over_ranks(own_factors)
         for (number, matrix), basis, own_factor, factor in zip(
@@ -129,8 +128,8 @@ class PowerSgd:
             part.copy_((basis @ factor.T).view(part.shape))
         return flat.to(like.dtype)
 
-    def settle(self, applied: bool, growth: float) -> None:
-        """Keep the errors and factors of a step that was `applied`, or discard both. Call this after each update.
+    def finish_step(self, applied: bool, growth: float) -> None:
+        """Keep the new errors and factors if the step was `applied`, or discard them. Call this after each update.
 
         `growth` is the factor by which the loss scale changes after this step.
         """
@@ -157,18 +156,18 @@ class PowerSgd:
         for number, (name, parameter) in enumerate(self._trained):
             if f"{name}/{_ERROR}" in state:
                 errors = local_tensor(state[f"{name}/{_ERROR}"])
-                self._errors[number] = self._own_error(errors).to(parameter.device, copy=True)
+                self._errors[number] = self._select_error(errors).to(parameter.device, copy=True)
             factor = state.get(f"{name}/{_FACTOR}")
             if factor is not None and factor.shape[1] == self._columns:
                 self._factors[number] = local_tensor(factor).to(parameter.device, copy=True)
 
-    def _own_error(self, errors: Tensor) -> Tensor:
+    def _select_error(self, errors: Tensor) -> Tensor:
         """Return this rank's error. If the number of ranks changed, rank 0 gets the sum of all errors."""
         if len(errors) == self._rank.replicas:
             return errors[self._rank.replica]
         return torch.zeros_like(errors[0]) if self._rank.replica else errors.sum(0)
 
-    def _factor(self, number: int, matrix: Tensor) -> Tensor:
+    def _get_factor(self, number: int, matrix: Tensor) -> Tensor:
         if number not in self._factors:
             generator = torch.Generator().manual_seed(random.torch_seed(random.extend_key(self._key, number)))
             random_matrix = torch.randn(matrix.shape[1], self._columns, generator=generator, dtype=matrix.dtype)
@@ -179,7 +178,7 @@ class PowerSgd:
         """Return the sums of these tensors over all ranks."""
         if not tensors:
             return []
-        # Ranks without a micro-batch also take part, because they have an error to add.
+        # Sum over all ranks, because even a rank without a micro-batch has an error to add.
         total = self._across.sum_over_ranks(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         pieces = torch.split(total, [tensor.numel() for tensor in tensors])
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

@@ -1,4 +1,4 @@
-"""Rejects nn.RReLU in cases in which torch computes its gradient from uninitialized memory.
+"""Rejects nn.RReLU if torch would compute its gradient from uninitialized memory.
 
 torch's rrelu_with_noise writes the noise for its backward pass into an argument. If saved_tensors_hooks are active, the
 argument is packed before it is written, so the backward pass reads uninitialized memory. torch.utils.checkpoint with
@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.common.own_code import refusal
 
 
-def watch_random_relu(model: nn.Module) -> None:
+def forbid_rrelu_with_hooks(model: nn.Module) -> None:
     """Make each nn.RReLU raise UsageError in a forward pass in training mode with active saved_tensors_hooks."""
     for path, layer in model.named_modules():
         if isinstance(layer, nn.RReLU):
@@ -27,8 +27,8 @@ def _check(path: str, layer: nn.Module, _inputs: Any) -> None:
         return
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         raise refusal(
-            f"{path}: nn.RReLU runs within torch.utils.checkpoint or saved_tensors_hooks, where torch computes its "
+            f"{path}: nn.RReLU runs within torch.utils.checkpoint or saved_tensors_hooks, so torch computes its "
             f"gradient from uninitialized memory",
-            "call it outside of the checkpoint, use a different activation such as nn.LeakyReLU, or set "
+            "call it outside the checkpoint, use a different activation such as nn.LeakyReLU, or set "
             "placement.recompute=none and placement.offload_activations=false",
         )

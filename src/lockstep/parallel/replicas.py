@@ -1,28 +1,29 @@
-"""Replicas of a model on several devices of one process. The model switches from device to device.
+"""Replicas of a model on several devices of a single process.
 
 torch.nn.DataParallel (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 section 2.2) copies the model to each device in every forward pass, and calls each copy in a separate thread. Here,
-there is a single model. Each of its tensors has a copy on each device. Before a micro-batch, the `data` of all tensors
-is set to the copies on the device of this micro-batch. The parameters remain the same objects. Therefore code that
-refers to parameters, such as an RNN's list of weights or a weight penalty in a custom loop, computes on the right
-device.
+there is a single model, which switches from device to device. Each of its tensors has a copy on each device. Before a
+micro-batch, the `data` of all tensors is set to the copies on the device of this micro-batch. The parameters remain the
+same objects. Therefore code that refers to parameters, such as an RNN's list of weights or a weight penalty in a custom
+loop, computes on the right device.
 
 Threads aren't necessary, and would change the results:
 
 - Work on a CUDA device is asynchronous. One thread keeps all devices busy: it enqueues micro-batch 0 on the first
   device, micro-batch 1 on the second device, and so on. autograd already has a thread for each CUDA device.
 - A custom loop is a single thread. It calls the model and computes the loss for one micro-batch after the other.
-- All threads of a process share the random number generators of Python, NumPy and torch's CPU generator, so the numbers
-  in a thread would depend on the timing of other threads. Therefore replicas on a CPU, which simulate devices, also run
-  one after the other.
+- All threads of a process share the random number generators of Python, NumPy and torch on the CPU, so the numbers that
+  a thread draws would depend on the timing of other threads. Therefore replicas on the CPU, which simulate several
+  devices, also run one after the other.
 
 A step has these phases. Device H is the home device, which has the optimizer and sums the gradients:
 
-1. `use` switches the tensors and the world to the device of a micro-batch. Its forward pass and its backward pass run
+1. `switch_to` switches the tensors and the world to the device of a micro-batch. Its forward pass and its backward pass
+run
    there.
-2. `come_home` flattens the gradients on their device, switches back to H, and copies the gradients and BatchNorm's
-   statistics to H. The engine then adds them to the reduction tree, as for a single device. Nothing is copied between
-   devices before the backward pass is enqueued, because such a copy makes both devices wait for each other.
+2. `return_home` flattens the gradients on their device, switches back to H, and copies the gradients and BatchNorm's
+   statistics to H. The engine then adds them to the reduction tree, as for a single device. There are no copies between
+   devices before the backward pass is enqueued, because a copy makes both devices wait for each other.
 3. After the update, `publish` copies the weights and the running statistics of H to all other devices.
 
 If several tensors share a storage, their copies share a storage too. `publish` copies entire storages.
@@ -48,8 +49,8 @@ _DATA: Final[Any] = TensorBase.data
 class Replicas:
     """The tensors of `model` and of `running` on each of `devices`. Micro-batch k uses device k mod n of n devices.
 
-    The tensors are on `devices[home]`, which is the device of `world`. As a context manager, it switches back to the
-    home device if the block raises an exception.
+    Initially, the tensors are on `devices[home]`, which is the device of `world`. This is also a context manager, which
+    switches back to the home device if the block raises an exception.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Replicas:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buckets = partition(trained, None)
         self._tensors = [*model.parameters(), *chain(model.buffers(), running.vectors)]
-        # The storages as bytes, on each device.
+        # For each device, the storages as tensors of bytes.
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors}
         at_home = [torch.empty(0, dtype=torch.uint8, device=devices[home]).set_(each) for each in storages.values()]
         self._storages = [
@@ -71,11 +72,11 @@ class Replicas:
         ]
         self._copies = [self._views(dict(zip(storages, copies, strict=True))) for copies in self._storages]
 
-    def use(self, index: int) -> None:
+    def switch_to(self, index: int) -> None:
         """Switch to the device of micro-batch `index`."""
         self._switch(index % len(self._devices))
 
-    def come_home(self) -> None:
+    def return_home(self) -> None:
         """Switch back to the home device, and move the micro-batch's gradients and BatchNorm statistics there."""
         if self._current == self._home:
             return
@@ -85,11 +86,11 @@ class Replicas:
             parameter.grad = None
         self._switch(self._home)
         for bucket, gradients in zip(self._buckets, flat, strict=True):
-            set_gradients(bucket, unflatten(self.at_home(gradients), bucket))
+            set_gradients(bucket, unflatten(self.to_home(gradients), bucket))
         self._running.observed.copy_(observed)
 
-    def at_home(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the home device."""
+    def to_home(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the home device, unless it is already there."""
         return tensor.to(self._devices[self._home], non_blocking=True)
 
     def publish(self) -> None:
@@ -100,7 +101,7 @@ class Replicas:
                 torch._foreach_copy_(copies, at_home, non_blocking=True)
 
     def _views(self, storages: dict[int, Tensor]) -> list[Tensor]:
-        """Return the copies of the tensors in these copies of their storages."""
+        """Return a view for each tensor of the model, given a copy of each storage by its original address."""
         views = []
         for tensor in self._tensors:
             storage = storages[tensor.untyped_storage().data_ptr()]

@@ -1,7 +1,7 @@
-"""Audits for engines in which a rank can't recompute the micro-batch of a different rank.
+"""Audits for engines in which a rank can't recompute a micro-batch of another rank.
 
 This is the case if ranks hold parts of the model, or if they wait for each other during a forward pass. The audit
-repeats the full step with the ranks at different places in the mesh. The bits of the step must be the same. If the bits
+repeats the full step with the ranks at different places in the mesh. The results must have the same bits. If the bits
 differ, the audit compares the messages of all ranks (comm/message_log.py), and identifies the first rank that sent a
 different message than other ranks in the same place.
 """
@@ -19,18 +19,21 @@ from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import short_hash
-from lockstep.parallel.corruption import OTHER_HOSTS, REMOVE_HOST, find_changed_link, link_verdict, name_ranks
+from lockstep.parallel.corruption import OTHER_HOSTS, REMOVE_HOST, find_changed_link, format_ranks, make_link_error
 from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-_MAX_REPEATS: Final = 3  # maximum number of ranks that repeat each place before the verdict
+_MAX_REPEATS: Final = 3  # maximum number of repetitions of a disputed step, each with the ranks at different places
 
 
 class RecordedStep(NamedTuple):
-    """A step that `rank` computed in a place of the mesh: digests of messages and results by name, in time order."""
+    """A step that `rank` computed at `place` in the mesh. `messages` maps names to digests, in time order.
+
+    In addition to messages, the digests include the gradients and the loss.
+    """
 
     place: int
     rank: int
@@ -42,9 +45,9 @@ class RecordedStep(NamedTuple):
 class RotatedAudit:
     """Wraps the engine that `start` returns, and audits the steps of `schedule`. Audits don't change any results.
 
-    For audits, it starts a second engine with a different order of the ranks. `fetch` returns any micro-batch. If the
-    two engines disagree on a step, CorruptionError is raised on all ranks. `audited` is the number of steps that passed
-    an audit.
+    For audits, a second engine is started in which the ranks have other places. `fetch` returns any micro-batch of a
+    step by its index. If the two engines disagree on a step, CorruptionError is raised on all ranks. `audited` is the
+    number of steps that passed an audit.
     """
 
     start: Callable[[World, Numerics], Rotates]
@@ -67,8 +70,8 @@ class RotatedAudit:
             self._kept_state.load,
         )
         self._place_count = len(self.schedule.mesh.groups("shard"))
-        # The engines by the distance that ranks are moved. Start the first engine now, to detect early if it exceeds
-        # the memory.
+        # Maps the number of places by which ranks are shifted to an engine. Start the first shifted engine now, to
+        # detect early if both engines don't fit into memory.
         self._rotated = {0: (own_world, engine)}
         self._rotated_engine(1)
 
@@ -82,7 +85,7 @@ class RotatedAudit:
         unrotated, sums = self._record_step(*self._rotated[0], microbatches, step, observe)
         if self._digests_differ(rotated, unrotated):
             repeats = [self._repeat_step(distance, step) for distance in range(min(_MAX_REPEATS, self._place_count))]
-            raise self._verdict(step, [rotated, unrotated, *repeats])
+            raise self._make_error(step, [rotated, unrotated, *repeats])
         self.audited += 1
         return sums
 
@@ -100,7 +103,7 @@ class RotatedAudit:
         return self._rotated[distance]
 
     def _repeat_step(self, distance: int, step: Step) -> RecordedStep:
-        """Repeat a step in a mesh in which each rank is shifted by `distance` places."""
+        """Repeat a step with each rank shifted by `distance` places in the mesh."""
         world, engine = self._rotated_engine(distance)
         if engine is not self._engine:
             state = self._engine.state()
@@ -121,29 +124,29 @@ class RotatedAudit:
         return RecordedStep(world.rank, self.world.rank, self._log.close()), sums
 
     def _digests_differ(self, *records: RecordedStep) -> bool:
-        """Return whether digests of different ranks in the same place differ. All ranks must call this method."""
+        """Return whether ranks at the same place have different digests. All ranks must call this method."""
         digests_by_place: dict[int, set[str]] = {}
         for records_by_rank in self.world.all_gather_json([(run.place, short_hash(run.messages)) for run in records]):
             for place, messages in records_by_rank:
                 digests_by_place.setdefault(place, set()).add(messages)
         return any(len(digests) > 1 for digests in digests_by_place.values())
 
-    def _verdict(self, step: Step, records: Sequence[RecordedStep]) -> CorruptionError:
+    def _make_error(self, step: Step, records: Sequence[RecordedStep]) -> CorruptionError:
         """Return the error that names the faulty rank. All ranks must call this method and get the same error."""
         reports = self.world.all_gather_json({"host": self.world.host, "played": records})
         runs = [
             [RecordedStep(*fields) for fields in report["played"]] for report in reports
         ]  # by rank, then by repetition
         start = f"audit at step {step.number + 1}"
-        for at_once in zip(*runs, strict=True):
-            places = {run.place: run for run in at_once}
+        for concurrent_runs in zip(*runs, strict=True):
+            places = {run.place: run for run in concurrent_runs}
             logs = [places[place].messages for place in range(len(reports))]
             if link := find_changed_link(
                 *([by_peer(messages, direction) for messages in logs] for direction in (SENT, RECEIVED))
             ):
                 sender, receiver = (places[place].rank for place in link)
-                return link_verdict(step, sender, receiver, reports)
-        conflicts = [*_conflicts([run for rank_runs in runs for run in rank_runs])]
+                return make_link_error(step, sender, receiver, reports)
+        conflicts = [*_find_conflicts([run for rank_runs in runs for run in rank_runs])]
         odd_ranks = sorted(set.intersection(*[{first, second} for first, second, *_ in conflicts])) if conflicts else []
         if len(odd_ranks) != 1:
             accused = sorted({rank for first, second, *_ in conflicts for rank in (first, second)}) or [
@@ -151,26 +154,25 @@ class RotatedAudit:
             ]
             hint = "" if self._place_count > 2 else " (this requires at least three replicas)"
             return CorruptionError(
-                f"{start}: {name_ranks(accused, reports)} computed different results from the same inputs, and no "
+                f"{start}: {format_ranks(accused, reports)} computed different results from the same inputs, and no "
                 f"majority shows which result is right{hint}. {OTHER_HOSTS}"
             )
         persists = all(first != second for first, second, *_ in conflicts)
         *_, label, bit = conflicts[0]
         label += bit and f", {bit}"
         return CorruptionError(
-            f"{start}: {name_ranks(odd_ranks, reports)} computed a wrong result ({label}), as other ranks in its place "
-            f"got a different result from the same messages; the fault "
+            f"{start}: {format_ranks(odd_ranks, reports)} computed a wrong result ({label}), as other ranks in its "
+            f"place got a different result from the same messages; the fault "
             f"{'occurred again' if persists else 'did not occur again'} when the step was repeated. {REMOVE_HOST}",
             odd_ranks,
         )
 
 
-def _conflicts(records: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
-    """Compare all pairs of logs of the same place, and yield the pairs that point to a faulty rank.
+def _find_conflicts(records: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
+    """Compare all pairs of records at the same place, and yield the pairs that point to a faulty rank.
 
-    In such a pair, the first difference is in the same item of both logs, and this item isn't a received message.
-    Yields the two ranks, the name of the item and the flipped bit. Both logs can be from the same rank at different
-    times.
+    In such a pair, the first digest that differs has the same name in both records, and isn't of a received message.
+    Yields the two ranks, this name and the flipped bit. Both records can be from the same rank at different times.
     """
     for first, second in combinations(records, 2):
         if first.place == second.place:

@@ -5,8 +5,7 @@ a mini-batch.
 
 Each layer has these phases:
 
-1. All forward passes of a rank reach the layer before any forward pass continues (parallel/cooperative.py). The same
-   applies to the forward passes of all ranks.
+1. All forward passes on all ranks reach the layer before any of them continues (parallel/cooperative.py).
 2. For each micro-batch, torch's kernels compute the mean and the variance per channel.
 3. The reduction tree (core/tree.py) sums these values in float64 over all micro-batches. Therefore the bits are the
    same on any number of ranks.
@@ -41,7 +40,7 @@ _aten = torch.ops.aten
 
 @final
 class StepSums:
-    """Sums small vectors over all micro-batches of a step, in the middle of forward and backward passes."""
+    """Sums statistics over all micro-batches of a step, during forward and backward passes."""
 
     def __init__(self, canonical: CanonicalSum) -> None:
         self._all = canonical
@@ -75,7 +74,7 @@ class StepSums:
         return total[:-1]
 
     def check(self) -> None:
-        """Raise UsageError if ranks have added vectors of different layers."""
+        """Raise UsageError if vectors of different layers were added in this step."""
         if self._has_mismatch:
             raise UsageError(
                 "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or in a "
@@ -85,7 +84,7 @@ class StepSums:
 
 
 class _LayerInputs(NamedTuple):
-    """The inputs of a layer for one micro-batch."""
+    """The inputs of a BatchNorm layer for one micro-batch, with its weight and bias."""
 
     inputs: Tensor
     weight: Tensor
@@ -93,24 +92,27 @@ class _LayerInputs(NamedTuple):
 
 
 def synchronize(model: nn.Module, cooperative: Cooperative, sums: StepSums) -> None:
-    """Make all BatchNorm layers in training mode normalize over a full step. Works for all users of F.batch_norm."""
+    """Make all BatchNorm layers in training mode normalize over a full step.
+
+    Works for all subclasses of torch's BatchNorm that call F.batch_norm.
+    """
     layers = [
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
     for number, (name, layer) in enumerate(layers, 1):
         if layer.training:
             normalize = partial(_normalize, f"layer {name}", number, cooperative, sums)
-            layer.forward = partial(_forward, layer, layer.forward, normalize)  # type: ignore[method-assign]
+            layer.forward = partial(_forward_layer, layer, layer.forward, normalize)  # type: ignore[method-assign]
 
 
-def _forward(
+def _forward_layer(
     layer: nn.Module, forward: Callable[[Tensor], Tensor], normalize: Callable[..., Tensor], inputs: Tensor
 ) -> Tensor:
     """Call the original forward method of a layer, with `normalize` in place of F.batch_norm."""
     if not layer.training:
         return forward(inputs)
-    # In training mode, torch's SyncBatchNorm would communicate by itself and reject the CPU. In evaluation mode, it
-    # does neither.
+    # In training mode, torch's SyncBatchNorm would communicate by itself, and raise an error on the CPU. Therefore call
+    # it in evaluation mode.
     layer.training = not isinstance(layer, nn.SyncBatchNorm)
     replacement = _BatchNormMode(normalize)
     try:
@@ -121,14 +123,14 @@ def _forward(
     if replacement.calls != 1:
         raise UsageError(
             f"recipe.batchnorm: sync: a {type(layer).__name__} must call torch.nn.functional.batch_norm once in its "
-            f"forward, got {replacement.calls} calls; use a layer that calls it once, or recipe.batchnorm: local"
+            f"forward method, got {replacement.calls} calls; use a layer that calls it once, or recipe.batchnorm: local"
         )
     return outputs
 
 
 @final
 class _BatchNormMode(TorchFunctionMode):
-    """Replaces calls of F.batch_norm with calls of `normalize`."""
+    """A torch function mode that replaces calls of F.batch_norm with calls of `normalize`."""
 
     def __init__(self, normalize: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -178,26 +180,26 @@ def _normalize(
 
 @final
 class _Normalize(torch.autograd.Function):
-    """Normalizes the inputs of all micro-batches of a rank together. Takes all inputs, all weights and all biases.
+    """Normalizes the inputs of all micro-batches of a rank. `tensors` are all inputs, all weights and all biases.
 
-    Returns the outputs, followed by the mean and the unbiased variance of the full step.
+    Returns the output of each micro-batch, then the mean and the unbiased variance of the full step.
     """
 
     @staticmethod
     def forward(ctx: Any, total: Callable[[Sequence[Tensor]], Tensor], eps: float, count: int, *tensors: Tensor) -> Any:
         inputs, weights, biases = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-        sums = total([_moments(tensor, weights[0]) for tensor in inputs])
+        sums = total([_compute_moments(tensor, weights[0]) for tensor in inputs])
         samples, first, second = sums.tensor_split((1, 1 + len(weights[0])))
         mean = first / samples
         variance = (second / samples - mean**2).clamp_(min=0)
-        narrow = mean.to(weights[0].dtype), variance.to(weights[0].dtype)
+        cast_statistics = mean.to(weights[0].dtype), variance.to(weights[0].dtype)
         outputs = [
-            _aten.native_batch_norm(tensor, weight, bias, *narrow, False, 0.0, eps)[0]
+            _aten.native_batch_norm(tensor, weight, bias, *cast_statistics, False, 0.0, eps)[0]
             for tensor, weight, bias in zip(inputs, weights, biases, strict=True)
         ]
         unbiased = variance * (samples / (samples - 1).clamp_(min=1))
         ctx.total, ctx.eps, ctx.count = total, eps, count
-        ctx.save_for_backward(samples, *narrow, *inputs, *weights)
+        ctx.save_for_backward(samples, *cast_statistics, *inputs, *weights)
         ctx.mark_non_differentiable(mean, unbiased)
         return *outputs, mean, unbiased
 
@@ -206,7 +208,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         samples, mean, variance, *saved = ctx.saved_tensors
         inputs, weights = saved[: ctx.count], saved[ctx.count :]
-        # First, treat mean and variance as constants. This results in dy * weight / std and in the two sums.
+        # First, treat mean and variance as constants. This computes dy * weight / std and the two sums.
         constant = mean, variance, None, None, False, ctx.eps, [True, True, True]
         results = [
             _aten.native_batch_norm_backward(gradient, tensor, weight, *constant)
@@ -224,8 +226,8 @@ class _Normalize(torch.autograd.Function):
         return None, None, None, *input_grads, *weight_grads, *bias_grads
 
 
-def _moments(inputs: Tensor, like: Tensor) -> Tensor:
-    """Return the number of values per channel, the sum of each channel, and its sum of squares, as a float64 vector."""
+def _compute_moments(inputs: Tensor, like: Tensor) -> Tensor:
+    """Return a float64 vector: the number of values per channel, then each channel's sum, then its sum of squares."""
     # With fp32 running statistics, torch computes the statistics of 16-bit inputs in fp32.
     mean, variance = _aten.batch_norm_update_stats(inputs, torch.zeros_like(like), torch.ones_like(like), 0.0)
     count, mean = inputs.numel() // inputs.shape[1], mean.double()

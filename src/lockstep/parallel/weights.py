@@ -1,7 +1,7 @@
-"""Master weights: the weights of a model, and copies in a different dtype that the model computes with.
+"""Master weights: full-precision weights that the optimizer updates, and 16-bit copies that the model computes with.
 
-Micikevicius et al. 2018, "Mixed precision training", section 3.1: an update can be too small to change a weight in the
-dtype of the copies.
+Micikevicius et al. 2018, "Mixed precision training", section 3.1: an update can be too small to change a weight in 16
+bits.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.core.shard import MaybeSharded
 from lockstep.parallel.gradients import wide_gradient
-from lockstep.parallel.layouts.base import WHOLE, Norms
+from lockstep.parallel.layouts.base import REPLICATED_NORMS, Norms
 from lockstep.parallel.optimizer_state import Named
 
 
@@ -22,11 +22,11 @@ class Weights:
     """The layout of a model that is replicated on each rank.
 
     By default, the weights are the parameters of the model. If `dtype` is set, the parameters become copies of the
-    weights in this dtype, and the model computes with the copies. Backward computes gradients in `dtype`, which are
-    summed in fp32. The parameters in `fp32_parameters` have no copies.
+    weights in this dtype, and the model computes with the copies. The backward pass computes gradients in `dtype`,
+    which are summed in fp32. The parameters in `fp32_parameters` have no copies.
     """
 
-    norms: ClassVar[Norms] = WHOLE
+    norms: ClassVar[Norms] = REPLICATED_NORMS
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._model = model
@@ -38,7 +38,7 @@ class Weights:
             }
 
     def weight_of(self, copy: nn.Parameter) -> nn.Parameter:
-        """Return the weight that a parameter of the model is a copy of, or the parameter itself if it isn't a copy."""
+        """Return the master weight of a parameter, which is the parameter itself if it isn't a copy."""
         return self._copies.get(copy, copy)
 
     @cached_property
@@ -59,7 +59,7 @@ class Weights:
         }
 
     def release_weights(self) -> None:
-        """Drop the references to all trained weights, because the caller keeps them."""
+        """Drop all references to trained weights. Call this if another object keeps these weights."""
         self._copies = {copy: weight for copy, weight in self._copies.items() if not copy.requires_grad}
 
     def collect(self) -> None:
@@ -78,7 +78,10 @@ class Weights:
 
 
 def convert_compute_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Make a model compute in `dtype`, unless `dtype` is None. Returns the model, which loses its original weights."""
+    """Convert a model to compute in `dtype`, in place, and return it. Doesn't keep master weights.
+
+    If `dtype` is None, the model doesn't change.
+    """
     if dtype is not None:
         widen_batchnorm(model)
         Weights(model, dtype)
@@ -86,9 +89,9 @@ def convert_compute_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Mod
 
 
 def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
-    """Return the parameters that keep fp32 in a model that computes in `dtype`: with fp16, the parameters of BatchNorm.
+    """Return the parameters that stay fp32 in a model that computes in `dtype`: with fp16, those of BatchNorm layers.
 
-    apex O2 does the same. bf16 has the range of fp32, so BatchNorm parameters are rounded like all other parameters.
+    This is the same as O2 in apex. bf16 has the range of fp32, so no parameters stay fp32.
     """
     if dtype != torch.float16:
         return frozenset()
@@ -106,27 +109,26 @@ def widen_batchnorm(model: nn.Module) -> None:
     """Make BatchNorm layers accept 16-bit parameters. Their statistics stay in fp32.
 
     torch's kernels require the same dtype for parameters and statistics, regardless of the dtype of the inputs. Call
-    this function before you wrap the layers in any other way, because recomputation only calls the forward method of a
-    layer.
+    this function before you wrap the layers in any other way, so that the wrappers call the replaced forward methods.
     """
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            layer.forward = partial(_with_wide_parameters, layer, layer.forward)  # type: ignore[method-assign]
+            layer.forward = partial(_forward_with_wide_parameters, layer, layer.forward)  # type: ignore[method-assign]
 
 
 def _make_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Convert a parameter to a copy in `dtype` in place, and return the original weight as a new parameter."""
+    """Convert `parameter` to a copy in `dtype` in place, and return its original values as a new parameter."""
     weight = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
     parameter.data = weight.data.to(dtype)
     if parameter.requires_grad:
-        # `grad` first contains a gradient in the dtype of the copy, and then the sum (gradients.py) in fp32. With a
-        # grad_dtype of fp32, autograd would convert the gradient of each use of a parameter before adding them. With
-        # fully_shard, autograd adds first.
+        # Allow any dtype: `grad` first contains a gradient in the dtype of the copy, and then the sum in fp32
+        # (gradients.py). A grad_dtype of fp32 would be wrong, because autograd would convert the gradients of each use
+        # of a parameter before it adds them. With fully_shard, autograd adds first.
         parameter.grad_dtype = None
     return weight
 
 
-def _with_wide_parameters(layer: nn.Module, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+def _forward_with_wide_parameters(layer: nn.Module, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     parameters = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
     wide = {
         name: parameter.to(torch.promote_types(parameter.dtype, torch.float32))

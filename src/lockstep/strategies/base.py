@@ -1,4 +1,4 @@
-"""The interface of a strategy. The strategies in this folder and your own strategies implement this interface."""
+"""The interface that the strategies in this folder and custom strategies implement."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Traits:
     - `audits`: if False, `placement.audit_every` is rejected, because no two ranks have the same weights.
     - `syncs_batchnorm`: if False, `recipe.batchnorm: sync` is rejected, because the engine doesn't support it.
     - `cuts_sequences`: if False, `recipe.model.sequence_chunks` is rejected, because the engine doesn't support it.
-    - `spreads_sequences`: ranks along the tensor axis also split the sequence chunks.
+    - `spreads_sequences`: ranks along the tensor axis also split sequences (parallel/tensor/sequence_parallel.py).
     - `sent`: the precision to which gradients are rounded before they are sent, or None if they aren't rounded.
     - `by_peers`: the work of a rank depends on data from other ranks, so `lockstep plan` can't measure a single rank in
       isolation.
@@ -96,19 +96,22 @@ class Strategy(Protocol):
 
 @runtime_checkable
 class ExternalEngine(Protocol):
-    """The additional interface of a strategy that trains in the engine of a different framework."""
+    """The additional interface of a strategy that trains with the engine of another framework."""
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
-        """Raise UsageError for parts of the recipe that the framework doesn't support. `make` builds the optimizer."""
+        """Raise UsageError if the framework doesn't support a part of the recipe. `make` creates the optimizer."""
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raise UsageError if the framework would train a parameter in a different dtype. `dtypes` is keyed by name."""
+        """Raise UsageError if the framework would train a parameter in a different dtype.
+
+        `dtypes` maps the names of the trained parameters to their dtypes.
+        """
 
     def preload(self) -> None:
         """Import the modules that each rank needs. Called in the process that forks the CPU ranks, to share memory."""
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
-        """Return the configuration of the framework as JSON-serializable values, by the name of the file to write."""
+        """Return the configuration files of the framework: JSON-serializable contents by file name."""
 
 
 @runtime_checkable

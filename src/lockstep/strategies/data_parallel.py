@@ -3,7 +3,7 @@
 Use this strategy like torch.nn.DataParallel, for several GPUs in a program without a launcher, such as a notebook. A
 single thread enqueues micro-batch k on replica k mod n of n replicas (parallel/replicas.py explains why). Unlike in
 torch.nn.DataParallel, micro-batches aren't split, so BatchNorm and random numbers are the same as on one device. The
-reduction tree sums the gradients of micro-batches. The loss is computed on the device of the micro-batch.
+reduction tree sums the gradients of micro-batches. The loss is computed on the same device as the micro-batch.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 
 Device = Annotated[int, Field(ge=0)]
 
-_ON_CPU: Final = 2  # default number of replicas on a CPU, to simulate several devices
+_DEFAULT_CPU_REPLICAS: Final = 2  # the replicas simulate several devices
 
 
 @final
@@ -78,12 +78,13 @@ class Strategy:
 
     def replica_devices(self, cards: int) -> list[torch.device]:
         """See HasReplicas."""
-        ids = self._ids(cards)
-        if missing := [number for number in (*ids, self._output(cards)) if cards and number >= cards]:
+        ids = self._get_ids(cards)
+        if missing := [number for number in (*ids, self._get_output_device(cards)) if cards and number >= cards]:
             raise UsageError(
-                f"strategy data_parallel: CUDA device {missing[0]} does not exist; this process sees {_numbered(cards)}"
+                f"strategy data_parallel: CUDA device {missing[0]} does not exist; this process sees "
+                f"{_describe_devices(cards)}"
             )
-        if self._output(cards) not in ids:
+        if self._get_output_device(cards) not in ids:
             raise UsageError(
                 f"strategy data_parallel: output_device={self.output_device} is not one of the {len(ids)} replicas; "
                 f"use {', '.join(map(str, ids))}, or set device_ids"
@@ -94,24 +95,24 @@ class Strategy:
         """Return the engine of this process."""
         cards = torch.cuda.device_count() if world.on_gpu else 0
         devices = self.replica_devices(cards)
-        home = self._ids(cards).index(self._output(cards))
+        home = self._get_ids(cards).index(self._get_output_device(cards))
         world.use(devices[home])
         mesh = self.mesh(world.size)
-        checked = replace(problem, build_model=partial(_on_one_device, problem))
+        checked = replace(problem, build_model=partial(_build_on_one_device, problem))
         make_layout = replicated(world, mesh, 0)
         return DataParallelEngine(
             checked, make_optimizer, world, numerics, mesh, make_layout, devices=devices, home=home
         )
 
-    def _ids(self, cards: int) -> Sequence[int]:
-        return range(cards or _ON_CPU) if self.device_ids is None else self.device_ids
+    def _get_ids(self, cards: int) -> Sequence[int]:
+        return range(cards or _DEFAULT_CPU_REPLICAS) if self.device_ids is None else self.device_ids
 
-    def _output(self, cards: int) -> int:
-        return self._ids(cards)[0] if self.output_device is None else self.output_device
+    def _get_output_device(self, cards: int) -> int:
+        return self._get_ids(cards)[0] if self.output_device is None else self.output_device
 
 
-def _on_one_device(problem: Problem) -> nn.Module:
-    """Return the model. Raises UsageError if its tensors are on several devices."""
+def _build_on_one_device(problem: Problem) -> nn.Module:
+    """Build the model. Raises UsageError if its tensors are on several devices."""
     model = problem.build_model()
     devices = sorted({str(tensor.device) for tensor in chain(model.parameters(), model.buffers())})
     if len(devices) > 1:
@@ -122,5 +123,5 @@ def _on_one_device(problem: Problem) -> nn.Module:
     return model
 
 
-def _numbered(cards: int) -> str:
+def _describe_devices(cards: int) -> str:
     return "only device 0" if cards == 1 else f"devices 0 to {cards - 1}"

@@ -13,16 +13,16 @@ from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.replicated import replicated
-from lockstep.parallel.powersgd import low_rank
+from lockstep.parallel.powersgd import make_low_rank_layout
 from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
-_SENT: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_AS: Final = {
+_SENT_DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_COMPRESSION_TEXT: Final = {
     "fp16": "in fp16",
     "bf16": "in bf16",
     "powersgd": "as two low-rank matrices: neither exact nor close, because the rest is only added in later steps",
 }
-_RANK: Final = 2  # as in Vogels et al. 2019 for ResNets
+_DEFAULT_RANK: Final = 2  # the rank that Vogels et al. 2019 use for ResNets
 
 
 @final
@@ -45,7 +45,7 @@ class Strategy:
             cuts="the micro-batches of a step",
             needs="at most as many processes as micro-batches; memory for the whole model on each process",
             communication="the sum of the gradients once per step, overlapping with backward"
-            + ("" if self.compress == "none" else f", {_AS[self.compress]}"),
+            + ("" if self.compress == "none" else f", {_COMPRESSION_TEXT[self.compress]}"),
             exactness="none" if self.compress == "powersgd" else "bits" if self.compress == "none" else "close",
             sent=self.compress if self.compress in ("fp16", "bf16") else None,
             lends_wholes=self.compress == "none",
@@ -70,8 +70,10 @@ class Strategy:
         """Return the engine of this rank."""
         mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
         if self.compress == "powersgd" and world.size > 1:
-            make_layout = low_rank(world, mesh, bucket_bytes, self.powersgd_rank or _RANK, numerics.seed)
+            make_layout = make_low_rank_layout(
+                world, mesh, bucket_bytes, self.powersgd_rank or _DEFAULT_RANK, numerics.seed
+            )
         else:
-            sent, chunks = _SENT.get(self.compress), numerics.recipe.model.sequence_chunks
+            sent, chunks = _SENT_DTYPES.get(self.compress), numerics.recipe.model.sequence_chunks
             make_layout = replicated(world, mesh, bucket_bytes, sent, chunks)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

@@ -1,4 +1,4 @@
-"""The three stages of ZeRO in the engine of DeepSpeed, with DeepSpeed's offload.
+"""ZeRO stages 1 to 3 with the engine of DeepSpeed, and with DeepSpeed's offloading.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models"; Rasley et al. 2020,
 "DeepSpeed" (KDD); Rajbhandari et al. 2021, "ZeRO-Infinity", for the offload to NVMe.
@@ -60,7 +60,7 @@ class Strategy:
             problem = f"stage is {self.stage}" if self.stage != 3 else "nvme_path is not set"
             raise UsageError(
                 f"strategy deepspeed: offload=nvme requires stage=3 and nvme_path (a folder on the disk), but "
-                f"{problem}; set it, or use offload=cpu"
+                f"{problem}; set both, or use offload=cpu"
             )
         if self.nvme_path is not None and self.offload != "nvme":
             raise UsageError(
@@ -109,11 +109,11 @@ class Strategy:
         return {"deepspeed.json": self.configuration(numerics)}
 
     def configuration(self, numerics: Numerics) -> dict[str, Any]:
-        """Return the DeepSpeed configuration. Keys that it doesn't contain have their defaults."""
+        """Return the DeepSpeed configuration. DeepSpeed uses its defaults for all other keys."""
         bucket = 2 * max(1, int(self.bucket_mib * 2**19 / _FP32_BYTES))  # elements; a multiple of 2 for alignment
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         if self.stage == 3:
-            # memory_efficient_linear patches torch, and the patch would stay for the rest of the process.
+            # Disable memory_efficient_linear, because it patches torch for the rest of the process.
             zero |= {"memory_efficient_linear": False, "stage3_prefetch_bucket_size": bucket}
         if self.offload != "none":
             device = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
@@ -122,7 +122,7 @@ class Strategy:
             "train_micro_batch_size_per_gpu": numerics.largest_microbatch,
             "gradient_accumulation_steps": 1,  # the engine tells DeepSpeed when a step ends
             "gradient_clipping": numerics.recipe.clip_norm or 0.0,
-            "zero_allow_untested_optimizer": True,  # the optimizer of the recipe is one of torch
+            "zero_allow_untested_optimizer": True,  # DeepSpeed only tests its own optimizers
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
         }

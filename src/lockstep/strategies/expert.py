@@ -36,7 +36,7 @@ class Strategy:
         cuts_rows=True,
         lends_wholes=True,
         compiles=False,
-        by_peers=True,  # the number of rows that it receives
+        by_peers=True,  # a rank receives a number of rows that depends on the data of its peers
     )
 
     def check(self, processes: int, microbatches: int) -> None:

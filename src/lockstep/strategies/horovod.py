@@ -1,4 +1,4 @@
-"""Data parallelism in which Horovod adds the gradients, in its own order.
+"""Data parallelism with gradient sums from Horovod, which depend on the number of processes.
 
 Sergeev and Del Balso 2018, "Horovod: fast and easy distributed deep learning in TensorFlow" (arXiv:1802.05799).
 Horovod's DistributedOptimizer starts an all-reduce of each gradient in a hook, and waits for all reductions before the
@@ -69,10 +69,12 @@ class Strategy:
             return mesh_engine(problem, make_optimizer, world, numerics, mesh)
         horovod = Horovod(world)
 
-        def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-            horovod.broadcast(model.state_dict())  # already identical; the ranks also compare them
-            weights, added = Weights(model, dtype), horovod.sum_by(self.compress)
-            gradients = Gradients(trainable_parameters(model), added, stream, alone=False, bucket_bytes=bucket_bytes)
+        def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+            horovod.broadcast(model.state_dict())  # as Horovod users do; the weights are already the same
+            weights, horovod_sum = Weights(model, dtype), horovod.sum_by(self.compress)
+            gradients = Gradients(
+                trainable_parameters(model), horovod_sum, stream, single_process=False, bucket_bytes=bucket_bytes
+            )
             return weights, gradients
 
-        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make, horovod.close)
+        return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout, horovod.close)

@@ -1,9 +1,8 @@
 """Combined parallelism: replicas, pipelines, shards, and slices of sequences and tensors, or replicas and experts.
 
 Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", combine three
-of these axes. Ranks that communicate more are closer to each other: first the ranks that share the chunks of a layer,
-then the ranks that share the chunks of a sequence, then the members that shard parameters, then the stages of a
-pipeline.
+of these axes. The axes with the most communication have the closest ranks: first the ranks that split layers, then the
+ranks that split sequences, then the ranks that shard parameters, then the stages of a pipeline.
 """
 
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if the lengths don't multiply to the number of processes, or for too few micro-batches."""
+        """Raise UsageError for conflicting options, or if they don't match the number of processes or micro-batches."""
         lengths = {name: getattr(self, name) for name in _AXES}
         axis_lengths = {
             name: length for name, length in lengths.items() if length and (length > 1 or name == "replicate")
@@ -102,8 +101,8 @@ class Strategy:
         if self.expert > 1 and conflicts:
             raise UsageError(
                 f"strategy mesh: expert={self.expert} is only supported with replicate, not with "
-                f"{' and '.join(conflicts)}; don't set expert, because tensor splits the experts too, and shard splits "
-                f"them by rows"
+                f"{' and '.join(conflicts)}; don't set expert: the option tensor also splits the experts, and the "
+                f"option shard splits them by rows"
             )
         conflicts = [f"{name}={axis_lengths[name]}" for name in ("pipe", "shard", "expert") if name in axis_lengths]
         if self.sequence_parallel and (self.tensor == 1 or conflicts):
@@ -115,11 +114,11 @@ class Strategy:
         if self.pipe == 1 and (self.schedule != "1f1b" or self.stages_per_rank is not None):
             raise UsageError(
                 "strategy mesh: schedule and stages_per_rank require pipe of 2 or more, got pipe=1; set pipe to 2 or "
-                "more, or don't set them"
+                "more, or don't set schedule and stages_per_rank"
             )
-        per_rank = self._per_rank()
+        per_rank = self._get_stages_per_rank()
         check_stages("mesh", self.schedule, per_rank, self.pipe * per_rank, self.cut)
-        check_work(self._replicas(processes) * self.shard * self.expert, microbatches)
+        check_work(self._get_replicas(processes) * self.shard * self.expert, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError if the model that `build` returns can't be split into these stages or chunks."""
@@ -131,20 +130,20 @@ class Strategy:
         if self.sequence_parallel:
             check_sequence_parallel(blank, example)
         if self.pipe > 1:
-            find_cut(blank, self.pipe * self._per_rank(), example, self.cut, whole_blocks=whole_blocks)
+            find_cut(blank, self.pipe * self._get_stages_per_rank(), example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy. Pipelines that shard the optimizer state have different micro-batches, just like replicas."""
         if self.pipe > 1:
-            pipelines = self._replicas(processes) * self.shard
+            pipelines = self._get_replicas(processes) * self.shard
             return Mesh(replicate=pipelines, pipe=self.pipe, context=self.context, tensor=self.tensor)
-        return Mesh(self._replicas(processes), 1, self.shard, self.expert, self.context, self.tensor)
+        return Mesh(self._get_replicas(processes), 1, self.shard, self.expert, self.context, self.tensor)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
         mesh = self.mesh(world.size)
         if self.pipe > 1:
-            replicas, per_rank = self._replicas(world.size), self._per_rank()
+            replicas, per_rank = self._get_replicas(world.size), self._get_stages_per_rank()
             recompute = bool(numerics.recompute)
             pipe = PipelineShape(
                 self.schedule, replicas, self.shard, self.tensor, self.context, per_rank, self.cut, recompute
@@ -155,8 +154,8 @@ class Strategy:
             problem, make_optimizer, world, numerics, mesh, bucket_mib=self.bucket_mib, sequence_parallel=spread
         )
 
-    def _per_rank(self) -> int:
+    def _get_stages_per_rank(self) -> int:
         return resolve_stages_per_rank(self.schedule, self.stages_per_rank)
 
-    def _replicas(self, processes: int) -> int:
+    def _get_replicas(self, processes: int) -> int:
         return self.replicate or processes // (self.pipe * self.shard * self.expert * self.tensor * self.context)

@@ -15,7 +15,7 @@ from lockstep.comm.rpc import Rpc
 from lockstep.core.work import check_work
 from lockstep.parallel.asynchronous import AsynchronousEngine
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.layouts.parameter_server import Server, parameter_server_layout
+from lockstep.parallel.layouts.parameter_server import Server, make_parameter_server_layout
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
@@ -66,5 +66,5 @@ class Strategy:
             return mesh_engine(problem, make_optimizer, world, numerics, mesh)
         server = Server(world.size, world.timeout_s)
         calls = Rpc(world, server.push, server.pull)
-        make_layout = parameter_server_layout(world, server, calls, int(self.bucket_mib * 2**20))
+        make_layout = make_parameter_server_layout(world, server, calls, int(self.bucket_mib * 2**20))
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout, calls.close)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model is split into stages, one or more per process. Micro-batches pass through the stages.
+"""Pipeline parallelism: the model is split into stages. Each process has one or more stages.
 
 The idea and the first schedule are from Huang et al. 2019, "GPipe". For the sources of the other schedules, see
 parallel/pipeline/schedule.py.
@@ -46,14 +46,15 @@ class Strategy:
             communication="activations between stages and their gradients, for each micro-batch; with replicate or "
             "shard, the sum of the gradients once per step; with shard, also the new parameters",
             cuts_rows=self.shard > 1,
-            compiles=self.schedule != "zero_bubble",  # zero_bubble splits the backward pass of a block in two
-            cuts_sequences=self.schedule != "zero_bubble",  # and the joint backward pass of interleaved chunks
+            # zero_bubble splits the backward pass of a block in two. It can't split a joint backward pass of chunks.
+            compiles=self.schedule != "zero_bubble",
+            cuts_sequences=self.schedule != "zero_bubble",
             by_peers=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if the options are incompatible with each other or with the number of processes."""
-        per_rank = self._per_rank()
+        per_rank = self._get_stages_per_rank()
         pipelines = self._pipelines
         options = " x ".join(
             f"{name}={number}" for name, number in (("replicate", self.replicate), ("shard", self.shard)) if number > 1
@@ -72,7 +73,7 @@ class Strategy:
         The model is built on the meta device, or on the CPU if that fails. `example` contains the inputs of the model.
         If `whole_blocks` is set, the model is never split within a block.
         """
-        stages = processes // self._pipelines * self._per_rank()
+        stages = processes // self._pipelines * self._get_stages_per_rank()
         find_cut(on_meta(build), stages, example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
@@ -81,7 +82,7 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
-        per_rank = self._per_rank()
+        per_rank = self._get_stages_per_rank()
         pipe = PipelineShape(
             self.schedule, self.replicate, self.shard, stages_per_rank=per_rank, cut=self.cut, recompute=self.recompute
         )
@@ -91,5 +92,5 @@ class Strategy:
     def _pipelines(self) -> int:
         return self.replicate * self.shard
 
-    def _per_rank(self) -> int:
+    def _get_stages_per_rank(self) -> int:
         return resolve_stages_per_rank(self.schedule, self.stages_per_rank)

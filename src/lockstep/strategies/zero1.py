@@ -8,7 +8,7 @@ from typing import ClassVar, final
 
 from lockstep.core.work import check_work
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.layouts.rows import rows
+from lockstep.parallel.layouts.rows import make_row_layout
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
@@ -44,5 +44,5 @@ class Strategy:
         """Return the engine of this rank."""
         mesh = self.mesh(world.size)
         bucket_bytes, chunks = int(self.bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
-        make_layout = rows(world, mesh, bucket_bytes, offload=self.offload, chunks=chunks)
+        make_layout = make_row_layout(world, mesh, bucket_bytes, offload=self.offload, chunks=chunks)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

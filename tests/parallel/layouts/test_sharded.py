@@ -103,9 +103,9 @@ REFUSED = [
     (wayward.ChannelsLast, "zero3", "stem has channels_last weights, but its input is not channels_last"),
     (wayward.Reentrant, "zero2", "use_reentrant=True"),
     (wayward.Reentrant, "zero3", "use_reentrant=True"),
-    (wayward.Writes, "zero2", "the forward writes to weight blocks.0.linear.weight"),
-    (wayward.Writes, "zero3", "the forward writes to weight blocks.0.linear.weight"),
-    (wayward.Writes, "ddp", "the forward writes to weight blocks.0.linear.weight"),
+    (wayward.Writes, "zero2", "the forward pass writes to weight blocks.0.linear.weight"),
+    (wayward.Writes, "zero3", "the forward pass writes to weight blocks.0.linear.weight"),
+    (wayward.Writes, "ddp", "the forward pass writes to weight blocks.0.linear.weight"),
     (wayward.PenaltyFirst, "zero2", "a weight of blocks.2 is used before blocks.2 is called"),
 ]
 

@@ -1,4 +1,4 @@
-"""The layout of expert parallelism: each rank has some groups of experts, and all other parameters are replicated.
+"""The layout of expert parallelism: each rank has some of the experts, and all other parameters are replicated.
 
 Gradients of replicated parameters are summed as in data parallelism. For the experts, a step has these phases:
 
@@ -35,7 +35,7 @@ from lockstep.parallel.tensor.slices import (
     check_shared,
     cut_layers,
     keep_rows_of_rank,
-    row_locations,
+    locate_rows,
 )
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import Build, MicroBatch, MicroBatches
@@ -48,12 +48,15 @@ def expert_layers(model: nn.Module) -> dict[str, SplitLayer]:
 
 
 def check_experts(build: Build, ranks: int, strategy: str) -> None:
-    """Raise UsageError if the groups of experts of the model can't be divided evenly among `ranks` ranks."""
+    """Raise UsageError if the model's groups of experts can't be distributed evenly over `ranks` ranks."""
     _expert_layers(on_meta(build), ranks, strategy)
 
 
 def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, SplitLayer]:
-    """Return the expert modules of a model. Raises UsageError if `ranks` ranks can't share their groups evenly."""
+    """Return the expert modules of a model.
+
+    Raises UsageError if they can't be distributed evenly over `ranks` ranks.
+    """
     experts = expert_layers(model)
     if cut_layers(model) and not experts:
         raise UsageError(
@@ -64,7 +67,7 @@ def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> di
     return experts
 
 
-def own_experts(build: Build, world: World, mesh: Mesh) -> nn.Module:
+def build_expert_slice(build: Build, world: World, mesh: Mesh) -> nn.Module:
     """Build a model and keep only this rank's experts. All ranks must call this function."""
     model, rank = build(), mesh.coordinate(world.rank).expert
     layers = _expert_layers(model, mesh.expert)
@@ -76,13 +79,13 @@ def own_experts(build: Build, world: World, mesh: Mesh) -> nn.Module:
     return model
 
 
-def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
-    """Return a function that creates the layout of a model that `own_experts` built."""
+def make_expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
+    """Return a function that creates the layout of a model that `build_expert_slice` built."""
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights, layers = Weights(model, dtype), expert_layers(model)
         rank = mesh.coordinate(world.rank).expert
-        locations = row_locations(model, layers, rank, mesh.expert)
+        locations = locate_rows(model, layers, rank, mesh.expert)
         other_parameters = [
             (name, parameter) for name, parameter in trainable_parameters(model) if name not in locations
         ]
@@ -108,7 +111,7 @@ def _expert_sums(layer: SplitLayer, across: Sum) -> "_ExpertSums":
 
 @dataclass(eq=False)
 class _ExpertSums:
-    """The gradient sums of the experts of a module, by parameter name and the rank that computed the micro-batches."""
+    """The gradient sums of a module's experts, by parameter name and by the rank that has the micro-batches."""
 
     dispatch: Dispatch
     module: nn.Module
@@ -151,7 +154,7 @@ class _ExpertSums:
 
 @final
 class _ExpertGradients:
-    """Sums the gradients of the experts. `shared` sums the gradients of all other parameters."""
+    """Sums the gradients of experts, and uses `shared` to sum the gradients of all other parameters."""
 
     def __init__(self, shared: GradientSum, experts: Sequence[_ExpertSums], data_ranks: Sequence[DataRank]) -> None:
         self._shared = shared

@@ -1,23 +1,23 @@
-"""Full tensors for optimizers that can't update rows: each tensor has an owner rank, which updates the tensor.
+"""A layout for optimizers that can't update rows: each tensor has an owner rank, which updates the full tensor.
 
-Muon orthogonalizes matrices, Adafactor and Shampoo reduce over rows and columns, and fused kernels compute the end of a
-tensor differently. Therefore such an optimizer computes different results for some of the rows than for the full
-tensor. This layout wraps a layout in rows. A step has these phases:
+Some optimizers compute different results for rows than for the full tensor: Muon orthogonalizes matrices, Adafactor and
+Shampoo reduce over rows and columns, and fused kernels compute the end of a tensor differently. This layout wraps a
+layout that shards tensors by rows. A step has these phases:
 
 1. `collect`: The inner layout has this rank's rows of the gradient sums. Each rank sends its rows of every tensor to
    the owner of the tensor, which assembles the full gradient.
 2. The owner updates the full tensor. Only the owner has the optimizer state of the tensor, so optimizer memory is still
-   sharded. All other ranks have an empty stand-in without a gradient, which optimizers skip.
+   sharded. All other ranks have an empty placeholder without a gradient, which optimizers skip.
 3. `publish`: The owner sends the updated rows to all ranks that hold them.
 
-Owners are assigned in the order of tensor size, from the largest: each tensor is assigned to the rank that owns the
-fewest elements so far. This balances optimizers whose time depends on the number of elements.
+Owners are assigned from the largest tensor to the smallest. Each tensor gets the rank that owns the fewest elements so
+far as its owner. This balances optimizers whose time depends on the number of elements.
 
 In addition to its rows, a rank keeps a full copy of the tensors that it owns: R * C / W elements for W ranks.
 
 If a recipe splits a model into chunks, the model has the rows of a tensor in the order of its chunks, which is a
 different matrix for such an optimizer. The owner restores the shape of the model without chunks before the update.
-This also applies to strategies that replicate the tensor, which therefore have an owner for each chunked tensor too.
+Therefore each chunked tensor has an owner even if the strategy replicates it.
 
 Shapes: a tensor p_RC has R rows on its owner, and p_rC is a rank's part of the rows.
 """
@@ -33,21 +33,21 @@ from torch.optim import Optimizer
 
 from lockstep.comm.world import World
 from lockstep.core.shard import Chunked, MaybeSharded, Shard
-from lockstep.parallel.layouts.base import Layout, Slots, Span, SpansRows, norms_of_rows
-from lockstep.parallel.offloaded import pieces
+from lockstep.parallel.layouts.base import HasRowSpans, Layout, Slots, Span, norms_of_rows
+from lockstep.parallel.offloaded import group_by_size
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.state import OptimizerNames
 
-_SENT_BYTES: Final = 32 << 20  # total size of the full tensors whose rows are sent at once
+_SENT_BYTES: Final = 32 << 20  # maximum total size of the full tensors whose rows are sent at once
 
 
 @dataclass(eq=False)
 class _OwnedTensor:
-    """A tensor whose rows are on several ranks. `whole` is the full tensor on the owner, and empty on all other ranks.
+    """A tensor whose rows are on several ranks. `full` is the full tensor on the owner, and empty on all other ranks.
 
-    `spans` are the rows of each rank, of a tensor of shape `row_shape`. If the tensor is `chunked`, these are the rows
-    of its chunks, and `whole` has the shape without chunks.
+    `spans` are the rows of each rank, out of a tensor of shape `row_shape`. If the tensor is `chunked`, these are the
+    rows of its chunks, and `full` has the shape of the model without chunks.
     """
 
     name: str
@@ -57,11 +57,11 @@ class _OwnedTensor:
     row_shape: torch.Size
     stride: tuple[int, ...]
     chunked: Chunked | None
-    whole: nn.Parameter = field(init=False)
+    full: nn.Parameter = field(init=False)
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the full tensor, without chunks."""
+        """The shape of the full tensor in the model without chunks."""
         return self.row_shape if self.chunked is None else torch.Size(self.chunked.shape)
 
     @property
@@ -69,7 +69,10 @@ class _OwnedTensor:
         return self.row_shape.numel() * self.rows.element_size()
 
     def empty(self, dtype: torch.dtype, owned: bool) -> Tensor:
-        """Return memory for the full tensor with the strides of a single process, or for no rows if it isn't owned."""
+        """Return uninitialized memory for the full tensor, or for no rows unless it is `owned`.
+
+        The strides are the same as in a single process.
+        """
         device = self.rows.device
         if not owned:
             return torch.empty((0, *self.shape[1:]), dtype=dtype, device=device)
@@ -78,16 +81,16 @@ class _OwnedTensor:
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
 
     def to_rows(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the shape of `whole` as rows. This is a copy if the chunks have a different order."""
+        """Return a tensor of the shape of `full` as rows. This is a copy if the chunks have a different order."""
         if self.chunked is None:
             return tensor
         return self.chunked.to_rows(tensor) if len(tensor) else tensor.new_empty((0, *self.row_shape[1:]))
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Return all rows as a tensor of the shape of `whole`."""
+        """Return all rows as a tensor of the shape of `full`."""
         return rows if self.chunked is None else self.chunked.from_rows(rows)
 
-    def sources(self) -> Sequence[Span]:
+    def source_spans(self) -> Sequence[Span]:
         """Return the spans that the owner receives: each row once, and from the owner itself if it holds the row."""
         spans: dict[tuple[int, int], Span] = {}
         for span in self.spans:
@@ -101,7 +104,7 @@ class _OwnedTensor:
 class OwnedLayout:
     """Wraps the layout `inner`. `strides` maps names to the strides of parameters before sharding.
 
-    `chunked` has the parameters whose chunks are consecutive rows.
+    `chunked` contains the parameters whose chunks are consecutive rows.
     """
 
     def __init__(
@@ -114,22 +117,20 @@ class OwnedLayout:
         self._inner = inner
         self._world = world
         shapes = {name: inner.as_shard(name, rows.detach()).shape for name, rows in inner.trained}
-        spans = {name: self._spans(name, shape, name in chunked) for name, shape in shapes.items()}
-        owners = _owners(
-            shapes, {name: tensor_spans for name, tensor_spans in spans.items() if tensor_spans}, world.size
-        )
+        spans = {name: self._spans_of_tensor(name, shape, name in chunked) for name, shape in shapes.items()}
+        owners = _assign_owners(shapes, {name: spans[name] for name in shapes if spans[name]}, world.size)
         self._tensors = [
             _OwnedTensor(name, owners[name], spans[name], rows, shapes[name], strides[name], chunked.get(name))
             for name, rows in inner.trained
             if name in owners
         ]
         for tensor in self._tensors:
-            tensor.whole = nn.Parameter(tensor.empty(tensor.rows.dtype, self._owns(tensor)))
-        wholes = {tensor.name: tensor.whole for tensor in self._tensors}
-        self.trained: Sequence[Named] = [(name, wholes.get(name, rows)) for name, rows in inner.trained]
+            tensor.full = nn.Parameter(tensor.empty(tensor.rows.dtype, self._owns(tensor)))
+        full_by_name = {tensor.name: tensor.full for tensor in self._tensors}
+        self.trained: Sequence[Named] = [(name, full_by_name.get(name, rows)) for name, rows in inner.trained]
         self._by_name = {tensor.name: tensor for tensor in self._tensors}
         shards = {
-            tensor.name: Shard(tensor.whole.detach(), 0, tensor.shape, self._owns(tensor)) for tensor in self._tensors
+            tensor.name: Shard(tensor.full.detach(), 0, tensor.shape, self._owns(tensor)) for tensor in self._tensors
         }
         parts: dict[Tensor, Shard] = {
             parameter: shards.get(name) or Shard(parameter.detach(), 0, parameter.shape, world.rank == 0)
@@ -140,8 +141,8 @@ class OwnedLayout:
 
     @property
     def unowned(self) -> Sequence[Tensor]:
-        """The stand-ins for tensors that other ranks own."""
-        return [tensor.whole for tensor in self._tensors if tensor.owner != self._world.rank]
+        """The empty placeholders for tensors that other ranks own."""
+        return [tensor.full for tensor in self._tensors if tensor.owner != self._world.rank]
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
@@ -162,8 +163,8 @@ class OwnedLayout:
             gradients = {tensor.name: gradient(tensor.rows) for tensor in group}
             for tensor in group:
                 tensor.rows.grad = None
-                tensor.whole.grad = tensor.empty(gradients[tensor.name].dtype, self._owns(tensor))
-            self._gather(group, gradients, lambda tensor: gradient(tensor.whole))
+                tensor.full.grad = tensor.empty(gradients[tensor.name].dtype, self._owns(tensor))
+            self._gather(group, gradients, lambda tensor: gradient(tensor.full))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -179,7 +180,7 @@ class OwnedLayout:
         self._gather_weights()
 
     def optimizer_state(self, slots: Slots, optimizer: Optimizer) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the optimizer state of all ranks: tensors as shards that only their owner holds, and scalars.
+        """Return the optimizer state of all ranks: tensors as shards, which only their owners hold, and scalars.
 
         `slots` is the layout of this rank's tensors. All ranks must call this method.
         """
@@ -195,17 +196,17 @@ class OwnedLayout:
         self._drop_unowned_state(optimizer)
 
     def _drop_unowned_state(self, optimizer: Optimizer) -> None:
-        for stand_in in self.unowned:
-            optimizer.state.pop(stand_in, None)
+        for placeholder in self.unowned:
+            optimizer.state.pop(placeholder, None)
 
     def _slot_from_rows(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the optimizer slot `name` of a checkpoint, in the shape that the optimizer of the owner has."""
+        """Return the optimizer slot `name` of a checkpoint in the shape that the owner's optimizer uses."""
         owned = self._by_name.get(name.rpartition("/")[0])
         return owned.from_rows(tensor) if owned is not None and tensor.shape == owned.row_shape else tensor
 
-    def _spans(self, name: str, shape: torch.Size, is_chunked: bool) -> Sequence[Span]:
-        """Return the rows of a tensor by rank. Empty if each rank updates the tensor itself."""
-        spans = self._inner.spans(name, shape) if isinstance(self._inner, SpansRows) else ()
+    def _spans_of_tensor(self, name: str, shape: torch.Size, is_chunked: bool) -> Sequence[Span]:
+        """Return the rows of a tensor on each rank, or an empty sequence if each rank updates the tensor itself."""
+        spans = self._inner.spans(name, shape) if isinstance(self._inner, HasRowSpans) else ()
         if spans or not is_chunked:
             return spans
         return [Span(rank, 0, shape[0], primary=rank == 0) for rank in range(self._world.size)]
@@ -214,24 +215,24 @@ class OwnedLayout:
         return tensor.owner == self._world.rank
 
     def _groups(self) -> Iterable[list[_OwnedTensor]]:
-        return pieces(((tensor, tensor.nbytes) for tensor in self._tensors), _SENT_BYTES)
+        return group_by_size(((tensor, tensor.nbytes) for tensor in self._tensors), _SENT_BYTES)
 
     @torch.no_grad()
     def _gather_weights(self) -> None:
         for group in self._groups():
-            self._gather(group, {tensor.name: tensor.rows.detach() for tensor in group}, lambda tensor: tensor.whole)
+            self._gather(group, {tensor.name: tensor.rows.detach() for tensor in group}, lambda tensor: tensor.full)
 
     def _gather(
-        self, group: Sequence[_OwnedTensor], rows: Mapping[str, Tensor], whole: Callable[[_OwnedTensor], Tensor]
+        self, group: Sequence[_OwnedTensor], rows: Mapping[str, Tensor], full: Callable[[_OwnedTensor], Tensor]
     ) -> None:
         """Copy the rows of each rank to the full tensors on their owners."""
         sent, received = _Messages(), _Messages()
         chunked_rows: dict[str, Tensor] = {}
         for tensor in group:
-            target = whole(tensor)
+            target = full(tensor)
             if tensor.chunked is not None and self._owns(tensor):
                 target = chunked_rows[tensor.name] = target.new_empty(tensor.row_shape)
-            for span in tensor.sources():
+            for span in tensor.source_spans():
                 if span.rank == self._world.rank:
                     sent.add(tensor.owner, rows[tensor.name])
                 if self._owns(tensor):
@@ -239,13 +240,13 @@ class OwnedLayout:
         self._exchange(sent, received)
         for tensor in group:
             if tensor.name in chunked_rows:
-                whole(tensor).copy_(tensor.from_rows(chunked_rows[tensor.name]))
+                full(tensor).copy_(tensor.from_rows(chunked_rows[tensor.name]))
 
     def _scatter(self, group: Sequence[_OwnedTensor]) -> None:
         """Copy the full tensors from their owners to the rows of each rank."""
         sent, received = _Messages(), _Messages()
         for tensor in group:
-            rows = tensor.to_rows(tensor.whole.detach())
+            rows = tensor.to_rows(tensor.full.detach())
             for span in tensor.spans:
                 if not span.height:
                     continue
@@ -256,22 +257,22 @@ class OwnedLayout:
         self._exchange(sent, received)
 
     def _exchange(self, sent: "_Messages", received: "_Messages") -> None:
-        """Exchange messages between ranks. Messages between two ranks are combined to one tensor per dtype."""
-        own = self._world.rank
+        """Send and receive messages. Messages between two ranks are combined into one tensor per dtype."""
+        own_rank = self._world.rank
         device = self._world.device  # rows can be in CPU memory, which NCCL can't send
         outgoing = [
             (torch.cat([each.reshape(-1) for each in tensors]).to(device), rank)
-            for rank, tensors in sent.for_peers(own)
+            for rank, tensors in sent.for_peers(own_rank)
         ]
         incoming = [
             (torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=device), rank)
-            for rank, tensors in received.for_peers(own)
+            for rank, tensors in received.for_peers(own_rank)
         ]
         self._world.exchange(outgoing, incoming)
-        for (buffer, _), (_, tensors) in zip(incoming, received.for_peers(own), strict=True):
+        for (buffer, _), (_, tensors) in zip(incoming, received.for_peers(own_rank), strict=True):
             parts = torch.split(buffer, [each.numel() for each in tensors])
             torch._foreach_copy_(tensors, [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
-        for target, source in zip(received.for_rank(own), sent.for_rank(own), strict=True):
+        for target, source in zip(received.for_rank(own_rank), sent.for_rank(own_rank), strict=True):
             target.copy_(source)
 
 
@@ -289,11 +290,11 @@ class _Messages:
         """Return the tensors for rank `rank`."""
         return [each for (to, _), tensors in self._tensors.items() if to == rank for each in tensors]
 
-    def for_peers(self, own: int) -> list[tuple[int, list[Tensor]]]:
-        return [(rank, tensors) for (rank, _), tensors in self._tensors.items() if rank != own]
+    def for_peers(self, own_rank: int) -> list[tuple[int, list[Tensor]]]:
+        return [(rank, tensors) for (rank, _), tensors in self._tensors.items() if rank != own_rank]
 
 
-def _owners(shapes: Mapping[str, torch.Size], spans: Mapping[str, Sequence[Span]], ranks: int) -> dict[str, int]:
+def _assign_owners(shapes: Mapping[str, torch.Size], spans: Mapping[str, Sequence[Span]], ranks: int) -> dict[str, int]:
     """Return the owner of each tensor in `spans`. If a single rank has all rows, such as a server, it is the owner."""
     loads = [0] * ranks
     owners = {}

@@ -3,9 +3,9 @@
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), with a single server on rank 0,
 which also computes micro-batches. A step differs from data parallelism in these phases:
 
-1. Each rank adds up its micro-batches as far as the reduction tree allows (core/tree.py). Workers *push* the resulting
-   pieces to the server, one bucket at a time, as soon as the backward pass has filled the bucket. The server adds the
-   pieces of all ranks in the order of the tree, so the sum has the same bits as on a single process.
+1. Each rank adds the gradients of its micro-batches as far as the reduction tree allows (core/tree.py). Workers *push*
+   these partial sums to the server, one bucket at a time, as soon as the backward pass has filled the bucket. The
+   server adds the partial sums of all ranks in the order of the tree, so the bits are the same as in a single process.
 2. The server updates the weights. The optimizers of the workers have parameters without rows, so they do nothing.
 3. The workers *pull* the new weights. The server only answers after the update.
 
@@ -37,14 +37,14 @@ from lockstep.parallel.weights import Weights
 Pieces = Mapping[LeafBlock, Tensor]
 
 
-def parameter_server_layout(world: World, server: "Server", calls: Rpc, bucket_bytes: int) -> MakeLayout:
-    """Return a function that creates the layout. Ranks push gradients to the `server` on rank 0."""
+def make_parameter_server_layout(world: World, server: "Server", rpc: Rpc, bucket_bytes: int) -> MakeLayout:
+    """Return a function that creates the layout, in which ranks push gradients to the `server` on rank 0."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        layout = ServedLayout(model, world, server, calls, dtype)
-        pushed_sum = PushedSum(world.rank == 0, server, calls)
+        layout = ServedLayout(model, world, server, rpc, dtype)
+        pushed_sum = PushedSum(world.rank == 0, server, rpc)
         return layout, Gradients(
-            trainable_parameters(model), pushed_sum, stream, alone=False, bucket_bytes=bucket_bytes
+            trainable_parameters(model), pushed_sum, stream, single_process=False, bucket_bytes=bucket_bytes
         )
 
     return make
@@ -52,7 +52,7 @@ def parameter_server_layout(world: World, server: "Server", calls: Rpc, bucket_b
 
 @final
 class Server:
-    """The server on rank 0. It stores the pieces that workers push, and the weights of the last update."""
+    """The server on rank 0. Stores the partial sums that workers push, and the weights of the last update."""
 
     def __init__(self, ranks: int, timeout_s: float) -> None:
         self._workers = ranks - 1
@@ -64,15 +64,15 @@ class Server:
         self._waiting: list[Future[list[Tensor]]] = []
 
     def push(self, number: int, pieces: Pieces) -> None:
-        """Store the pieces that a worker pushes for sum `number`."""
+        """Store the partial sums that a worker pushes for sum `number`. Called remotely."""
         with self._condition:
             self._pushed[number].append(pieces)
             self._condition.notify_all()
 
     def collect(self, number: int) -> list[Pieces]:
-        """Wait until all workers have pushed their pieces of sum `number`, and return the pieces.
+        """Wait until all workers have pushed their partial sums for sum `number`, and return them.
 
-        Raises PeerLostError if this times out.
+        Raises PeerLostError on timeout.
         """
         with self._condition:
             if not self._condition.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
@@ -83,7 +83,7 @@ class Server:
             return self._pushed.pop(number)
 
     def release(self, weights: list[Tensor]) -> None:
-        """Publish the weights of the next update to the workers. Don't modify these tensors after the call."""
+        """Make the weights of a new update available to the workers. Don't modify these tensors after the call."""
         with self._condition:
             self._weights = weights
             self._updates += 1
@@ -92,7 +92,7 @@ class Server:
             future.set_result(weights)
 
     def pull(self, update: int) -> Future[list[Tensor]]:
-        """Return a future for the weights of update number `update`."""
+        """Return a future for the weights of update number `update`. Called remotely."""
         future: Future[list[Tensor]] = Future()
         with self._condition:
             if self._updates < update:
@@ -104,19 +104,19 @@ class Server:
 
 @final
 class PushedSum:
-    """The sum over all ranks, on the server. Workers get uninitialized memory, which they don't read."""
+    """Sums over all ranks on the server. On workers, returns uninitialized memory, which must not be read."""
 
-    def __init__(self, serves: bool, server: Server, calls: Rpc) -> None:
-        self._is_server = serves
+    def __init__(self, is_server: bool, server: Server, rpc: Rpc) -> None:
+        self._is_server = is_server
         self._server = server
-        self._calls = calls
+        self._rpc = rpc
         self._number = 0  # index of the sum; the same on all ranks, because all ranks sum in the same order
 
     def __call__(self, pieces: Pieces, leaves: int, like: Tensor) -> Tensor:
         """See Sum."""
         self._number += 1
         if not self._is_server:
-            self._calls.call_server("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
+            self._rpc.call_server("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
             return like
         all_pieces = dict(pieces)
         for pushed in self._server.collect(self._number):
@@ -128,15 +128,15 @@ class PushedSum:
 class ServedLayout:
     """A layout in which each rank has the full model, and rank 0 updates all parameters."""
 
-    def __init__(self, model: nn.Module, world: World, server: Server, calls: Rpc, dtype: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, world: World, server: Server, rpc: Rpc, dtype: torch.dtype | None) -> None:
         self._server = server
-        self._calls = calls
+        self._rpc = rpc
         self._ranks = world.size
         self._is_server = world.rank == 0
         self._weights = Weights(model, dtype)
         self.state, self.reload = self._weights.state, self._weights.publish
-        self._whole = self._weights.trained
-        scalars = [name for name, weight in self._whole if not weight.ndim]
+        self._full_weights = self._weights.trained
+        scalars = [name for name, weight in self._full_weights if not weight.ndim]
         if scalars:
             raise UsageError(
                 f"strategy parameter_server: parameter {', '.join(scalars)} has no dims; use shape (1,), or use "
@@ -144,12 +144,13 @@ class ServedLayout:
             )
         rows = slice(None) if self._is_server else slice(0)
         self._shards = {
-            name: Shard(weight.detach()[rows], 0, weight.shape, primary=self._is_server) for name, weight in self._whole
+            name: Shard(weight.detach()[rows], 0, weight.shape, primary=self._is_server)
+            for name, weight in self._full_weights
         }
         self.trained = (
-            self._whole
+            self._full_weights
             if self._is_server
-            else [(name, nn.Parameter(self._shards[name].tensor)) for name, _ in self._whole]
+            else [(name, nn.Parameter(self._shards[name].tensor)) for name, _ in self._full_weights]
         )
         self._updates = 0
         parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
@@ -160,14 +161,14 @@ class ServedLayout:
         return shard_like(tensor, self._shards[name])
 
     def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
-        """See SpansRows."""
+        """See HasRowSpans."""
         return [Span(rank, 0, 0 if rank else shape[0], primary=not rank) for rank in range(self._ranks)]
 
     def collect(self) -> None:
         """See Layout."""
         self._weights.collect()
         if not self._is_server:
-            for (_, weight), (_, parameter) in zip(self._whole, self.trained, strict=True):
+            for (_, weight), (_, parameter) in zip(self._full_weights, self.trained, strict=True):
                 weight.grad = None
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -175,10 +176,10 @@ class ServedLayout:
     def publish(self) -> None:
         """See Layout. The server releases the new weights, and workers pull them."""
         self._updates += 1
-        weights = [weight.detach() for _, weight in self._whole]
+        weights = [weight.detach() for _, weight in self._full_weights]
         if self._is_server:
             # Release copies, because an evaluation can swap in averaged weights before all workers have pulled.
             self._server.release([weight.to("cpu", copy=True) for weight in weights])
         else:
-            torch._foreach_copy_(weights, self._calls.call_server("pull", self._updates))
+            torch._foreach_copy_(weights, self._rpc.call_server("pull", self._updates))
         self._weights.publish()

@@ -22,10 +22,10 @@ from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
 
-_PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed, because a message costs as much as a copy of this size
+_PACKED_BYTES: Final = 64 << 10  # pack smaller parameters: a message costs as much as a copy of this size
 
 
-def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int = 1) -> MakeLayout:
+def make_row_layout(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int = 1) -> MakeLayout:
     """Return a function that creates the layout. Each rank has the full model, and updates an equal share of the rows.
 
     If `offload` is set, these rows and their optimizer state are in CPU memory (parallel/offloaded.py). Sequences are
@@ -42,7 +42,7 @@ def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int
 
 @final
 class RowLayout:
-    """A layout that splits the rows of each parameter evenly. Rank r has the r-th part.
+    """A layout that splits the rows of each parameter evenly over the ranks, in rank order.
 
     Every rank updates 0-dim parameters. If the model computes with weight copies in `dtype`, each rank has the full
     copies, and the weights are sharded by rows.
@@ -51,25 +51,25 @@ class RowLayout:
     def __init__(self, model: nn.Module, world: World, offload: bool, dtype: torch.dtype | None) -> None:
         self._model = model
         self._world = world
-        self._whole = trainable_parameters(model)
+        self._parameters = trainable_parameters(model)
         self._weights = Weights(model, dtype)
-        self._shards = {name: self._own_shard(parameter) for name, parameter in self._whole}
+        self._shards = {name: self._own_shard(parameter) for name, parameter in self._parameters}
         self._copies = dtype is not None
         self._offload = offload
-        self._has_separate_memory = offload or self._copies  # whether the trained rows don't share the model's memory
-        self.trained = [(name, nn.Parameter(self._trained_rows(parameter))) for name, parameter in self._whole]
+        self._has_separate_memory = offload or self._copies  # whether trained rows are copies, not views of the model
+        self.trained = [(name, nn.Parameter(self._trained_rows(parameter))) for name, parameter in self._parameters]
         self._weights.release_weights()
         parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
         self.norms = norms_of_rows(world, parts)
-        self._packs = self._group_for_sending()
-        self._keeps_whole = False
+        self._exchanges = self._make_exchanges()
+        self._keeps_full_gradients = False
         self._sums: list[Tensor] = []  # full gradient sums of a step in the order of `trained`, if they are kept
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         if not self._copies:
             return {**self._model.state_dict()}
-        pairs = zip(self._whole, self.trained, strict=True)
+        pairs = zip(self._parameters, self.trained, strict=True)
         rows = {parameter: self.as_shard(name, rows_here.detach()) for (name, parameter), (_, rows_here) in pairs}
         states = self._weights.state()
         return {name: rows.get(value, states[name]) for name, value in self._model.state_dict(keep_vars=True).items()}
@@ -91,27 +91,27 @@ class RowLayout:
     def collect(self) -> None:
         """See Layout. Keeps this rank's rows of the gradients, and frees all other rows."""
         self._sums.clear()
-        for (name, parameter), (_, row) in zip(self._whole, self.trained, strict=True):
+        for (name, parameter), (_, row) in zip(self._parameters, self.trained, strict=True):
             assert parameter.grad is not None
             shard = self._shards[name]
             gradient = parameter.grad[shard.first : shard.first + len(row)] if shard.shape else parameter.grad
             row.grad = self._copy_rows(gradient)
-            if self._keeps_whole:
+            if self._keeps_full_gradients:
                 self._sums.append(parameter.grad)
             parameter.grad = None
 
     def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
-        """See SpansRows."""
+        """See HasRowSpans."""
         size = self._world.size
         rows = [part(shape[0], size, rank) for rank in range(size)] if shape else []
-        return [Span(rank, own.start, len(own), primary=True) for rank, own in enumerate(rows)]
+        return [Span(rank, rank_rows.start, len(rank_rows), primary=True) for rank, rank_rows in enumerate(rows)]
 
     def keep_full_gradients(self) -> None:
-        """See CutsGradients."""
-        self._keeps_whole = True
+        """See ShardsGradientSums."""
+        self._keeps_full_gradients = True
 
     def witnessed(self) -> Sequence[dict[str, MaybeSharded]]:
-        """See CutsGradients."""
+        """See ShardsGradientSums."""
         named_sums = [
             (name, gradient) for (name, _), gradient in zip(self.trained, self._sums, strict=True) if gradient.ndim
         ]
@@ -125,7 +125,7 @@ class RowLayout:
         if self._has_separate_memory:
             for name, trained in self.trained:
                 self._shards[name].tensor.copy_(trained)
-        for rows in self._packs:
+        for rows in self._exchanges:
             rows.exchange()
 
     def _own_shard(self, parameter: Tensor) -> Shard:
@@ -144,24 +144,26 @@ class RowLayout:
     def _copy_rows(self, rows: Tensor) -> Tensor:
         return empty_host_tensor(rows).copy_(rows) if self._offload else rows.clone()
 
-    def _group_for_sending(self) -> "list[_RowExchange]":
-        """Group the parameters: one group to send directly from memory, and one group per dtype to pack."""
-        kinds: dict[torch.dtype | None, list[Tensor]] = {}
-        for parameter in (parameter.detach() for _, parameter in self._whole if parameter.ndim):
-            # A view whose dims are in memory order, except that dim 0 comes first.
+    def _make_exchanges(self) -> "list[_RowExchange]":
+        """Group the parameters: one group whose rows are sent without a copy, and one packed group per dtype."""
+        tensors_by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
+        for parameter in (parameter.detach() for _, parameter in self._parameters if parameter.ndim):
+            # Permute the other dims to memory order, so that rows can be sent without a copy if they are contiguous.
             dense = parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
             is_dense = dense.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
-            kinds.setdefault(None if is_dense else parameter.dtype, []).append(dense if is_dense else parameter)
+            tensors_by_dtype.setdefault(None if is_dense else parameter.dtype, []).append(
+                dense if is_dense else parameter
+            )
         ranks = range(self._world.size)
         return [
             _RowExchange(self._world, [[self._rows_of(p, rank).tensor for p in tensors] for rank in ranks], bool(dtype))
-            for dtype, tensors in kinds.items()
+            for dtype, tensors in tensors_by_dtype.items()
         ]
 
 
 @final
 class _RowExchange:
-    """Rows of several parameters by rank. Each rank sends its own rows, as a single tensor if `packed` is set."""
+    """Sends each rank's rows of several parameters to all ranks, as a single tensor if `packed` is set."""
 
     def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:
         self._world = world

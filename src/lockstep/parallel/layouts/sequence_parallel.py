@@ -1,7 +1,7 @@
-"""The layout for sequence parallelism: a sliced model whose ranks split sequences outside of the sliced regions.
+"""The layout for sequence parallelism: the ranks that split the layers also split the sequences outside these layers.
 
-Each rank computes the gradients of its sliced parameters for all chunks of a sequence (tensor/sequence_parallel.py).
-The gradients of all other parameters only cover the rank's own chunks. Therefore there are two gradient sums, over
+Each rank computes the gradients of its split parameters for all chunks of a sequence (tensor/sequence_parallel.py). The
+gradients of all other parameters only cover the rank's own chunks. Therefore there are two gradient sums, over
 different sets of ranks.
 """
 
@@ -21,7 +21,7 @@ from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
 
-def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
+def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
     """Return a function that creates the layout. Sequences are split into `chunks` chunks."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
@@ -30,48 +30,48 @@ def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks
             getattr(layer.module, key) for layer in cut_layers(model).values() for key in layer.parameters
         }
 
-        def adding(sum_mesh: Mesh, is_cut: bool) -> Gradients:
+        def make_sum(sum_mesh: Mesh, is_split: bool) -> Gradients:
             selected = [
                 (name, parameter)
                 for name, parameter in trainable_parameters(model)
-                if (parameter in split_parameters) == is_cut
+                if (parameter in split_parameters) == is_split
             ]
             canonical = world.canonical(sum_mesh, "replicate", "context", chunks=chunks)
             return Gradients(selected, canonical, stream, False, bucket_bytes)
 
-        return weights, SequenceParallelGradients(adding(mesh.spread, is_cut=False), adding(mesh, is_cut=True))
+        return weights, SequenceParallelGradients(make_sum(mesh.spread, is_split=False), make_sum(mesh, is_split=True))
 
     return make
 
 
 @final
 class SequenceParallelGradients:
-    """Sums gradients of `whole` parameters over this rank's chunks, and of `cut` parameters also over dummy chunks."""
+    """Sums gradients: `unsplit` over this rank's chunks, and `split` over all chunks, including dummies."""
 
-    def __init__(self, whole: GradientSum, cut: GradientSum) -> None:
-        self._whole = whole
-        self._cut = cut
+    def __init__(self, unsplit: GradientSum, split: GradientSum) -> None:
+        self._unsplit = unsplit
+        self._split = split
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
-        self._whole.begin(leaves, microbatches)
-        self._cut.begin(leaves, [_count(microbatch) for microbatch in microbatches])
+        self._unsplit.begin(leaves, microbatches)
+        self._split.begin(leaves, [_as_counted(microbatch) for microbatch in microbatches])
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        self._whole.before_backward(microbatch)
-        self._cut.before_backward(_count(microbatch))
+        self._unsplit.before_backward(microbatch)
+        self._split.before_backward(_as_counted(microbatch))
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        self._whole.after_backward(microbatch)
-        self._cut.after_backward(_count(microbatch))
+        self._unsplit.after_backward(microbatch)
+        self._split.after_backward(_as_counted(microbatch))
 
     def finish(self) -> None:
         """See GradientSum."""
-        self._whole.finish()
-        self._cut.finish()
+        self._unsplit.finish()
+        self._split.finish()
 
 
-def _count(microbatch: MicroBatch) -> MicroBatch:
+def _as_counted(microbatch: MicroBatch) -> MicroBatch:
     return replace(microbatch, dummy=False)

@@ -39,15 +39,15 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span
 from lockstep.parallel.weights import fp32_parameters
 from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
-# How many communications can be pending while the backward pass computes the next unit. This corresponds to about two
-# units, whose full gradients stay in memory.
+# The maximum number of pending communications while the backward pass continues. They correspond to about two units,
+# whose full gradients stay in memory.
 _MAX_PENDING: Final = 4
-# A member that calls its units in a different order may hand over its gradients only after all-gathers that this member
-# hasn't joined yet. Therefore a member stops waiting after this time, and keeps more gradients in memory instead.
+# If a member calls its units in a different order, its gradients may depend on all-gathers that this member hasn't
+# joined yet. Therefore a member stops waiting after this time, and keeps more gradients in memory instead.
 _MAX_WAIT_S: Final = 10.0
 
 
-def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
+def make_sharded_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
     """Return a function that creates the layout. The model is sharded by rows over the members of this rank's replica.
 
     If `offload` is set, the rows are in CPU memory except during use (parallel/offloaded.py). Sequences are
@@ -81,7 +81,7 @@ class ShardedLayout:
         dtype: torch.dtype | None,
         chunks: int = 1,
     ) -> None:
-        _check(model)
+        _check_parameters(model)
         self._world, self._mesh = world, mesh
         rank = mesh.data_rank(world.rank)
         self._primary = not (rank.replica or rank.seat)
@@ -92,18 +92,18 @@ class ShardedLayout:
         exchange = partial(all_to_all_rows, world.carrier(mesh, "shard"), rank.member, rank.members)
         across = world.canonical(mesh, "replicate", "context", chunks=chunks)
         self.gradients = sums = _ShardSums(rank, exchange, across, stream, names, chunks)
-        _watch_memory_formats(model)
+        _check_memory_formats_in_forward(model)
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard doesn't support other memory formats
                 parameter.data = parameter.data.contiguous()
-        narrow = None if dtype is None else GatherDtype(dtype, fp32_parameters(model, dtype))
+        gather_dtype = None if dtype is None else GatherDtype(dtype, fp32_parameters(model, dtype))
         members = world.device_mesh(mesh, "shard")
-        self._sharded = Sharded(model, units, names, members, sums.receive, keep_gathered, offload, narrow)
+        self._sharded = Sharded(model, units, names, members, sums.receive, keep_gathered, offload, gather_dtype)
         sums.model = self._sharded
         self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
-        self._shards = {name: cut for name, (cut, _) in parts.items()}
-        self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._shards.items()]
+        self._shards = {name: shard for name, (shard, _) in parts.items()}
+        self.trained = [(name, nn.Parameter(shard.tensor)) for name, shard in self._shards.items()]
         self.norms = norms_of_rows(world, {parameter: self._shards[name] for name, parameter in self.trained})
         self._gradients = [(parameter, partial(local_gradient, parts[name][1])) for name, parameter in self.trained]
 
@@ -116,14 +116,14 @@ class ShardedLayout:
         return shard_like(tensor, self._shards[name])
 
     def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
-        """See SpansRows."""
+        """See HasRowSpans."""
         row_spans = []
         for number in range(self._world.size):
             rank = self._mesh.data_rank(number)
             height = rows_per_member(shape, rank.members)
             first = min(rank.member * height, shape[0])
-            own = min(height, shape[0] - first)
-            row_spans.append(Span(number, first, own, primary=not (rank.replica or rank.seat)))
+            length = min(height, shape[0] - first)
+            row_spans.append(Span(number, first, length, primary=not (rank.replica or rank.seat)))
         return row_spans
 
     def collect(self) -> None:
@@ -144,11 +144,11 @@ class _ShardSums:
 
     Three things happen concurrently:
 
-    1. The backward pass, on this thread, hands over the gradients of a unit in each round.
+    1. In each round, the backward pass on this thread passes the gradients of each unit to `receive`.
     2. The stream sends these gradients to the members, and adds the received rows to the counter of the unit, in the
-       order in which units were handed over.
-    3. In the last round, once a unit and all units before it in `_order` have been handed over, the stream also sums
-       the rows of the unit over the replicas.
+       order of the calls of `receive`.
+    3. In the last round, once a unit and all units before it in `_order` have been received, the stream also sums the
+       rows of the unit over the replicas.
 
     `_pending` contains the communications that this thread hasn't waited for yet.
     """
@@ -164,9 +164,9 @@ class _ShardSums:
     _last: MicroBatch | None = field(default=None, init=False)
     _incomplete: deque[int] = field(default_factory=deque, init=False)
     _leaves: int = field(default=0, init=False)
-    _first: int = field(default=0, init=False)  # the leaf of the reduction tree for this rank's chunk of micro-batch 0
+    _first: int = field(default=0, init=False)  # the leaf index of this rank's chunk of micro-batch 0
     _rounds: Iterator[tuple[int, int]] = field(default_factory=lambda: iter(()), init=False)
-    _round: tuple[int, int] = field(default=(0, 0), init=False)  # a round without micro-batches
+    _round: tuple[int, int] = field(default=(0, 0), init=False)  # (0, 0) is a round without micro-batches
     _remaining: int = field(default=0, init=False)
     _pending: deque[Pending[None]] = field(default_factory=deque, init=False)
     _may_block: bool = field(default=True, init=False)
@@ -175,7 +175,7 @@ class _ShardSums:
     def __post_init__(self) -> None:
         self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in self.units]
         last = len(self.units) - 1
-        self._order = [*reversed(range(last)), last]  # the usual order in backward, with the rest of the model last
+        self._order = [*reversed(range(last)), last]  # the usual backward order, then the rest of the model
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
@@ -224,8 +224,8 @@ class _ShardSums:
 
     def _complete_ready(self, everything: bool) -> None:
         # Complete units during the backward pass, so that the partial sums and the sums of all units aren't in memory
-        # together. The replicas must sum the units in the same order, which can differ from the order of their backward
-        # passes.
+        # at the same time. All replicas must sum the units in the same order, although the order in their backward
+        # passes can differ.
         while self._incomplete and (everything or self._incomplete[0] in self._outputs):
             unit = self._incomplete.popleft()
             if unit in self._outputs:
@@ -241,11 +241,11 @@ class _ShardSums:
         output.copy_(self.across(pieces, self._leaves, output))
 
 
-def _check(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module) -> None:
     if isinstance(model, nn.ModuleDict | nn.ModuleList):
         raise UsageError(
-            f"a {type(model).__name__} has no forward, so its parameters cannot be gathered around it; train a module "
-            f"whose forward calls its submodules, or use strategy ddp or zero1"
+            f"a {type(model).__name__} has no forward method, so its parameters cannot be gathered; train a module "
+            f"whose forward method calls its submodules, or use strategy ddp or zero1"
         )
     for name, parameter in model.named_parameters():
         if not (parameter.is_contiguous() or _channels_last(parameter)):
@@ -286,11 +286,11 @@ def _channels_last(tensor: Tensor) -> bool:
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _watch_memory_formats(model: nn.Module) -> None:
-    """Check the inputs of layers with channels_last weights, because the gathered weights are contiguous.
+def _check_memory_formats_in_forward(model: nn.Module) -> None:
+    """Make layers with channels_last weights raise UsageError unless their inputs are channels_last.
 
-    A convolution runs in channels_last if its input or its weight is channels_last. Therefore its bits don't change if
-    its input is channels_last. All other inputs are rejected.
+    Gathered weights are contiguous. A convolution runs in channels_last if its input or its weight is channels_last.
+    Therefore contiguous weights only have the same results if the input is channels_last.
     """
 
     def check(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:

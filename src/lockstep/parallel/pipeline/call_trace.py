@@ -63,7 +63,7 @@ class CallTrace:
         # Use ones as inputs: they are valid indices into embedding tables, and a mask of ones masks nothing.
         ones = batches.map_tensors(lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype), cut.example)
         self.outputs: Any = self._run(ones)
-        self.used = [self._tensors_of_call(call) for call in self._calls]
+        self.used = [self._collect_tensors(call) for call in self._calls]
         self.calls: dict[str, int] = {}
         for position, call in enumerate(self._calls):
             self.calls.setdefault(call.name, position)
@@ -89,7 +89,7 @@ class CallTrace:
         """See GraphTrace. The counts are from the recording of the forward pass, and `example` is not used."""
         return [call.operations // 2 for call in self._calls]
 
-    def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
+    def _collect_tensors(self, call: _TracedCall) -> dict[int, Tensor]:
         direct_tensors = [self._tensors[self._names[key]] for key in call.read_after if key in self._names]
         of_module = [tensor for _, tensor in named_tensors(self._modules[call.name])]
         return {id(tensor): tensor for tensor in (*direct_tensors, *of_module)}
@@ -111,7 +111,7 @@ class CallTrace:
             raise UntraceableError(f"its forward method draws random numbers; {UntraceableError.advice}")
         if not self._calls:
             raise UntraceableError(f"its forward method calls no modules; {UntraceableError.advice}")
-        self._read(outputs)
+        self._record_read(outputs)
         return outputs
 
     def _record_call(self, name: str, forward: "Forward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,7 +131,7 @@ class CallTrace:
         self._record_produced(outputs)
         return outputs
 
-    def _read(self, values: Any) -> None:
+    def _record_read(self, values: Any) -> None:
         """Record that code between modules uses these tensors, or that the model returns them."""
         if self._calls:
             self._calls[-1].read_after |= {
@@ -157,7 +157,7 @@ class _ReadRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._trace._inside_module and (result is None or batches.tensors_of(result)):
-            self._trace._read((args, kwargs))
+            self._trace._record_read((args, kwargs))
             self._trace._record_produced(result)
         return result
 
@@ -188,9 +188,9 @@ class MetaModel:
         self._modules = dict(self.model.named_modules())
         self._outputs_by_key: dict[Any, Any] = {}
 
-    def call(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
+    def infer_outputs(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
         """Return new fake tensors with the shapes of the outputs of module `name` for these arguments."""
-        key = name, training, torch.is_autocast_enabled(self._device.type), _signature((args, kwargs))
+        key = name, training, torch.is_autocast_enabled(self._device.type), _make_cache_key((args, kwargs))
         if key not in self._outputs_by_key:
             with torch.no_grad(), torch.random.fork_rng([]):
                 outputs = self._modules[name].train(training)(*args, **kwargs)
@@ -235,7 +235,7 @@ def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Itera
             yield name, child
 
 
-def _signature(arguments: Any) -> Any:
+def _make_cache_key(arguments: Any) -> Any:
     """Return a cache key: calls with the same key have outputs of the same shapes.
 
     Objects other than tensors and plain values are compared by identity.

@@ -54,8 +54,8 @@ def find_cut(
 def _find_cut(
     model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str], whole_blocks: bool
 ) -> PipelineCut:
-    meta_model, runs_on_meta = _meta_copy(model, example)
-    blocks = _compiled_module_names(meta_model) if whole_blocks else frozenset()
+    meta_model, runs_on_meta = _copy_to_meta(model, example)
+    blocks = _get_compiled_module_names(meta_model) if whole_blocks else frozenset()
     regions = region_names(meta_model)
     if "" in regions:
         raise UsageError(
@@ -178,7 +178,7 @@ def build_stage_module(model: nn.Module, cut: PipelineCut, stage: int) -> fx.Gra
     """Return the module of a stage, for the current mode of the model. It maps incoming to outgoing values."""
     trace = GraphTrace(model, cut, model.training)
     part = _stage_ranges(trace, cut)[stage]
-    return trace.module(part.start, part.stop)
+    return trace.build_module(part.start, part.stop)
 
 
 def replay_stages(model: nn.Module, cut: PipelineCut, training: bool) -> list[ReplayStage]:
@@ -257,7 +257,7 @@ class _CutResult(NamedTuple):
 def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs_on_meta: bool) -> _CutResult:
     # Modules that can't be expanded. If stages run the model's code again, blocks aren't expanded, because code between
     # the modules of a block reads values that would cross the cut.
-    opaque = {*start.unsplit, *(_module_names(model, find_units(model)) if start.replayed else ())}
+    opaque = {*start.unsplit, *(_get_module_names(model, find_units(model)) if start.replayed else ())}
     initially_opaque = len(opaque)
     best, lowest_cost, failures = None, float("inf"), 0
     while failures < _MAX_FAILURES:
@@ -277,15 +277,15 @@ def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs_on_meta
         failures += best is not None
         if lowest_cost <= _MAX_IMBALANCE / stages:
             break
-        name = _most_expensive_module(model, trace, costs, opaque)
+        name = _find_most_expensive_module(model, trace, costs, opaque)
         while name is not None and not _can_expand(model, _expand(start, name)):
             opaque.add(name)
-            name = _most_expensive_module(model, trace, costs, opaque)
+            name = _find_most_expensive_module(model, trace, costs, opaque)
         if name is None:
             break
         start = _expand(start, name)
     if best is None:
-        raise UsageError(_no_cut_message(model, trace, stages))
+        raise UsageError(_explain_no_cut(model, trace, stages))
     find_owners(model, best)
     return _CutResult(best, lowest_cost, len(opaque) > initially_opaque)
 
@@ -316,15 +316,15 @@ def _normalize(amounts: list[int]) -> list[float]:
     return [amount / total for amount in amounts]
 
 
-def _most_expensive_module(
-    model: nn.Module, trace: ForwardTrace, costs: list[float], has_opaque_modules: set[str]
+def _find_most_expensive_module(
+    model: nn.Module, trace: ForwardTrace, costs: list[float], opaque: set[str]
 ) -> str | None:
     """Return the name of the most expensive module that may be expanded, or None. Never expands torch.nn modules."""
     modules = dict(model.named_modules())
     candidates = [
         (costs[position], name)
         for name, position in trace.calls.items()
-        if name not in has_opaque_modules
+        if name not in opaque
         and any(True for _ in modules[name].children())
         and not type(modules[name]).__module__.startswith("torch.nn.")
     ]
@@ -340,7 +340,7 @@ def _can_expand(model: nn.Module, cut: PipelineCut) -> bool:
     return True
 
 
-def _no_cut_message(model: nn.Module, trace: ForwardTrace, stages: int) -> str:
+def _explain_no_cut(model: nn.Module, trace: ForwardTrace, stages: int) -> str:
     obstacles = [(_find_obstacle(model, trace, position), name) for name, position in trace.calls.items() if position]
     reasons = [f"not before {name}, since {reason}" for reason, name in obstacles if reason]
     explanation = f" ({', '.join(reasons[:3])})" if reasons else ""
@@ -350,13 +350,13 @@ def _no_cut_message(model: nn.Module, trace: ForwardTrace, stages: int) -> str:
     )
 
 
-def _module_names(model: nn.Module, blocks: Iterable[nn.Module]) -> frozenset[str]:
+def _get_module_names(model: nn.Module, blocks: Iterable[nn.Module]) -> frozenset[str]:
     names = {module: name for name, module in model.named_modules()}
     return frozenset(names[block] for block in blocks)
 
 
-def _compiled_module_names(model: nn.Module) -> frozenset[str]:
-    names = _module_names(model, units_to_compile(model))
+def _get_compiled_module_names(model: nn.Module) -> frozenset[str]:
+    names = _get_module_names(model, units_to_compile(model))
     if "" in names:
         raise UsageError(
             "strategy pipeline: recipe.compile compiles this model as a whole, because it has no blocks; use a "
@@ -365,7 +365,7 @@ def _compiled_module_names(model: nn.Module) -> frozenset[str]:
     return names
 
 
-def _meta_copy(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
+def _copy_to_meta(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
     """Return a copy of the model on the meta device, and whether its forward pass can run on `example` there.
 
     If the model can't be copied, returns the original model and False.
@@ -399,7 +399,7 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
     positions = [position for position in sorted(set(allowed)) if 0 < position < length]
     ends = [*positions, length]
 
-    def best_split(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
+    def find_best_split(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
         """Return the smallest total cost of a split whose parts cost at most `max_cost`, and its positions.
 
         `add` combines the costs of the parts.
@@ -422,6 +422,6 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
 
     # Use two passes: first minimize the maximum, then the squares. A single pass would be wrong, because the first
     # parts of an optimal split aren't always an optimal split of their items.
-    minimal = best_split(math.inf, max)
-    split = minimal and best_split(minimal[0], lambda total, cost: total + cost * cost)
+    minimal = find_best_split(math.inf, max)
+    split = minimal and find_best_split(minimal[0], lambda total, cost: total + cost * cost)
     return None if split is None else list(split[1])

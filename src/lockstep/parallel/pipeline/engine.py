@@ -38,13 +38,13 @@ from lockstep.errors import TrainingError
 from lockstep.parallel.activations import training_forward_context
 from lockstep.parallel.context.sequence_chunks import make_work_units
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.ema import evaluating, make_average
+from lockstep.parallel.ema import evaluation_mode, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
-from lockstep.parallel.layouts.base import Slots, take_over, trainable_parameters
-from lockstep.parallel.losses import Losses, losses_of_task, named_totals, total_loss
+from lockstep.parallel.layouts.base import Slots, load_local_parts, trainable_parameters
+from lockstep.parallel.losses import Losses, name_totals, total_loss, wrap_losses
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.optimizer_step import Updates, share
+from lockstep.parallel.optimizer_step import Updates, make_seed
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.cut_model import CutModel
 from lockstep.parallel.pipeline.layout import StageLayout
@@ -101,7 +101,7 @@ class PipelineEngine:
         # From here on, tensors of other ranks have no memory.
         own_slice = self._keep_own_tensors(cut_model)
         self._ties = TiedWeights(self._model, cut_model.owner, cut_model.borrower)
-        self._stages = {number: self._stage(cut_model.owned_by(number), number) for number in placement.stages}
+        self._stages = {number: self._make_stage(cut_model.owned_by(number), number) for number in placement.stages}
         numerics.prepare(self._model, world.device)
         self._code = cut_model.build_code(cut_model.owned_names | cut_model.borrowed_names)
         self._model.train()
@@ -146,7 +146,7 @@ class PipelineEngine:
         keep_only(self._model, cut_model.owned_names | cut_model.borrowed_names, self._world.device, memory_format)
         return own_slice
 
-    def _stage(self, names: Collection[str], number: int) -> Stage:
+    def _make_stage(self, names: Collection[str], number: int) -> Stage:
         borrowed = [tie.tensor for tie in self._ties.borrowed_by(number)]
         part = extract_part(self._model, names)
         numerics = self._numerics
@@ -173,12 +173,12 @@ class PipelineEngine:
         self._layout.collect()
         for stage in self._stages.values():
             stage.average_statistics(leaf_count, step.samples, self._across)
-        losses = self._total_losses(leaf_count, 1 if step.weights is None else len(step.weights))
+        losses = self._sum_losses(leaf_count, 1 if step.weights is None else len(step.weights))
         self._loss, self._weight = losses[0], step.weight
         sums = Sums(self._loss, step.weight, self._own_losses, self._observed.total(self._world, leaf_count))
         if step.weights is None:
             return sums
-        named = named_totals(losses, step)
+        named = name_totals(losses, step)
         self._loss = total_loss(named)
         return sums._replace(total=self._loss, weight=1, named=named)
 
@@ -199,7 +199,7 @@ class PipelineEngine:
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
         """See Engine. All ranks must predict the same inputs in the same order, and all ranks get the outputs."""
-        with evaluating(self._model, self._ema, self._reload):
+        with evaluation_mode(self._model, self._ema, self._reload):
             yield self._predict
 
     def state(self) -> State:
@@ -209,13 +209,13 @@ class PipelineEngine:
         return State(
             model=self._layout.state(),
             optimizer=tensors,
-            ema=self._ema_state() if self._ema is not None else None,
+            ema=self._get_ema_state() if self._ema is not None else None,
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
         )
 
     def load_full_weights(self, state: State) -> None:
         """See Rotates."""
-        take_over(state.model, self._layout.local_state(), self._model.state_dict())
+        load_local_parts(state.model, self._layout.local_state(), self._model.state_dict())
         self._reload()
         for stage in self._stages.values():
             stage.running.reload()
@@ -231,7 +231,7 @@ class PipelineEngine:
         whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
         self._names.load(self._slots, self._updates.optimizer, whole, state.scalars["optimizer"])
         if self._ema is not None and state.ema is not None:
-            take_over(state.ema, self._ema.shards(self._layout.local_state()), self._model.state_dict())
+            load_local_parts(state.ema, self._ema.shards(self._layout.local_state()), self._model.state_dict())
 
     def close(self) -> None:
         """See Engine."""
@@ -289,23 +289,23 @@ class PipelineEngine:
         Returns its outgoing values, or the losses for the last stage.
         """
         leaf = in_flight.leaf
-        initial_states = self._seed(step, leaf.index, in_flight.incoming_states)
+        initial_states = self._set_rng_states(step, leaf.index, in_flight.incoming_states)
         with training_forward_context(self._autocast, self._model, self._world.device, self._offload):
             self._ties.begin_forward()
             with self._model_code, self._leaves.forward_context():
                 outputs = _check_stage_outputs(self._code[number].training(values, in_flight.model_inputs))
             self._ties.end_forward()
             if number == self._placement.last:
-                outputs = self._losses_of(leaf, step, outputs)
+                outputs = self._compute_losses(leaf, step, outputs)
             else:
-                in_flight.outgoing_states = self._generator_states(initial_states, in_flight.incoming_states)
+                in_flight.outgoing_states = self._get_new_rng_states(initial_states, in_flight.incoming_states)
             # Wait for all leaves before exiting autocast, because the exit clears the weight cache that they share.
             self._cooperative.exchange("its end", list, None)
         return outputs
 
-    def _losses_of(self, leaf: MicroBatch, step: Step, outputs: Sequence[Tensor | int]) -> list[Tensor | int]:
+    def _compute_losses(self, leaf: MicroBatch, step: Step, outputs: Sequence[Tensor | int]) -> list[Tensor | int]:
         prepared = self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in outputs]))
-        loss = losses_of_task(self._task.loss(prepared, leaf.batch), step)
+        loss = wrap_losses(self._task.loss(prepared, leaf.batch), step)
         if self._observed.enabled and not self._placement.coordinate.tensor and not leaf.dummy:
             with torch.no_grad():
                 self._observed.add(leaf.index, self._task.sums(prepared, leaf.batch))
@@ -320,7 +320,7 @@ class PipelineEngine:
             return self._links.receive(self._links.gradient_line(number), number + 1, index)
         weights = [step.weight] if step.weights is None else step.weights.values()
         return [
-            self._updates.scale(share(weight, dtype, self._world.device))
+            self._updates.scale(make_seed(weight, dtype, self._world.device))
             for weight, dtype in zip(weights, self._loss_dtypes, strict=True)
         ]
 
@@ -336,7 +336,7 @@ class PipelineEngine:
         self._layout.reload()
         self._links.send_tied_weights()
 
-    def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
+    def _set_rng_states(self, step: Step, index: int, states: Value) -> list[Tensor]:
         """Set the RNG states for the forward pass of leaf `index` in this stage, and return them.
 
         `states` are the states from the previous stage, or None to seed the generators.
@@ -349,13 +349,13 @@ class PipelineEngine:
                 generator.set_state(state.clone())
         return [generator.get_state() for generator in self._generators]
 
-    def _generator_states(self, before: list[Tensor], states: Value) -> Tensor | None:
+    def _get_new_rng_states(self, before: list[Tensor], states: Value) -> Tensor | None:
         """Return the RNG states for the next stage, or None if no stage has drawn random numbers so far."""
         current = [generator.get_state() for generator in self._generators]
         unchanged = all(torch.equal(first, second) for first, second in zip(before, current, strict=True))
         return None if states is None and unchanged else torch.cat(current)
 
-    def _total_losses(self, leaves: int, count: int) -> Tensor:
+    def _sum_losses(self, leaves: int, count: int) -> Tensor:
         """Return the sums of the `count` losses on all ranks. Only ranks with the last stage have computed losses."""
         loss = torch.zeros(count, dtype=torch.float64, device=self._world.device)
         if self._placement.last in self._stages:
@@ -378,7 +378,7 @@ class PipelineEngine:
         shared_outputs = self._links.share_outputs(outputs)
         return self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in shared_outputs]))
 
-    def _ema_state(self) -> dict[str, MaybeSharded]:
+    def _get_ema_state(self) -> dict[str, MaybeSharded]:
         assert self._ema is not None
         averages, model = self._ema.state(), self._layout.state()
         ordered = sorted(model, key=lambda name: not local_tensor(model[name]).is_floating_point())

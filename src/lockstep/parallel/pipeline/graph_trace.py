@@ -74,7 +74,7 @@ class GraphTrace:
         self._output = nodes[-1]
         self.body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._named = {f"{_ROOT}.{name}": tensor for name, tensor in named_tensors(model)}
-        self.used = [self._tensors_of_node(node) for node in self.body]
+        self.used = [self._collect_tensors(node) for node in self.body]
         self.calls: dict[str, int] = {}
         for position, node in enumerate(self.body):
             if node.op == "call_module":
@@ -116,7 +116,7 @@ class GraphTrace:
         self._unsupported = frozenset(run.unsupported)
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
 
-    def module(self, start: int, stop: int) -> fx.GraphModule:
+    def build_module(self, start: int, stop: int) -> fx.GraphModule:
         """Return a module that runs positions `start` to `stop`, and maps incoming values to a list of outgoing values.
 
         If `stop` is the end, the outgoing values are the tensors of the model outputs, in order. The module shares the
@@ -142,7 +142,7 @@ class GraphTrace:
             node for node in [*self._inputs, *self.body[:position]] if any(user in later_nodes for user in node.users)
         ]
 
-    def _tensors_of_node(self, node: fx.Node) -> dict[int, Tensor]:
+    def _collect_tensors(self, node: fx.Node) -> dict[int, Tensor]:
         weights = [
             self._named[str(input_node.target)] for input_node in node.all_input_nodes if input_node.op == "get_attr"
         ]

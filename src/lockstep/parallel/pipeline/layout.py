@@ -42,7 +42,9 @@ class StageLayout:
         self._slice = own_slice
         self._all = trainable_parameters(model)
         # Record the dtypes of the weights now, because borrowed weights are later converted to the compute dtype.
-        self._absent = {name: own_slice.part(name, absent_shard(tensor)) for name, tensor in model.state_dict().items()}
+        self._absent = {
+            name: own_slice.convert_shard(name, absent_shard(tensor)) for name, tensor in model.state_dict().items()
+        }
         sharers = world.among(placement.sharers)
         is_alone = sharers.size == 1
         self._rank_layout: Layout = (
@@ -80,7 +82,7 @@ class StageLayout:
 
         Slices and rows are returned as shards of the full tensors.
         """
-        return {name: self._slice.as_part(name, value) for name, value in self._rank_layout.state().items()}
+        return {name: self._slice.as_full_shard(name, value) for name, value in self._rank_layout.state().items()}
 
     def as_shard(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
@@ -96,4 +98,4 @@ class StageLayout:
             part = replace(value, primary=value.primary and self._placement.rows_primary)
         else:
             part = Shard(value, 0, value.shape, self._placement.whole_primary)
-        return self._slice.part(name, part)
+        return self._slice.convert_shard(name, part)

@@ -14,7 +14,7 @@ def extract_part(model: nn.Module, names: Collection[str]) -> nn.Module:
     A submodule whose tensors are all in `names` is included itself. A submodule with only some tensors in `names` is
     replaced by an empty module with these tensors.
     """
-    part = _part(model, names, "")
+    part = _extract(model, names, "")
     return nn.Module() if part is None else part
 
 
@@ -55,7 +55,7 @@ def absent_shard(tensor: Tensor) -> Shard:
     return Shard(torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype), 0, tensor.shape, False)
 
 
-def _part(module: nn.Module, names: Collection[str], prefix: str) -> nn.Module | None:
+def _extract(module: nn.Module, names: Collection[str], prefix: str) -> nn.Module | None:
     is_owned = [prefix + name in names for name, _ in named_tensors(module)]
     if not any(is_owned):
         return None
@@ -69,7 +69,7 @@ def _part(module: nn.Module, names: Collection[str], prefix: str) -> nn.Module |
         if buffer is not None and prefix + name in names:
             part.register_buffer(name, buffer, name not in module._non_persistent_buffers_set)
     for name, child in module.named_children():
-        inner = _part(child, names, f"{prefix}{name}.")
+        inner = _extract(child, names, f"{prefix}{name}.")
         if inner is not None:
             part.add_module(name, inner)
     return part

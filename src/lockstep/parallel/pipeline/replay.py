@@ -110,7 +110,7 @@ class Replay:
         if not run.started and name == run.part.begin:
             _begin_stage(run, args, kwargs)
         if not run.started:
-            return self._meta.call(name, self._model.training, args, kwargs)
+            return self._meta.infer_outputs(name, self._model.training, args, kwargs)
         if name == run.part.end:
             leaves = dict(leaves_with_paths((args, kwargs)))
             raise _StageEnd([_received_value(run, leaves[path]) for path in run.part.outgoing_paths])

@@ -26,9 +26,9 @@ from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.gradients import (
-    add_parts_,
+    add_gradients_,
+    allocate_sum,
     backward_nodes,
-    empty_sum,
     flatten,
     partition,
     set_gradients,
@@ -77,7 +77,7 @@ class _Leaf:
     num_inputs: int  # number of inputs
     edges: list[GradientEdge | None]  # of the outputs; None if an output requires no gradient
 
-    def input_gradients(self) -> Gradients:
+    def list_input_gradients(self) -> Gradients:
         return [self.input_grads.get(index) for index in range(self.num_inputs)]
 
 
@@ -107,13 +107,13 @@ class Stage:
     compiled: InitVar[bool] = False
 
     def __post_init__(self, part: nn.Module, guarded: bool, compiled: bool) -> None:
-        self.running = RunningStatistics(part, counted=not compiled)
+        self.running = RunningStatistics(part, count_calls=not compiled)
         self._guarded = BufferGuard(part, self.running.buffers).watch if guarded else nullcontext
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
         self.observations = torch.empty(0)  # the statistics of the last step, averaged over samples
         self._in_flight: dict[int, Callable[[], _InFlight]] = {}
-        self._start_split_backward: dict[int, _InFlight] = {}
-        self._gradients: Counter[list[Tensor]] = Counter(add_parts_)
+        self._deferred: dict[int, _InFlight] = {}
+        self._gradients: Counter[list[Tensor]] = Counter(add_gradients_)
         self._statistics: Counter[Tensor] = Counter(add_)
 
     def forward(self, forwards: Sequence[Forward], samples: int, module: nn.Module) -> list[list[Tensor | int]]:
@@ -141,15 +141,17 @@ class Stage:
         in_flight = self._in_flight.pop(number)()
         isolated = in_flight.isolated
         leaves_and_inputs = list(zip(in_flight.leaves, inputs, strict=True))
-        _run_backward([pair for leaf, (gradients, _) in leaves_and_inputs for pair in _gradient_pairs(leaf, gradients)])
+        _run_backward(
+            [pair for leaf, (gradients, _) in leaves_and_inputs for pair in _pair_edges_with_gradients(leaf, gradients)]
+        )
         if isolated is not None:
             isolated.check()
         results = []
         for index, (leaf, (_, borrowed_gradients)) in enumerate(leaves_and_inputs):
             if isolated is not None:
-                isolated.hand(index)
+                isolated.move_gradients(index)
             self._gradients.push(leaf.number, _take_gradients(self.parameters, borrowed_gradients))
-            results.append(BackwardResult(leaf.input_gradients(), self._pop_borrowed_gradients()))
+            results.append(BackwardResult(leaf.list_input_gradients(), self._pop_borrowed_gradients()))
         return results
 
     def backward_input(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
@@ -160,7 +162,7 @@ class Stage:
         """
         in_flight = self._in_flight.pop(number)()
         [leaf], [(gradients, borrowed_gradients)] = in_flight.leaves, inputs
-        pairs = _gradient_pairs(leaf, gradients)
+        pairs = _pair_edges_with_gradients(leaf, gradients)
         if not leaf.differentiable_inputs and not self.borrowed:
             in_flight.finish = lambda: _run_full_backward(pairs, self.parameters, borrowed_gradients)
         elif not self.borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
@@ -168,12 +170,12 @@ class Stage:
         else:  # a split backward pass would lose the weight gradients of outputs that don't depend on any input
             taken_gradients = _run_full_backward(pairs, self.parameters, borrowed_gradients)
             in_flight.finish = lambda: taken_gradients
-        self._start_split_backward[number] = in_flight
-        return [BackwardResult(leaf.input_gradients(), self._pop_borrowed_gradients())]
+        self._deferred[number] = in_flight
+        return [BackwardResult(leaf.list_input_gradients(), self._pop_borrowed_gradients())]
 
     def backward_weight(self, number: int) -> None:
         """Run the part of the backward pass that `backward_input` deferred."""
-        in_flight = self._start_split_backward.pop(number)
+        in_flight = self._deferred.pop(number)
         assert in_flight.finish is not None
         [leaf] = in_flight.leaves
         self._gradients.push(leaf.number, in_flight.finish())
@@ -185,7 +187,7 @@ class Stage:
         """
         pieces = self._gradients.pieces()
         if across.alone:  # no flat buffers are necessary
-            set_gradients(self.parameters, total(pieces, leaves, add_parts_))
+            set_gradients(self.parameters, total(pieces, leaves, add_gradients_))
             return
         positions = {parameter: number for number, parameter in enumerate(self.parameters)}
         for bucket in partition(self.parameters, _SENT_BYTES):
@@ -193,7 +195,7 @@ class Stage:
                 block: [parts[positions[parameter]] for parameter in bucket] for block, parts in pieces.items()
             }
             flat = {block: flatten(parts, bucket) for block, parts in bucket_parts.items()}
-            set_gradients(bucket, unflatten(across(flat, leaves, empty_sum(bucket)), bucket))
+            set_gradients(bucket, unflatten(across(flat, leaves, allocate_sum(bucket)), bucket))
 
     def average_statistics(self, leaves: int, samples: int, across: CanonicalSum) -> None:
         """Set `observations` to the mean statistics over the samples of a step.
@@ -208,7 +210,7 @@ class Stage:
 
     def update_running_statistics(self, applied: bool) -> None:
         """Update BatchNorm's running statistics with `observations`, or discard them if the step wasn't applied."""
-        self.running.settle(applied, self.observations)
+        self.running.finish_step(applied, self.observations)
 
     def _start_forwards(
         self, forwards: Sequence[Forward], module: nn.Module
@@ -219,7 +221,9 @@ class Stage:
         else:
             isolated = IsolatedGradients(module, len(forwards))
             with isolated.restore_after():
-                started = self.cooperative.run([partial(_start_forward, forward) for forward in forwards], isolated.use)
+                started = self.cooperative.run(
+                    [partial(_start_forward, forward) for forward in forwards], isolated.activate
+                )
         return _InFlight([leaf for leaf, _ in started], isolated), [outputs for _, outputs in started]
 
     def _pop_borrowed_gradients(self) -> Gradients:
@@ -274,10 +278,10 @@ def _without_saved_tensors(forward: Forward) -> Forward:
         with saved_tensors_hooks(_discard, _discard):
             return forward.compute(values)
 
-    return Forward(forward.number, [_copy(value) for value in forward.inputs], compute)
+    return Forward(forward.number, [_copy_input(value) for value in forward.inputs], compute)
 
 
-def _copy(value: Value) -> Value:
+def _copy_input(value: Value) -> Value:
     """Copy an input, because the stage may modify it in place, and recomputation reads it again."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
@@ -286,7 +290,7 @@ def _discard(_: Any) -> Any:
     return None
 
 
-def _gradient_pairs(leaf: _Leaf, gradients: Values) -> Pairs:
+def _pair_edges_with_gradients(leaf: _Leaf, gradients: Values) -> Pairs:
     pairs = zip(leaf.edges, gradients, strict=True)
     return [(edge, gradient) for edge, gradient in pairs if edge is not None and isinstance(gradient, Tensor)]
 

@@ -24,8 +24,8 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
     gradients are large, so that an optimizer that clips them does so.
     """
     shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
-    joint = [_small_parameter(*shape) for shape in shapes]
-    one_by_one = [_small_parameter(*shape) for shape in shapes]
+    joint = [_make_small_parameter(*shape) for shape in shapes]
+    one_by_one = [_make_small_parameter(*shape) for shape in shapes]
     optimizers = [make_optimizer([(f"{index}", parameter)], whole_norms) for index, parameter in enumerate(one_by_one)]
     joint_optimizer = make_optimizer([(f"{index}", parameter) for index, parameter in enumerate(joint)], whole_norms)
     for optimizer in [joint_optimizer, *optimizers] * 3:
@@ -58,7 +58,7 @@ class OptimizerNames:
         them.
         """
         tensors_here, scalars = optimizer_state(slots.trained, optimizer)
-        groups = self._local_groups(slots.trained, optimizer)
+        groups = self._global_group_numbers(slots.trained, optimizer)
         tensors = {
             self._global_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
         }
@@ -76,16 +76,16 @@ class OptimizerNames:
         numbers = {int(key): value for report in reports for key, value in report.get("groups", {}).items()}
         merged: dict[str, MaybeSharded] = {
             name: _to_shard(tensors.get(name), specs[name], owner[name] == world.rank)
-            for name in sorted(specs, key=self._order)
+            for name in sorted(specs, key=self._sort_key)
         }
-        ordered = {name: scalars_by_name[name] for name in sorted(scalars_by_name, key=self._order)}
+        ordered = {name: scalars_by_name[name] for name in sorted(scalars_by_name, key=self._sort_key)}
         return merged, {"slots": ordered, "groups": [numbers[number] for number in sorted(numbers)]}
 
     def load(
         self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
         """Load this rank's part of a state from `state`, given the full tensors."""
-        groups = self._local_groups(slots.trained, optimizer)
+        groups = self._global_group_numbers(slots.trained, optimizer)
         names = {name for name, _ in slots.trained}
         own_tensors: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -95,7 +95,7 @@ class OptimizerNames:
                 if number in groups:
                     own_tensors[f"{GROUP}{groups.index(number)}/{slot}"] = tensor
             elif owner in names:
-                own_tensors[name] = slots.own(name, tensor)
+                own_tensors[name] = slots.local_part(name, tensor)
             elif owner not in self._group_of:
                 raise UsageError(
                     f"optimizer state: contains {owner}, which is not a parameter of this model; load a state that was "
@@ -105,7 +105,7 @@ class OptimizerNames:
         own_scalars = {"slots": own_slots, "groups": [scalars["groups"][number] for number in groups]}
         load_optimizer_state(slots.trained, optimizer, own_tensors, own_scalars)
 
-    def _local_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
+    def _global_group_numbers(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
         """Return the number of each of this rank's parameter groups in the full model's optimizer."""
         by_parameter = {parameter: name for name, parameter in trained}
         return [
@@ -119,14 +119,14 @@ class OptimizerNames:
             return name
         return f"{GROUP}{groups[int(owner.removeprefix(GROUP))]}/{slot}"
 
-    def _order(self, name: str) -> int:
+    def _sort_key(self, name: str) -> int:
         owner = name.rpartition("/")[0]
         if owner.startswith(GROUP):
             return len(self._index_of) + int(owner.removeprefix(GROUP))
         return self._index_of[owner]
 
 
-def _small_parameter(dim: int, number: int) -> Parameter:
+def _make_small_parameter(dim: int, number: int) -> Parameter:
     values = torch.linspace(-1.0, 1.0 + number, 2**dim).view((2,) * dim)
     parameter = Parameter(values)
     parameter.grad = 100.0 * values.flip(0) if dim else 100.0 * values

@@ -32,10 +32,10 @@ def built_in_plan(model: nn.Module) -> dict[str, str]:
         for layer, kind in _MODULES.get(f"{type(module).__module__}.{type(module).__qualname__}", {}).items():
             if not layer or isinstance(getattr(module, layer), nn.Module):
                 plan[".".join(filter(None, (name, layer)))] = kind
-    return plan | _transformers_plan(model)
+    return plan | _convert_transformers_plan(model)
 
 
-def _transformers_plan(model: nn.Module) -> dict[str, str]:
+def _convert_transformers_plan(model: nn.Module) -> dict[str, str]:
     """Convert the plan of a transformers model. Leaves out groups of modules that contain an unsupported kind."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")

@@ -41,7 +41,7 @@ class CanonicalState:
     def _restore(self, tensors: NamedTensors) -> dict[str, MaybeSharded]:
         canonical = dict(tensors)
         for name, tensor in tensors.items():
-            chunked = self._chunked_for(name)
+            chunked = self._find_chunked(name)
             if chunked is None or tensor.shape.numel() != prod(chunked.shape):  # e.g. a step counter
                 continue
             if isinstance(tensor, Shard):
@@ -53,12 +53,12 @@ class CanonicalState:
     def _rearrange(self, tensors: NamedTensors) -> dict[str, MaybeSharded]:
         rows = dict(tensors)
         for name, tensor in tensors.items():
-            chunked = self._chunked_for(name)
+            chunked = self._find_chunked(name)
             if chunked is not None and isinstance(tensor, Tensor) and tensor.shape == chunked.shape:
                 rows[name] = chunked.to_rows(tensor)
         return rows
 
-    def _chunked_for(self, name: str) -> Chunked | None:
+    def _find_chunked(self, name: str) -> Chunked | None:
         """Return how a parameter or its optimizer slot (`<parameter>/<slot>`) is chunked, or None if it isn't."""
         return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])
 

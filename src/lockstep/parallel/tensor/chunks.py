@@ -5,7 +5,7 @@ inputs computes partial sums. Unlike in Megatron-LM, the unit of computation is 
 layer to the last layer, a *region*, is called once for each chunk, on the rank that holds the chunk. Therefore matrix
 products, activations, attention and dropout always have the shape and the random numbers of one chunk. The reduction
 tree (core/tree.py) adds the partial sums, first within a rank and then over the ranks along the tensor axis of the
-mesh. This means that the results are the same bits for any number of ranks.
+mesh. This means that the results have the same bits for any number of ranks.
 
 For example, a rank with chunks 2 and 3 computes a region in these phases:
 
@@ -119,7 +119,7 @@ class Region:
         )
 
     @property
-    def computing(self) -> bool:
+    def is_running(self) -> bool:
         """Whether a call of the region is in progress."""
         return self._calls.active is not None
 
@@ -263,7 +263,7 @@ class ChunkRng:
         self._generators = [torch.default_generator]
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._saved_states = self._states()
+        self._saved_states = self._get_states()
         self._states_after_key: list[Tensor] = []
         self._key: int | None = None
         self._seeded_chunk: int | None = None
@@ -279,7 +279,7 @@ class ChunkRng:
         """The key for the seeds of this call of the region. Drawn on first access."""
         if self._key is None:
             self._key = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
-            self._states_after_key = self._states()
+            self._states_after_key = self._get_states()
         return self._key
 
     def seed_chunk(self, key: int, chunk: int) -> None:
@@ -296,7 +296,7 @@ class ChunkRng:
         if self._states_after_key:
             self._set_states(self._states_after_key)
 
-    def _states(self) -> list[Tensor]:
+    def _get_states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
 
     def _set_states(self, states: Sequence[Tensor]) -> None:

@@ -36,11 +36,11 @@ class ColumnLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the current chunk."""
-        [outputs] = self.region.outputs_for_chunk(self, partial(self._outputs, inputs))
+        [outputs] = self.region.outputs_for_chunk(self, partial(self._compute_outputs, inputs))
         return outputs.view(*inputs.shape[:-1], -1)
 
-    def _outputs(self, inputs: Tensor) -> Sequence[Tensor]:
-        return column_outputs(self.region, self.bias, self.weight, inputs.reshape(-1, inputs.shape[-1]))
+    def _compute_outputs(self, inputs: Tensor) -> Sequence[Tensor]:
+        return compute_columns(self.region, self.bias, self.weight, inputs.reshape(-1, inputs.shape[-1]))
 
 
 @final
@@ -70,7 +70,7 @@ class RowLinear(nn.Module):
         return outputs if bias is None else outputs + bias
 
 
-def column_outputs(region: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
+def compute_columns(region: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     """Return the outputs of each chunk of this rank for `inputs` [n, i]. `weight` contains the rows of these chunks."""
     operands = _autocast(bias, weight, inputs.contiguous())
     outputs: Sequence[Tensor] = region.forward_group.exchange(
@@ -123,7 +123,7 @@ def _multiply_columns(
     outputs_by_chunk = _ColumnMultiply.apply(
         forwards, region, *biases, *weights, *(inputs[number] for number in forwards.local_indices)
     )
-    return _by_forward(outputs_by_chunk, forwards)
+    return _split_by_forward(outputs_by_chunk, forwards)
 
 
 def _multiply_rows(region: Region, operands: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
@@ -143,13 +143,13 @@ def _copy_forwards(region: Region, tensors_by_forward: Sequence[Sequence[Tensor]
     def copy_forward(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [
             tensor.detach()
-            for forward_tensors in _by_forward(tensors, forwards)
+            for forward_tensors in _split_by_forward(tensors, forwards)
             for _ in region.local_chunks
             for tensor in forward_tensors
         ]
 
     def sum_backward(gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        gradients_by_forward = _by_forward(gradients, forwards)
+        gradients_by_forward = _split_by_forward(gradients, forwards)
         totals = []
         for number in range(count):
             pieces = [
@@ -164,7 +164,7 @@ def _copy_forwards(region: Region, tensors_by_forward: Sequence[Sequence[Tensor]
         ]
         return gradients_out
 
-    return _by_forward(
+    return _split_by_forward(
         linear_map(
             copy_forward, sum_backward, [tensor for forward_tensors in tensors_by_forward for tensor in forward_tensors]
         ),
@@ -172,7 +172,7 @@ def _copy_forwards(region: Region, tensors_by_forward: Sequence[Sequence[Tensor]
     )
 
 
-def _by_forward(tensors: Sequence[Any], forwards: ForwardGroup) -> list[Sequence[Any]]:
+def _split_by_forward(tensors: Sequence[Any], forwards: ForwardGroup) -> list[Sequence[Any]]:
     """Split a flat list of tensors into one list of the same length for each forward pass."""
     count = len(tensors) // forwards.count
     return [tensors[number * count : (number + 1) * count] for number in range(forwards.count)]
@@ -205,7 +205,7 @@ class _ColumnMultiply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         forwards, region = ctx.forwards, ctx.region
         weight, *local_NI = ctx.saved_tensors
-        gradients_by_forward = _by_forward(gradients, forwards)  # of outputs_NO, for each chunk
+        gradients_by_forward = _split_by_forward(gradients, forwards)  # of outputs_NO, for each chunk
         no_gradients = [None] * forwards.count
         bias_grads = (
             [
@@ -248,7 +248,7 @@ class _RowMultiply(torch.autograd.Function):
             region.reduce_locally(
                 inputs_NI @ chunk_OI.t() for inputs_NI, chunk_OI in zip(forward_inputs, weight_OI, strict=True)
             )
-            for forward_inputs in _by_forward(inputs, forwards)
+            for forward_inputs in _split_by_forward(inputs, forwards)
         ]
         return tuple(forwards.scatter(pieces, region.num_chunks))
 
@@ -260,7 +260,9 @@ class _RowMultiply(torch.autograd.Function):
         weight_OI = split_by_chunk(weight, region)
         weight_grads: list[Tensor | None] = []
         input_grads = []
-        for gradient_NO, forward_inputs in zip(forwards.gather(gradients), _by_forward(inputs, forwards), strict=True):
+        for gradient_NO, forward_inputs in zip(
+            forwards.gather(gradients), _split_by_forward(inputs, forwards), strict=True
+        ):
             needs_weight_grad = ctx.needs_input_grad[2]
             weight_grads.append(
                 torch.cat([gradient_NO.t() @ inputs_NI for inputs_NI in forward_inputs]) if needs_weight_grad else None

@@ -164,7 +164,8 @@ class _CrossEntropy(torch.autograd.Function):
         torch._assert_async(valid.all(), f"a target is not in [0, {entries})")
         ctx.rows, ctx.ignored = region.row_ranges(entries), ignored
         statistics = [
-            _chunk_statistics(part, *_locate_targets(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)
+            _compute_statistics(part, *_locate_targets(rows, targets))
+            for rows, part in zip(ctx.rows, parts, strict=True)
         ]
         # Shapes are [chunks, n]. From here on, all ranks compute the same values.
         chunk_max, sums, target_logits = region.gather_all(torch.stack(statistics)).unbind(1)
@@ -196,7 +197,7 @@ def _locate_targets(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
     return inside, (targets - rows.start).where(inside, 0)
 
 
-def _chunk_statistics(part: Tensor, inside: Tensor, positions: Tensor) -> Tensor:
+def _compute_statistics(part: Tensor, inside: Tensor, positions: Tensor) -> Tensor:
     """Return the largest logit m of a chunk, the sum of exp(logit - m), and the target logit: shape [3, n]."""
     logits = part.to(torch.promote_types(part.dtype, torch.float32))
     row_max = logits.amax(1).clamp_min(torch.finfo(logits.dtype).min)  # finite even if all logits are minus infinity

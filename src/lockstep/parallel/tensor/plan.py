@@ -151,7 +151,7 @@ def _resolve_kinds(model: nn.Module, plan: Plan) -> Kinds:
 
 def _find_region(model: nn.Module, last: str, kinds: Kinds) -> _RegionSpec:
     """Return the region that ends with the rowwise layer `last`. Checks its parent modules from the innermost one."""
-    for name in _parent_names(last):
+    for name in _iterate_parents(last):
         prefix = f"{name}." if name else ""
         inside = {path: kind for path, kind in kinds.items() if path.startswith(prefix)}
         region_kind = kinds.get(name)
@@ -180,7 +180,7 @@ def _find_region(model: nn.Module, last: str, kinds: Kinds) -> _RegionSpec:
     )
 
 
-def _parent_names(name: str) -> Iterator[str]:
+def _iterate_parents(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name

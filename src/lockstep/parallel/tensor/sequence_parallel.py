@@ -70,7 +70,9 @@ def make_sequence_parallel_units(
     spread_mesh: Mesh,
     cooperative: Cooperative,
 ) -> WorkUnits:
-    """Return the work units of this rank: one for each chunk of a sequence. `spread_mesh` is not used.
+    """Return the work units of this rank: one for each chunk of a sequence.
+
+    `spread_mesh`, which MakeWorkUnits requires, is not used.
 
     Sets `sequence_forwards` in all regions of the model. All ranks must call this function with the same arguments.
     """
@@ -120,7 +122,7 @@ class _AttentionCheck(TorchFunctionMode):
         self._regions = [layer.region for layer in layers]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and not any(chunks.computing for chunks in self._regions):
+        if func is F.scaled_dot_product_attention and not any(chunks.is_running for chunks in self._regions):
             raise UsageError(
                 f"{_KEY}: the model calls attention outside the layers that recipe.model.chunks splits, where each "
                 f"process only holds its own chunks of a sequence; add the attention layers to recipe.model.plan, or "
@@ -230,10 +232,11 @@ class SequenceForwards:
         if self.carrier is not None:
             move(self.carrier, sent, [(tensor, rank) for rank, tensor in received.items()])
         return [
-            self._total(pieces[number], received, index, num_chunks) for index, number in enumerate(self.local_indices)
+            self._sum_pieces(pieces[number], received, index, num_chunks)
+            for index, number in enumerate(self.local_indices)
         ]
 
-    def _total(
+    def _sum_pieces(
         self, own_blocks: Mapping[LeafBlock, Tensor], received: Mapping[int, Tensor], index: int, num_chunks: int
     ) -> Tensor:
         all_pieces = dict(own_blocks)

@@ -20,7 +20,7 @@ from lockstep.parallel.layouts.base import (
     Layout,
     MakeLayout,
     Span,
-    SpansRows,
+    HasRowSpans,
     norms_of_rows,
 )
 from lockstep.parallel.tensor.chunks import Region
@@ -85,7 +85,7 @@ def cut_layers(model: nn.Module) -> dict[str, SplitLayer]:
     return split_layers
 
 
-def row_locations(model: nn.Module, layers: Mapping[str, SplitLayer], rank: int, ranks: int) -> dict[str, RowLocation]:
+def locate_rows(model: nn.Module, layers: Mapping[str, SplitLayer], rank: int, ranks: int) -> dict[str, RowLocation]:
     """Return the location of each split parameter on rank `rank` of `ranks`, under each of its names."""
     locations = {}
     for layer in layers.values():
@@ -184,19 +184,19 @@ class Slice:
         coordinates = [mesh.coordinate(rank) for rank in range(world.size)]
         holders = [SliceHolder(each.tensor, not (each.replicate or each.context)) for each in coordinates]
         position = holders[world.rank].position
-        return cls(row_locations(model, cut_layers(model), position, mesh.tensor), holders, world.rank)
+        return cls(locate_rows(model, cut_layers(model), position, mesh.tensor), holders, world.rank)
 
-    def as_part(self, name: str, tensor: MaybeSharded) -> MaybeSharded:
+    def as_full_shard(self, name: str, tensor: MaybeSharded) -> MaybeSharded:
         """Return a tensor of the slice as a shard of the full tensor. Replicated tensors are returned unchanged."""
         if isinstance(tensor, Shard):
-            return self.part(name, tensor)
+            return self.convert_shard(name, tensor)
         return (
-            self.part(name, Shard(tensor.detach(), 0, tensor.shape, self.primary))
+            self.convert_shard(name, Shard(tensor.detach(), 0, tensor.shape, self.primary))
             if name in self._locations
             else tensor
         )
 
-    def part(self, name: str, shard: Shard) -> Shard:
+    def convert_shard(self, name: str, shard: Shard) -> Shard:
         """Convert a shard of a slice's tensor to a shard of the full tensor."""
         if name not in self._locations:
             return replace(shard, primary=shard.primary and self.first)
@@ -208,7 +208,7 @@ class Slice:
 
         Empty if the parameter is neither split nor sharded by `layout`.
         """
-        inner = layout if isinstance(layout, SpansRows) else None
+        inner = layout if isinstance(layout, HasRowSpans) else None
         if name not in self._locations:
             spans = [] if inner is None else inner.spans(name, shape)
             return [span._replace(primary=span.primary and not self._holders[span.rank].position) for span in spans]
@@ -231,14 +231,14 @@ class SlicedLayout:
         self._layout = layout
         self.trained = layout.trained
         self.collect, self.publish, self.reload = layout.collect, layout.publish, layout.reload
-        self.norms = norms_of_rows(world, {tensor: self._part(name, tensor) for name, tensor in self.trained})
+        self.norms = norms_of_rows(world, {tensor: self._to_shard(name, tensor) for name, tensor in self.trained})
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
-        return {name: self._slice.as_part(name, tensor) for name, tensor in self._layout.state().items()}
+        return {name: self._slice.as_full_shard(name, tensor) for name, tensor in self._layout.state().items()}
 
     def spans(self, name: str, shape: Size) -> Sequence[Span]:
-        """See SpansRows."""
+        """See HasRowSpans."""
         return self._slice.spans(name, shape, self._layout)
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
@@ -247,9 +247,9 @@ class SlicedLayout:
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return self._slice.as_part(name, self._layout.as_shard(name, tensor))
+        return self._slice.as_full_shard(name, self._layout.as_shard(name, tensor))
 
-    def _part(self, name: str, tensor: Tensor) -> Shard:
+    def _to_shard(self, name: str, tensor: Tensor) -> Shard:
         """Return a trained tensor as a Shard that also records whether this rank reports it."""
         shard = self.as_shard(name, tensor)
         primary = self._slice.primary and self._slice.first

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from lockstep.core.order import cut
 from lockstep.parallel.linear_map import linear_map
 from lockstep.parallel.tensor.chunks import Region
-from lockstep.parallel.tensor.layers import column_outputs, split_by_chunk
+from lockstep.parallel.tensor.layers import compute_columns, split_by_chunk
 from lockstep.parallel.tensor.logits import Logits
 
 
@@ -56,7 +56,7 @@ class ChunkedHead:
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the logits: as chunks (Logits) in training, and in full in evaluation."""
         module = self.module
-        flat = column_outputs(self.region, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
+        flat = compute_columns(self.region, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
         parts = [logits.view(*inputs.shape[:-1], -1) for logits in flat]
         if module.training:
             return Logits(parts, self.region, self.rows)
@@ -75,7 +75,7 @@ class _LookupFunction(torch.autograd.Function):
         ctx.rows, ctx.padding = region.row_ranges(length), padding
         ctx.save_for_backward(ids)
         # Adding zeros changes no bits, except that -0.0 becomes 0.0.
-        return region.sum_chunks(_chunk_embeddings(ctx.rows, split_by_chunk(weight, region), ids))
+        return region.sum_chunks(_look_up_chunks(ctx.rows, split_by_chunk(weight, region), ids))
 
     @staticmethod
     @once_differentiable
@@ -91,7 +91,7 @@ class _LookupFunction(torch.autograd.Function):
         return None, None, None, None, torch.cat(gradients)
 
 
-def _chunk_embeddings(row_ranges: list[range], weights: tuple[Tensor, ...], ids: Tensor) -> Iterator[Tensor]:
+def _look_up_chunks(row_ranges: list[range], weights: tuple[Tensor, ...], ids: Tensor) -> Iterator[Tensor]:
     for rows, weight in zip(row_ranges, weights, strict=True):
         outside = (ids < rows.start) | (ids >= rows.stop)
         yield F.embedding((ids - rows.start).masked_fill(outside, 0), weight).masked_fill_(outside[:, None], 0)
