@@ -226,16 +226,16 @@ class World:
             self._settle(self._agreement)
             return self._agreement.exchange(level)
 
-    def note(self, facts: dict[str, Any], where: str = "") -> None:
+    def set_compared_facts(self, facts: dict[str, Any], where: str = "") -> None:
         """Set the facts that must be the same on all ranks. `where` is the line of user code that set them, if any.
 
-        `agree_to_stop` compares the facts. If they differ, the next `agree_to_stop` or `meet` raises UsageError.
+        `agree_to_stop` compares the facts. If they differ, the next `agree_to_stop` or `compare_places` raises UsageError.
         """
         if self._agreement is not None:
             self._agreement.facts, self._agreement.where = facts, where
 
-    def say(self, metrics: dict[str, float]) -> None:
-        """Add metrics that `agree_to_stop` and `meet` compare across ranks."""
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        """Add metrics that `agree_to_stop` and `compare_places` compare across ranks."""
         if self._agreement is not None:
             self._agreement.metrics.update(metrics)
 
@@ -247,7 +247,7 @@ class World:
         """
         return self._agreement is not None and self._agreement.metrics_differ
 
-    def meet(self, place: int) -> tuple[int, int] | None:
+    def compare_places(self, place: int) -> tuple[int, int] | None:
         """Wait for all ranks, and check that they are at the same place in the program.
 
         Returns the place and the rank of a rank at a different place, or None if all ranks are at this place. Places
@@ -257,7 +257,7 @@ class World:
             return None
         with translate_peer_errors():
             self._settle(self._agreement)
-            return self._agreement.meet(place)
+            return self._agreement.compare_places(place)
 
     def _settle(self, agreement: StepAgreement) -> None:
         if not agreement.settle():
