@@ -229,7 +229,8 @@ class World:
     def set_compared_facts(self, facts: dict[str, Any], where: str = "") -> None:
         """Set the facts that must be the same on all ranks. `where` is the line of user code that set them, if any.
 
-        `agree_to_stop` compares the facts. If they differ, the next `agree_to_stop` or `compare_places` raises UsageError.
+        `agree_to_stop` compares the facts. If they differ, the next call to `agree_to_stop` or `compare_places` raises
+        UsageError.
         """
         if self._agreement is not None:
             self._agreement.facts, self._agreement.where = facts, where
@@ -402,7 +403,7 @@ def open_world(
         for name, value in _NCCL_ENV.items():
             os.environ.setdefault(name, value)
     timeout = timedelta(seconds=timeout_s or rendezvous.timeout_s)
-    backends = _backends(device, tensor_backend)
+    backends = _format_backends(device, tensor_backend)
     with translate_peer_errors():
         group_store = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
         if existing is None:
@@ -419,7 +420,7 @@ def open_world(
     return world
 
 
-def _backends(device: torch.device, backend: str) -> str:
+def _format_backends(device: torch.device, backend: str) -> str:
     """Return the backends in torch's notation."""
     return f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo"
 
@@ -428,7 +429,7 @@ def open_lone_group(world: World) -> None:
     """Create a process group with a single rank, for code that requires a group. It is never destroyed."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(_backends(world.device, world.backend), store=store, rank=0, world_size=1)
+        dist.init_process_group(_format_backends(world.device, world.backend), store=store, rank=0, world_size=1)
 
 
 def process_group() -> tuple[int, int] | None:

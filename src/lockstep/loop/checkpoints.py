@@ -71,10 +71,10 @@ class LoopCheckpoints:
         call_site = calling()
         compared["run.state"] = values_json = json.dumps(plain_values, sort_keys=True)
         world.compare(compared, where=call_site)
-        self._state.note_save((values_json, compare_tensors(world, tensors)), call_site)
+        self._state.record_save((values_json, compare_tensors(world, tensors)), call_site)
         if placed.scheduler is not None:
-            placed.scheduler.note_save()
-        placed.modes.note_save()
+            placed.scheduler.record_save()
+        placed.modes.record_save()
         return self._checkpoints.save()
 
     def save_last(self, progress: Progress) -> list[Saved]:
@@ -106,6 +106,6 @@ class LoopCheckpoints:
 
     def _decisive_values(self) -> dict[str, Any]:
         """Return the metadata of a checkpoint that determines the weights of later steps."""
-        loop = self._record.saved(self._placed)
+        loop = self._record.as_dict(self._placed)
         plain_values, _ = self._state.split()
         return {"recipe": {"loop": loop, "state": plain_values, **self._placed.changes()}, "data": {}}

@@ -23,7 +23,7 @@ class DatasetCheck(NamedTuple):
     faults: Sequence[DatasetFault]
 
 
-def warn_of_set_epoch(member: Member, dataset: Any) -> None:
+def warn_about_set_epoch(member: Member, dataset: Any) -> None:
     """Warn if the dataset has `set_epoch`, because samples are prefetched before the loop can call it."""
     if callable(getattr(dataset, "set_epoch", None)):
         member.rank.warn(

@@ -9,7 +9,7 @@ from lockstep.common.own_code import calling, refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.loader import Loader
-from lockstep.loop.meeting import Meeting
+from lockstep.loop.meeting import SameCallCheck
 from lockstep.loop.model import Gate, preserve_modes
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.seeding import seed_all
@@ -23,10 +23,10 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 class Evaluation:
     """Implements `run.each` and `run.sum`. An evaluation pass is one iteration over `run.each`."""
 
-    def __init__(self, rank: Rank, gate: Gate, meeting: Meeting, seed: int) -> None:
+    def __init__(self, rank: Rank, gate: Gate, call_check: SameCallCheck, seed: int) -> None:
         self._rank = rank
         self._gate = gate
-        self._meeting = meeting
+        self._call_check = call_check
         self._seed = seed
         self._pass = EvaluationPass()
         # The iterator of the last evaluation pass. This is a weak reference, so that the pass ends when the script
@@ -64,7 +64,7 @@ class Evaluation:
             batches.close()
 
     def _generate(self, placed: PlacedModel, loader: Loader, samples: int) -> Generator[Batch, None, None]:
-        self._meeting.refuse_within_batch("run.each")  # two overlapping passes would leave gradients disabled
+        self._call_check.refuse_within_batch("run.each")  # two overlapping passes would leave gradients disabled
         self.end_pass()
         current_pass = self._pass = EvaluationPass(loader.validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
@@ -86,7 +86,7 @@ class Evaluation:
                 current_pass.is_complete = True
         finally:
             if not current_pass.is_complete:
-                self._meeting.note_early_exit(calling() or "run.each")
+                self._call_check.record_early_exit(calling() or "run.each")
             gate.open = False
             seed_all(world, draws)  # the RNG states differ, because ranks evaluated different batches
             guard.mark(moved=True)

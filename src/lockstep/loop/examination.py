@@ -69,7 +69,7 @@ class Examination:
         self._microbatch = microbatch
         self._observers.enter_context(Observer(microbatch, examined).observing(self._placed.model))
 
-    def note_loss(self, *losses: Tensor) -> None:
+    def record_loss(self, *losses: Tensor) -> None:
         """Record the loss of the micro-batch, or the sum of its losses if the script passed several."""
         if self._microbatch is not None:
             total = sum(float(loss.detach()) for loss in losses)

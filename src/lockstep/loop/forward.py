@@ -68,7 +68,7 @@ class Forward:
             for loss in losses:
                 self._stray_check.check_parameters(self._step.number + 1, loss)
         if self._examination is not None:
-            self._examination.note_loss(*losses)
+            self._examination.record_loss(*losses)
 
     def leave(self, *, early: bool = False) -> None:
         """Leave the context of the current forward pass, if there is one, and close its checks and observers.

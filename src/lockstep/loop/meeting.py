@@ -23,7 +23,7 @@ _CALL_NAMES: Final = (
 
 
 @final
-class Meeting:
+class SameCallCheck:
     """Checks that all ranks make the same calls to the run, and leave loops over `run.each` after the same batch."""
 
     def __init__(self, world: World, gate: Gate) -> None:
@@ -43,7 +43,7 @@ class Meeting:
                 "the same step",
             )
 
-    def note_early_exit(self, call_site: str) -> None:
+    def record_early_exit(self, call_site: str) -> None:
         """Record the line where the script left a loop over `run.each` before its last batch."""
         self._early_exit_line = call_site
 

@@ -19,7 +19,7 @@ def is_evaluating(model: nn.Module) -> bool:
     return not any(module.training for module in model.modules() if not isinstance(module, _CONTAINERS))
 
 
-def mode_dependent_layer(model: nn.Module) -> str:
+def find_mode_dependent_layer(model: nn.Module) -> str:
     """Return the name and class of the first layer whose result depends on the mode, or "" if there is none.
 
     PyTorch layers are recognized by their class and settings. Any other module counts as mode-dependent if its class is
@@ -47,7 +47,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
     kind = type(module)
     if kind.__module__.startswith("torch.nn."):
         return False
-    probabilities = _probabilities(module)
+    probabilities = _dropout_probabilities(module)
     if any(probabilities):
         return True
     is_named_random = any(word in kind.__name__ for word in _RANDOM_LAYER_NAMES)
@@ -57,7 +57,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
     return (is_named_random or reads_mode) and not probabilities
 
 
-def _probabilities(module: nn.Module) -> list[float]:
+def _dropout_probabilities(module: nn.Module) -> list[float]:
     attributes = vars(module)
     names = [name for name in attributes if name in _PROBABILITIES or name.endswith(("dropout", "drop_prob"))]
     return [float(attributes[name]) for name in names if isinstance(attributes[name], int | float)]

@@ -28,9 +28,9 @@ class Modes:
         self._saved_at = ""  # the line of the save
         self._late_changes: dict[str, bool] = {}  # the modules whose mode was set after the save, with their mode
 
-    def evaluating(self) -> list[str]:
+    def list_evaluating(self) -> list[str]:
         """Return the names of the modules in evaluation mode."""
-        return evaluating(self._modules.items())
+        return list_evaluating(self._modules.items())
 
     def summary(self) -> str:
         """Return a text that uniquely describes which modules are in evaluation mode.
@@ -60,9 +60,9 @@ class Modes:
                 "keeps the saved modes; set modes within the loop, or choose a different dir"
             )
 
-    def note_save(self) -> None:
+    def record_save(self) -> None:
         """Record the modes that a checkpoint saves now."""
-        self._saved = frozenset(self.evaluating())
+        self._saved = frozenset(self.list_evaluating())
         self._saved_at = calling()
 
     def restore(self) -> None:
@@ -76,7 +76,7 @@ class Modes:
     def end_step(self) -> None:
         """Record the modes that the script set after a save in this step."""
         if self._saved is not None:
-            changed_names = self._saved.symmetric_difference(self.evaluating())
+            changed_names = self._saved.symmetric_difference(self.list_evaluating())
             self._late_changes = {name: self._modules[name].training for name in changed_names}
             self._saved = None
 
@@ -97,7 +97,7 @@ class Modes:
                 )
 
 
-def evaluating(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+def list_evaluating(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Return the names of the modules in evaluation mode."""
     return [name for name, module in modules if not module.training]
 

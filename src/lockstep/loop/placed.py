@@ -25,7 +25,7 @@ from lockstep.loop.guard import Guard, NoGuard
 from lockstep.loop.member import Member
 from lockstep.loop.model import structure
 from lockstep.loop.model_modes import is_evaluating
-from lockstep.loop.modes import Modes, evaluating
+from lockstep.loop.modes import Modes, list_evaluating
 from lockstep.loop.placing import Groups, get_base_rate, get_hyperparameters, make_optimizer_factory, run_trial_steps
 from lockstep.loop.scheduler import UserScheduler
 from lockstep.loop.settings import Settings
@@ -108,7 +108,7 @@ class PlacedModel:
         every = self.settings.placement.audit_every
         return None if every is None else AuditSchedule(every, self.strategy.mesh(self.world.size), microbatches)
 
-    def decisive(self) -> dict[str, Any]:
+    def decisive_settings(self) -> dict[str, Any]:
         """Return the settings known after `place` that determine the resulting weights."""
         return {
             "seed": self.settings.seed,
@@ -130,10 +130,10 @@ class PlacedModel:
 
     def has_idle_ranks(self, microbatches: int) -> bool:
         """Return whether some ranks get no micro-batch in a step with `microbatches` micro-batches."""
-        return microbatches < self._replicas
+        return microbatches < self._replica_count
 
     @cached_property
-    def _replicas(self) -> int:
+    def _replica_count(self) -> int:
         """The number of ranks that get different micro-batches, or 0 if weights are sharded.
 
         If weights are sharded, ranks are never idle. A rank without a micro-batch computes a dummy micro-batch.
@@ -157,7 +157,9 @@ class PlacedModel:
                 "names of step.sum": ", ".join(sums),
             }
             path, line = self.guard.line()
-            self.world.set_compared_facts(self.groups.facts(step, arguments), location(path, line) if path else "")
+            self.world.set_compared_facts(
+                self.groups.get_compared_values(step, arguments), location(path, line) if path else ""
+            )
 
     def load_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         """Load the optimizer settings, the scheduler state and the module modes from a checkpoint, if it has them."""
@@ -176,7 +178,7 @@ class PlacedModel:
         scheduler, initial_state = (
             (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.initial_state)
         )
-        modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
+        modes = {"modes": self.modes.list_evaluating(), "modes_placed": self.modes.placed}
         return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": initial_state, **modes}
 
     def check_finite(self, step: int) -> None:
@@ -213,7 +215,7 @@ def place_model(
 ) -> PlacedModel:
     """Distribute the model over the ranks. All ranks must call this function with the same initial weights."""
     settings, world = member.settings, member.rank.world
-    evaluating_names, placed_in_evaluation = evaluating(model.named_modules()), is_evaluating(model)
+    evaluating_names, placed_in_evaluation = list_evaluating(model.named_modules()), is_evaluating(model)
     check_layers(type(model).__name__, model)
     name, strategy = _resolve_strategy(member, requested)
     traits = strategy.traits

@@ -155,7 +155,7 @@ def run_trial_steps(
     narrow_dtypes = {parameter.dtype for parameter in trained} & {*NARROW}
     whole_updates = False
     for group in optimizer.param_groups:
-        make_trial = partial(_trial_optimizer, optimizer, group)
+        make_trial = partial(_make_trial_optimizer, optimizer, group)
         dims = {parameter.ndim for parameter in group["params"] if parameter.requires_grad}
         if dims:
             check_optimizer(make_trial, dims)
@@ -266,7 +266,7 @@ def _is_initial_state(initial: Mapping[str, Any], state: Mapping[str, Any]) -> b
     )
 
 
-def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
+def _make_trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
     """Return a copy of the optimizer for a trial step. The copy shares no state with the optimizer."""
     clone = _clone_optimizer(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
     memo: dict[int, Any] = {
@@ -392,7 +392,7 @@ class Groups:
             )
         return frozenset(number for number, group_name in enumerate(names) if group_name == name)
 
-    def facts(self, step: int, arguments: Mapping[str, float | str | None]) -> dict[str, Any]:
+    def get_compared_values(self, step: int, arguments: Mapping[str, float | str | None]) -> dict[str, Any]:
         """Return the arguments of an update and the settings of all groups, for comparison across ranks.
 
         The result also contains the values of earlier updates in the same step, which come first.

@@ -58,7 +58,7 @@ class LoopPlan:
             return f"a step has {steps.batch} samples in {count} micro-batches, some with a single sample"
         return ""
 
-    def decisive(self) -> dict[str, Any]:
+    def decisive_settings(self) -> dict[str, Any]:
         """Return the settings that determine the resulting weights.
 
         The number of steps isn't included, because a resumed run may be longer.

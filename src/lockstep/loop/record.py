@@ -34,7 +34,7 @@ class LoopRecord:
         self._resumed = loop
         self._first_step = self._rank.progress.step
 
-    def earlier_microbatches(self, batch: int) -> int | None:
+    def legacy_default_microbatches(self, batch: int) -> int | None:
         """Return the saved number of micro-batches if it was the default of an earlier Lockstep version, else None."""
         saved, earlier = self._resumed, earlier_microbatches(batch)
         if saved is None or (saved.get("batch"), saved.get("microbatches")) != (batch, earlier):
@@ -73,7 +73,7 @@ class LoopRecord:
             ) from None
         self.loop, self._dataset = loop, (dataset, ends_digest)
 
-    def warn_of_changes(self, placed: PlacedModel) -> None:
+    def warn_about_changes(self, placed: PlacedModel) -> None:
         """Warn once about changes since the checkpoint that are allowed although they affect the resulting weights."""
         if self._resumed is None:
             return
@@ -99,9 +99,9 @@ class LoopRecord:
             "remove the outer loop, or pass `epochs=epoch + 1`, because epochs count from the start of the run",
         )
 
-    def saved(self, placed: PlacedModel) -> dict[str, Any]:
+    def as_dict(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the record to save in a checkpoint, as JSON-serializable values."""
-        return {**(self.loop or placed.decisive()), "began": self._changeable_settings(placed)}
+        return {**(self.loop or placed.decisive_settings()), "began": self._changeable_settings(placed)}
 
     def _changeable_settings(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the settings that determine the resulting weights, but may change on resume.

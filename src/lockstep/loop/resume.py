@@ -28,7 +28,7 @@ def read_loop_checkpoint(member: Member, path: Path, placed: PlacedModel) -> tup
         raise UsageError(f"{path}: saved by a recipe, not by a custom training loop; choose a different dir")
     # Checkpoints of earlier Lockstep versions lack these keys.
     loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
-    refuse_different_loop(path, loop, placed.decisive())
+    refuse_different_loop(path, loop, placed.decisive_settings())
     _check_tensor_specs(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop
 

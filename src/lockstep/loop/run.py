@@ -25,11 +25,11 @@ from lockstep.core.sample_order import SHUFFLED, IndexFunction, SampleOrder
 from lockstep.data.items import Collate, Items
 from lockstep.errors import CorruptionError, LockstepError
 from lockstep.loop.checkpoints import LoopCheckpoints
-from lockstep.loop.dataset_check import check_dataset, warn_of_set_epoch
+from lockstep.loop.dataset_check import check_dataset, warn_about_set_epoch
 from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.figures import LoggedMetrics
 from lockstep.loop.loading import make_loader
-from lockstep.loop.meeting import Meeting
+from lockstep.loop.meeting import SameCallCheck
 from lockstep.loop.member import Member
 from lockstep.loop.model import CallConsistencyCheck, Gate, explain_error, preserve_modes
 from lockstep.loop.placed import ChunkPlan, PlacedModel, place_model
@@ -73,13 +73,13 @@ class Run:
         self._rank = rank = member.rank
         self._world = rank.world
         self._gate = Gate()
-        self._meeting = Meeting(self._world, self._gate)
+        self._call_check = SameCallCheck(self._world, self._gate)
         self._logged_metrics = LoggedMetrics(rank)
-        self._evaluation = Evaluation(rank, self._gate, self._meeting, member.settings.seed)
+        self._evaluation = Evaluation(rank, self._gate, self._call_check, member.settings.seed)
         self._state = ScriptState(self._world)
         self._record = LoopRecord(rank, member.checkpoint)
         self._sequence = StepSequence(
-            member, self._gate, self._meeting, self._logged_metrics, self._evaluation, self._state
+            member, self._gate, self._call_check, self._logged_metrics, self._evaluation, self._state
         )
         self._placed: PlacedModel | None = None
         self._checkpoints: LoopCheckpoints | None = None  # set by `place` if there is a run folder
@@ -222,16 +222,16 @@ class Run:
             items = Items(dataset, collate)
             sample_order = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
             if microbatches is None and microbatch is None:
-                microbatches = self._record.earlier_microbatches(batch)
+                microbatches = self._record.legacy_default_microbatches(batch)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last, sample_order)
             check_strategy(placed.name, placed.strategy, self.size, plan.microbatches)
-        warn_of_set_epoch(self._member, dataset)
-        loop = {**placed.decisive(), **plan.decisive()}
+        warn_about_set_epoch(self._member, dataset)
+        loop = {**placed.decisive_settings(), **plan.decisive_settings()}
         self._record.check_resumed(loop)
         check = check_dataset(self._member, dataset, items)
         self._record.begin_loop(loop, dataset, check.ends_digest, epochs=epochs, steps=steps)
         self._evaluation.default_batch = plan.max_microbatch_size
-        self._record.warn_of_changes(placed)
+        self._record.warn_about_changes(placed)
         self._record.check_steps_left(plan)
         training = TrainingLoop(
             self._member, placed, plan, self._sequence, self._checkpoints, check.faults, close=self.close
@@ -307,7 +307,7 @@ class Run:
         open_steps = self._steps if self._steps and getgeneratorstate(self._steps) == GEN_SUSPENDED else None
         try:
             if error is None:
-                self._meet("the end of the run")
+                self._check_call("the end of the run")
                 # Early stopping: the script left the loop early, and the last step is saved or the run has no folder.
                 if open_steps is not None and (checkpoints is None or checkpoints.has(self.step)):
                     finish_loop(self._rank, self._require_placed(), checkpoints)
@@ -376,14 +376,14 @@ class Run:
         if self._ended:
             raise refusal(f"{call}: the run has ended", "call lockstep.join again")
         self._sequence.refuse_within_step(call)
-        self._meeting.refuse_within_batch(call)
+        self._call_check.refuse_within_batch(call)
         if self._placed is not None:
             self._placed.guard.check(frozen=True)
             self._placed.guard.mark()
-        self._meet(call)
+        self._check_call(call)
 
-    def _meet(self, call: str) -> None:
-        self._meeting.check_call(call)
+    def _check_call(self, call: str) -> None:
+        self._call_check.check_call(call)
         self._logged_metrics.compare()
 
 

@@ -78,7 +78,7 @@ class UserScheduler:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._saved = None
 
-    def note_save(self) -> None:
+    def record_save(self) -> None:
         """Record the state that a checkpoint saves, for `check_saved`."""
         self._saved = self.state()
 

@@ -11,10 +11,10 @@ from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.examination import Examination
 from lockstep.loop.figures import LoggedMetrics
 from lockstep.loop.loss_check import LossCheck
-from lockstep.loop.meeting import Meeting
+from lockstep.loop.meeting import SameCallCheck
 from lockstep.loop.member import Member
 from lockstep.loop.model import Gate, StrayModuleCheck
-from lockstep.loop.model_modes import is_evaluating, mode_dependent_layer
+from lockstep.loop.model_modes import find_mode_dependent_layer, is_evaluating
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import StepDraws
@@ -36,7 +36,7 @@ class StepSequence:
         self,
         member: Member,
         gate: Gate,
-        meeting: Meeting,
+        call_check: SameCallCheck,
         metrics: LoggedMetrics,
         evaluation: Evaluation,
         state: ScriptState,
@@ -44,7 +44,7 @@ class StepSequence:
         self._rank = member.rank
         self._observe = member.observe
         self._gate = gate
-        self._meeting = meeting
+        self._call_check = call_check
         self._metrics = metrics
         self._evaluation = evaluation
         self._state = state
@@ -87,7 +87,7 @@ class StepSequence:
             min(plan.microbatches, turn.step.samples),
             placed,
             _make_stray_check=self._make_stray_check,
-            _losses=self._loss_check,
+            _losses=self._get_loss_check,
             _sums=self._sums,
             _draws=StepDraws(self._rank.world, self._draws_key, turn.step.number),
             _audit=audit,
@@ -100,7 +100,7 @@ class StepSequence:
         """End the current step when the loop requests the next step. Raises UsageError if the step has no update."""
         assert self._step is not None
         assert self._turn is not None
-        self._meeting.check_early_exits()
+        self._call_check.check_early_exits()
         placed.guard.check(whole=False)
         if not self._step.updated:
             raise self._step._unfinished()
@@ -155,7 +155,7 @@ class StepSequence:
             self._step._leave(early=True)
             self._step = None
 
-    def _loss_check(self, phase: int, name: str) -> LossCheck:
+    def _get_loss_check(self, phase: int, name: str) -> LossCheck:
         """Return the LossCheck of a loss. `phase` is the index of the update within a step, from 0.
 
         `name` is the name of the loss, or "" if a step has a single loss.
@@ -176,7 +176,7 @@ class StepSequence:
 
 def _check_mode(model: nn.Module) -> None:
     """Raise UsageError if the model is in evaluation mode and has a layer that depends on the mode."""
-    if is_evaluating(model) and (layer := mode_dependent_layer(model)):
+    if is_evaluating(model) and (layer := find_mode_dependent_layer(model)):
         raise refusal(
             f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, but {layer}, "
             "computes a different result in training mode",

@@ -47,7 +47,7 @@ class ScriptState:
         """Load the values of the checkpoint at `path`."""
         self.values |= join_state(path, plain, tensors, self._world.device)
 
-    def note_save(self, summary: Summary, call_site: str) -> None:
+    def record_save(self, summary: Summary, call_site: str) -> None:
         """Record a summary of the values that a checkpoint saves, and the line of the save."""
         self._saved = summary, call_site
 
@@ -58,14 +58,14 @@ class ScriptState:
     def check_saved(self, step: int) -> None:
         """Raise UsageError if values changed after a save in this step, because a resumed run would lose the change."""
         saved, self._saved = self._saved, None
-        if saved is not None and self._summary() != saved[0]:
+        if saved is not None and self._summarize() != saved[0]:
             raise refusal(
                 f"step {step}: run.state was changed after run.save, so a resumed run would lose the change",
                 "change run.state before run.save",
                 saved[1],
             )
 
-    def _summary(self) -> Summary:
+    def _summarize(self) -> Summary:
         plain, tensors = self.split()
         return json.dumps(plain, sort_keys=True), state_digests(tensors)
 

@@ -70,8 +70,8 @@ class TrainingLoop:
     def steps(self) -> Generator[Step]:
         """Yield the remaining steps to the user's loop."""
         rank, progress, total = self._rank, self._rank.progress, self.plan.steps.total
-        hint = self._verify_hint()
-        rank.write(self._start_event())
+        hint = self._make_hint()
+        rank.write(self._make_start_event())
         if hint:
             print(hint)
         for fault in self.faults:
@@ -135,7 +135,7 @@ class TrainingLoop:
         finish_loop(self._rank, self.placed, self.checkpoints)
         seed_after_loop(self._world, self.member.settings.seed, self.plan.steps.total)
 
-    def _start_event(self) -> Started:
+    def _make_start_event(self) -> Started:
         return loop_start_event(
             self._rank,
             self.plan.steps,
@@ -147,7 +147,7 @@ class TrainingLoop:
             replicas=replica_devices(self.placed.strategy, self._world.on_gpu),
         )
 
-    def _verify_hint(self) -> str:
+    def _make_hint(self) -> str:
         """Return the hint to verify this loop, on rank 0 at the start of a new run.
 
         Returns "" on other ranks, in later loops, on resume, and if `lockstep verify` or a replay runs the loop.
