@@ -36,7 +36,7 @@ _HOOK_ADVICE: Final = (
 )
 _TRIAL_RATE: Final = 0.1
 _WRAPPER_ADVICE: Final = "pass the model itself, which run.place distributes over the ranks"
-_WRAPPERS: Final = {  # classes are matched by name, because some are slow to import
+_WRAPPERS: Final = {  # matched by name, because some of them are slow to import
     "DataParallel": (
         'pass the model itself, and strategy="data_parallel" to run.place, which has the options device_ids and '
         "output_device"
