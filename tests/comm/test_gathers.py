@@ -5,7 +5,7 @@ from threading import Barrier, Thread
 
 import pytest
 
-from lockstep.comm.gathers import Gathers
+from lockstep.comm.gathers import ScheduledGathers
 
 ROOT = 4
 USUAL = [ROOT, 0, 1, 2, 3]
@@ -18,7 +18,7 @@ class Member:
         self.issued: list[int] = []
         self.gathered: set[int] = set()
         self._rank, self._group = rank, group
-        self.gathers = Gathers(self._ask, self.gather, self.gathered.discard, lambda: None, self._check)
+        self.gathers = ScheduledGathers(self._ask, self.gather, self.gathered.discard, lambda: None, self._check)
 
     def gather(self, unit: int) -> None:
         if unit not in self.gathered:

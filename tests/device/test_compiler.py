@@ -26,7 +26,7 @@ def test_a_compiler_that_is_switched_off_is_an_error(name: str, monkeypatch: pyt
 def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P4")
-    monkeypatch.setattr(compiler, "_triton", lambda: "3.7")
+    monkeypatch.setattr(compiler, "_triton_version", lambda: "3.7")
     monkeypatch.setenv("CC", "sh")
     with pytest.raises(UsageError, match=r"capability 7\.0 or higher, but Tesla P4 has 6\.1"):
         compiler.check_compiler(gpu=True)
@@ -34,7 +34,7 @@ def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="a C compiler to start its kernels, but none is found"):
         compiler.check_compiler(gpu=True)
-    monkeypatch.setattr(compiler, "_triton", lambda: None)
+    monkeypatch.setattr(compiler, "_triton_version", lambda: None)
     with pytest.raises(UsageError, match="on CUDA requires Triton, which is not installed; pip install"):
         compiler.check_compiler(gpu=True)
 

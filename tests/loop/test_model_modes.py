@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.loop.model_modes import is_evaluating, mode_dependent_layer
+from lockstep.loop.model_modes import find_mode_dependent_layer, is_evaluating
 
 
 class DropPath(nn.Module):
@@ -56,7 +56,7 @@ class Plain(nn.Module):
     ],
 )
 def test_a_layer_depends_on_its_mode_by_class_settings_and_forward(layer: nn.Module, depends: bool) -> None:
-    found = mode_dependent_layer(nn.Sequential(nn.Linear(3, 3), layer))
+    found = find_mode_dependent_layer(nn.Sequential(nn.Linear(3, 3), layer))
     assert found == (f"1, a {type(layer).__name__}" if depends else "")
 
 

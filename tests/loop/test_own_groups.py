@@ -40,9 +40,13 @@ def test_what_was_changed_is_taken_over_from_a_file():
     groups.apply_to(of_engine, 1)
     kept = json.loads(json.dumps(groups.changes()))
     other, of_other, later = made()
-    assert later.facts(1, {"lr": 0.1}) != groups.facts(1, {"lr": 0.1}) != groups.facts(2, {"lr": 0.2})
+    assert (
+        later.get_compared_values(1, {"lr": 0.1})
+        != groups.get_compared_values(1, {"lr": 0.1})
+        != groups.get_compared_values(2, {"lr": 0.2})
+    )
     later.load(kept, of_other)
-    assert later.facts(3, {"lr": 0.1}) == groups.facts(3, {"lr": 0.1})
+    assert later.get_compared_values(3, {"lr": 0.1}) == groups.get_compared_values(3, {"lr": 0.1})
     for group in other.param_groups[0], of_other[0]:
         assert (group["weight_decay"], group["betas"]) == (0.25, (0.5, 0.75))
 

@@ -5,13 +5,13 @@ import re
 import pytest
 
 import lockstep
-from lockstep.loop.settings import Settings, settings
+from lockstep.loop.settings import Settings, validate_settings
 
 
 def given(
     seed: int = 0, dir: str | None = None, precision: str = "fp32", placement: object = None, run: object = None
 ) -> Settings:
-    return settings(seed, dir, precision, 1, placement, run)  # type: ignore[arg-type]
+    return validate_settings(seed, dir, precision, 1, placement, run)  # type: ignore[arg-type]
 
 
 def test_sections_are_those_of_a_configuration():

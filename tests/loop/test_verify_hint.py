@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.loop.verify_hint import verify_hint
+from lockstep.loop.verify_hint import make_verify_hint
 from lockstep.reporting.jsonl import EVENTS
 
 
 def test_the_first_run_on_several_ranks_names_the_command_with_the_scripts_arguments(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
-        hint = verify_hint(2, folder, ["train.py", "--name", "a b"])
+        hint = make_verify_hint(2, folder, ["train.py", "--name", "a b"])
         assert hint.endswith("lockstep verify train.py --name 'a b'")
         assert "on 2 ranks" in hint
         assert "\n" not in hint
@@ -19,9 +19,9 @@ def test_the_first_run_on_several_ranks_names_the_command_with_the_scripts_argum
 
 @pytest.mark.parametrize(("size", "argv"), [(1, ["train.py"]), (2, ["-c"]), (2, ["/usr/bin/pytest"]), (2, [])])
 def test_one_rank_and_what_is_no_script_say_nothing(size: int, argv: list[str]) -> None:
-    assert verify_hint(size, None, argv) == ""
+    assert make_verify_hint(size, None, argv) == ""
 
 
 def test_a_later_run_in_the_same_folder_says_nothing(tmp_path: Path) -> None:
     (tmp_path / EVENTS).write_text(json.dumps({"event": "started"}) + "\n")
-    assert verify_hint(2, tmp_path, ["train.py"]) == ""
+    assert make_verify_hint(2, tmp_path, ["train.py"]) == ""

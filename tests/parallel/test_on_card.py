@@ -218,7 +218,7 @@ def blocks_left_out(world: World, case: toys.Case, anywhere: bool) -> list[str]:
     def pass_on(self: Sharded, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
         self.receive(unit, gradients, output, may_wait)
 
-    with mock.patch.object(Sharded, "_pass_on", pass_on) if anywhere else nullcontext(), Streams() as streams:
+    with mock.patch.object(Sharded, "_deliver", pass_on) if anywhere else nullcontext(), Streams() as streams:
         toys.whole_trace(world, case)
     return streams.races
 

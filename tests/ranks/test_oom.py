@@ -30,7 +30,7 @@ def test_kills_are_counted_from_the_start(tmp_path: Path, monkeypatch: pytest.Mo
     assert killed.describe(3 << 30) == (
         "out of memory: the kernel killed a process on this host; it used up to 3,072 MiB"
     )
-    assert oom.kills() == 4
+    assert oom.count_kills() == 4
 
 
 def test_a_kill_of_long_ago_is_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,4 +49,4 @@ def test_a_kill_of_long_ago_is_no_news(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_without_counts_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oom, "_VMSTAT", tmp_path / "none")
-    assert oom.kills() == 0
+    assert oom.count_kills() == 0

@@ -20,7 +20,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.ranks import stall
 from lockstep.ranks.external import alone, join_ranks
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.stall import StallDetector, ThreadState, stall_report
+from lockstep.ranks.stall import StallDetector, ThreadState, make_stall_report
 from lockstep.ranks.status import RankStatus
 
 STALL_S = 0.4
@@ -223,7 +223,7 @@ def test_waiting_ranks_are_listed_by_place_and_a_deadlock_is_told() -> None:
         ),
         2: ("b", ThreadState(RankStatus("training", 4), ("train.py:1 main", here), True)),
     }
-    assert stall_report(answers, 3, "stalled: some time").splitlines() == [
+    assert make_stall_report(answers, 3, "stalled: some time").splitlines() == [
         "stalled: some time",
         f"  rank 0, 2 waits: in step 5, {here}",
         f"  rank 1 waits: in step 5, {there}",

@@ -18,7 +18,7 @@ from lockstep.loop.member import Member
 from lockstep.loop.settings import Settings
 from lockstep.planning import measure
 from lockstep.ranks.failure import Failure
-from lockstep.ranks.stall import ThreadState, late_ranks
+from lockstep.ranks.stall import ThreadState, find_late_ranks
 from lockstep.ranks.status import RankStatus
 from lockstep.replay import run as replay
 from lockstep.run import evaluation, session
@@ -136,10 +136,10 @@ def _at(step: int, waits: bool | None) -> tuple[str, ThreadState]:
 
 
 def test_the_late_ranks_are_silent_or_compute_or_are_behind() -> None:
-    assert late_ranks({0: _at(3, False), 1: _at(3, True), 2: _at(3, True)}, 3) == [0]
-    assert late_ranks({0: _at(3, True), 1: _at(3, True)}, 3) == [2]
-    assert late_ranks({0: _at(3, None), 1: _at(2, None)}, 2) == [1]
-    assert late_ranks({0: _at(3, True), 1: _at(3, True)}, 2) == []
+    assert find_late_ranks({0: _at(3, False), 1: _at(3, True), 2: _at(3, True)}, 3) == [0]
+    assert find_late_ranks({0: _at(3, True), 1: _at(3, True)}, 3) == [2]
+    assert find_late_ranks({0: _at(3, None), 1: _at(2, None)}, 2) == [1]
+    assert find_late_ranks({0: _at(3, True), 1: _at(3, True)}, 2) == []
 
 
 def test_the_failure_names_the_late_rank_and_not_the_one_that_reports_it() -> None:

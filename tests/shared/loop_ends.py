@@ -20,7 +20,7 @@ from lockstep.data.items import seed_generators
 from lockstep.errors import CorruptionError, UsageError
 from lockstep.loop.member import Member
 from lockstep.loop.run import Run
-from lockstep.loop.settings import settings
+from lockstep.loop.settings import validate_settings
 from lockstep.run.rank import Rank
 
 Loop = Callable[..., None]
@@ -30,7 +30,7 @@ MARK = "  # <-"
 def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = None, precision: str = "fp32") -> str:
     """Give a loop a run that has been joined; return what ended it, or the hash of what it trained."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    given = settings(3, None, precision, 1, {"audit_every": audit_every}, None)
+    given = validate_settings(3, None, precision, 1, {"audit_every": audit_every}, None)
     life: Any = SimpleNamespace(status=None, info=ALONE)
     ends: list[BaseException | None] = []
     held = ExitStack()
@@ -60,7 +60,7 @@ def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = Non
             with suppress(RuntimeError):  # it is closed
                 stream.submit(over.set)
                 over.wait(1)
-        world.note({})
+        world.set_compared_facts({})
         torch.use_deterministic_algorithms(deterministic)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.comm import grad_dtype, older_fsdp
-from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE, Gathers
+from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE, ScheduledGathers
 from lockstep.comm.gradient_queue import GradientQueue
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.unit_calls import UnitCalls
@@ -77,9 +77,9 @@ class Sharded:
         self._graph_task = -1  # autograd's ID of this backward pass
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         self._gradients = GradientQueue(
-            self.names, self._calls.is_under_way, self._make_zeros, self._pass_on, self._may_wait
+            self.names, self._calls.is_under_way, self._make_zeros, self._deliver, self._may_wait
         )
-        self._gathers = Gathers(
+        self._gathers = ScheduledGathers(
             partial(_exchange_units, mesh), self._unshard, self._reshard, self._gradients.advance, self._check_schedule
         )
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
@@ -190,14 +190,14 @@ class Sharded:
         """Return the state dict of the model. `primary` is whether this rank reports its rows (core/shard.py)."""
         items = self.model.state_dict().items()
         return {
-            name: _shard(tensor, self.mesh, primary) if isinstance(tensor, DTensor) else tensor
+            name: _make_shard(tensor, self.mesh, primary) if isinstance(tensor, DTensor) else tensor
             for name, tensor in items
         }
 
     def trained_shards(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
         """Return this rank's rows and the DTensor of each parameter that requires a gradient, in model order."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        return {name: (_shard(cast(Any, p), self.mesh, primary), cast(Any, p)) for name, p in parameters.items()}
+        return {name: (_make_shard(cast(Any, p), self.mesh, primary), cast(Any, p)) for name, p in parameters.items()}
 
     def gathered_tensors(self) -> dict[Tensor, Tensor]:
         """Return a map from the unsharded tensors that the model computes with to their shards.
@@ -330,7 +330,7 @@ class Sharded:
     def _may_wait(self) -> bool:
         return self._same_order and not self._gathers.differed
 
-    def _pass_on(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
+    def _deliver(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
         """Call `receive` on fully_shard's reduce-scatter stream.
 
         The memory of the sums is then allocated on this stream, no matter when they are computed. Memory of the compute
@@ -406,7 +406,7 @@ def _exchange_units(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]
     return [row.tolist() for row in gathered]
 
 
-def _shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
+def _make_shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
     height = rows_per_member(tensor.shape, mesh.size())
     rows = tensor._local_tensor.detach()
     return Shard(rows, min(mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
@@ -452,14 +452,14 @@ def _add_zeros(unit: FSDPModule) -> None:
         return
     post_backward = group.post_backward
 
-    def with_zeros(*unused: Any) -> None:
+    def post_backward_with_zeros(*unused: Any) -> None:
         for sharded in group.fsdp_params:
             parameter = getattr(sharded, "_unsharded_param", None)  # None before the first gather
             if parameter is not None and parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
         post_backward(*unused)
 
-    group.post_backward = with_zeros
+    group.post_backward = post_backward_with_zeros
 
 
 @final

@@ -31,7 +31,7 @@ CALL_THE_MODEL: Final = (
 
 @final
 @dataclass(eq=False)
-class Gathers:
+class ScheduledGathers:
     """Issues the all-gathers of a rank in scheduled order. All ranks must make the same calls to `begin` and `end`.
 
     - `exchange` sends integers to all ranks and returns the integers of each rank.

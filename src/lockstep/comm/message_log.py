@@ -18,11 +18,11 @@ from lockstep.core.digest import Digests, TensorDigest
 SENT, RECEIVED = " to ", " from "
 
 
-def by_peer(messages: Mapping[str, str], way: str) -> dict[int, list[str]]:
-    """Return the messages to or from each peer as text that is the same on both ranks. `way` is SENT or RECEIVED."""
+def by_peer(messages: Mapping[str, str], direction: str) -> dict[int, list[str]]:
+    """Return the messages to (SENT) or from (RECEIVED) each peer, as text that is the same on both ranks."""
     messages_by_peer: dict[int, list[str]] = {}
     for name, digest in messages.items():
-        label, separator, suffix = name.rpartition(way)
+        label, separator, suffix = name.rpartition(direction)
         peer, _, number = suffix.partition(" ")
         if separator and peer.isdecimal():
             messages_by_peer.setdefault(int(peer), []).append(f"{label} {number}: {digest}")

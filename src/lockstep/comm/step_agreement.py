@@ -53,7 +53,7 @@ class StepAgreement:
             )
         return bool(facts == -negated_facts)
 
-    def meet(self, place: int) -> tuple[int, int] | None:
+    def compare_places(self, place: int) -> tuple[int, int] | None:
         """Wait for all ranks. Returns the place and rank of a rank at a different place, or None.
 
         Call `settle` first.

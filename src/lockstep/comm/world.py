@@ -228,16 +228,17 @@ class World:
             self._settle(self._agreement)
             return self._agreement.exchange(level)
 
-    def note(self, facts: dict[str, Any], where: str = "") -> None:
+    def set_compared_facts(self, facts: dict[str, Any], where: str = "") -> None:
         """Set the facts that must be the same on all ranks. `where` is the line of user code that set them, if any.
 
-        `agree_to_stop` compares the facts. If they differ, the next `agree_to_stop` or `meet` raises UsageError.
+        `agree_to_stop` compares the facts. If they differ, the next call to `agree_to_stop` or `compare_places` raises
+        UsageError.
         """
         if self._agreement is not None:
             self._agreement.facts, self._agreement.where = facts, where
 
-    def say(self, metrics: dict[str, float]) -> None:
-        """Add metrics that `agree_to_stop` and `meet` compare across ranks."""
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        """Add metrics that `agree_to_stop` and `compare_places` compare across ranks."""
         if self._agreement is not None:
             self._agreement.metrics.update(metrics)
 
@@ -249,7 +250,7 @@ class World:
         """
         return self._agreement is not None and self._agreement.metrics_differ
 
-    def meet(self, place: int) -> tuple[int, int] | None:
+    def compare_places(self, place: int) -> tuple[int, int] | None:
         """Wait for all ranks, and check that they are at the same place in the program.
 
         Returns the place and the rank of a rank at a different place, or None if all ranks are at this place. Places
@@ -259,7 +260,7 @@ class World:
             return None
         with translate_peer_errors():
             self._settle(self._agreement)
-            return self._agreement.meet(place)
+            return self._agreement.compare_places(place)
 
     def _settle(self, agreement: StepAgreement) -> None:
         if not agreement.settle():
@@ -404,7 +405,7 @@ def open_world(
         for name, value in _NCCL_ENV.items():
             os.environ.setdefault(name, value)
     timeout = timedelta(seconds=timeout_s or rendezvous.timeout_s)
-    backends = _backends(device, tensor_backend)
+    backends = _format_backends(device, tensor_backend)
     with translate_peer_errors():
         group_store = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
         if existing is None:
@@ -421,7 +422,7 @@ def open_world(
     return world
 
 
-def _backends(device: torch.device, backend: str) -> str:
+def _format_backends(device: torch.device, backend: str) -> str:
     """Return the backends in torch's notation."""
     return f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo"
 
@@ -430,7 +431,7 @@ def open_lone_group(world: World) -> None:
     """Create a process group with a single rank, for code that requires a group. It is never destroyed."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(_backends(world.device, world.backend), store=store, rank=0, world_size=1)
+        dist.init_process_group(_format_backends(world.device, world.backend), store=store, rank=0, world_size=1)
 
 
 def process_group() -> tuple[int, int] | None:

@@ -62,7 +62,7 @@ class Digests:
         The digest doesn't depend on the memory format. If the tensor is a part of a larger tensor, pass the offset of
         its first element in row-major order as `first`.
         """
-        words, first = _words(tensor, first)
+        words, first = _to_words(tensor, first)
         if not len(words):
             return torch.zeros((), dtype=torch.int64, device=tensor.device)
         head_words = min(-first % _BLOCK, len(words))
@@ -91,11 +91,11 @@ class Digests:
         """
         parts = []
         small: dict[tuple[torch.dtype, torch.device], list[_Piece]] = {}
-        for piece in _pieces(tensors, owned):
+        for piece in _iterate_pieces(tensors, owned):
             if piece.tensor.numel() <= _MAX_SMALL_ELEMENTS:
                 small.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(piece)
             else:
-                parts.append(self.digest(piece.tensor, piece.first) * _key_of_name(piece.name))
+                parts.append(self.digest(piece.tensor, piece.first) * _name_key(piece.name))
         parts += [self._digest_small(pieces) for pieces in small.values()]
         if not parts:
             return torch.zeros((), dtype=torch.int64)
@@ -103,7 +103,7 @@ class Digests:
 
     def _digest_small(self, pieces: Sequence[_Piece]) -> Tensor:
         """Return the sum of the digests of `pieces`. All pieces must have the same dtype and device."""
-        words, _ = _words(torch.cat([piece.tensor.reshape(-1) for piece in pieces]))
+        words, _ = _to_words(torch.cat([piece.tensor.reshape(-1) for piece in pieces]))
         layout = (words.dtype, words.device, *((piece.name, piece.first, piece.tensor.numel()) for piece in pieces))
         if layout not in self._small_keys:
             self._small_keys[layout] = torch.cat([self._piece_keys(piece) for piece in pieces])
@@ -111,15 +111,15 @@ class Digests:
 
     def _piece_keys(self, piece: _Piece) -> Tensor:
         """Return the key of each word in a piece."""
-        words, first = _words(piece.tensor, piece.first)
+        words, first = _to_words(piece.tensor, piece.first)
         word_indices = torch.arange(first, first + len(words), device=words.device)
         block_keys = self._get_block_keys(words.device, (first + len(words)) // _BLOCK + 1)[word_indices // _BLOCK]
-        return _keys_within_block(words.device)[word_indices % _BLOCK] * block_keys * _key_of_name(piece.name)
+        return _keys_within_block(words.device)[word_indices % _BLOCK] * block_keys * _name_key(piece.name)
 
     def _get_block_keys(self, device: torch.device, count: int) -> Tensor:
         """Return the keys of at least `count` blocks."""
         if device not in self._block_keys or len(self._block_keys[device]) < count:
-            self._block_keys[device] = _keys(1, 1 << (count - 1).bit_length()).to(device)
+            self._block_keys[device] = _make_keys(1, 1 << (count - 1).bit_length()).to(device)
         return self._block_keys[device]
 
 
@@ -142,7 +142,7 @@ def differing_bit(first_text: str, second_text: str) -> str:
         return ""
     count, signed = math.prod(shape) * words, (difference + (1 << 63)) % (1 << 64) - (1 << 63)
     word_keys = _keys_within_block(torch.device("cpu"))
-    for block, key in enumerate(_keys(1, -(-count // _BLOCK))):
+    for block, key in enumerate(_make_keys(1, -(-count // _BLOCK))):
         key_products = (word_keys[: count - block * _BLOCK] * key) << bit
         for position in torch.nonzero((key_products == signed) | (key_products == -signed)):
             element, word = divmod(block * _BLOCK + int(position), words)
@@ -154,22 +154,22 @@ def differing_bit(first_text: str, second_text: str) -> str:
 @cache
 def _keys_within_block(device: torch.device) -> Tensor:
     """Return the keys of the words within a block."""
-    return _keys(0, _BLOCK).to(device)
+    return _make_keys(0, _BLOCK).to(device)
 
 
 @cache
-def _key_of_name(name: str) -> int:
+def _name_key(name: str) -> int:
     """Return the odd key of a tensor name, reinterpreted as int64."""
     return int(np.uint64(random.key(random.DIGEST, 2, *name.encode(errors="surrogateescape")) | 1).astype(np.int64))
 
 
-def _keys(stream: int, count: int) -> Tensor:
+def _make_keys(stream: int, count: int) -> Tensor:
     """Return `count` odd keys from random stream `stream`."""
     counters = np.arange(count, dtype=np.uint64)
     return torch.from_numpy((random.bits(random.key(random.DIGEST, stream), counters) | np.uint64(1)).view(np.int64))
 
 
-def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
+def _iterate_pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
     """Yield the pieces whose digests are included on this rank."""
     for name, value in tensors.items():
         if not isinstance(value, Shard):
@@ -180,7 +180,7 @@ def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
             yield from (_Piece(name, run.at, flat[run.own : run.own + run.length]) for run in value.runs())
 
 
-def _words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:
+def _to_words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:
     """Return the tensor as words, and the word offset that corresponds to the element offset `first`."""
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.element_size()

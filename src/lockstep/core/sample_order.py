@@ -80,9 +80,9 @@ class SampleOrder:
 
     @cached_property
     def _cached_indices(self) -> Callable[[int], NDArray[np.int64]]:
-        return lru_cache(2)(self._compute)  # the data loader can be one epoch ahead of the training loop
+        return lru_cache(2)(self._compute_indices)  # the data loader can be one epoch ahead of the training loop
 
-    def _compute(self, epoch: int) -> NDArray[np.int64]:
+    def _compute_indices(self, epoch: int) -> NDArray[np.int64]:
         assert not isinstance(self.order, str)
         with UserCode(f"{self.label}: order"):
             result = np.asarray(self.order(epoch))

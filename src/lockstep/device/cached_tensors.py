@@ -45,17 +45,17 @@ def drop_new_tensors() -> Iterator[None]:
     Searches modules and their types, functions with their defaults and closures, and nested containers. Clears each
     `lru_cache` that holds a new tensor. If a variable was rebound to a new tensor, its old value is restored.
     """
-    before = {id(tensor): tensor for tensor in _all_tensors()}
+    before = {id(tensor): tensor for tensor in _find_all_tensors()}
     variables = {id(owner): dict(namespace) for owner, namespace in _namespaces()}
     try:
         yield
     finally:
-        if any(id(tensor) not in before for tensor in _all_tensors()):
+        if any(id(tensor) not in before for tensor in _find_all_tensors()):
             _drop_new(before, variables)
 
 
-def _all_tensors() -> list[Tensor]:
-    return _tensors_in(value for _, namespace in _namespaces() for value in [*namespace.values()])
+def _find_all_tensors() -> list[Tensor]:
+    return _find_tensors(value for _, namespace in _namespaces() for value in [*namespace.values()])
 
 
 def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -73,7 +73,7 @@ def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
                 yield value, dict(vars(value))
 
 
-def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+def _find_tensors(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors in `values` and in nested containers, caches and functions, by breadth-first search."""
     tensors: list[Tensor] = []
     visited: set[int] = set()
@@ -84,14 +84,14 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
             if type(value) in _CONTAINER_TYPES:
                 if id(value) not in visited:
                     visited.add(id(value))
-                    next_level += _contents(value)
+                    next_level += _get_contents(value)
             elif isinstance(value, Tensor):
                 tensors.append(value)
         level = next_level
     return tensors
 
 
-def _contents(value: Any) -> list[Any]:
+def _get_contents(value: Any) -> list[Any]:
     """Return the objects that a container, a cache or a function holds."""
     if isinstance(value, _lru_cache_wrapper):
         return [item for item in gc.get_referents(value) if not isinstance(item, FunctionType | ModuleType | type)]
@@ -141,7 +141,7 @@ def _drop_nested(value: Any, previous: Tensors, depth: int, visited: set[int]) -
         value[:] = [item for item in value if not _is_new(item, previous)]
     elif type(value) is set:
         value -= {item for item in value if _is_new(item, previous)}
-    for item in _contents(value):
+    for item in _get_contents(value):
         _drop_nested(item, previous, depth - 1, visited)
 
 
@@ -153,4 +153,4 @@ def _is_new(value: Any, previous: Tensors) -> bool:
 
 
 def _holds_new(value: Any, previous: Tensors) -> bool:
-    return any(id(tensor) not in previous for tensor in _tensors_in([value]))
+    return any(id(tensor) not in previous for tensor in _find_tensors([value]))

@@ -101,12 +101,12 @@ def look(driver: Driver, root: Path = _ROOT) -> Evidence:
     version = shown_text(root / "proc/driver/nvidia/version")
     return Evidence(
         driver=driver,
-        libraries=_libraries(),
+        libraries=_get_library_versions(),
         kernel=version.partition("\n")[0].removeprefix("NVRM version:").strip(),
         files=_device_files(root / "dev"),
         library=_libcuda_error(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        devices=() if raised else tuple(_device(index, device_count) for index in range(device_count)),
+        devices=() if raised else tuple(_query_device(index, device_count) for index in range(device_count)),
         raised=raised,
     )
 
@@ -122,7 +122,7 @@ def query_driver() -> Driver:
     try:
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        cards = tuple(_card(nvml, handle) for handle in handles)
+        cards = tuple(_query_card(nvml, handle) for handle in handles)
         return Driver(nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}", cards)
     except nvml.NVMLError as error:  # for example, a GPU has fallen off the bus
         return Driver(problem=str(error))
@@ -130,7 +130,7 @@ def query_driver() -> Driver:
         nvml.nvmlShutdown()
 
 
-def _card(nvml: Any, handle: Any) -> Card:
+def _query_card(nvml: Any, handle: Any) -> Card:
     def get(query: str, *arguments: int) -> Any:
         """Return the result of an NVML query, or None if the GPU or its driver doesn't support the query."""
         try:
@@ -184,7 +184,7 @@ def sysfs_address(bus: str) -> str:
     return f"{domain[-4:]}{colon}{remainder}"
 
 
-def _device(index: int, device_count: int) -> Device:
+def _query_device(index: int, device_count: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     other_indices = [other for other in range(device_count) if other != index]
     capability = f"{properties.major}.{properties.minor}"
@@ -192,7 +192,7 @@ def _device(index: int, device_count: int) -> Device:
     return Device(properties.name, str(properties.uuid), properties.total_memory, capability, reads)
 
 
-def _libraries() -> dict[str, str | None]:
+def _get_library_versions() -> dict[str, str | None]:
     """Return the versions of torch and its GPU libraries. A version is None if torch is built without the library."""
     built = torch.version.cuda is not None
     cudnn = torch.backends.cudnn.version() if built else None  # type: ignore[no-untyped-call]

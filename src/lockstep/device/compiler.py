@@ -57,10 +57,10 @@ def check_compiler(gpu: bool) -> None:
             )
     if gpu:
         _check_triton()
-    elif shutil.which(_cxx()) is None:
+    elif shutil.which(_cxx_compiler()) is None:
         raise UsageError(
-            f"recipe.compile: torch.compile on the CPU requires a C++ compiler, but {_cxx()} is not on this host; "
-            f"install it (Debian, Ubuntu: g++), set the environment variable CXX to a different compiler, or set "
+            f"recipe.compile: torch.compile on the CPU requires a C++ compiler, but {_cxx_compiler()} is not on this "
+            f"host; install it (Debian, Ubuntu: g++), set the environment variable CXX to a different compiler, or set "
             f"recipe.compile=false"
         )
 
@@ -97,7 +97,7 @@ def compiler_facts(gpu: bool) -> dict[str, str]:
     flags = {name: os.environ.get(name) for name in _TRITON_VARIABLES}
     return {
         "compile": f"by block, settings {_digest([settings, flags])}",
-        "compiler": f"triton {_triton()}" if gpu else _cxx_version(),
+        "compiler": f"triton {_triton_version()}" if gpu else _cxx_version(),
     }
 
 
@@ -113,7 +113,7 @@ def _portable_settings(module: Any) -> Iterator[tuple[str, Any]]:
 
 def _check_triton() -> None:
     advice = "or set recipe.compile=false"
-    if _triton() is None:
+    if _triton_version() is None:
         raise UsageError(
             f"recipe.compile: torch.compile on CUDA requires Triton, which is not installed; pip install triton in the "
             f"version that torch {torch.__version__} requires, {advice}"
@@ -131,18 +131,18 @@ def _check_triton() -> None:
         )
 
 
-def _triton() -> str | None:
+def _triton_version() -> str | None:
     versions = map(version_of, ("triton", "pytorch-triton", "pytorch-triton-rocm"))
     return next(filter(None, versions), None)
 
 
-def _cxx() -> str:
+def _cxx_compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
 def _cxx_version() -> str:
-    result = subprocess.run([_cxx(), "--version"], capture_output=True, text=True, timeout=60, check=False)
-    return result.stdout.partition("\n")[0] or _cxx()
+    result = subprocess.run([_cxx_compiler(), "--version"], capture_output=True, text=True, timeout=60, check=False)
+    return result.stdout.partition("\n")[0] or _cxx_compiler()
 
 
 def _digest(value: Any) -> str:

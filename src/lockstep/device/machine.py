@@ -41,9 +41,9 @@ def environment() -> dict[str, Any]:
         "packages": {name: version_of(name) for name in _PACKAGES},
         "os": platform.platform(),
         "host": socket.gethostname(),
-        "cpu": _cpu(),
-        "gpus": _gpus(),
-        "git": _git(Path.cwd()),
+        "cpu": _describe_cpu(),
+        "gpus": _describe_gpus(),
+        "git": _describe_git(Path.cwd()),
     }
 
 
@@ -89,7 +89,7 @@ def numerics_differences(before: Mapping[str, Any], current: Mapping[str, Any]) 
     ]
 
 
-def _cpu() -> dict[str, Any]:
+def _describe_cpu() -> dict[str, Any]:
     info = _cpuinfo()
     flags = (info.get("flags") or info.get("Features") or "").split()
     return {
@@ -110,7 +110,7 @@ def _cpuinfo() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _gpus() -> list[dict[str, Any]]:
+def _describe_gpus() -> list[dict[str, Any]]:
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
         {"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}", **_gpu_libraries()}
@@ -123,7 +123,7 @@ def _gpu_libraries() -> dict[str, Any]:
     return {"cuda": torch.version.cuda, "cudnn": cudnn}
 
 
-def _git(folder: Path) -> dict[str, Any] | None:
+def _describe_git(folder: Path) -> dict[str, Any] | None:
     """Return the commit of `folder` and whether there are uncommitted changes, or None outside a repository."""
     commit = _run_git(folder, "rev-parse", "HEAD")
     if commit is None:

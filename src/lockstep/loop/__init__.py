@@ -1,1 +1,1 @@
-"""Custom training loops, which the user writes: the run, its steps, and the checks around the model."""
+"""Custom training loops: the run and its steps, for a loop that the user writes, and checks of the user's code."""

@@ -67,7 +67,7 @@ class BatchSampler(Sampler[list[int]]):
                 f"BatchSampler: got rank={rank} and world_size={size}; pass a rank with 0 <= rank < world_size"
             )
         self._rank = DataRank(rank, size)
-        self._parts = size if microbatches is None else microbatches
+        self._microbatch_count = size if microbatches is None else microbatches
         self._order = SampleOrder(order, seed, length, "BatchSampler")
         self._steps = Steps(self._order.length, batch, drop_last)
         self._uneven = uneven
@@ -123,12 +123,12 @@ class BatchSampler(Sampler[list[int]]):
         order = self._order.for_epoch(first_step.epoch)
         end = (first_step.epoch + 1) * self._steps.per_epoch
         for step in map(self._steps.__getitem__, range(first_step.number, end)):
-            microbatches = step.microbatches(self._parts)
+            microbatches = step.microbatches(self._microbatch_count)
             *earlier_indices, last_index = self._own_microbatches(step.samples)
             for index in earlier_indices:
                 yield order(np.arange(microbatches[index].start, microbatches[index].stop)).tolist()
             self._yielded = step.number + 1
-            if step.last_of_epoch:  # before the last yield: a trainer that counts batches never resumes the iterator
+            if step.last_of_epoch:  # set this before the last yield, because a trainer may never resume the iterator
                 self._first_step = end
             yield order(np.arange(microbatches[last_index].start, microbatches[last_index].stop)).tolist()
 
@@ -147,10 +147,10 @@ class BatchSampler(Sampler[list[int]]):
 
     def _own_microbatches(self, samples: int) -> list[int]:
         """Return the indices of this rank's micro-batches in a step of `samples` samples."""
-        return [index for index, _ in self._rank.indices(min(self._parts, samples))]
+        return [index for index, _ in self._rank.indices(min(self._microbatch_count, samples))]
 
     def _check(self, microbatches: int | None) -> None:
-        steps, parts, ranks = self._steps, self._parts, self._rank.replicas
+        steps, parts, ranks = self._steps, self._microbatch_count, self._rank.replicas
         if steps.batch < 1 or steps.length < (steps.batch if steps.drop_last else 1):
             raise UsageError(
                 f"BatchSampler: batch={steps.batch} does not fit {steps.length} samples; set batch from 1 to the "
@@ -180,11 +180,11 @@ class BatchSampler(Sampler[list[int]]):
     def _check_step(self, step: Step, remedy: str, split: str) -> None:
         ranks = self._rank.replicas
         subject = f"BatchSampler: a step of {step.samples} samples{split} on {ranks} ranks"
-        if min(self._parts, step.samples) < ranks:
+        if min(self._microbatch_count, step.samples) < ranks:
             raise UsageError(
                 f"{subject} leaves some ranks without samples, and the other ranks would wait for them; use {remedy}"
             )
-        if not self._uneven and (step.samples % self._parts or self._parts % ranks):
+        if not self._uneven and (step.samples % self._microbatch_count or self._microbatch_count % ranks):
             raise UsageError(
                 f"{subject} does not split evenly, and a mean over ranks would weight samples unequally; use "
                 f"{remedy}, or uneven=True if the loop divides the sum of all losses by the number of samples on all "

@@ -1,4 +1,4 @@
-"""Checkpoints of a custom training loop. They contain everything that the script needs to resume."""
+"""Checkpoints of a custom training loop, which contain everything that the script needs to resume."""
 
 import json
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class LoopCheckpoints:
         """
         placed, world = self._placed, self._rank.world
         placed.check_structure()
-        if self._member.replay is None:  # nonfinite weights are fine in a replay, which deletes its folder
+        if self._member.replay is None:  # a replay deletes its folder, so it may save nonfinite weights
             self._check_finite()
         changes = placed.changes()
         plain_values, tensors = self._state.split()
@@ -71,16 +71,16 @@ class LoopCheckpoints:
         call_site = calling()
         compared["run.state"] = values_json = json.dumps(plain_values, sort_keys=True)
         world.compare(compared, where=call_site)
-        self._state.note_save((values_json, compare_tensors(world, tensors)), call_site)
+        self._state.record_save((values_json, compare_tensors(world, tensors)), call_site)
         if placed.scheduler is not None:
-            placed.scheduler.note_save()
-        placed.modes.note_save()
+            placed.scheduler.record_save()
+        placed.modes.record_save()
         return self._checkpoints.save()
 
     def save_last(self, progress: Progress) -> list[Saved]:
         """Save at the end of a loop or on a signal, wait for the save, and return the completed saves.
 
-        Does nothing if the current step is already saved.
+        This is a no-op if the current step is already saved.
         """
         return [] if self.has(progress.step) else [*self.save(), *self.wait()]
 
@@ -93,7 +93,7 @@ class LoopCheckpoints:
         return self._checkpoints.wait()
 
     def close(self) -> None:
-        """Shut down the background saver. Call `wait` first, because no save may be in progress."""
+        """Shut down the background saver. No save may be in progress, so call `wait` first."""
         self._checkpoints.close()
 
     def _check_finite(self) -> None:
@@ -101,11 +101,11 @@ class LoopCheckpoints:
             self._placed.check_finite(self._rank.progress.step)
         except TrainingError:
             if self._rank.digests is not None:
-                self._rank.digests.collect()  # the digests let the user find the step that went wrong
+                self._rank.digests.collect()  # the user can find the step that went wrong by comparing digests
             raise
 
     def _decisive_values(self) -> dict[str, Any]:
-        """Return the part of a checkpoint's metadata that determines the resulting weights."""
-        loop = self._record.saved(self._placed)
+        """Return the metadata of a checkpoint that determines the weights of later steps."""
+        loop = self._record.as_dict(self._placed)
         plain_values, _ = self._state.split()
         return {"recipe": {"loop": loop, "state": plain_values, **self._placed.changes()}, "data": {}}

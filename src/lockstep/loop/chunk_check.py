@@ -1,4 +1,4 @@
-"""Compares a model that is split into chunks with the original model, at its first call in a custom loop."""
+"""Compares a model that is split into tensor-parallel chunks with the original model, at the first call in a loop."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.loop.model import entry_modules
 from lockstep.setup.chunk_check import ADVICE, LARGEST, Departure, describe, quick_departure
 
-_SKIPPED: Final = "run.place: the chunked model was not compared with the whole model"
+_SKIPPED_PREFIX: Final = "run.place: the chunked model was not compared with the whole model"
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -23,43 +23,44 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 class FirstCallCheck:
     """Copies a model before it is split into chunks, and compares the outputs of both models at the first call.
 
-    The comparison uses two samples of the first micro-batch, in float32. It can't run before the first call, because it
-    needs inputs for the model. If the model can't be copied or the copy can't be called, the check only warns.
+    The comparison uses two samples of the first micro-batch, in float32. It runs at the first call, because it needs
+    inputs for the model. If the model can't be copied, or the copy can't be called, the check only warns.
     """
 
     def __init__(
-        self, model: nn.Module, chunks: int, cut: Callable[[nn.Module], object], warn: Callable[[str], None]
+        self, model: nn.Module, chunks: int, split_model: Callable[[nn.Module], object], warn: Callable[[str], None]
     ) -> None:
         self._chunks = chunks
-        self._cut = cut
+        self._split_model = split_model
         self._warn = warn
         parameters = sum(parameter.numel() for parameter in model.parameters())
         if parameters > LARGEST:
             warn(
-                f"{_SKIPPED}: this would copy its {parameters:,} parameters twice; check the plan with a smaller model"
+                f"{_SKIPPED_PREFIX}: this would copy its {parameters:,} parameters twice; check the plan with a "
+                f"smaller model"
             )
             return
         try:
-            whole_model = copy.deepcopy(model).eval()
-        except Exception as error:  # a custom model may raise any exception when it is copied
-            warn(f"{_SKIPPED}: copy.deepcopy cannot copy it: {error}")
+            original_model = copy.deepcopy(model).eval()
+        except Exception as error:  # copying a custom model can raise any exception
+            warn(f"{_SKIPPED_PREFIX}: copy.deepcopy cannot copy it: {error}")
             return
-        self._whole_model = whole_model
+        self._original_model = original_model
         names = {module: name for name, module in model.named_modules()}
         self._names = {entry: names[entry] for entry in entry_modules(model)}
         self._hooks = {entry: entry.register_forward_pre_hook(self._check, with_kwargs=True) for entry in self._names}
 
     def _check(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the outputs at the first call of an entry module: the model, or a module in a container."""
+        """Compare the outputs of both models at the first call of the model, or of a module in a container."""
         self._hooks.pop(entry).remove()
-        whole_model, name = self._whole_model, self._names.pop(entry)
+        original_model, name = self._original_model, self._names.pop(entry)
         if not self._names:
-            del self._whole_model
-        departure = self._compare(whole_model, name, (args, kwargs))
+            del self._original_model
+        departure = self._compare(original_model, name, (args, kwargs))
         if departure:
             raise refusal(f"run.place: plan: {describe(departure, self._chunks)}", ADVICE)
 
-    def _compare(self, whole_model: nn.Module, name: str, inputs: Arguments) -> Departure | None:
+    def _compare(self, original_model: nn.Module, name: str, inputs: Arguments) -> Departure | None:
         first_tensor = next(iter(tensors_of(inputs)), None)
         device = torch.device("cpu") if first_tensor is None else first_tensor.device
 
@@ -69,7 +70,7 @@ class FirstCallCheck:
 
         with preserve_generators(), drop_new_tensors(), torch.autocast(device.type, enabled=False):
             try:
-                return quick_departure(whole_model.to(device), self._cut, inputs, run)
-            except Exception as error:  # a custom model may raise any exception
-                self._warn(f"{_SKIPPED}: {type(error).__name__}: {error}")
+                return quick_departure(original_model.to(device), self._split_model, inputs, run)
+            except Exception as error:  # calling a custom model can raise any exception
+                self._warn(f"{_SKIPPED_PREFIX}: {type(error).__name__}: {error}")
         return None

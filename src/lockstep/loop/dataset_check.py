@@ -10,20 +10,20 @@ from lockstep.training.sample_digest import digest_ends
 
 
 class DatasetFault(NamedTuple):
-    """A part of a dataset that doesn't return the same sample twice, and a description of the difference."""
+    """Code of a dataset that doesn't return the same sample twice (`culprit`), and a description of the problem."""
 
     culprit: str
     text: str
 
 
 class DatasetCheck(NamedTuple):
-    """The digest of the first and last sample of a dataset, and the faults found in the dataset."""
+    """The digest of the first and last sample of a dataset, and the faults that were found in the dataset."""
 
-    ends: str
+    ends_digest: str
     faults: Sequence[DatasetFault]
 
 
-def warn_of_set_epoch(member: Member, dataset: Any) -> None:
+def warn_about_set_epoch(member: Member, dataset: Any) -> None:
     """Warn if the dataset has `set_epoch`, because samples are prefetched before the loop can call it."""
     if callable(getattr(dataset, "set_epoch", None)):
         member.rank.warn(
@@ -33,10 +33,12 @@ def warn_of_set_epoch(member: Member, dataset: Any) -> None:
 
 
 def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
-    """Return a digest of the first and last sample of a dataset. In a new run, also return faults in its samples."""
-    with preserve_generators():  # also on a single rank, so that a dataset that counts its calls behaves the same
-        # Check for samples that differ between two reads first, because a dataset may cache the samples that it
-        # returned.
+    """Compute a digest of the first and last sample of a dataset. In a new run, also check its samples for faults.
+
+    This runs on a single rank too, so that a dataset that counts its calls behaves the same for any number of ranks.
+    """
+    with preserve_generators():
+        # Read samples twice first, to find samples that differ. The dataset may cache the samples that it returned.
         is_examined = member.checkpoint is None and not items.in_memory
         findings = check_loop_dataset(items, type(dataset).__getitem__) if is_examined else []
         return DatasetCheck(digest_ends(items), [DatasetFault(finding.culprit, finding.text) for finding in findings])

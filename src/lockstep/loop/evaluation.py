@@ -1,4 +1,4 @@
-"""Evaluation in a custom loop: iteration over `run.each`, and reduction of the results with `run.sum`."""
+"""Evaluation in a custom loop: implements `run.each` and `run.sum`."""
 
 from collections.abc import Generator, Iterator
 from inspect import GEN_SUSPENDED, getgeneratorstate
@@ -9,7 +9,7 @@ from lockstep.common.own_code import calling, refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.loader import Loader
-from lockstep.loop.meeting import Meeting
+from lockstep.loop.meeting import SameCallCheck
 from lockstep.loop.model import Gate, preserve_modes
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.seeding import seed_all
@@ -23,24 +23,25 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 class Evaluation:
     """Implements `run.each` and `run.sum`. An evaluation pass is one iteration over `run.each`."""
 
-    def __init__(self, rank: Rank, gate: Gate, meeting: Meeting, seed: int) -> None:
+    def __init__(self, rank: Rank, gate: Gate, call_check: SameCallCheck, seed: int) -> None:
         self._rank = rank
         self._gate = gate
-        self._meeting = meeting
+        self._call_check = call_check
         self._seed = seed
         self._pass = EvaluationPass()
-        # The iterator of the last evaluation pass. Only a weak reference, because a pass ends when a loop drops it.
+        # The iterator of the last evaluation pass. This is a weak reference, so that the pass ends when the script
+        # drops the iterator.
         self._batches: ref[Generator[Batch, None, None]] | None = None
         self._warned = False
         self.default_batch = 0  # samples per batch if the script doesn't pass `batch`
 
     @property
     def computing(self) -> int:
-        """0 outside micro-batches and evaluation batches. Each batch of an evaluation pass has a different number."""
+        """Nonzero within a micro-batch or an evaluation batch. Different for each batch of an evaluation pass."""
         return self._gate.open and 1 + len(self._pass.numbers)
 
     def batch_size(self, batch: int | None) -> int:
-        """Return the number of samples per batch. Defaults to the size of the largest micro-batch of `run.steps`."""
+        """Return `batch`, or its default: the size of the largest micro-batch of `run.steps`."""
         samples = batch or self.default_batch
         if not samples:
             raise refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
@@ -53,17 +54,17 @@ class Evaluation:
         return batches
 
     def close_pass(self) -> None:
-        """End an evaluation pass that the script left suspended, for example by an exception that it keeps.
+        """End an evaluation pass that the script left early, if its iterator still exists.
 
-        Otherwise, garbage collection would end the pass at any later time, and would then enable gradients and seed the
-        random number generators.
+        The iterator can be kept alive by a caught exception, for example. Garbage collection would otherwise end the
+        pass at a later time, which enables gradients and seeds the random number generators.
         """
         batches = None if self._batches is None else self._batches()
         if batches is not None and getgeneratorstate(batches) == GEN_SUSPENDED:
             batches.close()
 
     def _generate(self, placed: PlacedModel, loader: Loader, samples: int) -> Generator[Batch, None, None]:
-        self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients disabled
+        self._call_check.refuse_within_batch("run.each")  # two overlapping passes would leave gradients disabled
         self.end_pass()
         current_pass = self._pass = EvaluationPass(loader.validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
@@ -85,14 +86,14 @@ class Evaluation:
                 current_pass.is_complete = True
         finally:
             if not current_pass.is_complete:
-                self._meeting.note_early_exit(calling() or "run.each")
+                self._call_check.record_early_exit(calling() or "run.each")
             gate.open = False
-            seed_all(world, draws)  # ranks drew random numbers for different batches
+            seed_all(world, draws)  # the RNG states differ, because ranks evaluated different batches
             guard.mark(moved=True)
 
     def sum(self, values: Any) -> Any:
         """Sum values of the last evaluation pass over its batches and all ranks. See `Run.sum`."""
-        # Look up the pass only after `values` is consumed, since `values` may be a generator that runs the pass.
+        # `values` can be a generator that runs the pass. Therefore look up the pass only after `values` is consumed.
         return sum_values(self._rank.world, values, lambda: self._pass)
 
     def end_pass(self) -> None:

@@ -1,7 +1,7 @@
-"""Examines a step of a custom loop for `lockstep replay`: each rank records norms and nonfinite values as it computes.
+"""Examines a step of a custom loop for `lockstep replay`: each rank records norms and nonfinite values.
 
 For a recipe, Lockstep computes the examined step a second time. This isn't possible in a custom loop, because the
-script's code within a step runs only once. Each rank writes its observations after every micro-batch, since a script
+script's code within a step runs only once. Each rank writes its observations after every micro-batch, because a script
 may raise its own error if a loss is nan.
 """
 
@@ -23,15 +23,14 @@ from lockstep.training.checkpoint import durable
 from lockstep.training.observer import LayerNorms, Observer, StepObservations
 from lockstep.training.update_norms import measure_update
 
-_MAX_BYTES: Final = 1 << 28  # the maximum size of an observation file in bytes
+_MAX_BYTES: Final = 1 << 28  # the maximum size of an observation file
 
 
 class Seen(BaseModel):
     """The observations of one rank in a step, or the combined observations of all ranks.
 
-    `samples` contains the sample indices of the step, one list per micro-batch. A step with several updates iterates
-    over its micro-batches several times. `iteration` is the index, from 0, of the iteration with the first nonfinite
-    value.
+    `samples` contains the sample indices of each micro-batch of the step. A step with several updates iterates over its
+    micro-batches several times. `iteration` is the index, from 0, of the iteration with the first nonfinite value.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -61,7 +60,7 @@ class Examination:
         self._microbatch: MicroBatch | None = None
 
     def enter(self, microbatch: MicroBatch, iteration: int) -> None:
-        """Start to observe a micro-batch, before its forward pass. A dummy micro-batch isn't observed."""
+        """Start observing a micro-batch, before its forward pass. Dummy micro-batches aren't observed."""
         if microbatch.dummy:
             return
         examined = self._observations.examined
@@ -70,8 +69,8 @@ class Examination:
         self._microbatch = microbatch
         self._observers.enter_context(Observer(microbatch, examined).observing(self._placed.model))
 
-    def note_loss(self, *losses: Tensor) -> None:
-        """Record the loss that the script passed for the micro-batch, or the sum of several losses."""
+    def record_loss(self, *losses: Tensor) -> None:
+        """Record the loss of the micro-batch, or the sum of its losses if the script passed several."""
         if self._microbatch is not None:
             total = sum(float(loss.detach()) for loss in losses)
             self._observations.examined.microbatches[self._microbatch.index] = total
@@ -86,18 +85,18 @@ class Examination:
     def update(self, update: Callable[[], Update], *, whole: bool) -> Update:
         """Run an update and measure the gradient and update norms of each layer. All ranks must call this method.
 
-        `whole` is true if the update changes all groups of the optimizer.
+        `whole` is whether the update changes all groups of the optimizer.
         """
         engine = self._placed.canonical
 
         def weights() -> Iterable[tuple[str, Tensor]]:
             yield from wholes(self._world, engine.state().model)
 
-        updated, layers = measure_update(update, wholes(self._world, engine.gradients()), weights(), weights())
-        # Skip the layers of groups that this update doesn't change: they have no gradient and no update.
+        result, layers = measure_update(update, wholes(self._world, engine.gradients()), weights(), weights())
+        # Skip the layers of groups that this update doesn't change. These layers have no gradient and no update.
         self._observations.layers += [layer for layer in layers if whole or layer.gradient or layer.update]
         self._write()
-        return updated
+        return result
 
     def finish(self) -> None:
         """Report the step. All ranks must call this method."""
@@ -116,9 +115,9 @@ def read_observations(folder: Path) -> Seen | None:
     examined = StepObservations()
     for observation in observations:
         examined.microbatches |= observation.examined.microbatches
-        for name, largest in observation.examined.activations.items():
-            examined.note_activation(name, largest)
-    # Report the nonfinite value that a single process, which computes all micro-batches in order, would reach first.
+        for name, max_value in observation.examined.activations.items():
+            examined.note_activation(name, max_value)
+    # Report the first nonfinite value in the order in which a single process would compute the micro-batches.
     candidates = [
         (observation.iteration, nonfinite.microbatch, nonfinite)
         for observation in observations

@@ -15,11 +15,11 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 @final
 class LoggedMetrics:
-    """Writes the metrics that a script logs, and keeps the last value of each metric to compare it between ranks."""
+    """Writes the metrics that a script logs, and compares the last value of each metric across ranks."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._values: dict[str, str] = {}  # the `repr` of each value, which has all digits
+        self._values: dict[str, str] = {}  # by metric: the `repr` of its last value, which has all digits
         self._compared = False
 
     def log(self, metrics: Mapping[str, float | Tensor]) -> None:
@@ -30,7 +30,7 @@ class LoggedMetrics:
             raise refusal(f"run.log: {error}", "pass numbers, or tensors with a single element") from None
         if reserved_name := first_reserved(values, RESERVED_BY_EVENTS):
             raise refusal(f"run.log: {reserved_name} is a reserved name", "choose a different name")
-        self._rank.world.say(values)
+        self._rank.world.add_metrics(values)
         self._values.update({name: repr(value) for name, value in values.items()})
         self._rank.write(Logged(**self._rank.progress.at, figures=values))
 

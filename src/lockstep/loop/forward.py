@@ -18,7 +18,7 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 @final
 class Forward:
-    """Prepares the forward pass of each micro-batch in a step. Enters the engine's context and allows model calls.
+    """Prepares the forward pass of each micro-batch in a step: enters the context of the engine and allows model calls.
 
     If a replay examines the step, `examination` observes each forward pass.
     """
@@ -53,7 +53,7 @@ class Forward:
         if first:
             self._placed.modes.check(number)
         self._placed.guard.mark(modes=first)
-        # An earlier iteration over the step may have modified the tensors in place.
+        # Check that no earlier iteration over the step has modified the batch in place.
         versions = [tensor._version for tensor in tensors_of(microbatch.batch) if not tensor.is_inference()]
         if self._versions.setdefault(id(microbatch), versions) != versions:
             raise refusal(
@@ -68,12 +68,12 @@ class Forward:
             for loss in losses:
                 self._stray_check.check_parameters(self._step.number + 1, loss)
         if self._examination is not None:
-            self._examination.note_loss(*losses)
+            self._examination.record_loss(*losses)
 
     def leave(self, *, early: bool = False) -> None:
         """Leave the context of the current forward pass, if there is one, and close its checks and observers.
 
-        `early` means that the forward pass ended with an error. In this case, the state of the engine isn't checked.
+        Set `early` if the forward pass ended with an error. In this case, the state of the engine isn't checked.
         """
         context, self._context, self._gate.open = self._context, None, False
         self._gate.returned.clear()

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lockstep.common.own_code import SourceLocation, describe_code_between, is_user_code, refusal
 from lockstep.loop.placing import FREEZING_ADVICE
 
-Refuse = Callable[[bool], Exception]  # returns the error for a write. The argument is true if autograd writes
+Refuse = Callable[[bool], Exception]  # returns the error for a write; the argument is whether autograd is writing
 
 
 @final
@@ -55,7 +55,7 @@ class GradientStandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation with nan in place of each stand-in, or raise the error if it writes to a stand-in."""
+        """Run an operation with nan instead of each stand-in, or raise the error if it writes to a stand-in."""
         keywords = dict(kwargs or {})
         withheld = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, GradientStandIn)]
         is_view = False
@@ -111,7 +111,7 @@ _LOSS_ADVICE: Final = (
     "compute a penalty on the weights in the model's forward, set weight_decay in the optimizer, or use strategy ddp, "
     "zero1 or zero2"
 )
-# The guard also runs its expensive checks up to this number of updates, and in every n-th update after that.
+# The guard runs its expensive checks during the first updates, and at this interval after that.
 _CAREFUL_UPDATES: Final = 8
 _CAREFUL_INTERVAL: Final = 16
 _TORCH_DATA: Final[Any] = TensorBase.data
@@ -150,7 +150,7 @@ class Guard:
         self._parameters = [tensor for tensor in self._tensors if isinstance(tensor, Parameter)]
         uncounted_ids = {id(buffer) for buffer in _uncounted_buffers(model)}
         self._kept_buffers = sorted(kept_buffers, key=lambda buffer: id(buffer) not in uncounted_ids)
-        # the number of leading buffers that a forward pass updates without incrementing their version counters
+        # The number of leading buffers that a forward pass updates without incrementing their version counters.
         self._uncounted = sum(id(buffer) in uncounted_ids for buffer in kept_buffers)
         self._modules = {module: name for name, module in model.named_modules()}
         self._parts: list[tuple[str, dict[str, Any]]] = [  # references to the modules' own dicts, not copies
@@ -176,7 +176,7 @@ class Guard:
         self._careful = True  # whether the checks of this step include the expensive ones
         if any(type(parameter) is not Parameter for parameter in model.parameters()):
             self._watch_forwards(model)
-            for parameter in model.parameters():  # the engine computes with gathered tensors, and never with shards
+            for parameter in model.parameters():  # the engine never computes with shards, only with gathered tensors
                 if parameter.requires_grad and type(parameter) is not Parameter:
                     parameter.register_hook(partial(self._refuse_dependence, self._names[parameter]))  # type: ignore[no-untyped-call]
         _DataDescriptor.install().guards.append(ref(self))
@@ -203,16 +203,16 @@ class Guard:
     ) -> None:
         """Raise UsageError if the model changed since the last call of Lockstep ended.
 
-        - `whole`: Check everything. Otherwise only check the gradients, the kept buffers, and `modes` if it is set.
-        - `updating`: The weights are about to be updated. Also check for writes, replaced parts and changes of
-          `requires_grad`, because the update would hide such a change, and the weights would keep its effect.
+        - `whole`: Check everything. Otherwise only check gradients, kept buffers, and modes if `modes` is set.
+        - `updating`: The weights are about to be updated. Also check for writes, replaced tensors or modules, and
+          changes of `requires_grad`, because these changes can't be detected after the update.
         - `modes`: Check that all modules are in the mode recorded by `mark`.
-        - `forward`: A forward pass ran, which may have written to the kept buffers.
-        - `frozen`: Allow parameters that are frozen for an evaluation. They must be unfrozen before the next update.
+        - `forward`: A forward pass has run, which may write to the kept buffers.
+        - `frozen`: Allow parameters to be frozen for an evaluation. They must be unfrozen before the next update.
 
-        In the first steps, and in every 16th step after that, the cheaper checks also detect writes, so that the error
-        can name the two lines that the change is between. In other steps, such a change is only found at the next
-        update, save or call of the run.
+        In the first steps, and in every 16th step after that, partial checks also detect writes, so that the error can
+        name the two lines between which the change happened. In all other steps, such a change is only found at the
+        next update, save or call of the run.
         """
         self._running = False
         self._last_step = self.step or self._last_step
@@ -257,7 +257,7 @@ class Guard:
             self._modes = [module.training for module in self._modules]
         if self._kept_buffers:
             self._kept_versions = [buffer._version for buffer in self._kept_buffers]
-        if not self._running:  # otherwise there was no check since the last `mark`
+        if not self._running:  # if user code is already running, there was no `check` since the last `mark`
             self.last = self.line(3)
             if moved or self._was_compared:
                 self._compared_at = self.last
@@ -268,9 +268,9 @@ class Guard:
             self._running = True
 
     def line(self, depth: int = 1) -> SourceLocation:
-        """Return the line of user code that made the current call. This is faster than `own_code.calling`.
+        """Return the line of user code that made the current call. Faster than `own_code.calling`.
 
-        The search starts `depth` frames above this one.
+        The search starts `depth` frames above the frame of this method.
         """
         frame = sys._getframe(depth)
         while frame is not None:
@@ -291,7 +291,7 @@ class Guard:
         self._summing = bool(self.step)
 
     def restore_gradients(self) -> None:
-        """Replace the stand-ins with the gradients again."""
+        """Replace the stand-ins with the actual gradients."""
         for parameter, gradient in zip(self._trained, self._hidden_gradients, strict=False):
             parameter.grad = gradient
         self._hidden_gradients, self._shown_gradients = [], self._no_gradients
@@ -301,7 +301,7 @@ class Guard:
         return self._running and (tensor in self._names or tensor in self._gathered)
 
     def refuse_data(self, tensor: Tensor) -> None:
-        """Raise UsageError if user code sets `.data` of a watched tensor."""
+        """Raise UsageError if user code sets `.data` of a tensor of the model."""
         if self._running and isinstance(tensor, GradientStandIn):
             raise self._write_error(False)
         if self.watches(tensor):
@@ -351,7 +351,7 @@ class Guard:
 
     def _check_structure(self, since: SourceLocation) -> None:
         if self._part_ids() != self._identities:
-            self._record_gathered()  # some tensors were gathered with their block, but their module wasn't called yet
+            self._record_gathered()  # a tensor may be gathered with its block before its own module is called
         if (part_ids := self._part_ids()) != self._identities:
             names = [f"{prefix}{part_name}" for prefix, part in self._parts for part_name in part]
             names += ["a part of the model"] * len(part_ids)
@@ -365,7 +365,7 @@ class Guard:
         ]
 
     def _part_ids(self) -> list[int]:
-        """Return the ids of all parameters, buffers and submodules. A gathered tensor has the id of its parameter."""
+        """Return the ids of all parameters, buffers and submodules. Gathered tensors have the id of their parameter."""
         ids = [*map(id, chain.from_iterable(self._part_values))]
         if not self._gathered:
             return ids
@@ -373,7 +373,7 @@ class Guard:
         return [originals.get(part_id, part_id) for part_id in ids]
 
     def _watch_forwards(self, model: nn.Module) -> None:
-        """Add hooks that check the tensors which a sharded model gathers for a forward pass and frees afterwards."""
+        """Add hooks that check the tensors that a sharded model gathers for each forward pass."""
         model.register_forward_pre_hook(self._before_model, prepend=True)
         for module in self._modules:
             if any(parameter is not None for parameter in module._parameters.values()):
@@ -383,8 +383,8 @@ class Guard:
 
     def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
-            self._check_structure(self.last)  # check first, since gathering overwrites replaced parameters
-            self._check_autograd(hooks=False, is_sharded=True)  # requires_grad decides what the backward pass gathers
+            self._check_structure(self.last)  # check this before gathering, which overwrites replaced parameters
+            self._check_autograd(hooks=False, is_sharded=True)  # requires_grad affects what the backward pass gathers
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (name := self._find_foreign_module(module)):
@@ -396,7 +396,7 @@ class Guard:
         self._find_foreign_module(module)
 
     def _find_foreign_module(self, module: nn.Module) -> str:
-        """Return the name of the module if it has tensors that are neither its own nor gathered, and "" otherwise."""
+        """Return the name of the module if user code has replaced its parameters for this call, and "" otherwise."""
         if not self._has_known_tensors(module):
             self._record_gathered()
         return "" if self._has_known_tensors(module) else self._modules[module] or "the model"
@@ -425,14 +425,14 @@ class Guard:
     def _refusal(
         self, problem: str, advice: str = _ADVICE, since: SourceLocation | None = None, first_step: int = 0
     ) -> Exception:
-        """Return the error for a change between the line `since`, in step `first_step`, and the current line."""
+        """Return the error for a change that happened after the line `since`, in step `first_step` or later."""
         prefix = f"steps {first_step} to {self.step}: " if 0 < first_step < self.step else self._prefix
         return refusal(f"{prefix}{problem}", advice, describe_code_between(since or self.last, self.line()))
 
 
 @final
 class NoGuard:
-    """Replaces the guard with no-ops. Tests use it to check that `lockstep.verify` finds the effects of changes."""
+    """A guard that checks nothing. Tests use it to show that `lockstep.verify` finds the effects of changes."""
 
     step = 0
     last: SourceLocation = "", 0
@@ -469,7 +469,7 @@ class NoGuard:
 class _DataDescriptor:
     """Replaces the descriptor `Tensor.data` while there are guards.
 
-    For a tensor that a guard watches, it returns a tensor with the same version counter.
+    `.data` of a tensor that a guard watches returns a tensor with the same version counter.
     """
 
     def __init__(self) -> None:
@@ -513,7 +513,7 @@ def _uncounted_buffers(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _first_changed(items: Iterable[T], values: Sequence[object], previous: Sequence[object]) -> T:
-    """Return the first item with a changed value."""
+    """Return the first item whose value differs from its previous value."""
     return next(
         item for item, value, previous_value in zip(items, values, previous, strict=False) if value != previous_value
     )

@@ -1,4 +1,4 @@
-"""The loader of a custom training loop."""
+"""Creates the data loader of a custom training loop."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ def make_loader(
     audits: AuditSchedule | None = None,
     order: SampleOrder | None = None,
 ) -> Loader:
-    """Return the loader of this rank for `items`. Each of the `steps` has `microbatches` micro-batches."""
+    """Return the data loader of this rank for `items`. Each of the `steps` has `microbatches` micro-batches."""
     world, settings = placed.world, placed.settings
     return Loader(
         DataSet(items, items),
@@ -32,10 +32,10 @@ def make_loader(
         NoTransforms(),
         world.device,
         settings.seed,
-        placed.chosen.mesh(world.size).data_rank(world.rank),
+        placed.strategy.mesh(world.size).data_rank(world.rank),
         settings.placement.workers,
         None if audits is None else partial(audits.assignment, world.rank),
         weigh,
         order and order.for_epoch,
-        replica_devices(placed.chosen, world.on_gpu),
+        replica_devices(placed.strategy, world.on_gpu),
     )

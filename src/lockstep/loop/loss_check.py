@@ -36,7 +36,7 @@ from lockstep.loop.losses import without_weights
 from lockstep.tasks.base import MicroBatch
 
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
-# The smallest factor that is attributed to a GradScaler. Its scale starts at 65,536 and is halved on overflow.
+# The smallest factor that is recognized as the scale of a GradScaler, which starts at 65,536 and is halved on overflow.
 _SCALED: Final = 256.0
 _COMPARED: Final = 4  # the number of operations at the end of a loss that are compared with earlier losses
 
@@ -97,7 +97,7 @@ class LossCheck:
                 "loss.backward()",
             )
         if not microbatch.weight:
-            return  # the mean of an empty micro-batch is nan, and its graph shows no counts
+            return  # the mean of an empty micro-batch is nan, and its graph contains no counts
         self._first_step = self._first_step or step
         ending = (mean, *_last_operations(root))
         if ending in self._checked_endings and step != self._first_step:
@@ -162,8 +162,8 @@ class LossCheck:
     def _check_sum(self, step: int, graph: "_LossGraph", weighs: bool, step_weight: int) -> None:
         """Raise UsageError if a mean was passed as a sum. Warn if a sum has more values than the micro-batch's weight.
 
-        If the script multiplies the sum by the weight of the step, the update divides it by the same weight. In this
-        case, the script clearly wants a plain sum, and there is no warning.
+        There is no warning if the script multiplies the sum by the weight of the step. The update divides by the same
+        weight, so this means that the script wants a plain sum.
         """
         means = [term for term, kind in graph.kinds() if kind == "mean"]
         if means:
@@ -219,7 +219,7 @@ class LossCheck:
             )
 
     def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, weighs: bool) -> None:
-        """Warn if the means divide by counts that aren't proportional to the weights of the micro-batches."""
+        """Warn if the counts that means divide by aren't proportional to the weights of the micro-batches."""
         weight = graph.microbatch.weight
         counts = [graph.count_of_mean(term) for term, kind in graph.kinds() if kind == "mean"]
         (step_before, weight_before, counts_before), self._counts = self._counts, (step, weight, counts)
@@ -327,7 +327,10 @@ class _LossGraph:
         return is_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
 
     def unexplained(self) -> Iterator[Scale]:
-        """Yield the divisions of the whole loss by an integer of at least 2 that neither make a mean nor are usual."""
+        """Yield each division of the whole loss by an integer of at least 2 that has no known purpose.
+
+        A division has a known purpose if it turns a sum into a mean, or if `is_usual` returns True.
+        """
         for scale in self.shared:
             is_integer = scale.divides and scale.value >= 2 and scale.value.is_integer()
             if not is_integer or any(scale not in uncanceled(term) for term in self.terms):
@@ -343,7 +346,7 @@ class _LossGraph:
         return half or over_dim or self._averages_terms(scale)
 
     def _averages_terms(self, scale: Scale) -> bool:
-        """Return whether a division by n averages n losses, and these aren't the losses of individual samples."""
+        """Return whether a division by n averages n losses that aren't the losses of individual samples."""
         terms_below = [term for term in self.terms if scale in term.scales]
         is_same_factor = len({term.factor(scale.node) for term in terms_below}) == 1
         are_single_values = all(term.size == 1 for term in terms_below)
@@ -387,7 +390,7 @@ def _suggest_weight(graph: _LossGraph) -> str:
 
 
 def _name_in_batch(batch: Any, target: Tensor) -> str:
-    """Return the expression for the part of the batch that equals the target, such as `batch[1]`, or ""."""
+    """Return an expression for the part of the batch that equals `target`, such as `batch[1]`, or "" if none does."""
     parts: Mapping[Any, Any] = {}
     if isinstance(batch, Mapping):
         parts = batch

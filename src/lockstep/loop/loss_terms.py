@@ -14,15 +14,15 @@ Node = Any  # a node of an autograd graph
 Kind = Literal["mean", "sum", ""]  # the reduction of a term, or "" if it is unknown
 
 _REDUCTIONS: Final[Mapping[int, Kind]] = {1: "mean", 2: "sum"}  # at::Reduction
-_LINEAR: Final = (
+_LINEAR_OPERATIONS: Final = (
     *("AddBackward", "SubBackward", "RsubBackward", "NegBackward", "SumBackward", "NansumBackward", "MeanBackward"),
     *("StackBackward", "CatBackward", "WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward"),
     *("SelectBackward", "SliceBackward", "ToCopyBackward", "AliasBackward", "CloneBackward", "ViewBackward"),
     *("UnsafeViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "UnsqueezeBackward", "ExpandBackward"),
     *("TBackward", "TransposeBackward", "PermuteBackward"),
 )
-_SCALING: Final = ("MulBackward", "DivBackward")
-_ADDING: Final = ("DotBackward", "TraceBackward", "MeanBackward")
+_SCALING_OPERATIONS: Final = ("MulBackward", "DivBackward")
+_SUMMING_OPERATIONS: Final = ("DotBackward", "TraceBackward", "MeanBackward")
 
 
 class Scale(NamedTuple):
@@ -60,12 +60,12 @@ class LossTerm(NamedTuple):
 def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
     """Return the terms of a loss.
 
-    The walk ends at means, at loss functions with a reduction, at nonlinear operations and at outputs of the model.
+    The walk along the graph ends at means, loss functions with a reduction, nonlinear operations and model outputs.
     """
     terms, pending = [], [LossTerm(root)]
     while pending:
         term = pending.pop()
-        if kind := _reduction(term.node, samples):
+        if kind := _find_reduction(term.node, samples):
             terms.append(term._replace(kind=kind, size=_reduced_count(term.node), sizes=()))
         elif term.node not in returned and (operands := _linear_operands(term, returned)):
             pending += reversed(operands)
@@ -87,30 +87,30 @@ def uncanceled(term: LossTerm) -> Sequence[Scale]:
 
 
 def mask_totals(mask: Tensor) -> Iterator[float]:
-    """Yield the possible numbers of values that a mask keeps."""
+    """Yield the number of values that a mask keeps, for each way in which the mask can be used."""
     total = float(mask.sum())
     yield total
-    if mask.dtype == torch.bool:  # masked_fill marks the values that don't count
+    if mask.dtype == torch.bool:  # in masked_fill, the mask selects the values to discard
         yield mask.numel() - total
 
 
 def are_sample_losses(terms: Sequence[LossTerm], samples: int) -> bool:
     """Return whether the terms are the losses of the individual samples."""
-    return len(terms) == samples > 1 and all(term.kind == "mean" and _rows(term.node) != samples for term in terms)
+    return len(terms) == samples > 1 and all(term.kind == "mean" and _row_count(term.node) != samples for term in terms)
 
 
 def depends_on_outputs(node: Node, returned: Collection[Node]) -> bool:
-    """Return whether a part of the loss depends on an output of the model. True if the outputs aren't known."""
+    """Return whether a part of the loss depends on an output of the model. Returns True if the outputs are unknown."""
     return not returned or any(ancestor in returned for ancestor in backward_nodes(node))
 
 
 def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
     """Return whether a term is a mean over one value per sample, computed by a forward pass of the model.
 
-    This detects a penalty on gradients or activations, which doesn't depend on any output of the model. A mean over
+    An example is a penalty on gradients or activations, which doesn't depend on any output of the model. A mean over
     weights may have the same number of values, but its graph shares no operation with the forward pass.
     """
-    if term.kind != "mean" or _rows(term.node) != microbatch.samples:
+    if term.kind != "mean" or _row_count(term.node) != microbatch.samples:
         return False
     ancestors = {ancestor for node in returned for ancestor in backward_nodes(node)}
     return any(
@@ -122,7 +122,7 @@ def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Colle
 def reduces(node: Node) -> bool:
     """Return whether a node is a PyTorch operation that returns a single number, but is neither a sum nor a loss."""
     name = operation_name(node)
-    if not name or name.startswith(_ADDING) or getattr(node, "_saved_reduction", None) is not None:
+    if not name or name.startswith(_SUMMING_OPERATIONS) or getattr(node, "_saved_reduction", None) is not None:
         return False
     return not node._input_metadata[0].shape
 
@@ -136,21 +136,21 @@ def operation_name(node: Node) -> str:
 def _linear_operands(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
     """Return the operands of a linear operation as terms, or an empty list if the operation isn't linear."""
     node, name = term.node, operation_name(term.node)
-    if name.startswith(_SCALING):
+    if name.startswith(_SCALING_OPERATIONS):
         return _scaling_operands(term, [next_node for next_node, _ in node.next_functions], returned)
-    if not name.startswith(_LINEAR):
+    if not name.startswith(_LINEAR_OPERATIONS):
         return []
     if name.startswith("SumBackward") and not term.sizes:
         sizes = tuple(node._saved_self_sym_sizes)
         term = term._replace(kind="sum", sizes=sizes, size=math.prod(sizes))
     elif name.startswith("MeanBackward") and (stack_size := _stack_size(node)):
         term = term._replace(scales=(*term.scales, Scale(node, float(stack_size), divides=True)))
-    elif (mask := _mask_of(node)) is not None:
+    elif (mask := _find_mask(node)) is not None:
         term = term._replace(masks=(*term.masks, mask))
     return [term._replace(node=next_node) for next_node, _ in node.next_functions if next_node is not None]
 
 
-def _mask_of(node: Node) -> Tensor | None:
+def _find_mask(node: Node) -> Tensor | None:
     """Return the mask of an operation that fills or selects values, if the operation saved it for the backward pass."""
     try:
         return (
@@ -188,21 +188,21 @@ def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collectio
     return [inner._replace(scales=(*term.scales, Scale(node, float(constant), divides)))]
 
 
-def _reduction(node: Node, samples: int) -> Kind:
-    """Return the reduction of an operation over the samples, from its name or from its saved `reduction` argument."""
+def _find_reduction(node: Node, samples: int) -> Kind:
+    """Return the reduction over samples that an operation computes, based on its name or saved `reduction` argument."""
     if not operation_name(node).startswith("MeanBackward"):
         return _REDUCTIONS.get(getattr(node, "_saved_reduction", None) or 0, "")
     sizes = node._saved_self_sym_sizes
-    dims = _dims(node)
+    dims = _reduced_dims(node)
     if math.prod(sizes[dim] for dim in dims) == 1 or _stack_size(node):
         return ""
     return "mean" if len(dims) == len(sizes) or (0 in dims and sizes[0] == samples) else ""
 
 
 def _reduced_count(node: Node) -> float:
-    """Return the number of values that a mean or a loss function reduces, or 0 if the node doesn't have the number."""
+    """Return the number of values that a mean or a loss function reduces, or 0 if the number is unknown."""
     if operation_name(node).startswith("MeanBackward"):
-        count = float(math.prod(node._saved_self_sym_sizes[dim] for dim in _dims(node)))
+        count = float(math.prod(node._saved_self_sym_sizes[dim] for dim in _reduced_dims(node)))
         inner = node.next_functions[0][0]  # a mean of a mean reduces the values of both
         return count * (_reduced_count(inner) if operation_name(inner).startswith("MeanBackward") else 1)
     try:
@@ -216,17 +216,17 @@ def _stack_size(node: Node) -> int:
     """Return the number of losses if the node averages losses from torch.stack, and 0 otherwise."""
     inner = node.next_functions[0][0]
     stacks = inner is not None and operation_name(inner).startswith("StackBackward")
-    return len(inner.next_functions) if stacks and _dims(node) == [0] and not inner._saved_dim else 0
+    return len(inner.next_functions) if stacks and _reduced_dims(node) == [0] and not inner._saved_dim else 0
 
 
-def _dims(node: Node) -> list[int]:
+def _reduced_dims(node: Node) -> list[int]:
     """Return the dims that a mean reduces."""
     ndim = len(node._saved_self_sym_sizes)
     dims = getattr(node, "_saved_dim", None) or range(ndim)
     return sorted({(dim - (1 << 64) if dim >= 1 << 63 else dim) % ndim for dim in dims})
 
 
-def _rows(node: Node) -> int:
+def _row_count(node: Node) -> int:
     """Return the length of dim 0 of the tensor that a mean reduces."""
     sizes = node._saved_self_sym_sizes if operation_name(node).startswith("MeanBackward") else node._saved_self.shape
     return int(sizes[0]) if sizes else 1

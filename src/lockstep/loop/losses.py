@@ -1,4 +1,4 @@
-"""Several losses in a step of a custom loop: `step.backward(mean={...})`, with the weights that `weight=` returns."""
+"""Support for several named losses in a step of a custom loop: `step.backward(mean={...})`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 
 class NamedArgument(NamedTuple):
-    """A loss that the loop passed by a name, as a mean over the micro-batch or as a sum."""
+    """A loss that the script passed by name, as a mean over the micro-batch or as a sum."""
 
     name: str
     loss: Tensor
@@ -26,7 +26,7 @@ class NamedArgument(NamedTuple):
 
 
 def has_names(*arguments: object) -> bool:
-    """Return whether the loop passed losses by name."""
+    """Return whether the script passed losses by name."""
     return any(isinstance(argument, Mapping) for argument in arguments)
 
 
@@ -35,8 +35,8 @@ def named_arguments(
 ) -> list[NamedArgument]:
     """Return the losses of a micro-batch in the order of their names.
 
-    `number` is the number of the step. `weights` has the total weight of each loss in the step, by name. Raises
-    UsageError, with the calling line, if the names of the losses differ from the names of the weights.
+    `number` is the number of the step. `weights` contains the total weight of each loss in the step. Raises UsageError
+    if the names of the losses differ from the names of the weights.
     """
     names = ", ".join(weights)
     single = next((value for value in (mean, sum) if value is not None and not isinstance(value, Mapping)), None)
@@ -92,16 +92,16 @@ def without_weights(number: int) -> Exception:
 def losses_of(
     arguments: Sequence[NamedArgument], microbatch: MicroBatch, step: Step, outputs: Collection[Node]
 ) -> Losses:
-    """Return the losses for the engine. `outputs` are the graph nodes of the model's outputs."""
+    """Convert the losses of a micro-batch for the engine. `outputs` are the graph nodes of the model's outputs."""
     assert step.weights is not None
     assert microbatch.weights is not None
     roots = [
         Root(loss, microbatch.weights[name] if is_mean else 1, step.weights[name]) for name, loss, is_mean in arguments
     ]
-    return Losses(roots, [] if all(root.part for root in roots) else _zeros(outputs))
+    return Losses(roots, [] if all(root.part for root in roots) else _make_zero_gradients(outputs))
 
 
-def _zeros(outputs: Collection[Node]) -> list[tuple[GradientEdge, Tensor]]:
+def _make_zero_gradients(outputs: Collection[Node]) -> list[tuple[GradientEdge, Tensor]]:
     """Return the graph edges of the output nodes with gradients of zeros, in the order of the forward pass."""
     edges = []
     for node in sorted(outputs, key=lambda node: int(node._sequence_nr())):

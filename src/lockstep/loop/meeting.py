@@ -8,9 +8,9 @@ from lockstep.loop.model import CallConsistencyCheck, Gate
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
-# The calls that a rank can make between two steps, as error messages name them. Ranks exchange the index of their call.
-# The first entry is for ranks that run steps.
-_PLACES: Final = (
+# The names of the calls that a rank can make between two steps. Ranks compare the index of their call. Index 0 stands
+# for a rank that runs steps.
+_CALL_NAMES: Final = (
     "the loop over run.steps",
     "run.place",
     "run.steps",
@@ -23,37 +23,37 @@ _PLACES: Final = (
 
 
 @final
-class Meeting:
-    """Checks that all ranks make the same calls, and that they leave loops over `run.each` at the same batch."""
+class SameCallCheck:
+    """Checks that all ranks make the same calls to the run, and leave loops over `run.each` after the same batch."""
 
     def __init__(self, world: World, gate: Gate) -> None:
         self._world = world
         self._gate = gate
-        self._left_at = ""  # the line that left a loop over `run.each` early, until `check_early_exits`
+        self._early_exit_line = ""  # the line that left a loop over `run.each` early, if not checked yet
 
-    def meet(self, call: str) -> None:
+    def check_call(self, call: str) -> None:
         """Wait until all ranks reach this call. Raises UsageError if a rank has made a different call."""
         self.check_early_exits()
-        mismatch = self._world.meet(_PLACES.index(call))
+        mismatch = self._world.compare_places(_CALL_NAMES.index(call))
         if mismatch is not None:
-            place, rank = mismatch
+            index, rank = mismatch
             raise refusal(
-                f"{call}: rank {rank} is at {_PLACES[place]} instead",
+                f"{call}: rank {rank} is at {_CALL_NAMES[index]} instead",
                 "call the same methods of run on all ranks, not under `if run.rank == 0`, and leave each loop after "
                 "the same step",
             )
 
-    def note_early_exit(self, call_site: str) -> None:
+    def record_early_exit(self, call_site: str) -> None:
         """Record the line where the script left a loop over `run.each` before its last batch."""
-        self._left_at = call_site
+        self._early_exit_line = call_site
 
     def check_early_exits(self) -> None:
         """Raise UsageError if this rank left a loop over `run.each` early, but not all ranks of its group did.
 
-        Each Lockstep call runs this check first. The check can't run when the script leaves the loop, because an error
-        in the script also leaves the loop.
+        Each call to the run runs this check first. The check can't run when the script leaves the loop, because the
+        script may have left the loop with an error on a single rank.
         """
-        call_site, self._left_at = self._left_at, ""
+        call_site, self._early_exit_line = self._early_exit_line, ""
         if call_site and self._gate.alike is not None:
             self._gate.alike.call(CallConsistencyCheck.LEFT, "", call_site)
 

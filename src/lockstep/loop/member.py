@@ -43,14 +43,14 @@ from lockstep.training.checkpoint.signing import signing_key
 R = TypeVar("R", bound=OpenRun)
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
-# The open runs of this process. There can be several, because an error in a notebook doesn't end the process or close
-# the run.
-_OPEN: Final[list[OpenRun]] = []
+# The open runs of this process. There can be several, because an error in a notebook neither ends the process nor
+# closes the run.
+_OPEN_RUNS: Final[list[OpenRun]] = []
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """The state of a rank after `join`. `checkpoint` is the checkpoint that the run resumes from, if any."""
+    """A rank that has joined the run, with its settings. `checkpoint` is the checkpoint to resume from, if any."""
 
     settings: Settings
     rendezvous: Rendezvous
@@ -61,7 +61,7 @@ class Member:
     observe: Observe | None = None
     guarded: bool = True
     replay: Replaying | None = None  # set if `lockstep replay` runs the script
-    is_ray_worker: bool = False  # a worker of Ray Train, where Ray handles the process and its errors
+    is_ray_worker: bool = False  # whether this is a worker of Ray Train, which handles the process and its errors
 
     @staticmethod
     def join(read: Callable[[], Settings]) -> "Member":
@@ -94,8 +94,8 @@ class Member:
             rendezvous = join_ranks(ray.rank_info(worker, os.environ), placement.rendezvous, placement.timeout_s)
             resources.callback(rendezvous.leave)
         elif info is not None:
-            life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
-            rendezvous = resources.enter_context(life)
+            rank_membership = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
+            rendezvous = resources.enter_context(rank_membership)
         else:
             _close_abandoned(run_config.dir)
             if warning := slurm.warning(os.environ):
@@ -157,7 +157,7 @@ class Member:
         )
 
     def register(self, run: R) -> R:
-        """Arrange for the run to be closed when this process or the worker function ends. Return the run."""
+        """Make sure that the run is closed when this process or the worker function ends. Returns the run."""
         context = WORKER_CONTEXT.get()
         if context is not None:
             context.runs.append(run)
@@ -168,14 +168,14 @@ class Member:
         atexit.register(_close_at_exit, run_reference)
         if not _is_interactive():
             sys.excepthook = _make_except_hook(run_reference)
-        _OPEN.append(run)
-        self.resources.callback(_OPEN.remove, run)
+        _OPEN_RUNS.append(run)
+        self.resources.callback(_OPEN_RUNS.remove, run)
         return run
 
     def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:
-        """End the script because of a signal, after closing the run. In a notebook, only the current cell ends.
+        """Close the run and end the script because of a signal. In a notebook, only the current cell ends.
 
-        The caller must have saved the run.
+        The caller must save the run first.
         """
         close()
         if _is_interactive():
@@ -185,7 +185,8 @@ class Member:
     def close(self, error: BaseException | None) -> None:
         """Release the resources of the run.
 
-        With an error, this ends the process, except on a single rank, in a worker of Ray Train or in a Lockstep worker.
+        If `error` is set, this method ends the process, except on a single rank, in a worker of Ray Train or in a
+        worker that Lockstep started.
         """
         self.resources.__exit__(
             None if error is None else type(error), error, None if error is None else error.__traceback__
@@ -193,7 +194,7 @@ class Member:
 
 
 def _read_settings(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
-    """Return the settings passed to `join`. If they are invalid, all ranks exit, and one of them reports the error."""
+    """Return the validated arguments of `join`. If they are invalid, all ranks exit, and one rank reports the error."""
     try:
         return read()
     except UsageError as error:
@@ -208,14 +209,14 @@ def _close_abandoned(folder: str | None) -> None:
     Such a run is left over from a loop that ended with an error. Runs must be closed in reverse order, because each run
     restores the process state from before it began.
     """
-    first_index = next((number for number, run in enumerate(_OPEN) if run._is_in(folder)), len(_OPEN))
-    for run in reversed(_OPEN[first_index:]):
+    first_index = next((number for number, run in enumerate(_OPEN_RUNS) if run._is_in(folder)), len(_OPEN_RUNS))
+    for run in reversed(_OPEN_RUNS[first_index:]):
         run._abandon()
 
 
 @contextmanager
 def _cleanup_on_error(resources: ExitStack) -> Iterator[None]:
-    """Release `resources` if the block raises an exception. With several ranks, this ends the process."""
+    """Release `resources` if the `with` block raises an exception. With several ranks, this ends the process."""
     try:
         yield
     except BaseException as error:
@@ -227,7 +228,7 @@ def _cleanup_on_error(resources: ExitStack) -> Iterator[None]:
 def _open_sinks(
     run_config: RunSettings, decisive_settings: Mapping[str, Any], folder: Path | None, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
-    """Yield the sinks of rank 0. `streams` are the terminal and, if there is a run folder, the log file of the rank."""
+    """Yield the sinks of rank 0. `streams` are the terminal and, if there is a run folder, the log of the rank."""
     if folder is None:
         with closing(Console(streams[0], None, "")) as console:
             yield [console]
@@ -237,7 +238,7 @@ def _open_sinks(
 
 
 def _is_interactive() -> bool:
-    """Return whether the process is interactive, such as a notebook. An error must not end an interactive process."""
+    """Return whether this is an interactive process, such as a notebook, which an error must not end."""
     return "ps1" in vars(sys)
 
 

@@ -1,4 +1,4 @@
-"""Checks calls of the user's model in a custom loop, converts its dtypes, and explains errors raised in it."""
+"""Wraps the user's model in a custom loop: checks its calls, converts dtypes, and adds advice to errors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ _BATCHNORM_ADVICE: Final = (
     "use fewer micro-batches, or drop_last=True in run.steps, because BatchNorm needs at least two samples in each "
     "micro-batch, also in the last step of an epoch"
 )
-# Words in the error that PyTorch raises if an operation doesn't support DTensor.
+# Each of these words identifies the error that PyTorch raises if an operation doesn't support DTensor.
 _DTENSOR_WORDS: Final = ("DTensor", "DeviceMesh")
 _DTYPE_WORDS: Final = "uniform original parameter dtype"
 _DTYPE_ADVICE: Final = (
@@ -51,8 +51,8 @@ class Gate:
     returned: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
     alike: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
     ended_at: SourceLocation = "", 0  # the line of the last step.backward
-    recomputing: bool = False  # whether a backward pass is running. It may recompute modules in a checkpoint()
-    exchanged: bool = False  # whether the user's code called a collective. `run.each` resets it.
+    recomputing: bool = False  # whether a backward pass is running, which may recompute modules in a checkpoint()
+    exchanged: bool = False  # whether user code has called a collective; reset by `run.each`
 
     @property
     def at(self) -> str:
@@ -66,11 +66,11 @@ class Gate:
 
     @property
     def ended(self) -> str:
-        """A text for error messages that says which line ended the previous micro-batch."""
+        """The line that ended the previous micro-batch, as a clause for error messages."""
         return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
 
     def exchange(self, name: str) -> None:
-        """Record that the user's code calls a collective. Raises UsageError within a step."""
+        """Record that user code calls the collective `name`. Raises UsageError within a step."""
         self.exchanged = True
         if self.step and name == exchanges.OF_ROWS:
             raise refusal(
@@ -89,15 +89,15 @@ class Gate:
     def wrap_calls(self, model: nn.Module, numerics: Numerics, alike: "CallConsistencyCheck | None") -> None:
         """Wrap the placed model so that calls are only allowed while the gate is open, and convert its dtypes.
 
-        Inputs and outputs are converted as in a recipe. A container such as nn.ModuleDict has no forward method, so the
-        modules in the container are wrapped instead.
+        The dtypes of inputs and outputs are converted as in a recipe. A container such as nn.ModuleDict has no forward
+        method, so the modules in the container are wrapped instead.
         """
         self.alike = alike
         for number, module in enumerate(entry_modules(model)):
             if numerics.dtype is not None:
                 _convert_dtype(module, numerics)
-            # PyTorch calls `_compiled_call_impl` instead of `_call_impl`, including all hooks. Hooks would add 7 us to
-            # each call.
+            # If `_compiled_call_impl` is set, PyTorch calls it instead of `_call_impl`, which runs all hooks. Using
+            # hooks instead would add 7 us to each call.
             call = module._compiled_call_impl or module._call_impl
             vars(module)["_compiled_call_impl"] = partial(self._call, call, module, number)
 
@@ -140,9 +140,9 @@ class CallConsistencyCheck:
     numbers of micro-batches.
     """
 
-    # Two special values, which ranks send instead of a module number:
-    LEFT: Final = 0xFFFE  # the loop left `run.each` before its last batch
-    OVER: Final = 0xFFFF  # the end of a micro-batch or of a batch of `run.each`
+    # Ranks send one of these two values instead of a module number:
+    LEFT: Final = 0xFFFE  # the script left a loop over `run.each` before its last batch
+    OVER: Final = 0xFFFF  # a micro-batch or a batch of `run.each` has ended
 
     def __init__(self, world: World, groups: list[list[int]]) -> None:
         [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
@@ -156,10 +156,10 @@ class CallConsistencyCheck:
     def call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
         """Raise UsageError on all ranks of the group unless they all call the same module in the same mode.
 
-        All ranks of the group must call this method. `number` is the number of the module. `training` is its mode.
-        `call_site` is the line that the error names. It defaults to the calling line.
+        All ranks of the group must call this method. `number` is the number of the module, and `training` is its mode.
+        `call_site` is the line of user code in the error, which defaults to the calling line.
         """
-        # The collectives of a call also depend on the gradient mode and on the mode of the module.
+        # Whether gradients are enabled and the mode of the module also affect which collectives a call uses.
         messages = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
         if len({*messages}) == 1:
             return
@@ -246,7 +246,7 @@ class StrayModuleCheck:
                 )
 
     def _collect_parameters(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if module in self._placed_modules:  # a layer of a sharded model has gathered parameters during a forward pass
+        if module in self._placed_modules:  # in a sharded model, a layer has its gathered parameters during a forward
             self._parameters.update(module.parameters())
 
     def _check(self, module: nn.Module, _inputs: Any) -> None:
@@ -270,7 +270,7 @@ class StrayModuleCheck:
             )
 
     def _check_values(self, module: nn.Module, inputs: Any) -> None:
-        """Raise UsageError if BatchNorm gets one value per sample and channel, and a micro-batch has one sample."""
+        """Raise UsageError for a BatchNorm with one value per sample and channel if a micro-batch has one sample."""
         if not self._single_sample_note or not isinstance(module, _BatchNorm) or not module.training:
             return
         values = inputs[0] if inputs else None
@@ -285,7 +285,7 @@ class StrayModuleCheck:
 
 @contextmanager
 def explain_errors(runs: Sequence[OpenRun]) -> Iterator[None]:
-    """Re-raise an error in user code with advice. See `explain_error`."""
+    """Add advice to errors that user code raises in the `with` block. See `explain_error`."""
     try:
         yield
     except Exception as error:
@@ -297,9 +297,9 @@ def explain_errors(runs: Sequence[OpenRun]) -> Iterator[None]:
 
 
 def explain_error(error: BaseException, model: nn.Module) -> BaseException:
-    """Return the error with advice if it comes from sharded weights, mixed dtypes or a micro-batch of one sample.
+    """Add advice to an error that is caused by sharded weights, mixed dtypes or a micro-batch of one sample.
 
-    All other errors are returned unchanged.
+    Other errors are returned unchanged.
     """
     if isinstance(error, LockstepError):
         return error
@@ -326,7 +326,7 @@ def _module_called_alone(error: BaseException, model: nn.Module) -> str:
     trace = error.__traceback__
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
-        if "/torch/autograd/" in frame.f_code.co_filename:  # a backward pass recomputes blocks
+        if "/torch/autograd/" in frame.f_code.co_filename:  # a backward pass called the module to recompute it
             return ""
         module = frame.f_locals.get("self") if frame.f_code.co_name == "_wrapped_call_impl" else None
         if isinstance(module, nn.Module) and module in names:
@@ -336,19 +336,19 @@ def _module_called_alone(error: BaseException, model: nn.Module) -> str:
 
 @contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Restore the training or evaluation mode of all modules after the block."""
+    """Restore the training or evaluation mode of all modules at the end of the `with` block."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield
-    finally:  # the script may leave an evaluation before its last batch
+    finally:  # the script may leave an evaluation loop before its last batch
         for module, training in modes.items():
             module.training = training
 
 
 def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
-    """Return a description of the model that must not change after `place`.
+    """Return the structure of the model, which must not change after `place`.
 
-    It has the name, the id and `requires_grad` of each parameter, and the name of each buffer.
+    It consists of the name, the id and `requires_grad` of each parameter, and the name of each buffer.
     """
     parameters = [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()]
     return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]

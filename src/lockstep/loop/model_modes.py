@@ -1,4 +1,4 @@
-"""Finds out whether a model is in evaluation mode, and whether a layer computes something different in this mode."""
+"""Determines whether a model is in evaluation mode, and whether it has layers whose result depends on the mode."""
 
 from types import CodeType
 from typing import Any, Final, cast
@@ -8,9 +8,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 # Parts of the class names of random layers, such as dropout, in timm, torchvision and transformers.
-_RANDOM: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
-# Names of attributes with the probability of a random layer, or of a dropout that the forward method calls as a
-# function.
+_RANDOM_LAYER_NAMES: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
+# Names of attributes that hold the probability of a random layer, or of a functional dropout in the forward method.
 _PROBABILITIES: Final = ("p", "prob", "drop", "dropout", "drop_prob", "drop_rate", "dropout_p", "layerdrop")
 _CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # containers have no forward method, so their mode has no effect
 
@@ -20,8 +19,8 @@ def is_evaluating(model: nn.Module) -> bool:
     return not any(module.training for module in model.modules() if not isinstance(module, _CONTAINERS))
 
 
-def mode_dependent_layer(model: nn.Module) -> str:
-    """Return the name and class of the first layer that computes something different in training mode, or "".
+def find_mode_dependent_layer(model: nn.Module) -> str:
+    """Return the name and class of the first layer whose result depends on the mode, or "" if there is none.
 
     PyTorch layers are recognized by their class and settings. Any other module counts as mode-dependent if its class is
     named like a dropout layer or its forward method reads `self.training`, unless all of its dropout probabilities are
@@ -48,17 +47,17 @@ def _depends_on_mode(module: nn.Module) -> bool:
     kind = type(module)
     if kind.__module__.startswith("torch.nn."):
         return False
-    probabilities = _probabilities(module)
+    probabilities = _dropout_probabilities(module)
     if any(probabilities):
         return True
-    is_named_random = any(word in kind.__name__ for word in _RANDOM)
+    is_named_random = any(word in kind.__name__ for word in _RANDOM_LAYER_NAMES)
     # The forward methods of transformers also read the mode for gradient checkpointing, which doesn't change the
     # result.
     reads_mode = _reads_mode(module) and "gradient_checkpointing" not in vars(module)
     return (is_named_random or reads_mode) and not probabilities
 
 
-def _probabilities(module: nn.Module) -> list[float]:
+def _dropout_probabilities(module: nn.Module) -> list[float]:
     attributes = vars(module)
     names = [name for name in attributes if name in _PROBABILITIES or name.endswith(("dropout", "drop_prob"))]
     return [float(attributes[name]) for name in names if isinstance(attributes[name], int | float)]

@@ -12,10 +12,10 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 @final
 class Modes:
-    """Saves and restores the names of the modules in evaluation mode. The name of the model itself is "".
+    """Saves and restores which modules are in evaluation mode, by name. The name of the model itself is "".
 
-    A resumed run restores the modes right before its first step, because the script may set modes anywhere before that
-    step. If no step is left, it restores the modes at the end of the loop over `run.steps`.
+    A resumed run restores the modes right before its first step, because the script may set modes anywhere before this
+    step. If no step is left, the run restores the modes at the end of the loop over `run.steps`.
     """
 
     def __init__(self, model: nn.Module, placed: Sequence[str]) -> None:
@@ -23,19 +23,19 @@ class Modes:
         names = [*self._modules]  # parents before their children
         self._sizes = [_subtree_size(names, index) for index in range(len(names))]
         self.placed = [*placed]  # the modules that were in evaluation mode when the script called run.place
-        self._restored: frozenset[str] | None = None  # the modules in evaluation mode to restore
+        self._restored: frozenset[str] | None = None  # the modules to set to evaluation mode at the first step
         self._saved: frozenset[str] | None = None  # the modules in evaluation mode at the save in this step
         self._saved_at = ""  # the line of the save
-        self._changed_late: dict[str, bool] = {}  # the modes that were set after the save
+        self._late_changes: dict[str, bool] = {}  # the modules whose mode was set after the save, with their mode
 
-    def evaluating(self) -> list[str]:
+    def list_evaluating(self) -> list[str]:
         """Return the names of the modules in evaluation mode."""
-        return evaluating(self._modules.items())
+        return list_evaluating(self._modules.items())
 
     def summary(self) -> str:
-        """Return a unique description of the set of modules in evaluation mode.
+        """Return a text that uniquely describes which modules are in evaluation mode.
 
-        If all submodules of a module are in evaluation mode, the description only has the name of the outermost module.
+        If a module and all of its submodules are in evaluation mode, the text only contains the name of the module.
         """
         in_evaluation = [not module.training for module in self._modules.values()]
         if not any(in_evaluation):
@@ -50,7 +50,7 @@ class Modes:
         return ", ".join(descriptions)
 
     def load(self, saved: Sequence[str] | None, placed: Sequence[str] | None, warn: Callable[[str], None]) -> None:
-        """Load the modes from a checkpoint. Checkpoints of earlier Lockstep versions don't have modes."""
+        """Load the modes from a checkpoint. If it was saved by an earlier Lockstep version, it contains no modes."""
         if saved is None:
             return
         self._restored = frozenset(saved)
@@ -60,9 +60,9 @@ class Modes:
                 "keeps the saved modes; set modes within the loop, or choose a different dir"
             )
 
-    def note_save(self) -> None:
-        """Record the current modes, which a checkpoint saves."""
-        self._saved = frozenset(self.evaluating())
+    def record_save(self) -> None:
+        """Record the modes that a checkpoint saves now."""
+        self._saved = frozenset(self.list_evaluating())
         self._saved_at = calling()
 
     def restore(self) -> None:
@@ -71,13 +71,13 @@ class Modes:
             for name, module in self._modules.items():
                 module.training = name not in self._restored
             self._restored = None
-        self._saved = None  # a resumed script runs the lines after a save between two loops again
+        self._saved = None  # after a save between two loops, a resumed script runs the lines after the save again
 
     def end_step(self) -> None:
         """Record the modes that the script set after a save in this step."""
         if self._saved is not None:
-            changed_names = self._saved.symmetric_difference(self.evaluating())
-            self._changed_late = {name: self._modules[name].training for name in changed_names}
+            changed_names = self._saved.symmetric_difference(self.list_evaluating())
+            self._late_changes = {name: self._modules[name].training for name in changed_names}
             self._saved = None
 
     def check(self, step: int) -> None:
@@ -86,7 +86,7 @@ class Modes:
         The check runs at the first forward pass of a step, so a loop that sets its modes at the start of each step
         passes.
         """
-        late_changes, self._changed_late = self._changed_late, {}
+        late_changes, self._late_changes = self._late_changes, {}
         for name, training in late_changes.items():
             if self._modules[name].training is training:
                 raise refusal(
@@ -97,7 +97,7 @@ class Modes:
                 )
 
 
-def evaluating(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+def list_evaluating(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Return the names of the modules in evaluation mode."""
     return [name for name, module in modules if not module.training]
 

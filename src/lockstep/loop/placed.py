@@ -25,8 +25,8 @@ from lockstep.loop.guard import Guard, NoGuard
 from lockstep.loop.member import Member
 from lockstep.loop.model import structure
 from lockstep.loop.model_modes import is_evaluating
-from lockstep.loop.modes import Modes, evaluating
-from lockstep.loop.placing import Groups, base_rate, check_steps, hyperparameters, optimizer_factory
+from lockstep.loop.modes import Modes, list_evaluating
+from lockstep.loop.placing import Groups, get_base_rate, get_hyperparameters, make_optimizer_factory, run_trial_steps
 from lockstep.loop.scheduler import UserScheduler
 from lockstep.loop.settings import Settings
 from lockstep.models.check import check_layers
@@ -38,8 +38,7 @@ from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
 from lockstep.setup.chunking import cut
 from lockstep.setup.strategy import check_strategy, find_strategy, recompute_interval
-from lockstep.strategies.base import CutsModel, ExternalEngine, replica_devices
-from lockstep.strategies.base import Strategy as Chosen
+from lockstep.strategies.base import CutsModel, ExternalEngine, Strategy, replica_devices
 from lockstep.tasks.base import Problem
 from lockstep.training.agreement import agreed
 from lockstep.training.checkpoint.tensorfile import digest
@@ -52,7 +51,7 @@ _SEED_ADVICE: Final = (
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The number of chunks that the model is split into, and the plan for the split. Known models need no plan."""
+    """How to split the model for tensor parallelism: the number of chunks, and the plan. Known models need no plan."""
 
     count: int = 1
     plan: Plan = field(default_factory=dict)
@@ -76,7 +75,7 @@ class ChunkPlan:
 class PlacedModel:
     """The user's model and optimizer, and the engine that trains them.
 
-    `canonical` is a view of the engine. It converts the state to the shapes that the model has without `chunks`.
+    `canonical` is a view of the engine that converts the state to the shapes that the model has without `chunks`.
     """
 
     settings: Settings
@@ -84,14 +83,14 @@ class PlacedModel:
     model: nn.Module
     optimizer: Optimizer
     name: str  # the name of the strategy
-    chosen: Chosen
+    strategy: Strategy
     numerics: Numerics
     engine: Phased
     canonical: Engine
     chunks: ChunkPlan
     structure: object
     rate: float  # the learning rate of an update without `lr`
-    made: Mapping[str, Any]  # the hyperparameters that the optimizer was created with
+    initial_hyperparameters: Mapping[str, Any]  # the hyperparameters that the optimizer was created with
     groups: Groups
     scheduler: UserScheduler | None
     modes: Modes
@@ -102,22 +101,27 @@ class PlacedModel:
     @property
     def communicating_groups(self) -> list[list[int]]:
         """The groups of ranks that communicate weights or inputs in each call of the model."""
-        return self.chosen.mesh(self.world.size).groups("shard", "expert")
+        return self.strategy.mesh(self.world.size).groups("shard", "expert")
 
     def audit_schedule(self, microbatches: int) -> AuditSchedule | None:
-        """Return the schedule of the micro-batches that an audit repeats, or None if audits are disabled."""
+        """Return the schedule of recomputation audits, or None if audits are disabled."""
         every = self.settings.placement.audit_every
-        return None if every is None else AuditSchedule(every, self.chosen.mesh(self.world.size), microbatches)
+        return None if every is None else AuditSchedule(every, self.strategy.mesh(self.world.size), microbatches)
 
-    def decisive(self) -> dict[str, Any]:
-        """Return the settings that determine the resulting weights, as far as they are known after `place`."""
-        plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}
-        scheduler = None if self.scheduler is None else self.scheduler.name
-        made = {"scheduler": scheduler, "ema": self.numerics.ema_decay}
-        return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan), **made}
+    def decisive_settings(self) -> dict[str, Any]:
+        """Return the settings known after `place` that determine the resulting weights."""
+        return {
+            "seed": self.settings.seed,
+            "precision": self.settings.precision,
+            "optimizer": dict(self.initial_hyperparameters),
+            "chunks": self.chunks.count,
+            "plan": dict(self.chunks.plan),
+            "scheduler": None if self.scheduler is None else self.scheduler.name,
+            "ema": self.numerics.ema_decay,
+        }
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the full weights by name. All ranks must call this method."""
+        """Return the unsharded weights by name. All ranks must call this method."""
         return gather_full_tensors(self.world, self.canonical.state().model)
 
     def digests(self) -> dict[str, str]:
@@ -126,22 +130,22 @@ class PlacedModel:
 
     def has_idle_ranks(self, microbatches: int) -> bool:
         """Return whether some ranks get no micro-batch in a step with `microbatches` micro-batches."""
-        return microbatches < self._replicas
+        return microbatches < self._replica_count
 
     @cached_property
-    def _replicas(self) -> int:
+    def _replica_count(self) -> int:
         """The number of ranks that get different micro-batches, or 0 if weights are sharded.
 
-        If weights are sharded, no rank is ever idle, because a rank without a micro-batch computes a dummy micro-batch.
+        If weights are sharded, ranks are never idle. A rank without a micro-batch computes a dummy micro-batch.
         """
-        mesh = self.chosen.mesh(self.world.size)
+        mesh = self.strategy.mesh(self.world.size)
         return mesh.replicate if mesh.shard == mesh.expert == 1 else 0
 
     def agree(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
-        """Apply the settings of the user's optimizer, and submit this update to a check between ranks.
+        """Apply the settings of the user's optimizer, and submit the arguments of an update to a check across ranks.
 
         All ranks must have the same optimizer settings, module modes, `rate`, `clip` and `of`, and the same names of
-        `step.sum` in `sums`.
+        `step.sum` in `sums`. The ranks compare them later, without extra communication.
         """
         self.groups.apply_to(self.engine.groups, step)
         if self.world.size > 1:
@@ -153,7 +157,9 @@ class PlacedModel:
                 "names of step.sum": ", ".join(sums),
             }
             path, line = self.guard.line()
-            self.world.note(self.groups.facts(step, arguments), location(path, line) if path else "")
+            self.world.set_compared_facts(
+                self.groups.get_compared_values(step, arguments), location(path, line) if path else ""
+            )
 
     def load_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         """Load the optimizer settings, the scheduler state and the module modes from a checkpoint, if it has them."""
@@ -170,21 +176,22 @@ class PlacedModel:
     def changes(self) -> dict[str, Any]:
         """Return the current optimizer settings, scheduler state and module modes, for `load_settings`."""
         scheduler, initial_state = (
-            (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
+            (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.initial_state)
         )
-        modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
+        modes = {"modes": self.modes.list_evaluating(), "modes_placed": self.modes.placed}
         return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": initial_state, **modes}
 
     def check_finite(self, step: int) -> None:
         """Raise TrainingError if a trained weight isn't finite on any rank. All ranks must call this method."""
         names = {name for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         trained = {name: local_tensor(tensor) for name, tensor in self.engine.state().model.items() if name in names}
-        wrong = [not bool(torch.isfinite(tensor).all()) for tensor in trained.values()]
-        counts = self.world.add_(torch.tensor(wrong, dtype=torch.int64))
-        if broken := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
-            suffix = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        is_nonfinite = [not bool(torch.isfinite(tensor).all()) for tensor in trained.values()]
+        counts = self.world.add_(torch.tensor(is_nonfinite, dtype=torch.int64))
+        if nonfinite_names := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
+            suffix = f" (and {len(nonfinite_names) - 1} more)" if len(nonfinite_names) > 1 else ""
             raise TrainingError(
-                f"{broken[0]}{suffix} is not finite after step {step}, so nothing was saved; {nonfinite_advice(None)}"
+                f"{nonfinite_names[0]}{suffix} is not finite after step {step}, so nothing was saved; "
+                f"{nonfinite_advice(None)}"
             )
 
     def check_structure(self) -> None:
@@ -208,11 +215,11 @@ def place_model(
 ) -> PlacedModel:
     """Distribute the model over the ranks. All ranks must call this function with the same initial weights."""
     settings, world = member.settings, member.rank.world
-    resting, placed_in_evaluation = evaluating(model.named_modules()), is_evaluating(model)
+    evaluating_names, placed_in_evaluation = list_evaluating(model.named_modules()), is_evaluating(model)
     check_layers(type(model).__name__, model)
-    name, chosen = _resolve_strategy(member, requested)
-    traits = chosen.traits
-    whole_updates = check_steps(
+    name, strategy = _resolve_strategy(member, requested)
+    traits = strategy.traits
+    whole_updates = run_trial_steps(
         optimizer,
         model,
         name,
@@ -227,24 +234,24 @@ def place_model(
         loss_scale=PlainLossScale(static=default_static_scale(settings.precision)),
         ema=None if ema is None else PlainEma(ema),
     )
-    interval = recompute_interval(settings.placement, chosen)
+    interval = recompute_interval(settings.placement, strategy)
     numerics = Numerics(
         recipe, settings.placement.offload_activations, interval, member.guarded, whole_updates=whole_updates
     )
     agreed(world, model, _SEED_ADVICE)
     original_parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    make_optimizer = optimizer_factory(optimizer, model)
-    made = hyperparameters(optimizer)
+    make_optimizer = make_optimizer_factory(optimizer, model)
+    initial_hyperparameters = get_hyperparameters(optimizer)
     if type(chunks.count) is int and chunks.count > 1:
         FirstCallCheck(model, chunks.count, chunks.cut, member.rank.warn)
     chunked = chunks.cut(model)
-    if isinstance(chosen, CutsModel):
-        chosen.check_model(lambda: model, None, world.size)
+    if isinstance(strategy, CutsModel):
+        strategy.check_model(lambda: model, None, world.size)
     problem = Problem(None, lambda: model, f"model {type(model).__name__}")
     log = MessageLog()
     every = settings.placement.audit_every
-    own_world = world if every is None else world.rotated(chosen.mesh(world.size), 0, log)
-    engine = chosen.start(problem, make_optimizer, own_world, replace(numerics, chunked=chunked))
+    own_world = world if every is None else world.rotated(strategy.mesh(world.size), 0, log)
+    engine = strategy.start(problem, make_optimizer, own_world, replace(numerics, chunked=chunked))
     if not isinstance(engine, Phased):
         engine.close()
         raise refusal(
@@ -263,24 +270,24 @@ def place_model(
         model=model,
         optimizer=optimizer,
         name=name,
-        chosen=chosen,
+        strategy=strategy,
         numerics=numerics,
         engine=engine,
         canonical=canonical,
         chunks=chunks,
         structure=structure(model),
-        rate=base_rate(optimizer),
-        made=made,
+        rate=get_base_rate(optimizer),
+        initial_hyperparameters=initial_hyperparameters,
         groups=Groups(optimizer, engine.groups, scheduler is not None),
         scheduler=scheduler,
-        modes=Modes(model, resting),
+        modes=Modes(model, evaluating_names),
         placed_in_evaluation=placed_in_evaluation,
         guard=guard,
         audit=Audit(engine, world, log, every),
     )
 
 
-def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tuple[str, Chosen]:
+def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tuple[str, Strategy]:
     """Return the name and the instance of the requested strategy.
 
     If `lockstep.verify` started this process, the strategy of `verify` replaces the strategy of the script.
@@ -289,38 +296,38 @@ def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tup
     selection = member.strategy or requested
     if not isinstance(selection, str | Mapping):
         raise refusal(f"run.place: got strategy={selection!r}", "pass a name, or a mapping with name and options")
-    strategy = StrategyConfig.model_validate({"name": selection} if isinstance(selection, str) else dict(selection))
-    for _, text in strategy_problems(strategy.name):
+    config = StrategyConfig.model_validate({"name": selection} if isinstance(selection, str) else dict(selection))
+    for _, text in strategy_problems(config.name):
         raise UsageError(f"run.place: {text}")
-    placement = member.settings.placement.model_copy(update={"strategy": strategy})
-    name, chosen = find_strategy(placement, size)
-    if name == "pipeline" or chosen.mesh(size).pipe > 1:
+    placement = member.settings.placement.model_copy(update={"strategy": config})
+    name, strategy = find_strategy(placement, size)
+    if name == "pipeline" or strategy.mesh(size).pipe > 1:
         raise refusal(
             f"strategy {name}: not supported in a custom training loop, because a pipeline needs a task to know the "
             f"inputs and the loss of the model",
             "use a different strategy, or a recipe",
         )
-    if isinstance(chosen, ExternalEngine):
+    if isinstance(strategy, ExternalEngine):
         raise refusal(
             f"strategy {name}: not supported in a custom training loop, because its external engine runs whole steps",
             "use strategy single, ddp, zero1, zero2, zero3 or hsdp, or a recipe",
         )
-    if chosen.mesh(size).context > 1 or chosen.traits.spreads_sequences:
+    if strategy.mesh(size).context > 1 or strategy.traits.spreads_sequences:
         raise refusal(
             f"strategy {name}: not supported in a custom training loop, which passes whole sequences to the model",
             "use a different strategy, or a recipe with recipe.model.sequence_chunks",
         )
-    if placement.audit_every is not None and (isinstance(chosen, CutsModel) or not chosen.traits.audits):
+    if placement.audit_every is not None and (isinstance(strategy, CutsModel) or not strategy.traits.audits):
         raise refusal(
             f"placement.audit_every: not supported with strategy {name} in a custom training loop, because no rank can "
             f"repeat the micro-batches of a different rank",
             "use strategy ddp, zero1, zero2, zero3 or hsdp, or remove placement.audit_every",
         )
-    if size == 1 and chosen.traits.cuts_rows:  # fall back, so that the same script also runs on one process
-        name, chosen = find_strategy(placement.model_copy(update={"strategy": StrategyConfig(name="single")}), size)
-    check_strategy(name, chosen, size, max(size, 2))
-    replica_devices(chosen, member.rank.world.on_gpu)  # raises UsageError if a device doesn't exist
-    return name, chosen
+    if size == 1 and strategy.traits.cuts_rows:  # fall back to `single`, so that the same script runs on one process
+        name, strategy = find_strategy(placement.model_copy(update={"strategy": StrategyConfig(name="single")}), size)
+    check_strategy(name, strategy, size, max(size, 2))
+    replica_devices(strategy, member.rank.world.on_gpu)  # raises UsageError if a device doesn't exist
+    return name, strategy
 
 
 def _free_replaced_parameters(optimizer: Optimizer, model: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """Checks the user's model and optimizer before an engine starts, and copies optimizer settings to the engine.
 
-The engine takes optimizer steps with its own optimizer. The user's optimizer only has settings. User code may change
-the numeric settings of its groups between steps. Before each update, Lockstep copies these settings to the groups of
-the engine's optimizer. It also compares the settings between ranks and saves them in checkpoints. Learning rates are
-set by `step.update` or by a scheduler.
+The engine has its own optimizer, and the user's optimizer only holds settings. User code may change the numeric
+settings of its groups between steps. Before each update, Lockstep copies these settings to the groups of the engine's
+optimizer. It also compares the settings across ranks and saves them in checkpoints. Learning rates are set by
+`step.update` or by a scheduler.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ _HOOK_ADVICE: Final = (
 )
 _TRIAL_RATE: Final = 0.1
 _WRAPPER_ADVICE: Final = "pass the model itself, which run.place distributes over the ranks"
-_WRAPPERS: Final = {  # matched by name, because some are slow to import
+_WRAPPERS: Final = {  # matched by name, because some of them are slow to import
     "DataParallel": (
         'pass the model itself, and strategy="data_parallel" to run.place, which has the options device_ids and '
         "output_device"
@@ -58,10 +58,10 @@ _DISABLED_METHODS: Final = {
 
 
 def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
-    """Raise UsageError if a model and its optimizer can't be placed.
+    """Raise UsageError if `run.place` doesn't support a model and its optimizer.
 
-    The optimizer must have all trainable parameters of the model and no parameters of a different module, and must not
-    have taken any steps yet.
+    The optimizer must contain all trainable parameters of the model and no other parameters, and must not have taken
+    any steps yet.
     """
     if not isinstance(model, nn.Module):
         raise refusal(
@@ -72,10 +72,10 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
             raise refusal(f"run.place: {name or 'the model'} is wrapped in {kind}", _WRAPPERS[kind])
         if module._compiled_call_impl is not None:
             raise refusal(f"run.place: {name or 'the model'} was compiled in place", _WRAPPERS["OptimizedModule"])
-    if synced := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
+    if sync_layers := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
         raise refusal(
-            f"run.place: {synced[0] or 'the model'} is a torch.nn.SyncBatchNorm, but in a custom training loop, ranks "
-            f"do not reach a layer at the same time",
+            f"run.place: {sync_layers[0] or 'the model'} is a torch.nn.SyncBatchNorm, but in a custom training loop, "
+            f"ranks do not reach a layer at the same time",
             "use torch.nn.BatchNorm layers, which normalize each micro-batch, or a recipe with recipe.batchnorm=sync",
         )
     if isinstance(optimizer, list | tuple | Mapping):
@@ -95,8 +95,8 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
             f"run.place: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}",
             "pass the model and its optimizer",
         )
-    if hooked := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
-        raise refusal(f"run.place: the optimizer has {len(hooked)} step hooks", _HOOK_ADVICE)
+    if step_hooks := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
+        raise refusal(f"run.place: the optimizer has {len(step_hooks)} step hooks", _HOOK_ADVICE)
     if optimizer.state and not _is_fresh(optimizer):
         raise refusal(
             "run.place: the optimizer has already taken steps", "create a new one; a run resumes from its checkpoint"
@@ -110,16 +110,16 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
         raise refusal("run.place: the lr of the optimizer is not a number", "pass a number as lr")
     names = {parameter: name for name, parameter in model.named_parameters()}
     group_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = [list(parameter.shape) for parameter in group_parameters if parameter not in names]
-    if foreign:
+    foreign_shapes = [list(parameter.shape) for parameter in group_parameters if parameter not in names]
+    if foreign_shapes:
         raise refusal(
-            f"run.place: the optimizer has {len(foreign)} parameters that are not in the model, such as one of shape "
-            f"{foreign[0]}",
+            f"run.place: the optimizer has {len(foreign_shapes)} parameters that are not in the model, such as one of "
+            f"shape {foreign_shapes[0]}",
             "put everything that you train into one module, such as an nn.ModuleDict",
         )
-    if watched := hooked_parameter(model):
+    if hooked_name := hooked_parameter(model):
         raise refusal(
-            f"run.place: {watched} has a gradient hook, but strategies keep gradients in other tensors",
+            f"run.place: {hooked_name} has a gradient hook, but strategies keep gradients in other tensors",
             "remove the hook; change gradients in the model's forward instead, and log step.norm",
         )
     missing_names = [
@@ -132,57 +132,57 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
         )
 
 
-def check_steps(
+def run_trial_steps(
     optimizer: Optimizer,
     model: nn.Module,
     strategy: str,
-    stored: torch.dtype | None,
+    stored_dtype: torch.dtype | None,
     *,
     cuts_rows: bool,
     lends_wholes: bool,
 ) -> bool:
-    """Return whether the optimizer needs full tensors. Raises UsageError if a trial step of the optimizer fails.
+    """Run trial steps, and return whether the optimizer needs full tensors. Raises UsageError if a trial fails.
 
-    - `stored`: The dtype of the trained weights, if it differs from the dtype of the model.
+    - `stored_dtype`: The dtype of the trained weights, if it differs from the dtype of the model.
     - `cuts_rows`: Whether the strategy shards tensors by rows. In this case, an optimizer that needs full tensors is
       rejected, unless `lends_wholes` is set.
     - `lends_wholes`: Whether the strategy can temporarily gather full tensors for an update.
 
-    As in a recipe, an optimizer that isn't from PyTorch or timm must also depend on its learning rate, draw no random
+    As in a recipe, an optimizer that isn't from PyTorch or timm must also use its learning rate, draw no random
     numbers, and keep its state in `optimizer.state`.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    narrow = {parameter.dtype for parameter in trained} & {*NARROW}
+    narrow_dtypes = {parameter.dtype for parameter in trained} & {*NARROW}
     whole_updates = False
     for group in optimizer.param_groups:
-        make_trial = partial(_trial_optimizer, optimizer, group)
+        make_trial = partial(_make_trial_optimizer, optimizer, group)
         dims = {parameter.ndim for parameter in group["params"] if parameter.requires_grad}
         if dims:
             check_optimizer(make_trial, dims)
         if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm"):
             check_own(type(optimizer).__name__, make_trial)
-        if stored is not None:
-            check_stored(make_trial, stored)
-        for dtype in {stored, *narrow} if cuts_rows else ():
+        if stored_dtype is not None:
+            check_stored(make_trial, stored_dtype)
+        for dtype in {stored_dtype, *narrow_dtypes} if cuts_rows else ():
             whole_updates |= check_updates(make_trial, strategy, dtype, lends_wholes=lends_wholes)
     return whole_updates
 
 
-def base_rate(optimizer: Optimizer) -> float:
-    """Return the base learning rate. An update without `lr` uses it, and the rates of groups are relative to it.
+def get_base_rate(optimizer: Optimizer) -> float:
+    """Return the base learning rate. Updates without `lr` use this rate, and the rates of groups are relative to it.
 
-    This is the default rate of the optimizer if a group uses it. Otherwise, it is the first nonzero rate of a group,
-    because a default that no group uses, such as 0.001 of SGD, has no meaning.
+    This is the default rate of the optimizer if a group uses the default. Otherwise, it is the first nonzero rate of a
+    group, because a default that no group uses, such as 0.001 of SGD, has no meaning.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     default = float(optimizer.defaults["lr"])
     return default if default and default in rates else next((rate for rate in rates if rate), 0.0)
 
 
-def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
+def make_optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
     """Return a function that creates a copy of this optimizer for the tensors that a strategy trains.
 
-    The copy has no frozen parameters. This doesn't change any update, because frozen parameters have no gradient.
+    The copy has no frozen parameters. This doesn't change the updates, because frozen parameters have no gradient.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = [
@@ -201,14 +201,14 @@ def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
 
 
 def disable_optimizer(optimizer: Optimizer) -> None:
-    """Disable `step` and the state of the user's optimizer, because `step.update` replaces it. Its groups stay."""
+    """Disable the methods and the state of the user's optimizer, which `step.update` replaces. Groups stay usable."""
     for name, advice in _DISABLED_METHODS.items():
         setattr(optimizer, name, MethodType(_make_rejecting_method(name, advice), optimizer))
     optimizer.state = HiddenState()
 
 
-def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer class and settings that a resumed run must have, as JSON-serializable values.
+def get_hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the class and the settings of the optimizer as JSON-serializable values. A resumed run must have the same.
 
     Learning rates aren't included, because the loop sets them.
     """
@@ -232,13 +232,13 @@ def _clone_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Opti
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _DISABLED_METHODS}
     # Some optimizers, such as Adagrad, create their state in the constructor.
     state = _rebuild(optimizer, groups).state if optimizer.state else defaultdict(dict)
-    defaults = {**optimizer.defaults, "lr": base_rate(optimizer)}
+    defaults = {**optimizer.defaults, "lr": get_base_rate(optimizer)}
     clone.__dict__ |= {**attributes, "defaults": defaults, "state": state, "param_groups": groups}
     return clone
 
 
 def _rebuild(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-    """Return a new optimizer with these groups, created by the constructor of the class with the same defaults."""
+    """Create a new optimizer of the same class with these groups and the same defaults, by calling the constructor."""
     make: Callable[..., Optimizer] = type(optimizer)
     unnamed = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
     return make(unnamed, **optimizer.defaults)
@@ -248,25 +248,25 @@ def _is_fresh(optimizer: Optimizer) -> bool:
     """Return whether the state of the optimizer is still its initial state."""
     try:
         rebuilt = _rebuild(optimizer, optimizer.param_groups)
-    except Exception:  # the arguments of a custom constructor can differ from its defaults
+    except Exception:  # the arguments of a custom optimizer can have different names than its defaults
         return False
     return rebuilt.state.keys() == optimizer.state.keys() and all(
-        _is_initial_state(rebuilt.state[parameter], slots) for parameter, slots in optimizer.state.items()
+        _is_initial_state(rebuilt.state[parameter], state) for parameter, state in optimizer.state.items()
     )
 
 
-def _is_initial_state(initial: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
+def _is_initial_state(initial: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
     """Return whether the optimizer state of a parameter is equal to its initial state."""
-    if initial.keys() != slots.keys():
+    if initial.keys() != state.keys():
         return False
-    pairs = [(initial[name], slots[name]) for name in slots]
+    pairs = [(initial[name], state[name]) for name in state]
     return all(
         torch.equal(initial_value, value) if isinstance(initial_value, Tensor) else initial_value == value
         for initial_value, value in pairs
     )
 
 
-def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
+def _make_trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
     """Return a copy of the optimizer for a trial step. The copy shares no state with the optimizer."""
     clone = _clone_optimizer(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
     memo: dict[int, Any] = {
@@ -299,7 +299,7 @@ def _reject_access(*_: object) -> Any:
 
 @final
 class HiddenState(defaultdict[Any, Any]):
-    """Replaces the state of the user's optimizer, which takes no steps. Reading or writing it raises UsageError."""
+    """Replaces the state of the user's optimizer, which takes no steps. Any access raises UsageError."""
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _reject_access
     get: Any = _reject_access
@@ -336,7 +336,7 @@ class UserGroup(dict[str, Any]):
 class Groups:
     """The groups of the user's optimizer. `apply_to` copies their settings to the groups of the engine's optimizer.
 
-    `scheduled` says whether a scheduler sets the learning rates. In this case, `apply_to` copies the rates too.
+    `scheduled` is whether a scheduler sets the learning rates. In this case, `apply_to` copies the rates too.
     """
 
     def __init__(
@@ -344,8 +344,8 @@ class Groups:
     ) -> None:
         self._optimizer = optimizer
         self._scheduled = scheduled
-        self._compared_values: tuple[int, dict[str, Any]] = (0, {})  # the last step, and the values of its updates
-        # The original groups and their settings. User code may still have references to these groups.
+        self._compared_values: tuple[int, dict[str, Any]] = (0, {})  # the last step, and the arguments of its updates
+        # The original groups and a copy of their settings. User code may still have references to these groups.
         self._user_groups = [(group, {**group}) for group in optimizer.param_groups]
         for number, (group, engine_group) in enumerate(zip(optimizer.param_groups, engine_groups, strict=True)):
             scale = {SCALE: engine_group[SCALE]} if SCALE in engine_group and not scheduled else {}
@@ -357,16 +357,16 @@ class Groups:
         self._parameters = [[*group["params"]] for group in self._groups]
 
     def apply_to(self, engine_groups: Sequence[Settings], step: int) -> None:
-        """Copy changed settings to the groups of the engine's optimizer. Raises UsageError if that isn't possible."""
+        """Copy changed settings to the groups of the engine's optimizer. Raises UsageError for unsupported changes."""
         if not _have_same_items(self._optimizer.param_groups, self._groups):
             raise refusal(f"step {step}: the optimizer groups were replaced", _SETTING_ADVICE)
         if not all(
-            _have_same_items(group["params"], known)
-            for group, known in zip(self._groups, self._parameters, strict=True)
+            _have_same_items(group["params"], original)
+            for group, original in zip(self._groups, self._parameters, strict=True)
         ):
             raise refusal(f"step {step}: params of an optimizer group were changed", FREEZING_ADVICE)
-        for user_group, copy in self._user_groups:
-            if user_group != copy:
+        for user_group, original_settings in self._user_groups:
+            if user_group != original_settings:
                 raise refusal(
                     f"step {step}: an optimizer group that you read before run.place was changed",
                     "read the group from optimizer.param_groups again, because run.place replaced it",
@@ -376,10 +376,10 @@ class Groups:
                 for name in (name for name in {**applied, **group} if group.get(name) is not applied.get(name)):
                     _check_setting(applied, name, group.get(name), f"step {step}: ", self._scheduled)
                     engine_group[name] = applied[name] = group[name]
-            if self._scheduled:  # the update runs with lr=1.0, so this factor is exactly the group's rate
+            if self._scheduled:  # the update runs with lr=1.0, so this factor sets the exact rate of the group
                 engine_group[SCALE] = float(group["lr"])
 
-    def named(self, name: str) -> frozenset[int]:
+    def get_indices(self, name: str) -> frozenset[int]:
         """Return the indices of the groups with this name. Raises UsageError if no group has the name."""
         names = [group.get("name") for group in self._groups]
         if name not in names:
@@ -392,10 +392,10 @@ class Groups:
             )
         return frozenset(number for number, group_name in enumerate(names) if group_name == name)
 
-    def facts(self, step: int, arguments: Mapping[str, float | str | None]) -> dict[str, Any]:
-        """Return the arguments of an update and the group settings, by name, to compare them between ranks.
+    def get_compared_values(self, step: int, arguments: Mapping[str, float | str | None]) -> dict[str, Any]:
+        """Return the arguments of an update and the settings of all groups, for comparison across ranks.
 
-        The values of earlier updates in the same step come first.
+        The result also contains the values of earlier updates in the same step, which come first.
         """
         earlier = self._compared_values[1] if self._compared_values[0] == step else {}
         groups = {f"settings of group {number}": changed for number, changed in enumerate(self.changes())}
@@ -423,11 +423,11 @@ class Groups:
         ):
             for name, value in saved.items():
                 group[name] = applied[name] = tuple(value) if isinstance(value, list) else value
-            # The engine's groups have the settings of the last update before the save. If user code has reset a setting
-            # since then, `changes` doesn't include it. Therefore all settings are copied.
+            # The engine's groups have the settings of the last update before the save. `changes` doesn't include
+            # settings that user code has reset to their initial value since then. Therefore all settings are copied.
             numbers = {name: value for name, value in group.items() if _is_number(value) or _is_number_list(value)}
             engine_group.update({name: value for name, value in numbers.items() if name != "lr"})
-            # A checkpoint may have a scale that is relative to a different base rate.
+            # The scale in the checkpoint may be relative to a different base rate.
             if SCALE not in group and not self._scheduled:
                 engine_group.pop(SCALE, None)
 
@@ -443,15 +443,15 @@ def _check_setting(group: Mapping[str, Any], name: str, value: Any, prefix: str 
         )
     if name == "lr" and not scheduled:
         raise refusal(f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE_ADVICE)
-    numbers = (name == SCALE or _is_number(previous)) and _is_number(value)
-    pairs = _is_number_list(previous) and _is_number_list(value) and len(previous) == len(value)
-    if not numbers and not pairs:
+    are_numbers = (name == SCALE or _is_number(previous)) and _is_number(value)
+    are_lists = _is_number_list(previous) and _is_number_list(value) and len(previous) == len(value)
+    if not are_numbers and not are_lists:
         raise refusal(f"{prefix}{name} of an optimizer group was changed", _SETTING_ADVICE)
 
 
-def _have_same_items(objects: Sequence[object], known: Sequence[object]) -> bool:
+def _have_same_items(objects: Sequence[object], previous: Sequence[object]) -> bool:
     """Return whether two lists contain the same objects. `==` would compare tensors elementwise."""
-    return len(objects) == len(known) and all(map(is_, objects, known))
+    return len(objects) == len(previous) and all(map(is_, objects, previous))
 
 
 def _is_number(value: Any) -> bool:

@@ -26,8 +26,8 @@ _WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represent
 class LoopPlan:
     """The validated arguments of `run.steps`.
 
-    `weight` returns the weight of a batch on the CPU, or the weight of each of several losses by name. If it is None,
-    the weight of a batch is its number of samples.
+    `weight` returns the weight of a batch, which is on the CPU, or the weight of each of several losses by name. If
+    `weight` is None, the weight of a batch is its number of samples.
     """
 
     items: Items
@@ -37,13 +37,13 @@ class LoopPlan:
     order: SampleOrder
 
     @property
-    def largest(self) -> int:
+    def max_microbatch_size(self) -> int:
         """The number of samples in the largest micro-batch."""
         return -(-self.steps.batch // self.microbatches)
 
     @property
     def single_sample_note(self) -> str:
-        """A text for error messages that says which steps have a micro-batch of a single sample, or ""."""
+        """The steps that have a micro-batch of a single sample, as a clause for error messages, or "" if none has."""
         steps, count = self.steps, self.microbatches
         last_step = steps[steps.per_epoch - 1]
         if steps.total >= steps.per_epoch and last_step.samples // min(count, last_step.samples) == 1:
@@ -57,30 +57,30 @@ class LoopPlan:
             return f"a step has {steps.batch} samples in {count} micro-batches, some with a single sample"
         return ""
 
-    def decisive(self) -> dict[str, Any]:
+    def decisive_settings(self) -> dict[str, Any]:
         """Return the settings that determine the resulting weights.
 
         The number of steps isn't included, because a resumed run may be longer.
         """
         steps = self.steps
-        of_data: dict[str, Any] = {
+        data_settings: dict[str, Any] = {
             "samples": len(self.items),
             "drop_last": steps.drop_last,
             "weighs": self.weight is not None,
         }
-        of_data["order"] = self.order.name
-        return {"batch": steps.batch, "microbatches": self.microbatches, **of_data}
+        data_settings["order"] = self.order.name
+        return {"batch": steps.batch, "microbatches": self.microbatches, **data_settings}
 
-    def weigh(self, world: World) -> Weigh | None:
-        """Return the object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
+    def make_weigher(self, world: World) -> Weigh | None:
+        """Return an object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
         if self.weight is None:
             return None
         return Weigh(partial(_evaluate_weight, self.weight), partial(over_ranks, world), world.all_gather_text)
 
-    def loop_plan(self, log_every: int) -> Plan:
-        """Return the plan for `training.loop`: report every `log_every` steps, and only save at the end.
+    def make_training_plan(self, log_every: int) -> Plan:
+        """Return the plan for training/loop.py, which reports every `log_every` steps and only saves at the end.
 
-        The user's loop decides when to evaluate and when to save.
+        The script decides when to evaluate and when to save.
         """
         weighs = self.weight is not None
         return Plan(self.steps, None, weighs=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
@@ -119,13 +119,13 @@ def _evaluate_weight(weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
         result = weight(batch)
         if isinstance(result, Mapping):
             weights = check_weights("weight:", result)
-            return {name: _count(value, f" for {name}") for name, value in weights.items()}
-        return _count(result, "")
+            return {name: _validate_weight(value, f" for {name}") for name, value in weights.items()}
+        return _validate_weight(result, "")
 
 
-def _count(result: Any, of_loss: str) -> int:
+def _validate_weight(result: Any, suffix: str) -> int:
     if isinstance(result, Tensor) and not result.ndim and not result.is_floating_point():
         result = int(result)
     if type(result) is not int or not 0 <= result < _WEIGHT_LIMIT:
-        raise refusal(f"weight: returned {result!r}{of_loss}", "return an integer from 0 to below 2**53")
+        raise refusal(f"weight: returned {result!r}{suffix}", "return an integer from 0 to below 2**53")
     return result

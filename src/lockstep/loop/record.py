@@ -1,4 +1,4 @@
-"""Compares the settings that determine the weights of a custom loop, on resume and between the loops of a run."""
+"""Checks that the settings that determine the weights stay the same, on resume and between the loops of a run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 class LoopRecord:
     """Records the settings that determined the weights of a run so far.
 
-    They come from the loop that saved the checkpoint, and from the loops over `run.steps` since the resume.
+    These are the settings of the loop that saved the checkpoint, and of each loop over `run.steps` since the resume.
     """
 
     def __init__(self, rank: Rank, checkpoint: Path | None) -> None:
@@ -34,8 +34,8 @@ class LoopRecord:
         self._resumed = loop
         self._first_step = self._rank.progress.step
 
-    def earlier_microbatches(self, batch: int) -> int | None:
-        """Return the saved number of micro-batches if it is the default of an earlier Lockstep version, else None."""
+    def legacy_default_microbatches(self, batch: int) -> int | None:
+        """Return the saved number of micro-batches if it was the default of an earlier Lockstep version, else None."""
         saved, earlier = self._resumed, earlier_microbatches(batch)
         if saved is None or (saved.get("batch"), saved.get("microbatches")) != (batch, earlier):
             return None
@@ -47,22 +47,22 @@ class LoopRecord:
             refuse_different_loop(self._checkpoint, self._resumed, loop)
 
     def begin_loop(
-        self, loop: dict[str, Any], dataset: object, ends: str, *, epochs: int | None, steps: int | None
+        self, loop: dict[str, Any], dataset: object, ends_digest: str, *, epochs: int | None, steps: int | None
     ) -> None:
         """Record the settings of a loop that begins. All ranks must call this method.
 
-        `ends` is the digest of the first and last sample of the dataset. Raises UsageError if the settings differ from
-        an earlier loop of the run, or between ranks.
+        `ends_digest` is the digest of the first and last sample of the dataset. Raises UsageError if the settings
+        differ from an earlier loop of the run, or between ranks.
         """
         previous = self._dataset
-        # Samples of the same dataset object may be random, so its digest can differ.
-        is_different = previous and previous[0] is not dataset and previous[1] != ends
+        # The digest of the same dataset object can differ, because its samples may be random.
+        is_different = previous and previous[0] is not dataset and previous[1] != ends_digest
         if self.loop is not None and (is_different or loop != self.loop):
             raise refusal(
                 "run.steps: the dataset, batch or micro-batches differ from an earlier loop of this run",
                 "keep them the same, or continue in a new run with lockstep.join, from lockstep.load of this run",
             )
-        arguments = {**loop, "epochs": epochs, "steps": steps, "first and last sample": ends}
+        arguments = {**loop, "epochs": epochs, "steps": steps, "first and last sample": ends_digest}
         try:
             self._rank.world.compare({f"run.steps: {name}": value for name, value in arguments.items()})
         except UsageError as error:
@@ -71,10 +71,10 @@ class LoopRecord:
                 differences,
                 "pass the same arguments and the whole dataset on every rank, because run.steps distributes it",
             ) from None
-        self.loop, self._dataset = loop, (dataset, ends)
+        self.loop, self._dataset = loop, (dataset, ends_digest)
 
-    def warn_of_changes(self, placed: PlacedModel) -> None:
-        """Warn once about changes since the checkpoint that are allowed, but affect the resulting weights."""
+    def warn_about_changes(self, placed: PlacedModel) -> None:
+        """Warn once about changes since the checkpoint that are allowed although they affect the resulting weights."""
         if self._resumed is None:
             return
         saved, current = self._resumed.pop("began", {}), self._changeable_settings(placed)
@@ -99,9 +99,9 @@ class LoopRecord:
             "remove the outer loop, or pass `epochs=epoch + 1`, because epochs count from the start of the run",
         )
 
-    def saved(self, placed: PlacedModel) -> dict[str, Any]:
+    def as_dict(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the record to save in a checkpoint, as JSON-serializable values."""
-        return {**(self.loop or placed.decisive()), "began": self._changeable_settings(placed)}
+        return {**(self.loop or placed.decisive_settings()), "began": self._changeable_settings(placed)}
 
     def _changeable_settings(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the settings that determine the resulting weights, but may change on resume.
@@ -114,7 +114,7 @@ class LoopRecord:
 
 
 def refuse_different_loop(path: object, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise UsageError if settings that determine the weights have changed."""
+    """Raise UsageError with the settings that differ between the loop that saved a checkpoint and the current loop."""
     lines = [
         f"  {name}: saved {saved[name]!r}, now {current[name]!r}"
         for name in current

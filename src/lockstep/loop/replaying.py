@@ -1,4 +1,4 @@
-"""The environment variable with which `lockstep replay` asks a script to repeat steps in a separate folder."""
+"""The environment variable with which `lockstep replay` makes a script repeat steps in a separate folder."""
 
 import os
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Replaying(NamedTuple):
         return {VARIABLE: f"{self.last}:{int(self.examined)}:{self.folder}"}
 
     def settings(self, run: RunConfig) -> RunConfig:
-        """Return the run settings of a replay. They log and digest each step, and only write to the replay folder."""
+        """Return the run settings for a replay, which logs and digests each step and only writes to its folder."""
         dir = run.dir and str(self.folder)
         return run.model_copy(update={"dir": dir, "log_every": 1, "digest_every": 1, "sinks": (), "tensorboard": False})
 

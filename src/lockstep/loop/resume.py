@@ -19,7 +19,7 @@ from lockstep.training.checkpoint.signing import signing_key
 def read_loop_checkpoint(member: Member, path: Path, placed: PlacedModel) -> tuple[Resumed, dict[str, Any]]:
     """Return the checkpoint and the settings of the loop that saved it. All ranks must call this function.
 
-    Raises UsageError if the settings or the model differ from those of the current loop.
+    Raises UsageError if the settings or the model differ from the current loop.
     """
     manifest, snapshot = read_same_checkpoint(member.rendezvous, path, signing_key(member.settings.run.key_file))
     state = saved_state.parse_state(path, snapshot.state)
@@ -28,17 +28,17 @@ def read_loop_checkpoint(member: Member, path: Path, placed: PlacedModel) -> tup
         raise UsageError(f"{path}: saved by a recipe, not by a custom training loop; choose a different dir")
     # Checkpoints of earlier Lockstep versions lack these keys.
     loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
-    refuse_different_loop(path, loop, placed.decisive())
+    refuse_different_loop(path, loop, placed.decisive_settings())
     _check_tensor_specs(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop
 
 
 def _check_tensor_specs(path: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Raise UsageError if the tensors of a checkpoint and of the model differ in name, shape or dtype."""
-    expected_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in model.items()}
-    saved_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in saved.items()}
+    expected_specs = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in model.items()}
+    saved_specs = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in saved.items()}
     differing_names = [
-        name for name in sorted({*expected_forms, *saved_forms}) if expected_forms.get(name) != saved_forms.get(name)
+        name for name in sorted({*expected_specs, *saved_specs}) if expected_specs.get(name) != saved_specs.get(name)
     ]
     if differing_names:
         raise UsageError(

@@ -25,11 +25,11 @@ from lockstep.core.sample_order import SHUFFLED, IndexFunction, SampleOrder
 from lockstep.data.items import Collate, Items
 from lockstep.errors import CorruptionError, LockstepError
 from lockstep.loop.checkpoints import LoopCheckpoints
-from lockstep.loop.dataset_check import check_dataset, warn_of_set_epoch
+from lockstep.loop.dataset_check import check_dataset, warn_about_set_epoch
 from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.figures import LoggedMetrics
 from lockstep.loop.loading import make_loader
-from lockstep.loop.meeting import Meeting
+from lockstep.loop.meeting import SameCallCheck
 from lockstep.loop.member import Member
 from lockstep.loop.model import CallConsistencyCheck, Gate, explain_error, preserve_modes
 from lockstep.loop.placed import ChunkPlan, PlacedModel, place_model
@@ -38,17 +38,17 @@ from lockstep.loop.plan import make_plan
 from lockstep.loop.record import LoopRecord
 from lockstep.loop.scheduler import UserScheduler
 from lockstep.loop.sequence import StepSequence
-from lockstep.loop.settings import settings
+from lockstep.loop.settings import validate_settings
 from lockstep.loop.state import ScriptState
 from lockstep.loop.step import Step
-from lockstep.loop.training_loop import TrainingLoop, finish, refuse_autocast
+from lockstep.loop.training_loop import TrainingLoop, finish_loop, refuse_autocast
 from lockstep.ranks.status import RankStatus
 from lockstep.setup.strategy import check_strategy
 from lockstep.training.checkpoint import store
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
-_WRITTEN: Final = (
+_CHANGED_WEIGHTS_ADVICE: Final = (
     "let only the optimizer change weights, not NumPy for example, and set placement.audit_every to find a device that "
     "computes wrong results (docs/failures.md)"
 )
@@ -73,17 +73,19 @@ class Run:
         self._rank = rank = member.rank
         self._world = rank.world
         self._gate = Gate()
-        self._meeting = Meeting(self._world, self._gate)
-        self._figures = LoggedMetrics(rank)
-        self._evaluation = Evaluation(rank, self._gate, self._meeting, member.settings.seed)
+        self._call_check = SameCallCheck(self._world, self._gate)
+        self._logged_metrics = LoggedMetrics(rank)
+        self._evaluation = Evaluation(rank, self._gate, self._call_check, member.settings.seed)
         self._state = ScriptState(self._world)
         self._record = LoopRecord(rank, member.checkpoint)
-        self._sequence = StepSequence(member, self._gate, self._meeting, self._figures, self._evaluation, self._state)
+        self._sequence = StepSequence(
+            member, self._gate, self._call_check, self._logged_metrics, self._evaluation, self._state
+        )
         self._placed: PlacedModel | None = None
         self._checkpoints: LoopCheckpoints | None = None  # set by `place` if there is a run folder
         self._steps: Generator[Step] | None = None
         self._ended = False
-        # The heartbeat threads call `status`, so they hold a reference to this run until it is closed.
+        # The heartbeat threads call `status`, so this run isn't garbage-collected before it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.resources.enter_context(exchanges.intercept(self._gate.exchange))
 
@@ -164,17 +166,17 @@ class Run:
         if ema is not None and not 0 <= ema < 1:
             raise refusal(f"run.place: got ema={ema}", "pass a decay from 0 to below 1, such as 0.999")
         chunk_plan = ChunkPlan(chunks, plan or {})
-        own_scheduler = None if scheduler is None else UserScheduler(scheduler, optimizer)
+        user_scheduler = None if scheduler is None else UserScheduler(scheduler, optimizer)
         with preserve_modes(model):
             with add_calling_line():
                 placed = self._placed = place_model(
-                    self._member, model, optimizer, strategy, chunk_plan, scheduler=own_scheduler, ema=ema
+                    self._member, model, optimizer, strategy, chunk_plan, scheduler=user_scheduler, ema=ema
                 )
             if self.dir is not None:
                 self._checkpoints = LoopCheckpoints(self._member, placed, self._record, self._state)
                 self._checkpoints.resume()
                 interval = self._member.settings.run.digest_every
-                self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, interval)
+                self._rank.keep_digests(placed.canonical, placed.strategy.traits.exactness, interval)
         disable_optimizer(optimizer)
         self._gate.wrap_calls(
             model, placed.numerics, CallConsistencyCheck.for_groups(self._world, placed.communicating_groups)
@@ -220,16 +222,16 @@ class Run:
             items = Items(dataset, collate)
             sample_order = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
             if microbatches is None and microbatch is None:
-                microbatches = self._record.earlier_microbatches(batch)
+                microbatches = self._record.legacy_default_microbatches(batch)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last, sample_order)
-            check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
-        warn_of_set_epoch(self._member, dataset)
-        loop = {**placed.decisive(), **plan.decisive()}
+            check_strategy(placed.name, placed.strategy, self.size, plan.microbatches)
+        warn_about_set_epoch(self._member, dataset)
+        loop = {**placed.decisive_settings(), **plan.decisive_settings()}
         self._record.check_resumed(loop)
         check = check_dataset(self._member, dataset, items)
-        self._record.begin_loop(loop, dataset, check.ends, epochs=epochs, steps=steps)
-        self._evaluation.default_batch = plan.largest
-        self._record.warn_of_changes(placed)
+        self._record.begin_loop(loop, dataset, check.ends_digest, epochs=epochs, steps=steps)
+        self._evaluation.default_batch = plan.max_microbatch_size
+        self._record.warn_about_changes(placed)
         self._record.check_steps_left(plan)
         training = TrainingLoop(
             self._member, placed, plan, self._sequence, self._checkpoints, check.faults, close=self.close
@@ -264,7 +266,7 @@ class Run:
 
     def log(self, **metrics: float | Tensor) -> None:
         """Write metrics of the last step, by name, to the terminal, the run folder and the sinks. Rank 0 writes."""
-        self._figures.log(metrics)
+        self._logged_metrics.log(metrics)
 
     def save(self) -> None:
         """Save a checkpoint to the run folder. The same script can resume from it on any number of ranks."""
@@ -286,7 +288,7 @@ class Run:
         between ranks.
         """
         sha256 = store.weights_sha256(self._begin_placed_call("run.fingerprint").weights())
-        self._world.compare({"the SHA-256 of the weights": sha256}, _WRITTEN)
+        self._world.compare({"the SHA-256 of the weights": sha256}, _CHANGED_WEIGHTS_ADVICE)
         return sha256
 
     def close(self, error: BaseException | None = None) -> None:
@@ -305,9 +307,10 @@ class Run:
         open_steps = self._steps if self._steps and getgeneratorstate(self._steps) == GEN_SUSPENDED else None
         try:
             if error is None:
-                self._meet("the end of the run")
-                if open_steps is not None and (checkpoints is None or checkpoints.has(self.step)):  # early stopping
-                    finish(self._rank, self._require_placed(), checkpoints)
+                self._check_call("the end of the run")
+                # Early stopping: the script left the loop early, and the last step is saved or the run has no folder.
+                if open_steps is not None and (checkpoints is None or checkpoints.has(self.step)):
+                    finish_loop(self._rank, self._require_placed(), checkpoints)
         except LockstepError as raised:
             error = raised
         with nullcontext() if error is None else suppress(Exception):  # after an error, the engine may be unusable
@@ -317,7 +320,7 @@ class Run:
             self._rank.enter("ending")
             for saved in checkpoints.wait() if checkpoints else []:
                 self._rank.write(saved)
-            self._world.barrier()  # a launcher may end rank 0, which may still be writing, when a different rank exits
+            self._world.barrier()  # if a rank exits early, a launcher may end rank 0 while it is still writing
             if checkpoints is not None:
                 checkpoints.close()
             if self._placed is not None:
@@ -353,7 +356,7 @@ class Run:
     def _abandon(self) -> None:
         """Close the run even if the current step has no update yet."""
         self._sequence.abandon()
-        if self._steps is not None:  # otherwise `close` would treat the loop as stopped early, and save a checkpoint
+        if self._steps is not None:  # close the steps first, because `close` would otherwise assume early stopping
             self._steps.close()
         try:
             self.close()
@@ -373,15 +376,15 @@ class Run:
         if self._ended:
             raise refusal(f"{call}: the run has ended", "call lockstep.join again")
         self._sequence.refuse_within_step(call)
-        self._meeting.refuse_within_batch(call)
+        self._call_check.refuse_within_batch(call)
         if self._placed is not None:
             self._placed.guard.check(frozen=True)
             self._placed.guard.mark()
-        self._meet(call)
+        self._check_call(call)
 
-    def _meet(self, call: str) -> None:
-        self._meeting.meet(call)
-        self._figures.compare()
+    def _check_call(self, call: str) -> None:
+        self._call_check.check_call(call)
+        self._logged_metrics.compare()
 
 
 def join(
@@ -404,5 +407,5 @@ def join(
     the error is reported once. Raises UsageError with a list of all invalid arguments, and PreflightError if the
     machine can't run the job.
     """
-    member = Member.join(partial(settings, seed, dir, precision, threads, placement, run))
+    member = Member.join(partial(validate_settings, seed, dir, precision, threads, placement, run))
     return member.register(Run(member))

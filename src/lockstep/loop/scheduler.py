@@ -45,7 +45,7 @@ class UserScheduler:
         self._scheduler = scheduler
         self._optimizer = optimizer
         self._saved: Any = None  # the state at the save in this step, if any
-        self.made = self.state()  # the state at the start of the run
+        self.initial_state = self.state()  # the state at the start of the run
 
     @property
     def name(self) -> str:
@@ -64,11 +64,13 @@ class UserScheduler:
     def load(self, saved: Any, initial: Any) -> list[str]:
         """Load the state `saved`, and return the names of the settings that the user has changed since the save.
 
-        `initial` is the initial state of the saved scheduler. The saved settings take precedence over changed ones.
+        `initial` is the state of the saved scheduler at the start of the run. Saved settings take precedence over
+        changed settings.
         """
         self._scheduler.load_state_dict(_merge_state(self._scheduler.state_dict(), saved))
-        current, self.made = self.made, initial or self.made  # checkpoints of earlier versions have no `initial`
-        changed_names = [name for name in current if current[name] != self.made.get(name)]
+        # Checkpoints of earlier versions have no `initial`.
+        current, self.initial_state = self.initial_state, initial or self.initial_state
+        changed_names = [name for name in current if current[name] != self.initial_state.get(name)]
         return [name for name in changed_names if not name.startswith("_")] or (["schedule"] if changed_names else [])
 
     def note_update(self) -> None:
@@ -76,18 +78,18 @@ class UserScheduler:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._saved = None
 
-    def note_save(self) -> None:
+    def record_save(self) -> None:
         """Record the state that a checkpoint saves, for `check_saved`."""
         self._saved = self.state()
 
     def check_saved(self, step: int) -> None:
         """Raise UsageError if the scheduler was stepped after a save in this step.
 
-        A resumed run would lose this scheduler step.
+        A resumed run would lose this call to `scheduler.step()`.
         """
         if self._saved not in (None, self.state()):
             raise refusal(
-                f"step {step}: scheduler.step() was called after run.save, so a resumed run would lose it",
+                f"step {step}: scheduler.step() was called after run.save, so a resumed run would lose this call",
                 "call scheduler.step() before run.save",
             )
 

@@ -18,7 +18,7 @@ from lockstep.run.start import on_ranks
 from lockstep.runs.folder import settle
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 
-_MAX_PATH_BYTES: Final = 4096  # in bytes, the PATH_MAX of Linux
+_MAX_PATH_BYTES: Final = 4096  # PATH_MAX of Linux
 
 
 def start_script(path: str, arguments: Sequence[str], count: int) -> int:
@@ -26,10 +26,11 @@ def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     if not Path(path).is_file():
         raise UsageError(f"{path}: file not found; pass a script that calls lockstep.join")
     failures: list[Failure] = []
-    claimed = RawArray("c", _MAX_PATH_BYTES)  # the last run folder. No lock, since a process could die holding it
+    # The path of the last run folder. There is no lock, because a process could die while holding it.
+    claimed = RawArray("c", _MAX_PATH_BYTES)
     work = partial(_run_worker, path, [path, *arguments], claimed)
     code = on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
-    if failures and claimed.value:  # the run folder needs an end status, because the script couldn't write it
+    if failures and claimed.value:  # write the end status of the run, because the script couldn't write it
         settle(Path(os.fsdecode(claimed.value)), code, failures[-1])
     return code
 

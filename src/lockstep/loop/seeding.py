@@ -6,7 +6,7 @@ from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.data.items import seed_python_and_numpy
 
-# The last component of the seed, which says where in a step the generators are seeded.
+# The last component of the key, which identifies the point in a step at which the generators are seeded.
 _STEP_START: Final = 0
 _AFTER_MICROBATCHES: Final = 1
 _MICROBATCH: Final = 2
@@ -15,7 +15,7 @@ _AFTER_LOOP: Final = 3
 
 @final
 class StepDraws:
-    """Seeds the random number generators within the step `number`, counted from 0. `loop_key` is the key of the run."""
+    """Seeds the random number generators within step `number`, from 0. `loop_key` is derived from the run's seed."""
 
     def __init__(self, world: World, loop_key: int, number: int) -> None:
         self._world = world
@@ -30,12 +30,12 @@ class StepDraws:
         seed_python_and_numpy(random.extend_key(self._key, _MICROBATCH, index))
 
     def seed_after_microbatches(self) -> None:
-        """Seed all generators after the last micro-batch, because their states differ between ranks at this point."""
+        """Seed all generators after the last micro-batch, because RNG states differ between ranks at this point."""
         seed_all(self._world, random.extend_key(self._key, _AFTER_MICROBATCHES))
 
 
 def seed_all(world: World, key: int) -> None:
-    """Seed the generators of Python, NumPy and PyTorch, and the generator of the device."""
+    """Seed the generators of Python, NumPy and PyTorch, including the device's generator."""
     seed_python_and_numpy(key)
     world.seed(key)
 
@@ -43,6 +43,6 @@ def seed_all(world: World, key: int) -> None:
 def seed_after_loop(world: World, seed: int, steps: int) -> None:
     """Seed all generators after a loop that ends at step `steps`.
 
-    This way, a resumed script that skips the loop draws the same random numbers after it.
+    A resumed script that skips the loop then draws the same random numbers after it.
     """
     seed_all(world, random.extend_key(random.key(random.OWN_LOOP, seed, steps), _AFTER_LOOP))

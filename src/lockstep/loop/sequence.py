@@ -1,4 +1,4 @@
-"""Begins and ends each step of a custom loop, with the checks before and after the step."""
+"""Begins and ends each step of a custom loop, and runs the checks before and after the step."""
 
 from collections.abc import Callable, Iterator
 from typing import final
@@ -11,10 +11,10 @@ from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.examination import Examination
 from lockstep.loop.figures import LoggedMetrics
 from lockstep.loop.loss_check import LossCheck
-from lockstep.loop.meeting import Meeting
+from lockstep.loop.meeting import SameCallCheck
 from lockstep.loop.member import Member
 from lockstep.loop.model import Gate, StrayModuleCheck
-from lockstep.loop.model_modes import is_evaluating, mode_dependent_layer
+from lockstep.loop.model_modes import find_mode_dependent_layer, is_evaluating
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import StepDraws
@@ -30,22 +30,22 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 @final
 class StepSequence:
-    """The current step, and the state that is shared by the steps of all loops over `run.steps`."""
+    """Holds the current step, and the state that the steps of all loops over `run.steps` share."""
 
     def __init__(
         self,
         member: Member,
         gate: Gate,
-        meeting: Meeting,
-        figures: LoggedMetrics,
+        call_check: SameCallCheck,
+        metrics: LoggedMetrics,
         evaluation: Evaluation,
         state: ScriptState,
     ) -> None:
         self._rank = member.rank
         self._observe = member.observe
         self._gate = gate
-        self._meeting = meeting
-        self._figures = figures
+        self._call_check = call_check
+        self._metrics = metrics
         self._evaluation = evaluation
         self._state = state
         self._step: Step | None = None
@@ -53,14 +53,14 @@ class StepSequence:
         self._reports: StepReports | None = None  # the reports of the current loop
         # By the index of the update within a step, from 0, and by the name of the loss.
         self._losses: dict[tuple[int, str], LossCheck] = {}
-        self._modules_checked = 0  # the number of updates per step for which the modules are already checked
+        self._modules_checked = 0  # the number of updates per step whose module calls are already checked
         self._sums = StepSums(self._rank.world)  # the sums of the current step
         self._has_loops = False
         self._draws_key = random.key(random.OWN_LOOP, member.settings.seed)
         self._plan: LoopPlan
 
     def begin_loop(self) -> bool:
-        """Record that a loop begins. Return whether it is the first loop of the run."""
+        """Record that a loop begins. Returns whether this is the first loop of the run."""
         had_loops, self._has_loops = self._has_loops, True
         return not had_loops
 
@@ -77,7 +77,7 @@ class StepSequence:
         self._rank.phase = "training"
         self._reports, self._plan = reports, plan
         placed.modes.restore()
-        self._figures.compare()
+        self._metrics.compare()
         self._evaluation.end_pass()
         self._turn = turn
         self._state.forget_save()
@@ -87,7 +87,7 @@ class StepSequence:
             min(plan.microbatches, turn.step.samples),
             placed,
             _make_stray_check=self._make_stray_check,
-            _losses=self._loss_check,
+            _losses=self._get_loss_check,
             _sums=self._sums,
             _draws=StepDraws(self._rank.world, self._draws_key, turn.step.number),
             _audit=audit,
@@ -97,10 +97,10 @@ class StepSequence:
         return self._step
 
     def end(self, placed: PlacedModel) -> None:
-        """End the current step when the loop asks for the next one. Raises UsageError if the step has no update."""
+        """End the current step when the loop requests the next step. Raises UsageError if the step has no update."""
         assert self._step is not None
         assert self._turn is not None
-        self._meeting.check_early_exits()
+        self._call_check.check_early_exits()
         placed.guard.check(whole=False)
         if not self._step.updated:
             raise self._step._unfinished()
@@ -126,7 +126,7 @@ class StepSequence:
                 self._rank.write(event)
 
     def report_complete(self) -> None:
-        """Report the step, unless the loop may still iterate over it again. Such a step is reported later."""
+        """Report the step, unless the loop can iterate over it again. In this case, the step is reported later."""
         if self._step is not None and not self._step._repeatable:
             self.report()
 
@@ -140,7 +140,7 @@ class StepSequence:
         self._step._saved = True
         if self._step.updated and self._reports is not None:
             self.report()
-            self._reports.check()  # also checks the losses of steps that weren't reported
+            self._reports.check()  # also checks the losses of steps that aren't reported
 
     def leave_unfinished(self) -> Exception | None:
         """If the current step has no update yet, leave it and return an error for it. Otherwise, return None."""
@@ -155,8 +155,8 @@ class StepSequence:
             self._step._leave(early=True)
             self._step = None
 
-    def _loss_check(self, phase: int, name: str) -> LossCheck:
-        """Return the check of a loss for the update with index `phase`, from 0, within a step.
+    def _get_loss_check(self, phase: int, name: str) -> LossCheck:
+        """Return the LossCheck of a loss. `phase` is the index of the update within a step, from 0.
 
         `name` is the name of the loss, or "" if a step has a single loss.
         """
@@ -165,7 +165,7 @@ class StepSequence:
         return self._losses[phase, name]
 
     def _make_stray_check(self, placed: PlacedModel, turn: Turn, phase: int) -> StrayModuleCheck | None:
-        """Return a module check if this rank hasn't checked the update with index `phase` yet, and None otherwise."""
+        """Return a module check for the update with index `phase`, or None if this rank has already checked it."""
         if self._modules_checked > phase:
             return None
         self._modules_checked = phase + 1
@@ -176,7 +176,7 @@ class StepSequence:
 
 def _check_mode(model: nn.Module) -> None:
     """Raise UsageError if the model is in evaluation mode and has a layer that depends on the mode."""
-    if is_evaluating(model) and (layer := mode_dependent_layer(model)):
+    if is_evaluating(model) and (layer := find_mode_dependent_layer(model)):
         raise refusal(
             f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, but {layer}, "
             "computes a different result in training mode",

@@ -38,7 +38,7 @@ class Settings(Section):
     run: RunConfig
 
 
-def settings(
+def validate_settings(
     seed: int,
     dir: str | Path | None,
     precision: str,
@@ -49,7 +49,7 @@ def settings(
     """Validate the arguments of `lockstep.join`.
 
     Raises ConfigError with a list of all invalid arguments and the calling line. Keys that aren't supported in a custom
-    loop are invalid too.
+    loop are also invalid.
     """
     position = SourcePosition(calling() or "lockstep.join")
     placement_values = dict(placement) if isinstance(placement, Mapping) else placement or {}

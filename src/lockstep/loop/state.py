@@ -28,7 +28,7 @@ _VALUE_ADVICE: Final = "store only numbers, strings, tensors, lists and dicts wi
 
 @final
 class ScriptState:
-    """Holds the `values` of `run.state`, and checks that they don't change between a save and the end of the step."""
+    """Holds the values of `run.state`, and checks that they don't change between a save and the end of the step."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -47,25 +47,25 @@ class ScriptState:
         """Load the values of the checkpoint at `path`."""
         self.values |= join_state(path, plain, tensors, self._world.device)
 
-    def note_save(self, summary: Summary, call_site: str) -> None:
+    def record_save(self, summary: Summary, call_site: str) -> None:
         """Record a summary of the values that a checkpoint saves, and the line of the save."""
         self._saved = summary, call_site
 
     def forget_save(self) -> None:
-        """Forget a save between two loops. A resumed script runs the lines after such a save again."""
+        """Forget a save between two loops, because a resumed script runs the lines after such a save again."""
         self._saved = None
 
     def check_saved(self, step: int) -> None:
         """Raise UsageError if values changed after a save in this step, because a resumed run would lose the change."""
         saved, self._saved = self._saved, None
-        if saved is not None and self._summary() != saved[0]:
+        if saved is not None and self._summarize() != saved[0]:
             raise refusal(
                 f"step {step}: run.state was changed after run.save, so a resumed run would lose the change",
                 "change run.state before run.save",
                 saved[1],
             )
 
-    def _summary(self) -> Summary:
+    def _summarize(self) -> Summary:
         plain, tensors = self.split()
         return json.dumps(plain, sort_keys=True), state_digests(tensors)
 
@@ -83,7 +83,7 @@ def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[st
     for path, tensor in tensors.items():
         _check_restorable(display_name(path), tensor, device)
     _check_no_overlap(tensors)
-    plain = restored  # return a copy, because the script may change `run.state` while a save is in progress
+    plain = restored  # a copy, because the script may change `run.state` while a save is in progress
     return plain, tensors
 
 
@@ -133,9 +133,9 @@ def state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def join_state(
     path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """Join plain values and tensors from `split_state` into a `run.state`, with the tensors on `device`.
+    """Return the `run.state` for plain values and tensors from `split_state`, with the tensors on `device`.
 
-    Raises UsageError if the path of a tensor doesn't exist in the plain values.
+    `path` is the checkpoint, for errors. Raises UsageError if a tensor has no place in the plain values.
     """
     state = dict(plain)
     for name, tensor in tensors.items():
@@ -203,8 +203,8 @@ def _find_unrestorable(value: Any, path: tuple[str | int, ...]) -> Iterator[tupl
 def _check_no_overlap(tensors: Mapping[str, Tensor]) -> None:
     """Raise UsageError if two tensors overlap in memory.
 
-    A write to one of them would change the other, but not after a resume. Adjacent tensors in the same storage are
-    fine, such as the running statistics of a copied BatchNorm layer.
+    A write to one tensor would also change the other tensor, but not after a resume. Adjacent tensors in the same
+    storage are fine, such as the running statistics of a copied BatchNorm layer.
     """
     spans = sorted((*_address_range(tensor), path) for path, tensor in tensors.items() if tensor.numel())
     for (_, end, left_path), (start, _, right_path) in pairwise(spans):

@@ -199,8 +199,8 @@ class Step:
                     )
         finally:
             if current.complete:
-                # Seed here and not after the update, because a script may draw random numbers for the next step before
-                # the update.
+                # Seed before the update, because a script may draw random numbers for the next step before it calls
+                # `update`.
                 self._draws.seed_after_microbatches()
             else:
                 current.left_at = calling()
@@ -272,7 +272,7 @@ class Step:
         )
         self._forward.check_loss(loss)
         if is_mean and not microbatch.weight:
-            for node in self._gate.returned:  # the gradients of a mean with weight 0 are 0 / 0
+            for node in self._gate.returned:  # the gradient of a mean over a weight of 0 is nan
                 node.register_prehook(_zeros)
         self._compute(microbatch, loss, is_mean)
 
@@ -288,7 +288,7 @@ class Step:
         return microbatch
 
     def _check_named(self, arguments: Sequence[NamedArgument]) -> tuple[Losses, bool]:
-        """Check each named loss, and return the losses for the engine. Also return False, for `is_mean`."""
+        """Check each named loss, and return the losses for the engine with `is_mean`, which is always False."""
         microbatch, step = self._microbatch_of_backward(), self._turn.step
         assert microbatch.weights is not None
         for name, loss, is_mean in arguments:
@@ -371,7 +371,7 @@ class Step:
             placed.scheduler.note_update()
         placed.audit.kept.note(self._turn.step)
         if self._examination is not None and of is None:
-            self._examination.finish()  # finish before returning, because the script may exit if step.loss is nan
+            self._examination.finish()  # before `update` returns, because the script may exit if step.loss is nan
         self._guard.mark(moved=True)
 
     @property
@@ -384,7 +384,7 @@ class Step:
         return self._pass.unfinished()
 
     def _leave(self, early: bool = False) -> None:
-        """Leave the context of the current micro-batch's forward pass, if there is one."""
+        """Leave the context of the current forward pass, if there is one. Set `early` if it ended with an error."""
         self._forward.leave(early=early)
 
 

@@ -1,9 +1,9 @@
 """An iteration of a custom loop over the micro-batches of a step, and its progress.
 
 An audited step (parallel/audited.py) yields extra micro-batches, which don't contribute to the gradient. The first
-extra micro-batch is the one that this rank repeats. If two ranks get different results, more micro-batches follow to
-find the faulty rank. Therefore the gradient of an audited step is reduced at the end of the loop over the
-micro-batches, and not in the update.
+extra micro-batch is the micro-batch that this rank recomputes. If two ranks get different results, more extra
+micro-batches follow to find the faulty rank. Therefore the gradient of an audited step is reduced right after the
+regular micro-batches, and not in the update.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ class StepPass:
         self._leaves = leaves
         self._audit = audit
         self._part = Part(turn.microbatches)
-        self.number = 0  # the number of iterations that ended with an update
+        self.number = 0  # the number of earlier iterations, which ended with an update
         self.begun = False
         self.done = 0  # the number of completed backward passes
         self.left_at = ""  # the line where the script left the loop early, if it did
@@ -63,7 +63,7 @@ class StepPass:
         return self.begun and self.done >= self.expected and (self._audit is None or self._part.sums is not None)
 
     def microbatches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches that the loop must compute. In an audited step, also reduce the gradient."""
+        """Yield the micro-batches that the loop must compute. In an audited step, also reduces the gradient."""
         for part in [self._part] if self._audit is None else self._audit():
             self._part = part
             if not part.beside:
@@ -73,7 +73,7 @@ class StepPass:
             yield from part.microbatches
             if self._audit is not None:
                 self._guard.check(whole=False, modes=True)
-                self._guard.restore_gradients()  # the audit reads the gradients, and not the stand-ins
+                self._guard.restore_gradients()  # the audit reads the gradients, so it can't use the stand-ins
                 part.sums = None if part.beside else self._engine.end()
         if self._audit is not None:
             self._guard.block_gradient_writes()

@@ -1,9 +1,8 @@
 """Implements `step.sum`, which adds up numbers over the micro-batches of a step and over all ranks.
 
-The numbers are sent in the same float64 vector as the loss of the step, which the ranks reduce anyway. Therefore
-integers are exact up to 2**53. The vector always has room for ROOM numbers, so that it has the same length on all
-ranks. The names are compared between ranks together with the update settings, one step later and without extra
-communication.
+The numbers are sent in the same float64 vector as the loss of the step, so integers are exact up to 2**53. The vector
+always has room for ROOM numbers, so that it has the same length on all ranks. The names are compared across ranks
+together with the update settings, one step later and without extra communication.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
 
-ROOM: Final = 16  # numbers per step
+ROOM: Final = 16  # the maximum number of names per step
 _NO_TOTALS: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -46,8 +45,8 @@ class StepSums:
                     f"step {step}: step.sum received {name} twice in one micro-batch",
                     "add the values and pass their sum once",
                 )
-            numeric = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.is_complex())
-            if not numeric or (isinstance(value, Tensor) and value.ndim):
+            is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.is_complex())
+            if not is_number or (isinstance(value, Tensor) and value.ndim):
                 shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
                 raise refusal(
                     f"step {step}: step.sum received {name} as a {type(value).__name__}{shape}",
@@ -60,14 +59,14 @@ class StepSums:
             )
 
     def end_microbatch(self, step: int) -> Tensor | None:
-        """Return the numbers of the micro-batch as a vector for the engine to reduce, or None without numbers."""
+        """Return the numbers of the micro-batch as a vector for the engine to reduce, or None if there are none."""
         values, self._values = self._values, {}
         names = tuple(sorted(values))
         first_names = self._first_names = names if self._first_names is None else self._first_names
         if names != first_names:
             raise refusal(
-                f"step {step}: step.sum received {_list(names)} in a micro-batch, but {_list(first_names)} in the "
-                f"first one",
+                f"step {step}: step.sum received {_format_names(names)} in a micro-batch, but "
+                f"{_format_names(first_names)} in the first one",
                 "pass the same names in each micro-batch of a step, with 0 if there is nothing to add",
             )
         if not names:
@@ -80,7 +79,7 @@ class StepSums:
     def end(self, *, has_idle_ranks: bool) -> None:
         """Determine the names of the numbers. All ranks must call this method after each iteration.
 
-        If `has_idle_ranks` is set, some ranks have no micro-batch and receive the names from the other ranks.
+        Set `has_idle_ranks` if some ranks have no micro-batch. These ranks receive the names from the other ranks.
         """
         self.names = self._first_names or ()
         if has_idle_ranks:
@@ -94,5 +93,5 @@ class StepSums:
             self.totals = MappingProxyType({name: counts[index] for index, name in enumerate(self.names)})
 
 
-def _list(names: tuple[str, ...]) -> str:
+def _format_names(names: tuple[str, ...]) -> str:
     return ", ".join(names) or "nothing"

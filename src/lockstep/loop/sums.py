@@ -18,7 +18,7 @@ _UNNAMED: Final = ""  # the name of an unnamed value
 class EvaluationPass:
     """The state of an evaluation pass, which is one iteration over `run.each`.
 
-    `numbers` has the number of each batch that this rank got, or None if a different rank counts the batch.
+    `numbers` contains the number of each batch of this rank, or None for a batch that a different rank counts.
     """
 
     batches: int = 0  # the number of batches on all ranks
@@ -39,17 +39,17 @@ def sum_values(world: World, values: Any, last_pass: Callable[[], EvaluationPass
             f"run.sum: expected an iterable of values, got a {type(values).__name__}",
             "pass one value for each batch of run.each: run.sum(f(batch) for batch in run.each(dataset))",
         )
-    rows = [_by_name(value) for value in values]
+    named_values = [_to_named_tensors(value) for value in values]
     current_pass = last_pass()
-    if len(rows) != len(current_pass.numbers):
+    if len(named_values) != len(current_pass.numbers):
         raise refusal(
-            f"run.sum: got {len(rows)} values for {len(current_pass.numbers)} batches of run.each",
+            f"run.sum: got {len(named_values)} values for {len(current_pass.numbers)} batches of run.each",
             "pass one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
         )
     current_pass.is_summed, sums_by_batch = True, NamedSums()
-    for number, row in zip(current_pass.numbers, rows, strict=True):
+    for number, tensors in zip(current_pass.numbers, named_values, strict=True):
         if number is not None:
-            sums_by_batch.add(number, row)
+            sums_by_batch.add(number, tensors)
     sums = {
         name: total if total.ndim else total.item()
         for name, total in sums_by_batch.total(world, current_pass.batches).items()
@@ -57,12 +57,12 @@ def sum_values(world: World, values: Any, last_pass: Callable[[], EvaluationPass
     return sums.get(_UNNAMED, sums)
 
 
-def _by_name(value: Any) -> dict[str, Tensor]:
+def _to_named_tensors(value: Any) -> dict[str, Tensor]:
     values = value if isinstance(value, Mapping) else {_UNNAMED: value}
-    return {str(name): _tensor(part) for name, part in values.items()}
+    return {str(name): _to_tensor(part) for name, part in values.items()}
 
 
-def _tensor(value: Any) -> Tensor:
+def _to_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, int | float):

@@ -21,7 +21,7 @@ from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import seed_after_loop
 from lockstep.loop.sequence import StepSequence
 from lockstep.loop.step import Step
-from lockstep.loop.verify_hint import verify_hint
+from lockstep.loop.verify_hint import make_verify_hint
 from lockstep.ranks.signals import StopRequest
 from lockstep.run.rank import Rank
 from lockstep.run.start_event import loop_start_event
@@ -39,9 +39,9 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 @final
 @dataclass(eq=False)
 class TrainingLoop:
-    """Yields the remaining steps of `plan`.
+    """Runs the remaining steps of `plan`, and yields each step to the script.
 
-    - `faults`: The faults found in the dataset. The loop writes a warning for each fault.
+    - `faults`: The faults that were found in the dataset. The loop writes a warning for each fault.
     - `close`: Closes the run. Called on a signal, and after the last step of a replay.
     """
 
@@ -62,7 +62,7 @@ class TrainingLoop:
             plan.items,
             plan.steps,
             plan.microbatches,
-            weigh=plan.weigh(self._world),
+            weigh=plan.make_weigher(self._world),
             audits=self._audits,
             order=plan.order,
         )
@@ -70,8 +70,8 @@ class TrainingLoop:
     def steps(self) -> Generator[Step]:
         """Yield the remaining steps to the user's loop."""
         rank, progress, total = self._rank, self._rank.progress, self.plan.steps.total
-        hint = self._verify_hint()
-        rank.write(self._start_event())
+        hint = self._make_hint()
+        rank.write(self._make_start_event())
         if hint:
             print(hint)
         for fault in self.faults:
@@ -80,9 +80,9 @@ class TrainingLoop:
             if progress.step == total:
                 self.placed.modes.restore()
             return self._finish()
-        loop_plan = self.plan.loop_plan(self.member.settings.run.log_every)
+        loop_plan = self.plan.make_training_plan(self.member.settings.run.log_every)
         stop = StopRequest()
-        if self.member.replay is not None:  # a replay must reach its last step to examine it
+        if self.member.replay is not None:  # a replay must reach its last step, which it examines
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         reports = StepReports(self._world, loop_plan, progress, rank.digests)
         try:
@@ -132,10 +132,10 @@ class TrainingLoop:
         return [] if self.checkpoints is None else self.checkpoints.save_last(progress)
 
     def _finish(self) -> None:
-        finish(self._rank, self.placed, self.checkpoints)
+        finish_loop(self._rank, self.placed, self.checkpoints)
         seed_after_loop(self._world, self.member.settings.seed, self.plan.steps.total)
 
-    def _start_event(self) -> Started:
+    def _make_start_event(self) -> Started:
         return loop_start_event(
             self._rank,
             self.plan.steps,
@@ -144,10 +144,10 @@ class TrainingLoop:
             strategy=self.placed.name,
             parameters=sum(parameter.numel() for parameter in self.placed.model.parameters()),
             base_lr=self.placed.rate,
-            replicas=replica_devices(self.placed.chosen, self._world.on_gpu),
+            replicas=replica_devices(self.placed.strategy, self._world.on_gpu),
         )
 
-    def _verify_hint(self) -> str:
+    def _make_hint(self) -> str:
         """Return the hint to verify this loop, on rank 0 at the start of a new run.
 
         Returns "" on other ranks, in later loops, on resume, and if `lockstep verify` or a replay runs the loop.
@@ -155,10 +155,10 @@ class TrainingLoop:
         member, is_first = self.member, self.sequence.begin_loop()
         if self._world.rank or not is_first or member.checkpoint is not None or member.observe is not None:
             return ""
-        return "" if member.replay else verify_hint(self._world.size, self._rank.folder, sys.argv)
+        return "" if member.replay else make_verify_hint(self._world.size, self._rank.folder, sys.argv)
 
     def _step_source(self) -> Batches:
-        """Return the function that yields batches from a given step on. In a replay, it ends at the last step."""
+        """Return a function that yields batches from a given step on. In a replay, the batches end at the last step."""
         loader, replay = self._loader, self.member.replay
         if replay is None:
             return loader.training
@@ -188,7 +188,7 @@ class TrainingLoop:
         raise SystemExit(EXIT_DONE)
 
 
-def finish(rank: Rank, placed: PlacedModel, checkpoints: LoopCheckpoints | None) -> None:
+def finish_loop(rank: Rank, placed: PlacedModel, checkpoints: LoopCheckpoints | None) -> None:
     """Wait for the last save, and write the event for the end of a loop. All ranks must call this function."""
     for saved in checkpoints.wait() if checkpoints else []:
         rank.write(saved)
@@ -199,11 +199,11 @@ def finish(rank: Rank, placed: PlacedModel, checkpoints: LoopCheckpoints | None)
 
 
 def refuse_autocast(call: str) -> None:
-    """Raise UsageError if autocast is enabled around steps, because it caches cast weights until its block ends."""
+    """Raise UsageError if autocast is enabled around steps, because it would reuse cached casts of the weights."""
     if torch._C._is_any_autocast_enabled():
         raise refusal(
-            f"{call}: torch.autocast is enabled around the steps, and would compute with weights that it cast before "
-            f"the last update",
+            f"{call}: torch.autocast is enabled around the steps, and would reuse cached casts of the weights from "
+            f"before the last update",
             'remove it, and set the precision of the run: lockstep.join(precision="bf16"); autocast within a '
             "micro-batch is fine",
         )

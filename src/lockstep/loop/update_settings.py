@@ -29,7 +29,7 @@ def update_settings(
 ) -> UpdateSettings:
     """Validate the arguments of `step.update`. Raises UsageError if an argument is invalid.
 
-    `audited` says whether the step is audited.
+    `audited` is whether the step is audited.
     """
     scheduler = placed.scheduler
     if scheduler is not None and lr is not None:
@@ -44,7 +44,7 @@ def update_settings(
 
 def _validate_clip(step: int, value: object) -> float:
     number = _to_float(value)
-    if not number > 0:  # otherwise the weights wouldn't change, or would move uphill
+    if not number > 0:  # clipping to 0 would stop training, and a negative norm would reverse the gradient
         raise refusal(f"step {step}: got clip={value!r}", "pass a norm above 0, or remove clip=")
     return number
 
@@ -74,4 +74,4 @@ def _group_indices(step: int, placed: PlacedModel, of: str, audited: bool) -> fr
         raise refusal(
             f"step {step}: step.update(of=...) is not supported {problem}", "update all groups together, without of="
         )
-    return placed.groups.named(of)
+    return placed.groups.get_indices(of)

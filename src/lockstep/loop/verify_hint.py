@@ -7,11 +7,11 @@ from pathlib import Path
 from lockstep.reporting.jsonl import EVENTS, read
 
 
-def verify_hint(size: int, folder: Path | None, argv: Sequence[str]) -> str:
+def make_verify_hint(size: int, folder: Path | None, argv: Sequence[str]) -> str:
     """Return the hint for the first run of a script on `size` ranks.
 
-    Returns "" for a single rank, a later run, or code that isn't a script. Call this function before the run writes its
-    first event, because a folder with events counts as a later run.
+    Returns "" for a single rank, a later run, or code that isn't a script. A run counts as a later run if its folder
+    contains events, so call this function before the run writes its first event.
     """
     if size == 1 or not argv or not argv[0].endswith(".py"):
         return ""

@@ -12,7 +12,7 @@ from lockstep.common.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
 from lockstep.ranks.failure import Failure, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.member import end_process, member, run_with_timeout
+from lockstep.ranks.member import end_process, run_as_member, run_with_timeout
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.secret import job_secret
 from lockstep.ranks.timing import TIMING, Timing
@@ -29,7 +29,7 @@ def membership(
     """
     rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     heartbeat = Heartbeat(rendezvous, lost_after_s)
-    with member(rendezvous, address):
+    with run_as_member(rendezvous, address):
         with heartbeat:
             try:
                 yield rendezvous

@@ -106,7 +106,7 @@ class Heartbeat:
         if self._rendezvous.store and kind is None:
             with suppress(RuntimeError):  # raised if rank 0 has already left and closed the store
                 self._rendezvous.store.set(
-                    _key(self._rendezvous.info.rank), asdict(Beat(self._poll_count + 1, left=True))
+                    _beat_key(self._rendezvous.info.rank), asdict(Beat(self._poll_count + 1, left=True))
                 )
 
     def find_cause(self) -> Failure | None:
@@ -119,7 +119,7 @@ class Heartbeat:
         first_poll, deadline = self._poll_count, time.monotonic() + (self._silent_polls + extra_beats) * self._beat_s
         while self._failed is None and time.monotonic() < deadline:
             time.sleep(self._beat_s / 5)
-            if lost := self._lost_ranks(self._silent_polls):
+            if lost := self._find_lost_ranks(self._silent_polls):
                 return self._make_loss_failure(lost)
         if self._failed:
             return replace(self._failed, secondary=True)
@@ -139,11 +139,13 @@ class Heartbeat:
             store = self._rendezvous.store.clone()  # a request blocks its connection for all other threads
             while not self._stop_event.is_set():
                 beat = Beat(self._poll_count, process, oom.peak_bytes(), self._rendezvous.status().words)
-                store.set(_key(self._rendezvous.info.rank), asdict(beat))
-                senders = [rank for rank in self._watched_ranks if rank in self._beats or store.has(_key(rank))]
+                store.set(_beat_key(self._rendezvous.info.rank), asdict(beat))
+                senders = [rank for rank in self._watched_ranks if rank in self._beats or store.has(_beat_key(rank))]
                 # Read all heartbeats with a single request. If the main thread is busy, reading the heartbeats of a
                 # thousand ranks one by one would take longer than the heartbeat interval.
-                beats = dict(zip(senders, store.read_all([_key(rank) for rank in senders], parse_beat), strict=True))
+                beats = dict(
+                    zip(senders, store.read_all([_beat_key(rank) for rank in senders], parse_beat), strict=True)
+                )
                 for rank in self._watched_ranks:
                     self._record_beat(rank, beats.get(rank))
                 if all(rank in self._beats and self._beats[rank].left for rank in self._watched_ranks):
@@ -176,10 +178,10 @@ class Heartbeat:
                     self._rendezvous.end(replace(self._failed, secondary=True))
             elif stuck_beats >= self._lost_polls:
                 self._rendezvous.end(self._make_store_failure(stuck_beats))
-            elif lost_ranks := self._lost_ranks(self._lost_polls):
+            elif lost_ranks := self._find_lost_ranks(self._lost_polls):
                 self._rendezvous.end(self._make_loss_failure(lost_ranks))
 
-    def _lost_ranks(self, num_polls: int) -> list[int]:
+    def _find_lost_ranks(self, num_polls: int) -> list[int]:
         """Return the silent ranks whose process no longer exists, or is in an unknown state after `num_polls` polls."""
         silent = [rank for rank, missed in self._polls_since_beat.items() if missed >= self._silent_polls]
         states = {rank: process_state.get_state(self._last_beat(rank).process) for rank in silent}
@@ -222,5 +224,5 @@ class Heartbeat:
         return Failure(ranks[0], size, hosts[ranks[0]], text, log=log, time=time.time(), cause=cause)
 
 
-def _key(rank: int) -> str:
+def _beat_key(rank: int) -> str:
     return f"beat {rank}"

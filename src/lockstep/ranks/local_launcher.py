@@ -29,7 +29,7 @@ from lockstep.device.ulimits import limit_error, too_many_files
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, Cause, PreflightError
 from lockstep.ranks import oom
 from lockstep.ranks.failure import Failure, from_json
-from lockstep.ranks.member import end_process, member
+from lockstep.ranks.member import end_process, run_as_member
 from lockstep.ranks.rank_log import ignore_terminal_errors, log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import stopping
@@ -68,13 +68,13 @@ def run_workers(
     method: Literal["fork", "spawn"],
     timeout_s: float,
     logs: Path | None = None,
-    failed: Callable[[Failure], None] | None = None,
+    on_failure: Callable[[Failure], None] | None = None,
     timing: Timing = TIMING,
 ) -> int:
     """Start `processes` processes that join each other and call `worker`. Returns the exit code of the run.
 
     `logs` is the folder of the rank logs, if there are any. If a worker is killed, the error message contains the path
-    of its log. `failed` is called with the failure that ended the run.
+    of its log. `on_failure` is called with the failure that ended the run.
 
     Signals that stop a run are forwarded to the workers. A worker that uses StopRequest continues to a step boundary,
     and any other worker ends. A second SIGINT kills all workers. Only the first failure is printed, and not the
@@ -84,7 +84,7 @@ def run_workers(
     workers = _Workers(timing)
     with ExitStack() as stack:
         received = stack.enter_context(_relay_signals(workers))
-        address = stack.enter_context(_unnamed_file())
+        address = stack.enter_context(_open_unnamed_file())
         # End the workers before the file is closed, because a worker that opens a missing file waits for it.
         stack.callback(workers.end)
         for rank in range(processes):
@@ -98,8 +98,8 @@ def run_workers(
         failure = first.failure or _unreported_failure(first, processes, workers.describe_memory(first.rank), logs)
     # All workers have ended, so no worker prints anything after this.
     print(failure.words, file=sys.stderr)
-    if failed:
-        failed(failure)
+    if on_failure:
+        on_failure(failure)
     return failure.exit_code
 
 
@@ -108,8 +108,10 @@ def find_first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
     Workers that ended because they lost a peer are only considered if no other worker failed.
     """
-    failed = [end for end in exits if end.result is None]
-    return min(failed, key=lambda end: (end.secondary, end.failure.time if end.failure else end.time), default=None)
+    failed_exits = [end for end in exits if end.result is None]
+    return min(
+        failed_exits, key=lambda end: (end.secondary, end.failure.time if end.failure else end.time), default=None
+    )
 
 
 def check_loopback(timing: Timing = TIMING) -> None:
@@ -260,7 +262,7 @@ def _run_worker(
     info = RankInfo(rank, size, rank, size, "lockstep")
     rendezvous = Rendezvous(info, timeout_s, partial(_end, pipe), timing=timing)
     # A spawned process has separate streams, and a forked process shares the streams of its parent.
-    with member(rendezvous, address), ignore_terminal_errors():
+    with run_as_member(rendezvous, address), ignore_terminal_errors():
         code = worker(rendezvous)
     os.write(pipe.fileno(), _DONE_PREFIX + str(code).encode())
 
@@ -294,7 +296,7 @@ def _report_signal(number: int) -> int:
 
 
 @contextmanager
-def _unnamed_file() -> Iterator[str]:
+def _open_unnamed_file() -> Iterator[str]:
     """Yield the rendezvous address of an in-memory file, which disappears when this process ends."""
     try:
         descriptor = os.memfd_create("lockstep")

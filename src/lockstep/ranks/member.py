@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
+def run_as_member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
     """Join the other ranks, then run the `with` block. Any error ends this process with `rendezvous.end`."""
     try:
         rendezvous.join(address)

@@ -12,7 +12,7 @@ from typing import Final, final
 _VMSTAT: Final = Path("/proc/vmstat")
 
 
-def kills() -> int:
+def count_kills() -> int:
     """Return the number of out-of-memory kills on this host, including kills due to cgroup limits."""
     with suppress(OSError, ValueError):
         for line in _VMSTAT.read_text(encoding="ascii").splitlines():
@@ -43,15 +43,15 @@ class KillDetector:
     """
 
     def __init__(self, num_polls: int) -> None:
-        self._counts = deque([kills()], maxlen=num_polls)
+        self._counts = deque([count_kills()], maxlen=num_polls)
 
     def record_healthy(self) -> None:
         """Record that all processes are healthy, so earlier kills can't explain a later failure."""
-        self._counts.append(kills())
+        self._counts.append(count_kills())
 
     def describe(self, peak: int) -> str:
         """Describe the peak memory of a lost process, and whether the host ran out of memory. `peak` is in bytes."""
-        if kills() > self._counts[0]:
+        if count_kills() > self._counts[0]:
             return "; ".join(filter(None, [KILLED, describe_peak(peak)]))
         return describe_peak(peak)
 

@@ -32,7 +32,7 @@ def rank_in_open_group() -> RankInfo | None:
     if group is None or group[1] == 1:
         return None
     rank, size = group
-    store, base_store = _stores()
+    store, base_store = _get_stores()
     if not isinstance(base_store, dist.TCPStore):  # type: ignore[attr-defined]
         raise UsageError(
             f"lockstep.join: this process is rank {rank} of {size} in an open process group that uses a "
@@ -62,12 +62,12 @@ def hosted_by_open_group(info: RankInfo) -> RankInfo:
     """
     if process_group() != (info.rank, info.size):
         return info
-    _, base_store = _stores()
+    _, base_store = _get_stores()
     is_tcp = isinstance(base_store, dist.TCPStore)  # type: ignore[attr-defined]
     return replace(info, hosted=True) if is_tcp and base_store.port == info.port else info
 
 
-def _stores() -> tuple[Any, Any]:
+def _get_stores() -> tuple[Any, Any]:
     """Return the store of the open process group, and the underlying store without key prefixes."""
     store: Any = dist.distributed_c10d._get_default_store()
     base_store = store

@@ -21,7 +21,7 @@ _STATES: Final[dict[str, State]] = {"R": "runs", "S": "runs", "D": "runs", "Z": 
 def get_identity() -> str:
     """Return an identifier of this process that is unique across hosts, or "" if this isn't Linux."""
     with suppress(OSError):
-        return f"{_pid_space()} {os.getpid()} {_stat(os.getpid())[_START_TIME_FIELD]}"
+        return f"{_get_pid_space()} {os.getpid()} {_read_stat(os.getpid())[_START_TIME_FIELD]}"
     return ""
 
 
@@ -29,19 +29,19 @@ def get_state(process: str) -> State:
     """Return the state of a process, given its identity. Returns "unknown" if the process is stopped or not visible."""
     try:
         pid_space, pid_text, start_time = process.rsplit(" ", 2)
-        if pid_space != _pid_space():
+        if pid_space != _get_pid_space():
             return "unknown"
         pid = int(pid_text)
     except (OSError, ValueError):
         return "unknown"
     try:
-        fields = _stat(pid)
+        fields = _read_stat(pid)
     except OSError:
         return "gone"
     return _STATES.get(fields[_STATE_FIELD], "unknown") if fields[_START_TIME_FIELD] == start_time else "gone"
 
 
-def _pid_space() -> str:
+def _get_pid_space() -> str:
     """Return an identifier of the PID space of this process. Processes with the same identifier can see each other.
 
     It consists of the boot ID, the PID namespace and the host name. The host name is included because a machine can
@@ -51,5 +51,5 @@ def _pid_space() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {socket.gethostname()}"
 
 
-def _stat(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

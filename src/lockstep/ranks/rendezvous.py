@@ -217,7 +217,7 @@ class Rendezvous:
         while True:
             try:
                 with self._store_errors():
-                    base_store = JobStore(_store(self, address), self.secret)
+                    base_store = JobStore(_open_store(self, address), self.secret)
                     if self.info.rank == 0:
                         self._register_ranks(base_store)
                     else:
@@ -338,7 +338,7 @@ class Rendezvous:
         Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank on each host reports this.
         """
 
-        def words() -> str:
+        def describe_missing() -> str:
             return ranks_in_words(missing(), self.hosts)
 
         def report(text: str) -> None:
@@ -346,10 +346,12 @@ class Rendezvous:
                 self.rank_log.line(text)
 
         if self.info.rank == 0:
-            return polls(self.timeout_s, self.timing, words, self.rank_log.line)
+            return polls(self.timeout_s, self.timing, describe_missing, self.rank_log.line)
         # The timeout is longer than on rank 0, because the error of rank 0 names the missing rank.
         timeout_s = self.timeout_s + self.timing.linger_s
-        return polls(timeout_s, self.timing, words, report if _reports_missing(self.info) else None, name_rank_0_s)
+        return polls(
+            timeout_s, self.timing, describe_missing, report if _reports_missing(self.info) else None, name_rank_0_s
+        )
 
 
 def polls(
@@ -414,7 +416,7 @@ def _parse_facts(value: Any) -> dict[str, Any]:
     return value
 
 
-def _store(rendezvous: Rendezvous, address: str) -> Store:
+def _open_store(rendezvous: Rendezvous, address: str) -> Store:
     """Open the store on rank 0, or connect to it on other ranks or if a different process hosts it."""
     info, timeout = rendezvous.info, timedelta(seconds=rendezvous.timeout_s)
     if address.startswith("file://"):

@@ -118,9 +118,9 @@ class StallDetector:
 
     def _watch(self) -> None:
         """Sample the main thread. If it has waited too long, query the state of all ranks."""
-        last_state, last_query, last_change = self._thread_state(), 0, time.monotonic()
+        last_state, last_query, last_change = self._read_thread_state(), 0, time.monotonic()
         while not self._stop_event.wait(self._pause_s):
-            state, now_s = self._thread_state(), time.monotonic()
+            state, now_s = self._read_thread_state(), time.monotonic()
             if (state, self._next_query) != (last_state, last_query):
                 last_state, last_query, last_change = state, self._next_query, now_s
             elif state.waits is not False and now_s - last_change >= self.timeout_s:
@@ -153,8 +153,8 @@ class StallDetector:
                         with suppress(UntrustedError):
                             answers[rank] = store.read(_answer_key(query, rank), parse_answer)
             if not self._stop_event.is_set():
-                self.late = late_ranks(answers, self._size)
-                self.tell(stall_report(answers, self._size, _stall_line(self._rank, state, seconds)))
+                self.late = find_late_ranks(answers, self._size)
+                self.tell(make_stall_report(answers, self._size, _stall_line(self._rank, state, seconds)))
 
     def _answer(self) -> None:
         """Answer each query with the current state of the main thread."""
@@ -162,7 +162,7 @@ class StallDetector:
             store = self._connect()
             while not self._stop_event.wait(self._pause_s):
                 if store.has(_query_key(self._next_query)) and self._is_queried(store):
-                    state = self._thread_state()  # before `record`, which takes a while
+                    state = self._read_thread_state()  # before `record`, which takes a while
                     answer = {"host": self.rendezvous.rank_log.host, **asdict(state), "record": self.record()}
                     answer["stack"] = state.stack[-_SENT_LINES:]
                     store.set(_answer_key(self._next_query, self._rank), answer)
@@ -183,7 +183,7 @@ class StallDetector:
         assert self.rendezvous.store is not None
         return self.rendezvous.store.clone()
 
-    def _thread_state(self) -> ThreadState:
+    def _read_thread_state(self) -> ThreadState:
         frame = sys._current_frames().get(self._watched)
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
         files = [_relative_name(frame_summary.filename) for frame_summary in summary]
@@ -198,7 +198,7 @@ class StallDetector:
         return ThreadState(status, stack, None if self.hidden and status.phase != "setting up" else False)
 
 
-def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first_line: str) -> str:
+def make_stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first_line: str) -> str:
     """Return the report about a stall: the ranks that are late or don't answer, and the lines where ranks wait.
 
     `answers` contains the host and the state of each rank that answered.
@@ -230,7 +230,7 @@ def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, firs
     return "\n".join(line for line in lines if line)
 
 
-def late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -> list[int]:
+def find_late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -> list[int]:
     """Return the ranks that don't answer. If all ranks answer, return the ranks that are late or behind."""
     silent = [rank for rank in range(size) if rank not in answers]
     max_step = max((state.status.step for _, state in answers.values()), default=0)
