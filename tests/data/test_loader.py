@@ -326,13 +326,13 @@ def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_on
 )
 def test_what_does_not_fit_the_samples_is_refused(transforms, shape, told) -> None:
     with pytest.raises(UsageError) as caught:
-        ImageTransforms(10, **transforms).check(shape)
+        ImageTransforms(10, **transforms).check_shape(shape)
     assert told in str(caught.value)
 
 
 def test_what_fits_is_not_refused() -> None:
-    ImageTransforms(10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
-    ImageTransforms(10).check((7,))
+    ImageTransforms(10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check_shape((1, 8, 9))
+    ImageTransforms(10).check_shape((7,))
 
 
 def test_loader_processes_without_shared_memory_are_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
