@@ -14,7 +14,7 @@ from lockstep.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    as_tuple,
+    list_to_tuple,
     shorthand,
 )
 
@@ -103,7 +103,7 @@ class RunConfig(Section):
     tensorboard: bool = True
     sinks: Annotated[
         tuple[Annotated[SinkConfig, BY_NAME], ...],
-        BeforeValidator(as_tuple),
+        BeforeValidator(list_to_tuple),
         AfterValidator(_check_unique),
         Field(description="a list of `csv`, `wandb`, `mlflow` or import paths, each a name or a mapping of keys"),
     ] = ()
