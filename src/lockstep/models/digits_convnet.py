@@ -1,7 +1,7 @@
 """A small residual network for 8x8 images of digits, which trains quickly on a single CPU core.
 
-It has BatchNorm and dropout on purpose. The results of both layers depend on the split into micro-batches, but must not
-depend on the ranks that compute the micro-batches.
+The network has BatchNorm and dropout on purpose: their results depend on the split into micro-batches, but must not
+depend on which rank computes a micro-batch.
 """
 
 from typing import final
