@@ -29,7 +29,7 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.errors import PreflightError, TrainingError, UsageError
 from lockstep.tasks.base import MicroBatch
-from lockstep.tasks.classification import SKIPPED, skip_mask
+from lockstep.tasks.classification import SKIPPED, compute_skip_mask
 
 CPU = torch.device("cpu")
 Update = tuple[Step, list[MicroBatch]]
@@ -61,7 +61,7 @@ def _transforms() -> ImageTransforms:
 
 
 def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
-    data = DataSet(split, split, skipped=skip_mask)
+    data = DataSet(split, split, skipped=compute_skip_mask)
     data_rank, steps = DataRank(rank, size), Steps(len(split), batch, epochs=2)
     return Loader(data, steps, microbatches, _transforms(), CPU, 3, data_rank, workers)
 
@@ -93,7 +93,7 @@ def test_ranks_share_what_one_process_would_compute(length: int, batch: int, mic
 @pytest.mark.parametrize(("workers", "skipped"), [(0, 4), (1, 4), (0, 12), (1, 5)])
 def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers: int, skipped: int) -> None:
     split = Decoded(23, skipped=skipped)
-    data = DataSet(split, split, skipped=skip_mask)
+    data = DataSet(split, split, skipped=compute_skip_mask)
     steps = Steps(23, 8, epochs=2)
 
     def beside(step: Step) -> int | None:
