@@ -32,7 +32,7 @@ def botnet50(
     """
     from torchvision.models import resnet50
 
-    size = _size_before_last_stage(image_size, heads, last_stride)
+    size = _compute_size_before_last_stage(image_size, heads, last_stride)
     network: nn.Module = resnet50(
         num_classes=num_classes,
         zero_init_residual=zero_init_residual,
@@ -46,7 +46,7 @@ def botnet50(
     return network
 
 
-def _size_before_last_stage(image_size: int, heads: int, last_stride: int) -> int:
+def _compute_size_before_last_stage(image_size: int, heads: int, last_stride: int) -> int:
     if last_stride not in (1, 2):
         raise UsageError(f"model botnet50: last_stride must be 1 or 2, got {last_stride}")
     if heads < 1 or _CHANNELS % heads:

@@ -41,7 +41,7 @@ class _Block(nn.Module):
             nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
             nn.BatchNorm2d(out_channels),
         )
-        self.shortcut = _shortcut(channels, out_channels, stride)
+        self.shortcut = _make_shortcut(channels, out_channels, stride)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class _Block(nn.Module):
         return output
 
 
-def _shortcut(channels: int, out_channels: int, stride: int) -> nn.Module:
+def _make_shortcut(channels: int, out_channels: int, stride: int) -> nn.Module:
     if channels == out_channels and stride == 1:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))

@@ -77,7 +77,7 @@ def build_model(
     arguments = (
         {"options": user_options}
         if origin == "transformers"
-        else _arguments_from_facts(origin, name, factory, facts) | user_options
+        else _derive_arguments(origin, name, factory, facts) | user_options
     )
     with _report_arguments(name, arguments), lock_download(name) if pretrained else nullcontext():
         adapts_weights = pretrained and origin == "torchvision"
@@ -111,7 +111,7 @@ def make_construction(
     Transformers models aren't supported.
     """
     origin = origin_of(name, source)
-    options = _arguments_from_facts(origin, name, _get_factory(origin, name, False, facts), facts) | dict(options)
+    options = _derive_arguments(origin, name, _get_factory(origin, name, False, facts), facts) | dict(options)
     match origin:
         case "timm":
             return Construction("timm:create_model", [name], options)
@@ -194,7 +194,7 @@ def _get_factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str
     return typed_factory
 
 
-def _arguments_from_facts(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _derive_arguments(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that can be derived from dataset properties and that the model function accepts."""
     shape: Sequence[int] = facts.get("shape") or ()
     images = len(shape) == 3 and "vocabulary" not in facts

@@ -96,7 +96,7 @@ class Classification:
         if self.own_loss is not None:
             return sum_loss(self.own_loss(outputs, targets), outputs)
         with UserCode(f"{self.model_name}: cross entropy of the outputs"):
-            return sum_cross_entropy(outputs, targets, self.label_smoothing, self._device_weights(outputs))
+            return sum_cross_entropy(outputs, targets, self.label_smoothing, self._get_device_weights(outputs))
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the number of samples that aren't ignored as `counted`, and the number of top-k hits as `correct<k>`.
@@ -138,7 +138,7 @@ class Classification:
         if self.own_loss is not None:
             check_loss(self.own_loss, len(self.classes), targets)
 
-    def _device_weights(self, outputs: Tensor) -> Tensor | None:
+    def _get_device_weights(self, outputs: Tensor) -> Tensor | None:
         """Return the class weights on the device of `outputs`. The copy is cached."""
         if not self.class_weights:
             return None

@@ -64,7 +64,7 @@ class Language:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        return self._cross_entropy(outputs, self._to_next_token_batch(batch), "sum")
+        return self._compute_cross_entropy(outputs, self._to_next_token_batch(batch), "sum")
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each target, and a mask of targets that count, both of shape [n, t].
@@ -72,7 +72,7 @@ class Language:
         The loss of a target that doesn't count is 0.
         """
         parts = self._to_next_token_batch(batch)
-        losses = self._cross_entropy(outputs, parts, "none")
+        losses = self._compute_cross_entropy(outputs, parts, "none")
         return losses.reshape(parts.targets.shape), parts.targets != self.ignore
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ class Language:
         ids = values[0][:, part]
         return NextTokenBatch({_IDS: ids} if names else (ids,), targets, 0)
 
-    def _cross_entropy(self, outputs: Any, parts: NextTokenBatch, reduction: str) -> Tensor:
+    def _compute_cross_entropy(self, outputs: Any, parts: NextTokenBatch, reduction: str) -> Tensor:
         logits, (_, targets, tail) = predictions(outputs, self.model_name), parts
         if tail:
             logits = logits[:, :-tail]
@@ -143,7 +143,7 @@ class Language:
         if isinstance(batch, NextTokenBatch):
             return batch
         if isinstance(batch, Mapping):
-            return self._from_mapping(batch)
+            return self._parse_mapping(batch)
         if isinstance(batch, Tensor):
             _check_tokens("batch", batch)
             return NextTokenBatch((batch[:, :-1],), batch[:, 1:].long(), 0)
@@ -157,7 +157,7 @@ class Language:
         _check_tokens("targets", batch[1])
         return NextTokenBatch((batch[0],), batch[1].long(), 0)
 
-    def _from_mapping(self, batch: Mapping[str, Tensor]) -> NextTokenBatch:
+    def _parse_mapping(self, batch: Mapping[str, Tensor]) -> NextTokenBatch:
         inputs = {name: value for name, value in batch.items() if name != LABELS}
         if LABELS in batch:
             labels = batch[LABELS]
