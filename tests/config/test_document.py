@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config.document import KeyProblem, SourcePosition, locate, parse, scalar
+from lockstep.config.document import KeyProblem, SourcePosition, locate, parse, parse_scalar
 
 FURTHER = "not valid YAML: indented further than the line above"
 NO_SPACE = "not valid YAML: a space is missing after the colon"
@@ -50,12 +50,12 @@ def problems(text):
     ],
 )
 def test_plain_scalars_follow_yaml_1_2(text, expected):
-    assert scalar(text) == expected
-    assert type(scalar(text)) is type(expected)
+    assert parse_scalar(text) == expected
+    assert type(parse_scalar(text)) is type(expected)
 
 
 def test_not_a_number():
-    assert math.isnan(scalar(".nan"))
+    assert math.isnan(parse_scalar(".nan"))
 
 
 @pytest.mark.parametrize("text", ["'1e-3'", '"true"', "'null'", "'7'"])

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.config.document import parse
-from lockstep.config.overrides import apply
+from lockstep.config.overrides import apply_overrides
 
 TEXT = """
 recipe:
@@ -16,7 +16,7 @@ placement:
 
 
 def applied(*overrides):
-    return apply(parse(TEXT, "r.yaml"), overrides)
+    return apply_overrides(parse(TEXT, "r.yaml"), overrides)
 
 
 def problems(*overrides):
@@ -99,5 +99,5 @@ def test_a_value_that_is_no_yaml_is_told_with_its_key():
 
 def test_the_document_given_is_left_as_it_was():
     document = parse(TEXT, "r.yaml")
-    apply(document, ["recipe.batch=1", "x"])
+    apply_overrides(document, ["recipe.batch=1", "x"])
     assert document == parse(TEXT, "r.yaml")

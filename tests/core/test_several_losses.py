@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.core.several_losses import loss_means, loss_sums, sum_of_losses, with_total
 from lockstep.errors import UsageError
-from lockstep.tasks.own import OwnTask, metric_figures
+from lockstep.tasks.own import OwnTask, compute_metric_values
 from lockstep.training.evaluate import batch_sums, task_metrics
 
 BATCH = (torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 2, 0]))
@@ -72,7 +72,7 @@ def test_a_single_loss_has_no_means_of_names() -> None:
 
 def test_metrics_are_divided_by_the_samples() -> None:
     sums = {"m:f/right": torch.tensor(6.0), "samples": torch.tensor(4), "weight/a": torch.tensor(2)}
-    assert metric_figures({"m:f": lambda *_: {}}, sums, {}) == {"right": 1.5}
+    assert compute_metric_values({"m:f": lambda *_: {}}, sums, {}) == {"right": 1.5}
 
 
 @pytest.mark.parametrize(

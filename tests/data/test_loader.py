@@ -29,7 +29,7 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.errors import PreflightError, TrainingError, UsageError
 from lockstep.tasks.base import MicroBatch
-from lockstep.tasks.classification import SKIPPED, skip_mask
+from lockstep.tasks.classification import SKIPPED, compute_skip_mask
 
 CPU = torch.device("cpu")
 Update = tuple[Step, list[MicroBatch]]
@@ -61,7 +61,7 @@ def _transforms() -> ImageTransforms:
 
 
 def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
-    data = DataSet(split, split, skipped=skip_mask)
+    data = DataSet(split, split, skipped=compute_skip_mask)
     data_rank, steps = DataRank(rank, size), Steps(len(split), batch, epochs=2)
     return Loader(data, steps, microbatches, _transforms(), CPU, 3, data_rank, workers)
 
@@ -93,7 +93,7 @@ def test_ranks_share_what_one_process_would_compute(length: int, batch: int, mic
 @pytest.mark.parametrize(("workers", "skipped"), [(0, 4), (1, 4), (0, 12), (1, 5)])
 def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers: int, skipped: int) -> None:
     split = Decoded(23, skipped=skipped)
-    data = DataSet(split, split, skipped=skip_mask)
+    data = DataSet(split, split, skipped=compute_skip_mask)
     steps = Steps(23, 8, epochs=2)
 
     def beside(step: Step) -> int | None:
@@ -326,13 +326,13 @@ def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_on
 )
 def test_what_does_not_fit_the_samples_is_refused(transforms, shape, told) -> None:
     with pytest.raises(UsageError) as caught:
-        ImageTransforms(10, **transforms).check(shape)
+        ImageTransforms(10, **transforms).check_shape(shape)
     assert told in str(caught.value)
 
 
 def test_what_fits_is_not_refused() -> None:
-    ImageTransforms(10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
-    ImageTransforms(10).check((7,))
+    ImageTransforms(10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check_shape((1, 8, 9))
+    ImageTransforms(10).check_shape((7,))
 
 
 def test_loader_processes_without_shared_memory_are_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.common.importing import import_object
 from lockstep.errors import UsageError
-from lockstep.models.find import OURS, build_model, construction
+from lockstep.models.find import OURS, build_model, make_construction
 from lockstep.tasks.facts import facts
 
 
@@ -163,7 +163,7 @@ def test_a_model_of_tokens_gets_the_sizes_of_the_data_and_options_win() -> None:
 )
 def test_the_call_that_builds_a_model_is_known(name: str, function: str) -> None:
     options = {"depth": 2} if ":" in name else {}
-    made = construction(name=name, source="auto", options=options, facts=facts(["a", "b"], (3, 32, 32)))
+    made = make_construction(name=name, source="auto", options=options, facts=facts(["a", "b"], (3, 32, 32)))
     assert made.function == function
     with torch.device("meta"):
         built = import_object(made.function, "model")(*made.arguments, **made.options)

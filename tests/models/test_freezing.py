@@ -74,7 +74,7 @@ def test_a_batchnorm_without_parameters_is_frozen_by_its_statistics() -> None:
     ("patterns", "text"),
     [
         (["nrom.*", "head.*"], "recipe.model.freeze: 'nrom.\\*' matches no parameter"),
-        (["*"], "recipe.model.freeze: \\* freezes all parameters; freeze fewer"),
+        (["*"], "recipe.model.freeze: \\* freezes all parameters; freeze fewer parameters"),
     ],
 )
 def test_mistakes_are_refused(patterns: list[str], text: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.models.gpt import Positions, Rotary, gpt
+from lockstep.models.gpt import Positions, RotaryEmbedding, gpt
 
 
 def small(**options: object) -> nn.Module:
@@ -86,7 +86,7 @@ def test_dropout_only_in_training() -> None:
 
 
 def test_rotary_against_complex_numbers() -> None:
-    rotary, x = Rotary(8, 12), torch.randn(2, 3, 12, 8)
+    rotary, x = RotaryEmbedding(8, 12), torch.randn(2, 3, 12, 8)
     speeds = torch.tensor([10_000.0 ** (-2 * i / 8) for i in range(4)])
     turns = torch.polar(torch.ones(12, 4), torch.outer(torch.arange(12.0), speeds))
     expected = torch.complex(x[..., :4], x[..., 4:]) * turns

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.models.hugging_face import check_weights, kind_of, transformers_model
+from lockstep.models.hugging_face import check_weights_exist, kind_of, transformers_model
 
 TOKENS: dict[str, Any] = {"vocabulary": 65}
 IMAGES: dict[str, Any] = {"classes": [str(digit) for digit in range(10)], "shape": [1, 8, 8]}
@@ -149,10 +149,10 @@ def test_a_config_that_cannot_be_is_told_in_one_line(tmp_path: Path, changes: di
 
 def test_weights_are_looked_at_before_they_are_loaded(tmp_path: Path) -> None:
     tiny("llama", TOKENS).save_pretrained(tmp_path)
-    check_weights(str(tmp_path))
+    check_weights_exist(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(UsageError, match=r"model\.safetensors is damaged: .*; write or download it again"):
-        check_weights(str(tmp_path))
+        check_weights_exist(str(tmp_path))
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.models.find import build_model, construction
+from lockstep.models.find import build_model, make_construction
 
 PRICES = {"shape": [5], "outputs": 2, "target_scale": [[300_000.0, 90_000.0], [0.5, 0.1]]}
 
@@ -47,6 +47,6 @@ def test_without_targets_it_is_refused() -> None:
 
 
 def test_the_scale_is_one_of_the_arguments_by_which_others_build_it() -> None:
-    made = construction(name="mlp", source="auto", options={"width": 8}, facts=PRICES)
+    made = make_construction(name="mlp", source="auto", options={"width": 8}, facts=PRICES)
     assert made.function == "lockstep.models.mlp:mlp"
     assert made.options == {**PRICES, "width": 8}

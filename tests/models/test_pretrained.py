@@ -14,7 +14,7 @@ from torchvision.models import WeightsEnum
 
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
-from lockstep.models.pretrained import download_lock
+from lockstep.models.pretrained import lock_download
 from lockstep.tasks.facts import facts
 
 
@@ -70,12 +70,12 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cause_from_the_network_counts() -> None:
     deep = RuntimeError("deep")
     deep.__cause__ = ConnectionError("cut")
-    with pytest.raises(UsageError, match="cannot fetch the pretrained weights: deep"), download_lock("m"):
+    with pytest.raises(UsageError, match="cannot fetch the pretrained weights: deep"), lock_download("m"):
         raise deep
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(KeyError), download_lock("m"):
+    with pytest.raises(KeyError), lock_download("m"):
         raise KeyError("fc.weight")
 
 
@@ -87,7 +87,7 @@ def test_no_such_weights_are_said_by_timm() -> None:
 
 
 def test_other_processes_wait(tmp_path: Path) -> None:
-    with download_lock("m"):
+    with lock_download("m"):
         [lock] = tmp_path.glob("*/pretrained.lock")
         with lock.open("ab") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.tasks.batches import parts, predictions, targets_of, targets_or_batch
+from lockstep.tasks.batches import get_targets, predictions, split_batch, targets_or_batch
 
 X, Y = torch.zeros(2, 3), torch.ones(2)
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"images": X, "labels": Y}, {"images": X, "target": Y}])
 def test_targets_are_the_last_or_bear_the_name(batch: Any) -> None:
-    assert targets_of(batch) is Y
+    assert get_targets(batch) is Y
     assert targets_or_batch(batch) is Y
-    [inputs] = parts(batch).inputs.values() if isinstance(batch, dict) else parts(batch).inputs
+    [inputs] = split_batch(batch).inputs.values() if isinstance(batch, dict) else split_batch(batch).inputs
     assert inputs is X
 
 
 def test_labels_come_before_other_names() -> None:
-    assert parts({"target": X, "labels": Y}) == ({"target": X}, Y)
+    assert split_batch({"target": X, "labels": Y}) == ({"target": X}, Y)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_labels_come_before_other_names() -> None:
 )
 def test_a_batch_without_targets_is_refused(batch: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        targets_of(batch)
+        get_targets(batch)
 
 
 def test_a_batch_without_parts_is_its_own_targets() -> None:

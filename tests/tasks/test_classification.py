@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.errors import UsageError
-from lockstep.tasks.classification import SKIPPED, Classification, check_loss, check_targets, confusion, find_loss
+from lockstep.tasks.classification import (
+    SKIPPED,
+    Classification,
+    check_loss,
+    check_targets,
+    compute_confusion,
+    find_loss,
+)
 
 
 def _task(**changes: object) -> Classification:
@@ -237,7 +244,7 @@ def test_confusions_are_those_counted_one_by_one(classes: int, samples: int, see
     expected = torch.zeros(classes, classes, dtype=torch.int64)
     for one, other in zip(truth[counted].tolist(), guess[counted].tolist(), strict=True):
         expected[one, other] += 1
-    found = confusion(torch.where(counted, truth, SKIPPED), guess, classes, counted)
+    found = compute_confusion(torch.where(counted, truth, SKIPPED), guess, classes, counted)
     assert torch.equal(found, expected)
 
 

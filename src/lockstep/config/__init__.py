@@ -1,1 +1,1 @@
-"""The configuration that the user writes, validated and typed. Its sections are recipe, placement and run."""
+"""The user's configuration: parsing, validation, and typed sections for recipe, placement and run."""

@@ -1,41 +1,45 @@
-"""Checks that involve several keys. They run before type validation, so that all problems are reported together."""
+"""Checks that involve several keys. They run before validation, so that all problems are reported together."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from lockstep.config.document import KeyProblem, Path, SourcePosition, locate, mapping_at
 from lockstep.config.placement import FASTEST
-from lockstep.config.recipe import contradictions
+from lockstep.config.recipe import find_contradictions
 from lockstep.config.strategy_name import strategy_problems
 from lockstep.core.work import default_microbatches, too_few
 
 
-def problems(values: Any, positions: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
+def find_problems(values: Any, positions: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
     """Yield a problem for each contradiction between keys. `values` is the configuration before validation.
 
-    `shares_steps` says whether the processes split the micro-batches of a step. In this case, it is a problem if there
-    are fewer micro-batches than processes.
+    `shares_steps` is whether the micro-batches of a step are split across processes. In this case, a configuration with
+    fewer micro-batches than processes is a problem.
     """
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
-    process_problems = _process_problems(placement, recipe) if shares_steps else ()
-    for path, text in [*_recipe_problems(recipe), *strategy_problems(_strategy_name(placement)), *process_problems]:
+    process_problems = _find_process_problems(placement, recipe) if shares_steps else ()
+    for path, text in [
+        *_find_recipe_problems(recipe),
+        *strategy_problems(_get_strategy_name(placement)),
+        *process_problems,
+    ]:
         yield KeyProblem(locate(positions, path), path, text)
 
 
-def _recipe_problems(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    for line in contradictions(recipe) if recipe else []:
+def _find_recipe_problems(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    for line in find_contradictions(recipe) if recipe else []:
         name, colon, text = line.partition(": ")
         yield (("recipe", name), text) if colon else (("recipe",), line)
 
 
-def _strategy_name(placement: dict[str, Any]) -> Any:
+def _get_strategy_name(placement: dict[str, Any]) -> Any:
     strategy = placement.get("strategy", "auto")
     return strategy.get("name", "auto") if isinstance(strategy, dict) else strategy
 
 
-def _process_problems(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    # With other strategies, the check needs the strategy itself, which imports torch. It runs later.
-    if _strategy_name(placement) not in ("auto", FASTEST):
+def _find_process_problems(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    # For any other strategy, the check needs the strategy class, which imports torch. That check runs later.
+    if _get_strategy_name(placement) not in ("auto", FASTEST):
         return
     processes, batch = placement.get("processes"), recipe.get("batch")
     microbatches, microbatch = recipe.get("microbatches"), recipe.get("microbatch")

@@ -1,4 +1,4 @@
-"""Adds the file positions of the relevant keys to errors that are raised while a model or dataset is built."""
+"""Adds the file positions of the relevant configuration keys to errors that occur while building a model or dataset."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Final
 from lockstep.config.load import Loaded
 from lockstep.errors import ConfigError, UsageError
 
-# The prefixes of error messages, mapped to the section that configures the object in the message.
+# Maps the prefix of an error message to the section that configures the object in the message.
 _SECTIONS_BY_PREFIX: Final = {
     "model ": "recipe.model",
     "dataset ": "recipe.data",
@@ -24,32 +24,32 @@ _MAX_LINES: Final = 6
 
 @contextmanager
 def add_key_positions(loaded: Loaded) -> Iterator[None]:
-    """Append a line `file:line:column  key` to a UsageError of the block, for each key that its message is about."""
+    """Append the positions of relevant keys to a UsageError that is raised in the `with` block."""
     try:
         yield
     except ConfigError:
         raise
     except UsageError as error:
-        lines = places(str(error), loaded.origins)
+        lines = find_key_positions(str(error), loaded.origins)
         if not lines:
             raise
         raise UsageError("\n".join([str(error), *lines])) from error
 
 
-def places(text: str, origins: Mapping[str, str]) -> list[str]:
-    """Return a line `file:line:column  key` for each key that the error message `text` is about, at most six lines.
+def find_key_positions(text: str, origins: Mapping[str, str]) -> list[str]:
+    """Return at most six lines `file:line:column  key` with the keys that an error message is about.
 
-    The section is named in `text`, or follows from the prefix of `text`. The relevant keys are the keys of this section
-    that appear as words in `text`, such as an option that a model doesn't accept. If no key appears, the relevant key
-    is `root` if the user set it and the dataset is known, and `name` otherwise. Keys with default values and overrides
-    are omitted, because they have no position in a file.
+    `text` is the error message, which either mentions a section or starts with a prefix that identifies the section.
+    The relevant keys are the keys of this section that appear as words in `text`, such as an option that a model
+    doesn't accept. If no key appears, the relevant key is `root` if the user set it and the dataset is known, and
+    `name` otherwise. Keys with default values and overrides are omitted, because they have no position in a file.
     """
     text = re.split(r"\bvalid:", text, maxsplit=1, flags=re.IGNORECASE)[0]  # ignore the list of valid alternatives
     sections = [section for start, section in _SECTIONS_BY_PREFIX.items() if text.startswith(start)]
     keys: dict[str, None] = {}
     for mentioned in dict.fromkeys([*_KEY.findall(text), *sections]):
         keys_below = {key: re.escape(key.rpartition(".")[2]) for key in origins if key.startswith(f"{mentioned}.")}
-        keys_below.pop(f"{mentioned}.name", None)  # the word "name" appears in many messages that aren't about this key
+        keys_below.pop(f"{mentioned}.name", None)  # many messages contain the word "name" in a different sense
         named_keys = [key for key, word in keys_below.items() if re.search(rf"(?<![\w.]){word}(?![\w.])", text)]
         keys |= dict.fromkeys([mentioned] if mentioned in origins else named_keys)
     if not keys:

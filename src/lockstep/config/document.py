@@ -1,11 +1,11 @@
 """A YAML parser that returns plain values and the position of every key.
 
-The parser uses the events of PyYAML, but not its loaders. The loaders parse `1e-3` as text and `on` as true (YAML 1.1),
-keep the last of duplicate keys, discard positions, and follow aliases, so nine lines can expand to a billion values.
-This parser follows the core schema of YAML 1.2. It reports aliases, tags and duplicate keys as problems.
+This parser uses the events of PyYAML, but not its loaders. The loaders parse `1e-3` as text and `on` as true (YAML
+1.1), accept duplicate keys, and discard positions. They also follow aliases, so that nine lines can expand to a billion
+values. This parser follows the core schema of YAML 1.2, and reports aliases, tags and duplicate keys as problems.
 
-ruamel.yaml 0.19.1 was tested as an alternative. Its loaders stop at the first error, and convert dates and `1_000`. Its
-events work with the same code, but take 1.3 to 1.6 times as long.
+We also tested ruamel.yaml 0.19.1. Its loaders stop at the first error, and convert dates and `1_000`. Its events work
+with the same code, but parsing takes 1.3 to 1.6 times as long.
 """
 
 import re
@@ -19,21 +19,21 @@ import yaml
 Path = tuple[str | int, ...]
 
 
-class Mark(Enum):
-    """A placeholder for a value with a problem that is already reported. Copies of an enum member are identical."""
+class Placeholder(Enum):
+    """A placeholder for a value whose problem has been reported. An enum, because a copied member stays identical."""
 
     UNREADABLE = "unreadable"
 
 
-UNREADABLE: Final = Mark.UNREADABLE
+UNREADABLE: Final = Placeholder.UNREADABLE
 
 MAX_DEPTH: Final = 32
-_MAX_NODES: Final = 10_000  # the maximum number of keys and values. PyYAML takes about a second to parse them
-_MAX_KEY_LENGTH: Final = 200  # the maximum number of characters of a key in a message
-# Prefixes of PyYAML errors that are often reported after the actual mistake.
+_MAX_NODES: Final = 10_000  # maximum number of keys and values; PyYAML takes about a second to parse this number
+_MAX_KEY_LENGTH: Final = 200  # longer keys are truncated in messages
+# Prefixes of PyYAML errors that often point to a line after the actual mistake.
 _LATE_ERRORS: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")
 _NOT_BLANK: Final = re.compile(r"\s*[^\s#]")
-_PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # a key with a value on its line, so nothing is nested below
+_PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # a key and its value on the same line
 _NO_SPACE: Final = re.compile(r"\s*(- +)*[\w.]+:(?=\S)")
 _NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
 _TRUE: Final = frozenset({"true", "True", "TRUE"})
@@ -45,7 +45,7 @@ _INFINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 class SourcePosition(NamedTuple):
-    """The position of a value in a file. Lines and columns are counted from 1. Overrides have no line."""
+    """The position of a value in a file. Lines and columns are counted from 1. The line of an override is None."""
 
     source: str
     line: int = 0
@@ -66,15 +66,15 @@ class KeyProblem(NamedTuple):
         key = format_key(self.path)
         key = key if len(key) <= _MAX_KEY_LENGTH else f"{key[: _MAX_KEY_LENGTH - 3]}..."
         position = str(self.position)
-        position += "  " if ":" in position else " "  # separates the line number from the problem
+        position += "  " if ":" in position else " "  # a line number needs two spaces before the problem
         return f"{position}{key}: {self.text}" if key else f"{position}{self.text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed YAML text: its values, the positions of its keys and list items by path, and its problems.
+    """A parsed YAML document: its values, the positions of its keys and list items by path, and its problems.
 
-    The empty path has the position of the whole text.
+    The position of the document itself has the empty path.
     """
 
     values: Any
@@ -95,13 +95,13 @@ def locate(positions: dict[Path, SourcePosition], path: Path) -> SourcePosition:
 
 
 def mapping_at(values: Any, name: str) -> dict[str, Any]:
-    """Return the mapping `name` in the values of a document, or an empty mapping if it doesn't exist."""
+    """Return the mapping at the top-level key `name`, or an empty mapping if there is no such mapping."""
     inner = values.get(name) if isinstance(values, dict) else None
     return inner if isinstance(inner, dict) else {}
 
 
 def parse(text: str, source: str) -> Document:
-    """Parse a YAML document. This function never raises for invalid YAML. The result contains a list of problems."""
+    """Parse a YAML document. If it is invalid, the result contains a list of problems instead of raising an error."""
     reader = _Reader(text, source)
     try:
         values = reader.read_document()
@@ -124,9 +124,9 @@ def parse(text: str, source: str) -> Document:
 
 
 def _find_likely_mistake(text: str, position: SourcePosition) -> tuple[SourcePosition, str] | None:
-    """Search for a missing space after a colon or a wrong indentation, in the line of an error and the line above.
+    """Return the position and description of a likely mistake in the line of a YAML error or the line above it.
 
-    Returns the position and a description of the mistake, or None if both lines look correct.
+    Detects a missing space after a colon, and wrong indentation. Returns None if both lines look correct.
     """
     lines = [(row, line) for row, line in enumerate(text.splitlines()[: position.line], 1) if _NOT_BLANK.match(line)]
     previous, current = [(0, ":"), (0, ":"), *lines][-2:]
@@ -139,19 +139,19 @@ def _find_likely_mistake(text: str, position: SourcePosition) -> tuple[SourcePos
     return None
 
 
-def scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """Return the value of a plain (unquoted) scalar according to the core schema of YAML 1.2."""
     if text in _NULL:
         return None
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
     try:
-        return _number(text)
-    except ValueError:  # more digits than Python converts to an int
+        return _parse_number(text)
+    except ValueError:  # Python limits the number of digits in an integer
         return text
 
 
-def _number(text: str) -> Any:
+def _parse_number(text: str) -> Any:
     if _INT.fullmatch(text):
         return int(text)
     if _OCTAL_OR_HEX.fullmatch(text):
@@ -165,7 +165,7 @@ def _number(text: str) -> Any:
 
 @final
 class _Reader:
-    """Builds the values of a text from YAML events."""
+    """Builds the values of a document from YAML events."""
 
     def __init__(self, text: str, source: str) -> None:
         self._source = source
@@ -198,7 +198,7 @@ class _Reader:
                 event, path, f"aliases such as *{event.anchor} are not allowed; write the value out"
             )
         if isinstance(event, yaml.ScalarEvent):
-            value = scalar(event.value) if event.implicit[0] else event.value  # `implicit` means unquoted
+            value = parse_scalar(event.value) if event.implicit[0] else event.value  # `implicit[0]`: not quoted
         elif isinstance(event, yaml.MappingStartEvent):
             value = self._read_mapping(path)
         else:
@@ -234,7 +234,7 @@ class _Reader:
         return values
 
     def _skip(self, event: yaml.Event) -> None:
-        """Skip the events of a value."""
+        """Skip all events of the value that begins with `event`."""
         depth = 0
         while True:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -244,7 +244,7 @@ class _Reader:
             event = next(self._events)
 
     def _check_limits(self, event: Any, depth: int) -> None:
-        # PyYAML takes quadratic time in the depth, so stop instead of looking for more problems.
+        # Stop parsing, because PyYAML takes quadratic time in the nesting depth.
         if depth > MAX_DEPTH:
             raise yaml.MarkedYAMLError(
                 problem=f"nested more than {MAX_DEPTH} levels deep", problem_mark=event.start_mark

@@ -1,7 +1,7 @@
-"""Keeps the defaults of earlier Lockstep versions for runs that began with these versions.
+"""Keeps the default values of earlier Lockstep versions for runs that were started with these versions.
 
-The config.yaml in a run folder contains every value. If the default of a key has changed since the run began, and the
-recipe doesn't set this key, the run resumes with its original value.
+The config.yaml in a run folder contains every value, including defaults. If the default of a key has changed since the
+run was started, and the recipe doesn't set this key, the run resumes with its original value.
 """
 
 from pathlib import Path as FilePath
@@ -17,7 +17,7 @@ _KEY: Final[Path] = ("recipe", "microbatches")
 
 
 def keep_earlier_defaults(document: Document) -> None:
-    """Set `recipe.microbatches` in `document` to the saved value if the resumed run began with the earlier default."""
+    """Set `recipe.microbatches` in `document` if the run that is resumed was started with the earlier default."""
     recipe, run = mapping_at(document.values, "recipe"), mapping_at(document.values, "run")
     batch, folder = recipe.get("batch"), run.get("dir")
     if recipe.get("microbatch") is not None or recipe.get("microbatches") is not None:
@@ -34,11 +34,11 @@ def keep_earlier_defaults(document: Document) -> None:
 
 
 def _read_config(file: FilePath) -> Any:
-    """Return the document in a run folder's config.yaml, or None if it can't be read.
+    """Return the parsed config.yaml of a run folder, or None if the file can't be read.
 
-    In this case, the start of the run reports the reason later.
+    No error is raised here, because starting the run reports the reason later.
     """
     try:
         return parse(plainfile.content(file, _MAX_BYTES).decode(), str(file))
-    except (OSError, ValueError):  # ValueError: not UTF-8, or a path with a NUL character
+    except (OSError, ValueError):  # ValueError is raised for invalid UTF-8, or for a NUL character in the path
         return None

@@ -1,4 +1,4 @@
-"""Sets keys in a YAML text without changing its comments, order or quotes."""
+"""Sets keys in a YAML text while preserving its comments, order and quotes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from lockstep.errors import UsageError
 
 
 def set_values(text: str, source: str, values: Mapping[Path, Any]) -> str:
-    """Set keys in the YAML text of a mapping, and return the edited text. `values` has the new values by path.
+    """Set keys in the YAML text of a mapping, and return the edited text. `values` maps paths to new values.
 
-    Missing keys are added. Raises UsageError if the edited text doesn't parse to the expected values. `source` is the
-    file name for errors.
+    Missing keys are added. `source` is the file name for error messages. Raises UsageError if the edited text doesn't
+    parse to the expected values.
     """
     expected = parse(text, source).values
     for path, value in values.items():
@@ -22,7 +22,7 @@ def set_values(text: str, source: str, values: Mapping[Path, Any]) -> str:
         for name in path[:-1]:
             section[name] = section = section.get(name) or {}
         section[path[-1]] = value
-        text = _with_value(text, path, value)
+        text = _replace_value(text, path, value)
     document = parse(text, source)
     if document.problems or document.values != expected:
         keys = ", ".join(".".join(map(str, path)) for path in values)
@@ -30,42 +30,42 @@ def set_values(text: str, source: str, values: Mapping[Path, Any]) -> str:
     return text
 
 
-def _with_value(text: str, path: Path, value: Any) -> str:
-    """Replace the value of a key, or add the key to the innermost mapping on its path that exists."""
+def _replace_value(text: str, path: Path, value: Any) -> str:
+    """Replace the value of a key. If the key is missing, add it to the innermost existing mapping on its path."""
     node: Any = yaml.compose(text, yaml.SafeLoader)
     key = None
     for depth, name in enumerate(path):
-        if not isinstance(node, yaml.MappingNode):  # a key without a value, which becomes a mapping
+        if not isinstance(node, yaml.MappingNode):  # the key has no value yet, so its value becomes a mapping
             break
         pairs = {key.value: (key, inner) for key, inner in node.value}
         if name not in pairs:
-            return _with_new_key(text, node, f"{name}: {flow(_nested_value(path[depth + 1 :], value))}")
+            return _insert_key(text, node, f"{name}: {flow(_nest_value(path[depth + 1 :], value))}")
         key, node = pairs[name]
     else:
         depth = len(path)
     assert key is not None
-    return f"{text[: key.end_mark.index]}: {flow(_nested_value(path[depth:], value))}{text[_end_index(node) :]}"
+    return f"{text[: key.end_mark.index]}: {flow(_nest_value(path[depth:], value))}{text[_find_end_index(node) :]}"
 
 
-def _nested_value(path: Path, value: Any) -> Any:
+def _nest_value(path: Path, value: Any) -> Any:
     for name in reversed(path):
         value = {name: value}
     return value
 
 
-def _with_new_key(text: str, mapping: yaml.MappingNode, line: str) -> str:
+def _insert_key(text: str, mapping: yaml.MappingNode, line: str) -> str:
     start = mapping.start_mark
     if mapping.flow_style:
         position = start.index + 1
         return f"{text[:position]}{line}{', ' if mapping.value else ''}{text[position:]}"
-    position_end = _end_index(mapping)
+    position_end = _find_end_index(mapping)
     position_end += len(text[position_end:].partition("\n")[0])  # skip a comment on the last line
     return f"{text[:position_end]}\n{' ' * start.column}{line}{text[position_end:]}"
 
 
-def _end_index(node: Any) -> int:
-    """Return the end index of a node in the text. A block ends after its last value, before blank lines or comments."""
+def _find_end_index(node: Any) -> int:
+    """Return the index in the text after a node, without the blank lines and comments after its last value."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
-        return _end_index(last[1] if isinstance(node, yaml.MappingNode) else last)
+        return _find_end_index(last[1] if isinstance(node, yaml.MappingNode) else last)
     return int(node.end_mark.index)

@@ -15,22 +15,22 @@ from lockstep.config.base import values
 from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
 from lockstep.config.earlier import keep_earlier_defaults
 from lockstep.config.naming import drop_obsolete_values
-from lockstep.config.overrides import SHORTHAND, apply
-from lockstep.config.recipe import Recipe, keys_without_effect
-from lockstep.config.recorded import without_locations
+from lockstep.config.overrides import SHORTHAND, apply_overrides
+from lockstep.config.recipe import Recipe, find_keys_without_effect
+from lockstep.config.recorded import drop_locations
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
 
-_MAX_BYTES: Final = 1 << 18  # in bytes. A larger file isn't a recipe, and would take long to parse
+_MAX_BYTES: Final = 1 << 18  # larger files are rejected, because they would take long to parse
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A valid configuration, the name of its recipe, and the origin of each value by dotted key.
 
-    An origin is `file:line:column`, `override` or `default`. Keys with the value None have no origin. `notes` tells the
-    user about values that an override removed, and about values that have no effect.
+    An origin is `file:line:column`, `override` or `default`. Keys with the value None have no origin. `notes` contains
+    messages for the user about values that an override removed, and about values that have no effect.
     """
 
     config: Config
@@ -39,16 +39,16 @@ class Loaded:
     notes: Sequence[str] = ()
 
     def changed(self, section: str, values: Mapping[str, Any]) -> Self:
-        """Return a copy with new `values` in a section. The values aren't validated."""
+        """Return a copy with new `values` in a section, which aren't validated."""
         update = {section: getattr(self.config, section).model_copy(update=values)}
         return replace(self, config=self.config.model_copy(update=update))
 
 
 def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
-    """Split the command line words `[RECIPE] [key=value ...]` into the recipe and the overrides.
+    """Split the command-line arguments `[RECIPE] [key=value ...]` into the recipe and the overrides.
 
-    If the first word is an override, the recipe is `default`. If a file has the name of the first word, the word is a
-    recipe even if it contains `=`.
+    The recipe defaults to `default`. If the first argument is the name of a file, it is a recipe even if it contains
+    `=`.
     """
     if words and ("=" not in words[0] or _is_file(words[0])):
         return words[0], words[1:]
@@ -58,7 +58,7 @@ def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[
 def _is_file(word: str) -> bool:
     try:
         return FilePath(word).is_file()
-    except OSError:  # an override can be longer than a valid file name
+    except OSError:  # an override can be longer than the maximum length of a file name
         return False
 
 
@@ -71,39 +71,39 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
         label = recipe.file.name
         document = recipe.apply_to(_parse_mapping(_read_text(recipe.file, label), label))
         return _load_document(document, source, overrides, shares_steps=True)
-    return _load_document(read(source), FilePath(source).stem, overrides, shares_steps=True)
+    return _load_document(read_document(source), FilePath(source).stem, overrides, shares_steps=True)
 
 
-def read(source: str) -> Document:
-    """Parse a user-provided YAML file, not a shipped recipe. Raises ConfigError if the file can't be read."""
+def read_document(source: str) -> Document:
+    """Parse a user-provided YAML file. Raises ConfigError if the file can't be read."""
     return _parse_mapping(_read_text(_find_file(source), source), source)
 
 
 def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *, shares_steps: bool = True) -> Loaded:
     """Load a configuration from YAML or JSON text.
 
-    - `label`: The file name to use in messages.
+    - `label`: The file name for messages.
     - `name`: The name of the recipe.
-    - `shares_steps`: Whether the processes split the micro-batches of a step. If False, as in an evaluation, there can
-      be more processes than micro-batches.
+    - `shares_steps`: Whether the micro-batches of a step are split across processes. If False, as in an evaluation,
+      there can be more processes than micro-batches.
     """
     return _load_document(_parse_mapping(text, label), name, overrides, shares_steps)
 
 
 def _load_document(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
-    document = apply(before, overrides)
+    document = apply_overrides(before, overrides)
     drop_notes = drop_obsolete_values(before, document)
     keep_earlier_defaults(document)
     config = _validate(document, shares_steps)
     origins = {format_key(path): _find_origin(path, document) for path, _ in write.leaves(values(config))}
-    return Loaded(config, name, origins, [*drop_notes, *keys_without_effect(config.recipe)])
+    return Loaded(config, name, origins, [*drop_notes, *find_keys_without_effect(config.recipe)])
 
 
 def read_run_recipe(config: FilePath) -> Recipe:
-    """Return the recipe of a run. `config` is the config.yaml in its folder, possibly from an earlier Lockstep version.
+    """Return the recipe of a run. `config` is the path of its config.yaml, which an earlier version may have written.
 
-    The file may come from a user who isn't trusted. Therefore symbolic links aren't followed, and opening a pipe
-    doesn't block. Raises ConfigError if the file can't be read or is invalid.
+    Raises ConfigError if the file can't be read or is invalid. The file may come from an untrusted user. Therefore,
+    symbolic links aren't followed, and a named pipe doesn't block.
     """
     try:
         text = plainfile.content(config, _MAX_BYTES).decode()
@@ -115,7 +115,7 @@ def read_run_recipe(config: FilePath) -> Recipe:
 
 
 def to_yaml(loaded: Loaded) -> str:
-    """Return the full configuration as YAML that `load` can read, with the origin of each value in a comment."""
+    """Return the full configuration as YAML, with the origin of each value as a comment. `load` can read the result."""
     return "\n".join(write.block(values(loaded.config), loaded.origins)) + "\n"
 
 
@@ -130,12 +130,12 @@ def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe that two runs must have in common.
+    """Return the values of a recipe that must be equal for two runs to be comparable.
 
-    The locations of data and initial weights are omitted, because files can be moved. `microbatch` is omitted too,
-    because `microbatches` determines the size of a micro-batch.
+    This excludes the locations of data and initial weights, because files can be moved, and `microbatch`, because
+    `microbatches` determines the size of a micro-batch.
     """
-    return {key: value for key, value in without_locations(recipe).items() if key != "microbatch"}
+    return {key: value for key, value in drop_locations(recipe).items() if key != "microbatch"}
 
 
 def _find_file(source: str) -> FilePath:
@@ -143,7 +143,7 @@ def _find_file(source: str) -> FilePath:
     file = FilePath(source)
     try:
         file.stat()
-    except (OSError, ValueError) as error:  # ValueError: a NUL character
+    except (OSError, ValueError) as error:  # ValueError is raised for a NUL character in the path
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError([f"{printable_line(source)[:200]}: cannot be read: {reason}"]) from error
@@ -179,9 +179,10 @@ def _read_text(file: FilePath, label: str) -> str:
 
 
 def _parse_mapping(text: str, label: str) -> Document:
-    """Parse a text, and check that its top level is a mapping.
+    """Parse YAML whose top level must be a mapping.
 
-    If it isn't, the document gets a problem and placeholder values, so that overrides are still checked.
+    If the top level isn't a mapping, a problem is added, and the values are placeholders, so that overrides are still
+    checked.
     """
     document = parse(text, label)
     if isinstance(document.values, dict):
@@ -194,14 +195,14 @@ def _parse_mapping(text: str, label: str) -> Document:
 
 
 def _validate(document: Document, shares_steps: bool) -> Config:
-    """Validate a document. Raises ConfigError with all problems of the document and its values."""
-    problems = [*document.problems, *across.problems(document.values, document.positions, shares_steps)]
+    """Validate a document. Raises ConfigError with a list of all problems, including problems found by the parser."""
+    problems = [*document.problems, *across.find_problems(document.values, document.positions, shares_steps)]
     try:
         config = Config.model_validate(document.values)
     except ValidationError as error:
         problems += wording.problems(error, document.positions)
     if problems:
-        # Sort by line. Overrides come last.
+        # Sort by line. Overrides have no line, and come last.
         problems = sorted(
             dict.fromkeys(problems), key=lambda problem: (not problem.position.line, *problem.position[1:])
         )
@@ -212,7 +213,7 @@ def _validate(document: Document, shares_steps: bool) -> Config:
 def _find_origin(path: Path, document: Document) -> str:
     """Return the origin of the value at `path`: a position in the file, `override` or `default`.
 
-    If a bare value is a shorthand for the enclosing mapping, this is the position of the bare value.
+    If a bare value is a shorthand for the enclosing mapping, returns the position of the bare value.
     """
     value: Any = document.values
     for depth, name in enumerate(path):

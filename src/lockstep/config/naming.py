@@ -1,18 +1,18 @@
-"""Removes values of a configuration file that an override makes obsolete.
+"""Removes values from a configuration that an override makes obsolete.
 
-If an override selects a different model, dataset or optimizer, the options of the previous one are removed. If it sets
-one of two alternative keys, such as `epochs` and `steps`, the alternative key is removed.
+If an override selects a different model, dataset or optimizer, the options of the previous model, dataset or optimizer
+are removed. If an override sets one of two alternative keys, such as `epochs` and `steps`, the other key is removed.
 """
 
 from collections.abc import Iterator
 from typing import Any, Final
 
 from lockstep.config.document import UNREADABLE, Document, Path, format_key
-from lockstep.config.overrides import OVERRIDE, forget_positions
+from lockstep.config.overrides import OVERRIDE, remove_positions
 from lockstep.config.wording import field_at
 from lockstep.config.write import flow, leaves
 
-# The sections with a `name`, and the keys of each section that are kept if an override changes the name.
+# Maps sections with a `name` to the keys that are kept if an override changes the name.
 _KEPT_KEYS: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "task"): (),
     ("recipe", "model"): (),
@@ -25,7 +25,7 @@ _KEPT_KEYS: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "loss"): (),
     ("placement", "strategy"): (),
 }
-# Pairs of alternative keys.
+# Pairs of keys of which only one can be set.
 _ALTERNATIVES: Final[tuple[tuple[Path, Path], ...]] = (
     (("recipe", "epochs"), ("recipe", "steps")),
     (("recipe", "microbatch"), ("recipe", "microbatches")),
@@ -36,23 +36,23 @@ _ALTERNATIVES: Final[tuple[tuple[Path, Path], ...]] = (
 
 
 def drop_obsolete_values(before: Document, after: Document) -> list[str]:
-    """Remove values from `after` that overrides made obsolete, and return a note for the user about each removal.
+    """Remove values that overrides made obsolete from `after`. Return a note for the user about each removal.
 
     `before` and `after` are the document without and with overrides. Values that overrides set are kept, regardless of
     the order of the overrides.
     """
     notes = []
     for section, kept_keys in _KEPT_KEYS.items():
-        old_name, new_name = _section_name(before, section), _section_name(after, section)
+        old_name, new_name = _get_section_name(before, section), _get_section_name(after, section)
         if not isinstance(old_name, str) or new_name is UNREADABLE:
             continue
         if new_name == old_name and not _changes_source(before, after, section):
             continue
-        name_dependent = list(_name_dependent_values(after, section, kept_keys))
+        name_dependent = list(_find_name_dependent_values(after, section, kept_keys))
         dropped = [
             f"{format_key(path[len(section) :])}={flow(value)[:60]} ({after.positions[path]})"
             for path, value in name_dependent
-            if value not in (_default(path), {})
+            if value not in (_get_default(path), {})
         ]
         if dropped:
             names = (
@@ -67,41 +67,41 @@ def drop_obsolete_values(before: Document, after: Document) -> list[str]:
 
 
 def _drop_alternatives(document: Document) -> Iterator[str]:
-    """Remove a key of the file if an override sets its alternative. Yields a note for each removal."""
+    """Remove each key in the file whose alternative is set by an override. Yield a note for each removal."""
     for pair in _ALTERNATIVES:
         for key, alternative in (pair, pair[::-1]):
-            override_value, value = _value_at(document, key), _value_at(document, alternative)
+            override_value, value = _get_value(document, key), _get_value(document, alternative)
             if None in (override_value, value) or document.positions.get(key) != OVERRIDE:
                 continue
             if (position := document.positions[alternative]) != OVERRIDE:
-                del _value_at(document, alternative[:-1])[alternative[-1]]
+                del _get_value(document, alternative[:-1])[alternative[-1]]
                 yield f"{format_key(key)} replaces {format_key(alternative)}={flow(value)[:60]} ({position})"
 
 
-def _section_name(document: Document, section: Path) -> Any:
-    """Return the name of a section, from its key `name` or its bare value. Defaults to the default name."""
-    value = _value_at(document, section)
+def _get_section_name(document: Document, section: Path) -> Any:
+    """Return the name that a section sets with its key `name` or as a bare value, or else the default name."""
+    value = _get_value(document, section)
     name = value.get("name") if isinstance(value, dict) else value
-    return _default((*section, "name")) if name is None else name
+    return _get_default((*section, "name")) if name is None else name
 
 
 def _changes_source(before: Document, after: Document, section: Path) -> bool:
-    """Return whether an override changes the `source` of a section, so that the name refers to a different object."""
-    old_source, new_source = _value_at(before, (*section, "source")), _value_at(after, (*section, "source"))
+    """Return whether an override changes the `source` of a section, which changes the meaning of its `name`."""
+    old_source, new_source = _get_value(before, (*section, "source")), _get_value(after, (*section, "source"))
     return old_source != new_source and new_source is not None
 
 
-def _default(path: Path) -> Any:
+def _get_default(path: Path) -> Any:
     field = field_at(path)
     default = field.default if field else None
     return list(default) if isinstance(default, tuple) else default
 
 
-def _name_dependent_values(
+def _find_name_dependent_values(
     document: Document, section: Path, kept_keys: tuple[Path, ...]
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield the path and value of each key in a section that comes from the file and isn't in `kept_keys`."""
-    value = _value_at(document, section)
+    """Yield the path and value of each key that the file sets in a section, except for `kept_keys`."""
+    value = _get_value(document, section)
     for inner, leaf in leaves(value) if isinstance(value, dict) else ():
         is_kept = inner == ("name",) or any(inner[: len(prefix)] == prefix for prefix in kept_keys)
         if not is_kept and document.positions.get((*section, *inner)) != OVERRIDE:
@@ -111,15 +111,15 @@ def _name_dependent_values(
 def _remove_value(document: Document, path: Path) -> None:
     """Remove a value, and all enclosing mappings that become empty."""
     while len(path) > 2:
-        parent = _value_at(document, path[:-1])
+        parent = _get_value(document, path[:-1])
         del parent[path[-1]]
-        forget_positions(document, path)
+        remove_positions(document, path)
         path = path[:-1]
         if parent:
             return
 
 
-def _value_at(document: Document, path: Path) -> Any:
+def _get_value(document: Document, path: Path) -> Any:
     value: Any = document.values
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None

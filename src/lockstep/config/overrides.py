@@ -1,4 +1,4 @@
-"""Applies command line overrides such as `a.b.c=value` to a document."""
+"""Applies command-line overrides such as `a.b.c=value` to a document."""
 
 import copy
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from lockstep.config.write import format_value
 
 OVERRIDE: Final = SourcePosition("override")
 
-# The sections that can be written as a bare value, and the key that this value sets. If an override sets a different
-# key of such a section, the bare value must be kept.
+# Maps sections that can be written as a bare value to the key that this value sets. If an override sets a different key
+# of such a section, the bare value is kept as the value of its key.
 SHORTHAND: Final[dict[Path, str]] = {
     ("recipe", "model"): "name",
     ("recipe", "model", "weights"): "path",
@@ -34,12 +34,12 @@ SHORTHAND: Final[dict[Path, str]] = {
 }
 
 
-def apply(document: Document, overrides: Sequence[str]) -> Document:
-    """Return a copy of the document with the overrides applied in order. The last override of a key takes precedence.
+def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
+    """Return a copy of the document with the overrides applied in order.
 
-    An empty value resets a key to its default. A bare name sets the `name` of its section and keeps its other keys.
-    Afterwards, config/naming.py removes the keys that only applied to the previous name. Invalid overrides are added to
-    the problems of the document.
+    An empty value resets a key to its default. A bare name only sets the `name` of its section. Keys that only applied
+    to the previous name are removed later (config/naming.py). Invalid overrides are added to the problems of the
+    document.
     """
     updated = Document(copy.deepcopy(document.values), dict(document.positions), list(document.problems))
     for override in overrides:
@@ -65,14 +65,14 @@ def _set_key(document: Document, path: Path, text: str) -> None:
         return
     current = section.get(str(path[-1]))
     if isinstance(value.values, str) and isinstance(current, dict) and SHORTHAND.get(path) == "name":
-        section, path = current, (*path, "name")  # keep the other keys of the section
-    forget_positions(document, path)
+        section, path = current, (*path, "name")  # keeps the remaining keys of the section
+    remove_positions(document, path)
     section[str(path[-1])] = value.values
     document.positions.update(dict.fromkeys([(*path, *inner) for inner in value.positions], OVERRIDE))
 
 
 def _unset_key(document: Document, path: Path) -> None:
-    """Remove a key. Missing sections on its path aren't created, because an empty section such as `ema` enables EMA."""
+    """Remove a key without creating missing sections on its path, because even an empty `ema` section enables EMA."""
     if problem := find_unknown_key(path):
         document.problems.append(KeyProblem(OVERRIDE, *problem))
     section = document.values
@@ -81,24 +81,24 @@ def _unset_key(document: Document, path: Path) -> None:
         if not isinstance(inner, dict):
             if inner is None or SHORTHAND.get(path[:depth]) != path[depth]:
                 return
-            path = path[:depth]  # the section is a bare value, which sets this key
+            path = path[:depth]  # the section is a bare value that sets this key
             break
         section = inner
-    forget_positions(document, path)
+    remove_positions(document, path)
     section.pop(str(path[-1]), None)
-    document.positions[path] = OVERRIDE  # the position for errors if the key is required
+    document.positions[path] = OVERRIDE  # used in the error message if the key is required
 
 
-def forget_positions(document: Document, path: Path) -> None:
-    """Remove the positions of a key and of all keys below it."""
+def remove_positions(document: Document, path: Path) -> None:
+    """Remove the positions of a key and of all keys nested below it."""
     for outdated in [outdated for outdated in document.positions if outdated[: len(path)] == path]:
         del document.positions[outdated]
 
 
 def _open_section(document: Document, path: Path) -> dict[str, Any] | None:
-    """Return the mapping at `path`, and create it if it doesn't exist.
+    """Return the mapping at `path`, which is created if it doesn't exist.
 
-    If there is a value that isn't a mapping on the path, adds a problem and returns None.
+    If a value on the path isn't a mapping, adds a problem and returns None.
     """
     section: dict[str, Any] = document.values
     for depth, name in enumerate(path, start=1):

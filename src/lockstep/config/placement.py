@@ -1,4 +1,4 @@
-"""The section `placement`: devices, processes and strategy. It affects time and memory, but not the trained weights."""
+"""The section `placement`: devices, processes and strategy. They affect speed and memory, but not trained weights."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
@@ -9,8 +9,8 @@ from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.config.base import BY_NAME, Name, PositiveFloat, PositiveInt, Section
 
 ALIASES: Final = {"fsdp": "zero3"}  # alternative names of strategies
-FASTEST: Final = "fastest"  # measures all strategies and selects the fastest, see planning/fastest.py
-FOREIGN: Final = ("deepspeed",)  # strategies that use the engine and configuration files of a different framework
+FASTEST: Final = "fastest"  # measure all strategies, and select the fastest (planning/fastest.py)
+FOREIGN: Final = ("deepspeed",)  # strategies that wrap another framework with its own configuration files
 
 
 def _validate_processes(value: Any) -> int | Literal["auto"]:
@@ -32,7 +32,7 @@ class StrategyConfig(Section):
 
 
 class Placement(Section):
-    """Where and how a recipe runs. You can change all of these keys when you resume a run."""
+    """The devices, processes and strategy of a run. You can change all of these keys when you resume a run."""
 
     strategy: Annotated[StrategyConfig, BY_NAME, Field(description="a name, or a name and its options")] = (
         StrategyConfig()
@@ -44,18 +44,18 @@ class Placement(Section):
     offload_activations: bool = False  # store activations in CPU memory between the forward and backward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"
     affinity: Literal["auto", "off"] = "auto"  # auto: bind a rank on a GPU to the CPU cores near this GPU
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # the communication library
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # backend of torch.distributed
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes per training process
-    audit_every: PositiveInt | None = None  # in steps. A different rank repeats a micro-batch and compares the results
-    on_corruption: Literal["end", "go_on"] = "end"  # if an audit fails. go_on: restart without the faulty ranks
+    audit_every: PositiveInt | None = None  # interval in steps at which a rank recomputes a micro-batch of another rank
+    on_corruption: Literal["end", "go_on"] = "end"  # if an audit fails; go_on: restart without the faulty ranks
     rendezvous: Annotated[str, Field(pattern=RENDEZVOUS_ADDRESS, description=RENDEZVOUS_ADDRESSES)] = "env://"
-    timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
-    stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits before it asks which rank is late
-    lost_after_s: PositiveFloat = 60.0  # not for local processes: a rank without a heartbeat for this long is lost
+    timeout_s: PositiveFloat = 600.0  # timeout of collectives
+    stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits before it reports which rank is late
+    lost_after_s: PositiveFloat = 60.0  # a rank on another host is lost if it sends no heartbeat for this long
     on_stall: Literal["report", "end"] = "report"
 
 
 def rendezvous_in(words: Sequence[str]) -> str:
-    """Return the rendezvous address in the words of a command line. Other words may be invalid."""
+    """Return the rendezvous address in command-line arguments, of which the other arguments may be invalid."""
     addresses = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
     return addresses[-1] if addresses else "env://"

@@ -1,4 +1,4 @@
-"""Computes the steps and the learning rates of a run from the recipe and the number of training samples."""
+"""Computes the steps and the learning rate schedule of a run from the recipe and the number of training samples."""
 
 import math
 from typing import cast
@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 
 
 def steps(recipe: Recipe, samples: int) -> Steps:
-    """Return the steps of a run over `samples` training samples.
+    """Return the steps of a run on a dataset with `samples` training samples.
 
     Raises UsageError if `last_batch` is `drop` and there are fewer samples than the batch size.
     """
@@ -25,7 +25,7 @@ def steps(recipe: Recipe, samples: int) -> Steps:
 
 
 def base_rate(recipe: Recipe) -> float:
-    """Return the base learning rate, which applies after the warm-up and before the schedule decays it."""
+    """Return the base learning rate, which applies after the warm-up and before the decay."""
     lr = recipe.optimizer.lr
     return scale_rate(lr.value, lr.per_samples, recipe.batch)
 
@@ -47,7 +47,7 @@ def warm_up_steps(recipe: Recipe, run: Steps) -> int:
 
 
 def rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
-    """Return the learning rate as a function of the samples seen. `shape` is the function of a custom schedule."""
+    """Return the learning rate as a function of the number of samples seen. `shape` is a custom schedule, if set."""
     schedule, warmup_epochs = recipe.schedule, recipe.schedule.warmup_epochs
     if schedule.warmup_steps is not None:
         warmup_epochs = schedule.warmup_steps * recipe.batch / run.samples_per_epoch

@@ -1,4 +1,4 @@
-"""The section `recipe`: the model, the data, and all other settings that the trained weights depend on."""
+"""The section `recipe`: the model, the data, and all other settings that affect the trained weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self, get_args
@@ -23,7 +23,7 @@ from lockstep.config.base import (
     Section,
     Sha256,
     Threads,
-    as_tuple,
+    list_to_tuple,
     shorthand,
 )
 from lockstep.core.precision import SCALED, Precision, default_static_scale, translate_precision
@@ -34,20 +34,20 @@ Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 
 
 class WeightsConfig(Section):
-    """Initial weights from a file, a transformers folder or a Lockstep run, instead of a random initialization.
+    """Pretrained weights from a file, a transformers folder or a Lockstep run.
 
-    Comparisons of recipes ignore the path, because the result only depends on the values of the weights.
+    The path is ignored when recipes are compared, because only the values of the weights affect the result.
     """
 
     path: Location | None = None
-    sha256: Sha256 | None = None  # the hash of the tensors. A run records it, and checks it if you set it
-    fresh: Patterns = ()  # parameters that keep their initial values, such as a new head
-    prefix: Name | None = None  # load only the tensors whose names have this prefix, and remove it
+    sha256: Sha256 | None = None  # hash of the tensors, which is recorded by the run, and verified if you set it
+    fresh: Patterns = ()  # parameters that keep their random initialization, such as a new head
+    prefix: Name | None = None  # only load tensors whose names have this prefix, which is removed
     ema: bool = False  # load the averaged weights of a Lockstep run
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA) from peft. Only the adapters and the parameters in `train` are trained."""
+    """Low-rank adapters (LoRA) of the library peft. All parameters except adapters and those in `train` are frozen."""
 
     target_modules: Annotated[
         Patterns, Field(min_length=1, description="the end of a module name, or a list of such ends")
@@ -74,10 +74,10 @@ class ModelConfig(Section):
         WeightsConfig | None, shorthand("path", str), Field(description="a path, or a mapping of keys")
     ] = None
     lora: LoraConfig | None = None
-    freeze: Patterns = ()  # the names of parameters to freeze
-    chunks: PositiveInt = 1  # the number of chunks of heads and features, which the strategy `tensor` shards
+    freeze: Patterns = ()  # names of parameters to freeze
+    chunks: PositiveInt = 1  # number of chunks of heads and features, which strategy `tensor` distributes
     plan: Plan = Field(default_factory=dict)
-    sequence_chunks: PositiveInt = 1  # the number of chunks of a sequence, which the strategy `context` shards
+    sequence_chunks: PositiveInt = 1  # number of chunks of a sequence, which strategy `context` distributes
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -90,11 +90,11 @@ class ModelConfig(Section):
 
 
 class AugmentConfig(Section):
-    """Augmentation of training images. The random numbers of a sample depend on the seed, the epoch and its index."""
+    """Augmentation of training images. Random numbers only depend on the seed, the epoch and the sample index."""
 
-    crop_padding: Annotated[int, Field(ge=0, le=1 << 14)] = 0  # pixels of zero padding per side, before a random crop
+    crop_padding: Annotated[int, Field(ge=0, le=1 << 14)] = 0  # zero padding per side in pixels before a random crop
     flip: bool = False  # flip horizontally with probability 1/2
-    resized_crop: bool = False  # for image files: area in resized_crop_scale, aspect ratio in [3/4, 4/3]
+    resized_crop: bool = False  # for image files: a random crop with an area in `resized_crop_scale`, then resized
     resized_crop_scale: Annotated[Floats, Field(min_length=2, max_length=2)] = (0.08, 1.0)
 
 
@@ -104,14 +104,14 @@ class DataConfig(Section):
     name: Name
     root: Location = "data"
     download: bool = True
-    image_size: Pixels | None = None  # for image files and `synthetic`: height and width of the model's inputs
-    resize_size: Pixels | None = None  # for image files: the short side before the center crop in validation
+    image_size: Pixels | None = None  # for image files and `synthetic`: height and width of model inputs
+    resize_size: Pixels | None = None  # for image files: length of the short side before the center crop in evaluations
     augment: AugmentConfig = AugmentConfig()
-    mean: Floats | None = None  # per channel, for values in [0, 1]. Defaults to the mean of the dataset
+    mean: Floats | None = None  # per channel, for values in [0, 1]; defaults to the mean of the dataset
     std: PositiveFloats | None = None
     exif: bool = True  # for image files: apply the EXIF orientation
     on_error: Literal["raise", "skip"] = "raise"
-    collate: Name | None = None  # `package.module:function`, which turns a list of samples into a batch of tensors
+    collate: Name | None = None  # `package.module:function` that converts a list of samples to a batch of tensors
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -130,11 +130,11 @@ _RATE: Final = "a number, or value and per_samples"
 
 
 class ParameterGroupConfig(Section):
-    """Optimizer settings for the parameters with matching names. The first group that matches a parameter applies."""
+    """Optimizer settings for parameters with matching names. Each parameter belongs to the first matching group."""
 
     match: Annotated[Patterns, Field(min_length=1)]
     lr: Annotated[LearningRateConfig | None, _BY_VALUE, Field(description=_RATE)] = None
-    lr_factor: PositiveFloat | None = None  # multiplies the learning rate of the optimizer
+    lr_factor: PositiveFloat | None = None  # factor of the optimizer's learning rate
     weight_decay: NaturalFloat | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -153,10 +153,10 @@ class OptimizerConfig(Section):
     momentum: Fraction | None = None
     nesterov: bool | None = None
     weight_decay: NaturalFloat | None = None
-    decay_bias_and_norm: bool = True  # false: no weight decay for biases and 1-dim parameters
+    decay_bias_and_norm: bool = True  # whether weight decay applies to biases and other 1-dim parameters
     groups: Annotated[
         tuple[ParameterGroupConfig, ...],
-        BeforeValidator(as_tuple),
+        BeforeValidator(list_to_tuple),
         Field(description="a list of mappings of match, lr or lr_factor, weight_decay, options"),
     ] = ()
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # learning rate relative to the next layer
@@ -181,7 +181,7 @@ class ScheduleConfig(Section):
     ] = "constant"
     each: Literal["step", "epoch"] = "step"
     warmup_epochs: NaturalFloat = 0.0
-    warmup_steps: NaturalInt | None = None  # instead of warmup_epochs
+    warmup_steps: NaturalInt | None = None  # alternative to warmup_epochs
     warmup_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
     min_lr: NaturalFloat = 0.0
     milestones: Floats = ()
@@ -207,7 +207,7 @@ class ScheduleConfig(Section):
 
 
 class TaskConfig(Section):
-    """A shipped task, a class at `package.module:Class`, or `auto`, which infers the task from the data.
+    """A built-in task, a class at `package.module:Class`, or `auto`, which infers the task from the data.
 
     The options of the task are additional keys of the same mapping.
     """
@@ -220,7 +220,7 @@ class TaskConfig(Section):
 class LossConfig(Section):
     """`cross_entropy`, or a function of (outputs, targets) at `package.module:function`.
 
-    The function must return a sum or one value per sample.
+    The function must return a sum over samples, or a value for each sample.
     """
 
     name: Name = "cross_entropy"
@@ -230,7 +230,7 @@ class LossConfig(Section):
 class MixConfig(Section):
     """Mixup and CutMix within each micro-batch.
 
-    `mixup` and `cutmix` are the parameters of the beta distributions. 0 disables a method.
+    `mixup` and `cutmix` are the parameters of the beta distributions. Set a parameter to 0 to disable the method.
     """
 
     mixup: NaturalFloat = 0.0
@@ -239,13 +239,13 @@ class MixConfig(Section):
 
 
 class EmaConfig(Section):
-    """An exponential moving average (EMA) of the weights. It is updated in each step, and evaluations use it."""
+    """An exponential moving average (EMA) of the weights, which is updated in each step and used in evaluations."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
 
 
 class LossScaleConfig(Section):
-    """The loss scale for fp16. It is dynamic, unless `static` is set."""
+    """The loss scale for fp16, which is dynamic unless `static` is set."""
 
     initial: PositiveFloat = 65536.0
     growth_interval: PositiveInt = 2000
@@ -264,25 +264,25 @@ def default_loss_scale(precision: object) -> LossScaleConfig:
 
 
 class StartingPoint(Section):
-    """The state that `run.start_from` loaded from a different run. Lockstep records it. You don't set it yourself."""
+    """The state that `run.start_from` loaded from another run. Lockstep sets this section; don't set it yourself."""
 
     weights_sha256: Sha256
     optimizer_sha256: Sha256 | None = None
-    updates: NaturalInt | None = None  # the number of completed optimizer updates
+    updates: NaturalInt | None = None  # number of completed optimizer updates
 
 
 class Recipe(Section):
-    """All settings that the trained weights depend on."""
+    """All settings that affect the trained weights."""
 
     task: Annotated[TaskConfig, BY_NAME, Field(description="a name, or a name and its options")] = TaskConfig()
     model: Annotated[ModelConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     data: Annotated[DataConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt
-    microbatch: PositiveInt | None = None  # the maximum number of samples. Defaults to 32 if microbatches isn't set
+    microbatch: PositiveInt | None = None  # maximum number of samples; defaults to 32 if microbatches isn't set
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default_factory=lambda validated: default_microbatches(validated["batch"], validated.get("microbatch"))
     )
-    evaluation_batch: PositiveInt | None = None  # samples per evaluation batch. Defaults to the largest micro-batch
+    evaluation_batch: PositiveInt | None = None  # samples per evaluation batch; defaults to the largest micro-batch
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     last_batch: Literal["keep", "drop"] = "keep"
@@ -302,21 +302,21 @@ class Recipe(Section):
     ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False
-    batchnorm: Literal["local", "sync", "frozen"] = "local"  # use micro-batch, step or running statistics
+    batchnorm: Literal["local", "sync", "frozen"] = "local"  # statistics of the micro-batch, the step, or running ones
     nonfinite: Literal["stop", "skip"] = "stop"
     topk: Ints = (1, 5)
     start: StartingPoint | None = None
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
-    threads: Threads = 1  # per process. On the CPU, the number of threads changes the resulting weights
+    threads: Threads = 1  # per process; on the CPU, the number of threads affects the trained weights
 
     @model_validator(mode="after")
     def _check_consistent(self) -> Self:
-        if problems := contradictions(dict(self)):
+        if problems := find_contradictions(dict(self)):
             raise ValueError("\n".join(problems))
         return self
 
 
-# The prefixes of the recipe keys that an evaluation doesn't use.
+# Prefixes of recipe keys that evaluations ignore.
 TRAINING_KEYS: Final = (
     *("seed", "epochs", "steps", "last_batch", "optimizer", "schedule", "mix", "clip_norm", "loss_scale", "nonfinite"),
     *("start", "data.augment"),
@@ -324,8 +324,8 @@ TRAINING_KEYS: Final = (
 _CURVE_OPTIONS: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
 
 
-def keys_without_effect(recipe: Recipe) -> Iterator[str]:
-    """Yield a note for each key that is set but has no effect. Such keys are allowed, but are rarely intended."""
+def find_keys_without_effect(recipe: Recipe) -> Iterator[str]:
+    """Yield a note for each key that is set but has no effect, which is allowed, but rarely intended."""
     schedule = recipe.schedule
     for key, curve in _CURVE_OPTIONS.items():
         if schedule.name != curve and getattr(schedule, key) != ScheduleConfig.model_fields[key].default:
@@ -336,8 +336,8 @@ def keys_without_effect(recipe: Recipe) -> Iterator[str]:
         yield f"recipe.loss_scale has no effect: only {', '.join(sorted(SCALED))} use it, not {recipe.precision}"
 
 
-def contradictions(keys: Mapping[str, object]) -> list[str]:
-    """Return a message for each contradiction between keys of a recipe. The values may not be validated yet."""
+def find_contradictions(keys: Mapping[str, object]) -> list[str]:
+    """Return a message for each contradiction between recipe keys. The values may not have been validated yet."""
     problems = []
     if (keys.get("epochs") is None) == (keys.get("steps") is None):
         if keys.get("steps") is None:
@@ -345,7 +345,7 @@ def contradictions(keys: Mapping[str, object]) -> list[str]:
         else:
             problems.append("epochs and steps are both set; set only one of the two (recipe.epochs= unsets epochs)")
     batch, microbatches = keys.get("batch"), keys.get("microbatches")
-    if type(batch) is int and type(microbatches) is int and microbatches > batch > 0:  # `type` excludes bool
+    if type(batch) is int and type(microbatches) is int and microbatches > batch > 0:  # isinstance would accept bool
         problems.append(
             f"batch: {batch} samples cannot fill {microbatches} micro-batches; "
             f"use a batch of at least {microbatches}, or at most {batch} micro-batches"

@@ -1,4 +1,4 @@
-"""Reads the recipe and the placement from the config.yaml of a run folder, as text.
+"""Reads the recipe and the placement in a run folder's config.yaml as text.
 
 The values aren't validated, because a different version of Lockstep may have written the file. This module doesn't
 import pydantic, so that listing many runs is fast.
@@ -15,11 +15,11 @@ from lockstep.config.write import flow, leaves
 
 CONFIG: Final = "config.yaml"  # in the run folder
 _MAX_BYTES: Final = 1 << 18  # bytes
-_MIXTURE: Final = "mixture"  # the dataset that combines several source datasets
+_MIXTURE: Final = "mixture"  # name of the dataset that combines several source datasets
 
 
 class RecordedConfig(NamedTuple):
-    """The recipe and placement of the last start of a run, as printable values by dotted key."""
+    """The recipe and placement with which a run was last started, as printable values by dotted key."""
 
     recipe: dict[str, str]
     placement: dict[str, str]
@@ -32,17 +32,17 @@ def read_recorded_config(file: Path) -> RecordedConfig:
     except (OSError, UnicodeDecodeError):
         values = None
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
-    return RecordedConfig(_printable(without_locations(recipe)) if recipe else {}, _printable(placement))
+    return RecordedConfig(_to_printable(drop_locations(recipe)) if recipe else {}, _to_printable(placement))
 
 
-def without_locations(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe without the locations of data and initial weights, because files can be moved.
+def drop_locations(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe without the locations of data and pretrained weights, because files can be moved.
 
-    This also removes the locations of the source datasets of a mixture.
+    This includes the locations of the source datasets in a mixture.
     """
     remaining = dict(recipe)
     if data := mapping_at(recipe, "data"):
-        remaining["data"] = _data_without_locations(data)
+        remaining["data"] = _drop_data_locations(data)
     model = mapping_at(recipe, "model")
     if weights := mapping_at(model, "weights"):
         remaining["model"] = {**model, "weights": {key: value for key, value in weights.items() if key != "path"}}
@@ -50,17 +50,15 @@ def without_locations(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def locations(recipe: Mapping[str, Any]) -> set[str]:
-    """Return the dotted keys that `without_locations` removes."""
-    all_keys, kept = (
-        {format_key(path) for path, _ in leaves(mapping)} for mapping in (recipe, without_locations(recipe))
-    )
+    """Return the dotted keys that `drop_locations` removes from a recipe."""
+    all_keys, kept = ({format_key(path) for path, _ in leaves(mapping)} for mapping in (recipe, drop_locations(recipe)))
     return all_keys - kept
 
 
 def mixed(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the source datasets of a mixture by name, or an empty mapping for any other dataset.
+    """Return the source datasets of a mixture by name. Invalid sources are skipped.
 
-    Invalid sources are skipped.
+    Returns an empty mapping if the dataset `name` isn't a mixture.
     """
     sources = options.get("of") if name == _MIXTURE else None
     items = sources.items() if isinstance(sources, Mapping) else ()
@@ -69,17 +67,17 @@ def mixed(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, An
     }
 
 
-def _data_without_locations(data: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_data_locations(data: Mapping[str, Any]) -> dict[str, Any]:
     remaining = {key: value for key, value in data.items() if key not in ("root", "download")}
     options = mapping_at(data, "options")
     if sources := mixed(data.get("name"), options):
         remaining["options"] = {
             **options,
-            "of": {label: _data_without_locations(source) for label, source in sources.items()},
+            "of": {label: _drop_data_locations(source) for label, source in sources.items()},
         }
     return remaining
 
 
-def _printable(section: Mapping[str, Any]) -> dict[str, str]:
+def _to_printable(section: Mapping[str, Any]) -> dict[str, str]:
     values = [(format_key(path), value) for path, value in leaves(section) if value != {}]
     return {printable_line(key): printable_line(flow(value)) for key, value in values}

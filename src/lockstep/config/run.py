@@ -14,7 +14,7 @@ from lockstep.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    as_tuple,
+    list_to_tuple,
     shorthand,
 )
 
@@ -46,7 +46,7 @@ class StartFromConfig(Section):
 
 
 class PredictedConfig(Section):
-    """The step time and peak memory that were measured for a placement before the run, as the maximum over ranks."""
+    """The step time and peak memory that a plan predicts for a placement, each as the maximum over ranks."""
 
     strategy: Name
     processes: PositiveInt
@@ -95,17 +95,17 @@ class RunConfig(Section):
     ] = None
     save_every: IntervalConfig = IntervalConfig(epochs=1)
     evaluate_every: IntervalConfig = IntervalConfig(epochs=1)
-    key_file: str | None = None  # a key to sign checkpoints. Checkpoints without its signature are rejected
-    keep: NaturalInt = 3  # the number of newest checkpoints to keep. The latest and the best are always kept
-    save_async: bool = False  # write checkpoints during the next steps. Needs memory for a copy of the state
-    log_every: PositiveInt = 10  # the number of steps between two `step` events
-    digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # in steps. auto: takes at most 0.5 % of the time
+    key_file: str | None = None  # key for signing checkpoints; checkpoints without a valid signature are rejected
+    keep: NaturalInt = 3  # number of recent checkpoints to keep; the latest and the best are always kept
+    save_async: bool = False  # write checkpoints in the background, which needs memory for a copy of the state
+    log_every: PositiveInt = 10  # number of steps between two `step` events
+    digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # interval in steps; auto: at most 0.5 % of the time
     tensorboard: bool = True
     sinks: Annotated[
         tuple[Annotated[SinkConfig, BY_NAME], ...],
-        BeforeValidator(as_tuple),
+        BeforeValidator(list_to_tuple),
         AfterValidator(_check_unique),
         Field(description="a list of `csv`, `wandb`, `mlflow` or import paths, each a name or a mapping of keys"),
     ] = ()
-    probe: Literal["auto", "off"] = "auto"  # auto: test custom code for hidden state and randomness, and warn
-    predicted: PredictedConfig | None = None  # set by a plan. A run on this placement reports the actual values, too
+    probe: Literal["auto", "off"] = "auto"  # auto: check user code for hidden state and randomness, and warn
+    predicted: PredictedConfig | None = None  # set by a plan; the run then reports the actual values too

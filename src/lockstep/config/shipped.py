@@ -1,4 +1,4 @@
-"""The recipes shipped with Lockstep. Each recipe has its own file, except that all ImageNet models share one file."""
+"""The recipes that are included in Lockstep. Each recipe has its own file, but all ImageNet models share a file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from lockstep.config.document import Document, Path, SourcePosition
 _RECIPES: Final = FilePath(__file__).parent.parent / "recipes"
 _FAMILY: Final = "imagenet"
 
-# The models of recipes/imagenet.yaml, with the source and the description of each model.
+# Maps the models that use recipes/imagenet.yaml to their source and description.
 _MODELS: Final = {
     "botnet50": ("lockstep", "BoTNet-50 (attention in ResNet-50's last stage) on ImageNet."),
     "densenet121": ("torchvision", "DenseNet-121 on ImageNet."),
@@ -28,7 +28,7 @@ _MODEL_OVERRIDES: Final[dict[str, dict[Path, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ShippedRecipe:
-    """A shipped recipe: its file, its description, and the values that replace values in the file."""
+    """A recipe that is included in Lockstep: its file, its description, and the values that override the file."""
 
     name: str
     file: FilePath
@@ -38,7 +38,7 @@ class ShippedRecipe:
     def apply_to(self, document: Document) -> Document:
         """Set the values of this recipe in the document of its file, and return the document.
 
-        The name of the recipe is the source of these values in errors.
+        In error messages, the name of the recipe is the source of these values.
         """
         for path, value in self.values.items():
             section = document.values
@@ -50,9 +50,9 @@ class ShippedRecipe:
 
 
 def list_shipped_recipes() -> dict[str, ShippedRecipe]:
-    """Return all shipped recipes by name, sorted by name."""
+    """Return all shipped recipes as a dict from name to recipe, sorted by name."""
     files = [file for file in _RECIPES.glob("*.yaml") if file.stem != _FAMILY]
-    recipes = [ShippedRecipe(file.stem, file, _description(file)) for file in files]
+    recipes = [ShippedRecipe(file.stem, file, _read_description(file)) for file in files]
     for model, (source, description) in _MODELS.items():
         values = {("recipe", "model", "name"): model, ("recipe", "model", "source"): source}
         name, file = f"{_FAMILY}-{model}", _RECIPES / f"{_FAMILY}.yaml"
@@ -60,7 +60,7 @@ def list_shipped_recipes() -> dict[str, ShippedRecipe]:
     return {recipe.name: recipe for recipe in sorted(recipes, key=lambda recipe: recipe.name)}
 
 
-def _description(file: FilePath) -> str:
+def _read_description(file: FilePath) -> str:
     """Return the description of a recipe, which is its first comment."""
     with file.open(encoding="utf-8") as lines:
         return next((line.strip("# \n") for line in lines if line.startswith("#")), "")

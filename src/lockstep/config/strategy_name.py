@@ -1,4 +1,4 @@
-"""Checks the name of a strategy before validation."""
+"""Checks that a strategy exists, before the configuration is validated."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +11,8 @@ from lockstep.strategies import names
 
 
 def strategy_problems(name: Any) -> Iterator[tuple[Path, str]]:
-    """Yield the path of the key and the problem if there is no strategy named `name`."""
+    """Yield the path of a key and a message if there is no strategy named `name`."""
     valid = ["auto", FASTEST, *names(), *ALIASES]
-    if isinstance(name, str) and ":" not in name and name not in valid:  # import paths are checked later
+    if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is checked later
         text = f"no strategy {format_value(name)}{choices(name, valid)}"
         yield ("placement", "strategy", "name"), text

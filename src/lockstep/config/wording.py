@@ -1,4 +1,4 @@
-"""Rewords validation errors of pydantic. Each message has the expected value, the actual value, and a fix."""
+"""Rewords the validation errors of pydantic, so that each message contains expected value, actual value, and fix."""
 
 import re
 from collections.abc import Iterator
@@ -35,25 +35,25 @@ _EXPECTED: Final = {
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
-_TYPO_SIMILARITY: Final = 0.8  # an unknown key with more similarity to a valid key is a typo, and not a custom option
+_TYPO_SIMILARITY: Final = 0.8  # minimum similarity to a valid key at which an unknown key is considered a typo
 _COMMA_ADVICE: Final = "write numbers with a decimal point, as in 0.1, not with a comma"
-# Patterns for quoted values that would have the expected type without the quotes.
+# Patterns that match quoted values that would have the expected type without quotes.
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
 
 def problems(error: ValidationError, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
-    """Yield a problem for each error of pydantic, except for values with a problem that the parser has reported."""
+    """Yield a problem for each pydantic error, except for values whose problem was already reported by the parser."""
     for details in error.errors(include_url=False):
         if details["input"] is UNREADABLE or details["type"] == "default_factory_not_called":
-            continue  # the parser has reported the value, or the default depends on an invalid value with its own error
+            continue  # the parser reported this value, or a default depends on a value that is reported itself
         if details["type"] == "value_error":
-            yield from _validator_problems(details, positions)
+            yield from _find_validator_problems(details, positions)
         else:
             yield KeyProblem(locate(positions, details["loc"]), details["loc"], _describe_error(details))
 
 
 def find_unknown_key(path: Path) -> tuple[Path, str] | None:
-    """Return the shortest prefix of `path` that isn't a valid key, and the problem, or None if `path` may be valid."""
+    """Return the shortest prefix of `path` that isn't a valid key, and a message, or None if `path` may be valid."""
     for depth, name in enumerate(path):
         section = section_at(path[:depth])
         if section is None:
@@ -72,7 +72,7 @@ def find_unknown_key(path: Path) -> tuple[Path, str] | None:
 
 
 def section_at(path: Path) -> type[Section] | None:
-    """Return the section class at `path`, or the class of the list items at `path`. None if it isn't a section."""
+    """Return the section class of the value or the list items at `path`, or None if they aren't a section."""
     section: type[Section] | None = Config
     for name in (part for part in path if isinstance(part, str)):
         field = section.model_fields.get(str(name)) if section else None
@@ -87,10 +87,10 @@ def field_at(path: Path) -> FieldInfo | None:
     return section.model_fields.get(str(path[-1])) if section else None
 
 
-def _validator_problems(details: ErrorDetails, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
+def _find_validator_problems(details: ErrorDetails, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
     """Yield a problem for each line of a ValueError that a validator of Lockstep raised.
 
-    If a line begins with the name of a key and a colon, the problem is about this key of the section.
+    If a line starts with a key and a colon, the problem is attributed to this key of the section.
     """
     path, value = details["loc"], details["input"]
     got = "" if isinstance(value, dict) else f"; got {format_value(value)}"
@@ -112,14 +112,17 @@ def _describe_error(details: ErrorDetails) -> str:
             suggested = suggestion(details["input"], names) if isinstance(details["input"], str) else ""
             return f"expected one of {', '.join(names)}; got {format_value(details['input'])}{suggested}"
         case known if known in _EXPECTED:
-            field = field_at(details["loc"])  # the description of a field takes precedence over the type
-            expected = (field and field.description) or _EXPECTED[known].format(**_limits(details))
+            field = field_at(details["loc"])  # the description of a field takes precedence over its type
+            expected = (field and field.description) or _EXPECTED[known].format(**_get_limits(details))
             return f"expected {expected}; got {format_value(details['input'])}{_suggest_fix(details)}"
     return f"{details['msg']}; got {format_value(details['input'])}"
 
 
 def _suggest_fix(details: ErrorDetails) -> str:
-    """Suggest a fix for a quoted number, a decimal comma, or a number instead of an interval. Otherwise, return ""."""
+    """Suggest a fix for a quoted number, a decimal comma, or a number instead of an interval.
+
+    Returns an empty string for any other error.
+    """
     if type(details["input"]) is int and section_at(details["loc"]) is IntervalConfig:
         keys = [f"{format_key((*details['loc'], name))}={details['input']}" for name in IntervalConfig.model_fields]
         return f"; set {' or '.join(keys)}"
@@ -132,25 +135,27 @@ def _suggest_fix(details: ErrorDetails) -> str:
 
 
 def find_key(name: str) -> str:
-    """Return the least nested key that ends with `name` as a dotted key, or "" if there is no such key."""
-    keys = [key for key in _keys() if key[-1] == name]
+    """Return the least nested dotted key that ends with `name`, or an empty string if there is no such key."""
+    keys = [key for key in _iterate_keys() if key[-1] == name]
     return format_key(min(keys, key=len)) if keys else ""
 
 
-def _limits(details: ErrorDetails) -> dict[str, Any]:
-    """Return the limits of a constraint for a message. Floats are rounded, and integers keep all digits."""
+def _get_limits(details: ErrorDetails) -> dict[str, Any]:
+    """Return the limits of a constraint, formatted for a message. Floats are rounded, and integers keep all digits."""
     return {key: f"{value:g}" if isinstance(value, float) else value for key, value in details.get("ctx", {}).items()}
 
 
 def _describe_unknown_key(path: Path) -> str:
     section = section_at(path[:-1])
     name, valid_names = str(path[-1]), list(section.model_fields) if section else []
-    if name.isdecimal():  # for example, {lr: 0,1} has the key 1
+    if name.isdecimal():  # for example, YAML parses {lr: 0,1} as the keys `lr` and `1`
         return f"unknown key; {_COMMA_ADVICE}"
-    # If the section has options, the name is more likely an option than the key of a nested section, so ignore these.
-    # For example, `dropout` in `recipe.model` is an option of the model, and not `recipe.model.lora.dropout`.
+    # Don't suggest keys of nested sections if the section has options, because the name is more likely an option. For
+    # example, `dropout` in `recipe.model` is an option of the model, and not `recipe.model.lora.dropout`.
     own_path = path[:-1] if "options" in valid_names else ()
-    if same_name := [key for key in _keys() if key[-1] == name and not (own_path and key[: len(own_path)] == own_path)]:
+    if same_name := [
+        key for key in _iterate_keys() if key[-1] == name and not (own_path and key[: len(own_path)] == own_path)
+    ]:
         return f"unknown key; did you mean '{format_key(min(same_name, key=len))}'?{list_names(valid_names)}"
     if "options" in valid_names and not get_close_matches(name, valid_names, cutoff=_TYPO_SIMILARITY):
         suggested = "' or '".join([*nearest(name, valid_names, 1), f"{format_key(path[:-1])}.options.{name}"])
@@ -158,8 +163,8 @@ def _describe_unknown_key(path: Path) -> str:
     return f"unknown key{choices(name, valid_names)}"
 
 
-def _keys(path: Path = ()) -> Iterator[Path]:
+def _iterate_keys(path: Path = ()) -> Iterator[Path]:
     section = section_at(path)
     for name in section.model_fields if section else ():
         yield (*path, name)
-        yield from _keys((*path, name))
+        yield from _iterate_keys((*path, name))

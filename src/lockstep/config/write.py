@@ -1,11 +1,11 @@
-"""Writes a configuration as YAML that parses to the same values, with the origin of each value in a comment."""
+"""Writes a configuration as YAML, with the origin of each value as a comment. Parsing it returns the same values."""
 
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from lockstep.config.document import Path, format_key, scalar
+from lockstep.config.document import Path, format_key, parse_scalar
 
 _PLAIN: Final = re.compile(r"[A-Za-z_/][\w./+-]*(:[\w./+-]+)*", re.ASCII)
 _ESCAPES: Final = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}
@@ -13,7 +13,7 @@ _COMMENT_COLUMN: Final = 40
 
 
 def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the path and value of each leaf: each value that isn't a mapping, and each empty mapping."""
+    """Yield the path and value of each leaf, which is an empty mapping or any value that isn't a mapping."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, (*path, name))
@@ -22,7 +22,7 @@ def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any
 
 
 def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) -> Iterator[str]:
-    """Yield the lines of a YAML block mapping. `origins` has the comment for each line, by dotted key."""
+    """Yield the lines of a YAML block mapping. `origins` maps dotted keys to the comment on their line."""
     for name, value in tree.items():
         key_path = (*path, name)
         line = f"{'  ' * len(path)}{flow(name)}:"
@@ -31,7 +31,7 @@ def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) 
             yield from block(value, origins, key_path)
         else:
             line = f"{line} {flow(value)}".ljust(_COMMENT_COLUMN)
-            yield f"{line}  # {printable(origins[format_key(key_path)])}"
+            yield f"{line}  # {to_printable(origins[format_key(key_path)])}"
 
 
 def flow(value: Any) -> str:
@@ -41,18 +41,18 @@ def flow(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
-        if _PLAIN.fullmatch(value) and isinstance(scalar(value), str):
+        if _PLAIN.fullmatch(value) and isinstance(parse_scalar(value), str):
             return value
         return f'"{"".join(map(_escape, value))}"'
     if isinstance(value, float):
-        return _float(value)
+        return _format_float(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     return "null" if value is None else str(value)
 
 
 def format_value(value: Any) -> str:
-    """Format a value for an error message, in at most 60 characters. Strings are quoted, other values are YAML."""
+    """Format a value for an error message, in at most 60 characters. Strings are quoted. Other values are YAML."""
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
     text = repr(value) if isinstance(value, str) else flow(value)
@@ -65,13 +65,13 @@ def _escape(character: str) -> str:
     return character if character.isprintable() else f"\\U{ord(character):08X}"
 
 
-def _float(value: float) -> str:
+def _format_float(value: float) -> str:
     if math.isfinite(value):
         return repr(value)
     return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
 
 
-def printable(text: str) -> str:
+def to_printable(text: str) -> str:
     """Replace unprintable characters with `?`."""
-    # For example, a file name can contain a line break, which would end the comment.
+    # A file name can contain a line break, for example, which would end the comment.
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -17,7 +17,7 @@ from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
 from lockstep.data.items import CheckedSplit, Collate, ImportedSplit, is_map_style
 from lockstep.errors import UsageError, error_as
-from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, target_facts
+from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, infer_target_facts
 
 
 def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
@@ -74,7 +74,7 @@ def _infer_facts(batch: Batch, names: list[str]) -> dict[str, Any]:
         if inputs.dtype == torch.uint8 and inputs.ndim == 4:
             # uint8 samples are scaled to [0, 1], as in torchvision's ToTensor. Float samples aren't changed.
             facts |= {"mean": [0.0] * inputs.shape[1], "std": [1.0] * inputs.shape[1]}
-    return facts | target_facts(batch, names)
+    return facts | infer_target_facts(batch, names)
 
 
 def _check_json(label: str, facts: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         raise UsageError("\n".join(f"dataset mixture: {error}" for error in errors))
     sources = {label: build_options(_Source, settings) for label, settings in options.of.items()}
     datasets = {label: _open_source(request, label, source) for label, source in sources.items()}
-    _check_sources_match({label: (dataset.facts, _leaf_dtypes(dataset.train)) for label, dataset in datasets.items()})
+    _check_sources_match(
+        {label: (dataset.facts, _get_leaf_dtypes(dataset.train)) for label, dataset in datasets.items()}
+    )
     train_splits = [dataset.train for dataset in datasets.values()]
     weights = [source.weight for source in sources.values()]
     counts = split_by_weight(options.samples or sum(map(len, train_splits)), weights)
@@ -152,7 +154,7 @@ def iterate_sources(split: Split) -> Iterator[Split]:
         yield split
 
 
-def _leaf_dtypes(split: Split) -> dict[str, str]:
+def _get_leaf_dtypes(split: Split) -> dict[str, str]:
     """Return the dtype of each tensor in a sample, or the type of any other value, by path."""
     leaves = leaves_with_paths(split.fetch(np.array([0]), None))
     return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type_name(leaf) for path, leaf in leaves}

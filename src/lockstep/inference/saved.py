@@ -22,7 +22,7 @@ from lockstep.data.images.pictures import CropSettings, get_crop_settings
 from lockstep.data.request import make_data_request
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
-from lockstep.models.find import Construction, construction
+from lockstep.models.find import Construction, make_construction
 from lockstep.models.finetuning import build_finetuned
 from lockstep.models.initialise import initialise
 from lockstep.parallel.numerics import Numerics
@@ -130,7 +130,7 @@ class SavedModel:
     def construction(self) -> Construction:
         """Return the function that builds the model, together with its arguments."""
         model = self.recipe.model
-        return construction(name=model.name, source=model.source, options=model.options, facts=self.known)
+        return make_construction(name=model.name, source=model.source, options=model.options, facts=self.known)
 
     def task(self, example: Batch = None) -> Task:
         """Return the task of the run.

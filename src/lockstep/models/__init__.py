@@ -1,1 +1,1 @@
-"""The models that come with Lockstep, and functions to build, check and fine-tune any model."""
+"""The models included in Lockstep, and functions that build, check and fine-tune any model."""

@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_evaluation
 
 _KEY: Final = "recipe.model.lora"
-_ADAPTER: Final = "default"  # the name of the adapter in peft, which can have several
+_ADAPTER: Final = "default"  # adapter name in peft, which supports several adapters per layer
 _ADAPTER_MARKS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
@@ -24,10 +24,10 @@ _ADAPTER_MARKS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_em
 class Lora:
     """The settings of low-rank adapters.
 
-    - `modules`: The suffixes of the names of modules that get an adapter, as in peft, or the single item `all-linear`.
+    - `modules`: The name suffixes of the modules to adapt, as in peft, or the single item `all-linear`.
     - `r`: The rank.
     - `alpha`: The output of an adapter is scaled by `alpha / r`, or by `alpha / sqrt(r)` with `rslora`.
-    - `train`: Patterns of additional parameters to train, such as the parameters of a new head.
+    - `train`: Name patterns of additional parameters to train, such as the parameters of a new head.
     """
 
     modules: Sequence[str]
@@ -39,14 +39,14 @@ class Lora:
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Add adapters to a model, and freeze its parameters, except for parameters that match a pattern in `lora.train`.
+    """Add adapters to a model, and freeze all other parameters except for those that match a pattern in `lora.train`.
 
-    The adapters are initialized with torch's generator, and don't change the outputs of the model at first. BatchNorm
+    The adapters are initialized with torch's global RNG, and initially don't change the outputs of the model. BatchNorm
     layers without trained parameters stay in evaluation mode. Raises UsageError if peft isn't installed, or if no
     module matches.
     """
     try:
-        _peft().inject_adapter_in_model(peft_config(lora), model, _ADAPTER)
+        _import_peft().inject_adapter_in_model(peft_config(lora), model, _ADAPTER)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UsageError(f"{_KEY}: {str(error).splitlines()[0]}") from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -60,7 +60,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
 
 def merge_adapters(model: nn.Module) -> bool:
-    """Merge the adapters into the weights of their layers, and remove the adapters. Return whether there were any."""
+    """Merge all adapters into the weights of their layers. Return whether the model had any adapters."""
     paths = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER}")]
     paths += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER}")]
     for path in paths:
@@ -73,15 +73,15 @@ def merge_adapters(model: nn.Module) -> bool:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Return whether any of these tensor names belongs to an adapter."""
+    """Return whether any of the tensor names belongs to an adapter."""
     return any(part in name for name in names for part in _ADAPTER_MARKS)
 
 
 def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
-    """Convert the settings of adapters to a LoraConfig of peft."""
-    # In peft, a list contains suffixes of names, and a string is a regular expression or the keyword all-linear.
+    """Convert adapter settings to a `peft.LoraConfig`."""
+    # In peft, a list contains name suffixes, and a string is a regular expression or the keyword all-linear.
     modules = "all-linear" if list(lora.modules) == ["all-linear"] else list(lora.modules)
-    return _peft().LoraConfig(
+    return _import_peft().LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=modules,
@@ -98,5 +98,5 @@ def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) ->
     return {f"base_model.model.{name}": tensor for name, tensor in {**adapters, **fully_trained}.items()}
 
 
-def _peft() -> Any:
+def _import_peft() -> Any:
     return import_extra("peft", "lora", _KEY)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 
-_CHANNELS = 512  # the number of channels in the bottlenecks of ResNet-50's last stage
+_CHANNELS = 512  # number of channels in the bottlenecks of the last stage of ResNet-50
 
 
 def botnet50(
@@ -32,11 +32,11 @@ def botnet50(
     """
     from torchvision.models import resnet50
 
-    size = _size_before_last_stage(image_size, heads, last_stride)
+    size = _compute_size_before_last_stage(image_size, heads, last_stride)
     network: nn.Module = resnet50(
         num_classes=num_classes,
         zero_init_residual=zero_init_residual,
-        # In torchvision, a stride of 1 requires dilation. This is fine, because all dilated convolutions are replaced.
+        # In torchvision, a stride of 1 requires dilation. All dilated convolutions are replaced below.
         replace_stride_with_dilation=[False, False, last_stride == 1],
     )
     first_block, *later_blocks = network.get_submodule("layer4").children()
@@ -46,7 +46,7 @@ def botnet50(
     return network
 
 
-def _size_before_last_stage(image_size: int, heads: int, last_stride: int) -> int:
+def _compute_size_before_last_stage(image_size: int, heads: int, last_stride: int) -> int:
     if last_stride not in (1, 2):
         raise UsageError(f"model botnet50: last_stride must be 1 or 2, got {last_stride}")
     if heads < 1 or _CHANNELS % heads:
@@ -61,7 +61,7 @@ def _size_before_last_stage(image_size: int, heads: int, last_stride: int) -> in
 
 
 def _replace_convolution(block: nn.Module, size: int, heads: int, stride: int) -> None:
-    """Replace the 3x3 convolution of a bottleneck block with attention. A stride of 2 becomes average pooling."""
+    """Replace the 3x3 convolution of a bottleneck block with attention, followed by average pooling if stride is 2."""
     attention: nn.Module = Attention(_CHANNELS, heads, size, size)
     if stride == 2:
         attention = nn.Sequential(attention, nn.AvgPool2d(2))
@@ -98,8 +98,8 @@ class Attention(nn.Module):
 class RelativePosition(nn.Module):
     """Relative position logits from learned vectors for each row difference and each column difference.
 
-    A difference is the position of the key minus the position of the query. Row i of `rows` is the vector for the row
-    difference i - (height - 1), and row i of `columns` is the vector for the column difference i - (width - 1).
+    A difference is the key position minus the query position. `rows[i]` is the vector for the row difference
+    i - (height - 1), and `columns[i]` is the vector for the column difference i - (width - 1).
     """
 
     def __init__(self, channels: int, height: int, width: int) -> None:
@@ -110,7 +110,7 @@ class RelativePosition(nn.Module):
         self.columns = nn.Parameter(torch.randn(2 * width - 1, channels) * scale)
 
     def forward(self, queries: Tensor) -> Tensor:
-        """Return the term to add to the attention logits, [N, K, P queries, P keys], for queries [N, K, P, D]."""
+        """Return the bias of the attention logits, of shape [N, K, P queries, P keys], for queries [N, K, P, D]."""
         q = queries.view(*queries.shape[:2], self.height, self.width, -1)
         # The shapes are [N, K, height, width, height of the key] and [N, K, height, width, width of the key].
         rows = _align_to_keys(q.transpose(2, 3) @ self.rows.T).transpose(2, 3)
@@ -122,10 +122,10 @@ class RelativePosition(nn.Module):
 def _align_to_keys(logits: Tensor) -> Tensor:
     """Convert logits from [..., L queries, 2L - 1 differences] to [..., L queries, L keys].
 
-    Query q and key k have the difference with index k - q + L - 1. A zero is appended to each row, which makes its
-    length 2L. If the rows are then flattened and split again into rows of length 2L - 1, each row is shifted by one
-    position against the row above. This aligns each key in a single column, so no gather is needed (Huang et al. 2018,
-    "Music Transformer", section 3.4.1).
+    The difference between key k and query q has index k - q + L - 1. To avoid a gather, a zero is appended to each row,
+    so that its length is 2L. Then the rows are flattened and split into rows of length 2L - 1. This shifts each row by
+    one position relative to the row above, so that each key is in a single column (Huang et al. 2018, "Music
+    Transformer", section 3.4.1).
     """
     *outer, length, differences = logits.shape
     flat = F.pad(logits, (0, 1)).flatten(-2)

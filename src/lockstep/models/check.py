@@ -1,4 +1,4 @@
-"""Checks before a run that a model works with the data, by running it on a few samples."""
+"""Checks that a model works with the data before a run starts, by running the model on a few samples."""
 
 import gc
 import warnings
@@ -30,12 +30,12 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
     def as_average(self) -> "Form":
-        """Return the shape and dtype of an exponential moving average of such tensors (parallel/ema.py)."""
+        """Return the shape and dtype of the exponential moving average of such a tensor (parallel/ema.py)."""
         dtype = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
         return Form(self.shape, dtype)
 
     def cast(self, dtype: torch.dtype | None) -> "Form":
-        """Return the same shape with `dtype`. If `dtype` is None, the dtype doesn't change (parallel/weights.py)."""
+        """Return the same shape with a different dtype, or this object if `dtype` is None (parallel/weights.py)."""
         return self if dtype is None else Form(self.shape, dtype)
 
     def __str__(self) -> str:
@@ -44,23 +44,23 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The properties of a model that the check before a run has determined."""
+    """The properties of a model that `check_model` determined."""
 
-    parameters: int  # the number of elements in all parameters
-    tensors: Mapping[str, Form]  # all tensors of the state_dict
-    trained: Mapping[str, Form]  # all parameters with requires_grad, in the order of the model
+    parameters: int  # total number of elements in all parameters
+    tensors: Mapping[str, Form]  # all tensors in the state_dict
+    trained: Mapping[str, Form]  # all parameters with requires_grad, in the order of model.named_parameters()
     batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
-    synchronized: str  # the name of the first SyncBatchNorm layer that isn't frozen, or ""
-    buffers: frozenset[str]  # the names of the buffers
-    flops: int | None  # of the forward and backward pass per sample, or None if the model can't run on the meta device
+    synchronized: str  # name of the first SyncBatchNorm layer that isn't frozen, or an empty string
+    buffers: frozenset[str]  # names of the buffers
+    flops: int | None  # FLOPs per sample of a forward and backward pass, or None if they can't be counted
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The numbers of dims that trained parameters have, sorted and without duplicates."""
+        """The sorted distinct numbers of dims of the trained parameters."""
         return tuple(sorted({len(form.shape) for form in self.trained.values()}))
 
     def stored(self, dtype: torch.dtype | None) -> "Summary":
-        """Return the summary of the same model with parameters in `dtype`. If `dtype` is None, nothing changes."""
+        """Return a summary of the model after its parameters are converted to `dtype`, if `dtype` isn't None."""
         trained = {name: form.cast(dtype) for name, form in self.trained.items()}
         tensors = {name: form if name in self.buffers else form.cast(dtype) for name, form in self.tensors.items()}
         return replace(self, tensors=tensors, trained=trained)
@@ -69,7 +69,7 @@ class Summary:
 def check_model(
     build: Build, *, name: str, evaluation: Inputs, training: Inputs, check: Callable[[Any, int], None]
 ) -> Summary:
-    """Run the model on a few samples, and return a summary of it.
+    """Run the model on a few samples, and return a summary of the model.
 
     Raises UsageError if the model doesn't work with the data, or if it has no parameters to train.
 
@@ -79,15 +79,15 @@ def check_model(
     - `check`: Called with the outputs and the number of samples. Must raise UsageError if the task can't use the
       outputs.
 
-    The model runs on the meta device, without memory or arithmetic. If this fails, it runs on the CPU.
+    The model runs on the meta device, which needs neither memory nor compute. If this fails, it runs on the CPU.
     """
     trial = partial(_run_trial, build, name, evaluation, training)
-    # Ignore warnings, because they appear again when the ranks build the model. In addition, torch warns about each
-    # weight that is loaded on the meta device, because it has no values.
+    # Ignore warnings, because they are shown again when the ranks build the model. In addition, torch warns about each
+    # weight that is loaded into a parameter on the meta device.
     with warnings.catch_warnings(action="ignore"), UserCode(f"model {name}"):
         try:
             evaluation_outputs, training_outputs, summary = trial("meta")
-        except Exception:  # the model may need real values. If there is a mistake, the trial on the CPU fails too
+        except Exception:  # the model may need real values; any other error occurs on the CPU again
             evaluation_outputs, training_outputs, summary = trial("cpu")
     check(evaluation_outputs, length(evaluation))
     check(training_outputs, length(training))
@@ -116,7 +116,7 @@ def check_dtype(
         try:
             with torch.device("meta"):
                 model = build()
-                model.eval()  # don't use the result, because a custom train() may return None
+                model.eval()  # not chained, because eval() returns the result of train(), which user code may override
         except Exception:  # the model can't be built on the meta device
             return
         _check_float32(name, model, dtype)
@@ -143,9 +143,9 @@ def check_dtype(
 
 @final
 class _SameDtypeCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises RuntimeError for products of tensors with different dtypes, as the CPU and CUDA do.
+    """Raises RuntimeError for matrix products of different dtypes, as on the CPU and CUDA.
 
-    Without this mode, the meta device would accept most of these products.
+    Without this mode, the meta device accepts most of these products.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,13 +222,16 @@ def check_layers(name: str, model: nn.Module) -> None:
 
 
 def hooked_parameter(model: nn.Module) -> str:
-    """Return the name of a parameter with a gradient hook, or "". Hooks on the AccumulateGrad node count too."""
+    """Return the name of a parameter with a gradient hook, or an empty string.
+
+    Hooks on the AccumulateGrad node of a parameter are included.
+    """
     parameters = {parameter: path for path, parameter in model.named_parameters()}
     for parameter, path in parameters.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return path
-    # torch doesn't list the hooks of an AccumulateGrad node. But a hook only works while user code keeps the node
-    # alive, so search all live objects for such nodes.
+    # torch doesn't list the hooks of an AccumulateGrad node. However, such a hook only works while user code keeps the
+    # node alive, so search all live objects for AccumulateGrad nodes.
     for item in gc.get_objects():
         if type(item).__name__ == "AccumulateGrad" and item.variable in parameters:
             return parameters[item.variable]
@@ -236,7 +239,7 @@ def hooked_parameter(model: nn.Module) -> str:
 
 
 def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
-    """Run the model in evaluation and in training mode. Return the outputs of both, and the summary of the model."""
+    """Run the model in evaluation and in training mode. Return the outputs of both, and a summary of the model."""
     with drop_new_tensors(), torch.device(device):
         model = build()
         check_weights(name, model)
@@ -256,8 +259,12 @@ def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, de
     }
     summary = Summary(
         parameters=sum(parameter.numel() for parameter in parameters),
-        tensors={name: _form(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)},
-        trained={name: _form(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad},
+        tensors={
+            name: _describe_tensor(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
+        },
+        trained={
+            name: _describe_tensor(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        },
         batchnorm=bool(batchnorm_layers),
         synchronized=next(
             (name for name, layer in batchnorm_layers.items() if isinstance(layer, nn.SyncBatchNorm)), ""
@@ -268,7 +275,7 @@ def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, de
     return evaluation_outputs, training_outputs, summary
 
 
-def _form(tensor: Tensor) -> Form:
+def _describe_tensor(tensor: Tensor) -> Form:
     return Form(tuple(tensor.shape), tensor.dtype)
 
 
@@ -295,7 +302,7 @@ def _call_model(model: nn.Module, name: str, inputs: Inputs) -> Any:
 
 
 def _describe_inputs(inputs: Inputs) -> str:
-    """Return a description of the shapes and dtypes of inputs, with their names if they are a mapping."""
+    """Describe the shapes and dtypes of inputs, including their names if the inputs are a mapping."""
     names = [f"{name} of " for name in inputs] if isinstance(inputs, Mapping) else [""] * len(inputs)
     values = [*(inputs.values() if isinstance(inputs, Mapping) else inputs)]
     return ", ".join(

@@ -1,7 +1,7 @@
 """A small residual network for 8x8 images of digits, which trains quickly on a single CPU core.
 
-It has BatchNorm and dropout on purpose. The results of both layers depend on the split into micro-batches, but must not
-depend on the ranks that compute the micro-batches.
+The network has BatchNorm and dropout on purpose: their results depend on the split into micro-batches, but must not
+depend on which rank computes a micro-batch.
 """
 
 from typing import final
@@ -41,7 +41,7 @@ class _Block(nn.Module):
             nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
             nn.BatchNorm2d(out_channels),
         )
-        self.shortcut = _shortcut(channels, out_channels, stride)
+        self.shortcut = _make_shortcut(channels, out_channels, stride)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class _Block(nn.Module):
         return output
 
 
-def _shortcut(channels: int, out_channels: int, stride: int) -> nn.Module:
+def _make_shortcut(channels: int, out_channels: int, stride: int) -> nn.Module:
     if channels == out_channels and stride == 1:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))

@@ -15,8 +15,8 @@ from lockstep.common.names import suggestion
 from lockstep.common.own_code import UserCode, describe_error
 from lockstep.common.type_name import type_name
 from lockstep.errors import LockstepError, UsageError, UserCodeError
-from lockstep.models.hugging_face import check_weights, is_transformers_folder, transformers_model
-from lockstep.models.pretrained import download_lock, load_matching_weights
+from lockstep.models.hugging_face import check_weights_exist, is_transformers_folder, transformers_model
+from lockstep.models.pretrained import load_matching_weights, lock_download
 
 Source = Literal["auto", "lockstep", "timm", "torchvision", "transformers"]
 Origin = Literal["lockstep", "timm", "torchvision", "transformers", "path"]
@@ -24,7 +24,7 @@ Factory = Callable[..., nn.Module]
 
 
 class Construction(NamedTuple):
-    """A function call that builds a model. `function` is `module:function`, and `options` are keyword arguments."""
+    """A function call that builds a model. `function` is an import path `module:function`."""
 
     function: str
     arguments: list[str]
@@ -52,18 +52,19 @@ def build_model(
 ) -> nn.Module:
     """Build the model `name` for a dataset.
 
-    - `name`: The name of a model, which Lockstep, timm and torchvision are searched for in this order if the source is
-      `auto`. A name with a colon is an import path. A folder with a config.json is a transformers model. Other
-      transformers models require the source `transformers`.
-    - `pretrained`: Load the weights of timm, torchvision or transformers. One process per node downloads at a time.
-    - `options`: Arguments of the model's function, or fields of the config for transformers. They take precedence over
-      arguments that follow from `facts`.
-    - `facts`: The properties of the dataset, as far as it has them: the names of the `classes`, the `shape` of a
-      sample, the number of tokens in the `vocabulary`, the number of tokens per sample (`context`), the number of
-      regression targets (`outputs`), and the mean and standard deviation of each target (`target_scale`).
+    - `name`: The name of a model. If the source is `auto`, the name is looked up in Lockstep, timm and torchvision, in
+      this order. A name with a colon is an import path. A folder with a config.json is a transformers model. Any other
+      transformers model requires the source `transformers`.
+    - `pretrained`: Whether to load pretrained weights from timm, torchvision or transformers. Only one process per node
+      downloads weights at a time.
+    - `options`: Arguments of the model function, or config fields for transformers. Options take precedence over
+      arguments that are derived from `facts`.
+    - `facts`: The properties of the dataset, which may include the class names (`classes`), the `shape` of a sample,
+      the `vocabulary` size, the number of tokens per sample (`context`), the number of regression targets (`outputs`),
+      and the mean and standard deviation of each target (`target_scale`).
 
-    timm, torchvision and transformers take seconds to import, so they are imported lazily. Raises UsageError if there
-    is no such model, or if it can't be built.
+    timm, torchvision and transformers are imported lazily, because importing them takes seconds. Raises UsageError if
+    there is no such model, or if it can't be built.
     """
     origin = origin_of(name, source)
     if pretrained and origin in ("lockstep", "path"):
@@ -71,14 +72,14 @@ def build_model(
             f"model {name}: only models of timm, torchvision and transformers have pretrained weights; "
             f"set recipe.model.pretrained=false, or load the weights in your own function"
         )
-    factory = _factory(origin, name, pretrained, facts)
+    factory = _get_factory(origin, name, pretrained, facts)
     user_options = dict(options or {})
     arguments = (
         {"options": user_options}
         if origin == "transformers"
-        else _arguments_from_facts(origin, name, factory, facts) | user_options
+        else _derive_arguments(origin, name, factory, facts) | user_options
     )
-    with _report_arguments(name, arguments), download_lock(name) if pretrained else nullcontext():
+    with _report_arguments(name, arguments), lock_download(name) if pretrained else nullcontext():
         adapts_weights = pretrained and origin == "torchvision"
         model = load_matching_weights(name, factory, arguments) if adapts_weights else factory(**arguments)
     if not isinstance(model, nn.Module):
@@ -93,22 +94,24 @@ def build_model(
 
 
 def check_pretrained(name: str, source: Source) -> None:
-    """Raise UsageError if pretrained weights are missing, as far as this can be checked without loading them.
+    """Raise UsageError if pretrained weights are obviously missing, without loading them.
 
-    `models.check.check_model` doesn't load the weights. Without this check, missing weights would be an error on the
-    ranks after the start of the run.
+    `models.check.check_model` doesn't load pretrained weights. Without this check, the ranks would report missing
+    weights only after the run has started.
     """
     if origin_of(name, source) == "transformers":
-        check_weights(name)
+        check_weights_exist(name)
 
 
-def construction(*, name: str, source: Source, options: Mapping[str, Any], facts: Mapping[str, Any]) -> Construction:
+def make_construction(
+    *, name: str, source: Source, options: Mapping[str, Any], facts: Mapping[str, Any]
+) -> Construction:
     """Return the function call that builds the same model as `build_model`, without pretrained weights.
 
     Transformers models aren't supported.
     """
     origin = origin_of(name, source)
-    options = _arguments_from_facts(origin, name, _factory(origin, name, False, facts), facts) | dict(options)
+    options = _derive_arguments(origin, name, _get_factory(origin, name, False, facts), facts) | dict(options)
     match origin:
         case "timm":
             return Construction("timm:create_model", [name], options)
@@ -129,30 +132,30 @@ def origin_of(name: str, source: Source) -> Origin:
         return "transformers"
     if source in ("auto", "lockstep") and name in OURS:
         return "lockstep"
-    if source in ("auto", "timm") and _in_timm(name, source):
+    if source in ("auto", "timm") and _is_in_timm(name, source):
         return "timm"
-    if source in ("auto", "torchvision") and name in _torchvision_names():
+    if source in ("auto", "torchvision") and name in _list_torchvision_models():
         return "torchvision"
-    raise UsageError(_unknown_message(name, source))
+    raise UsageError(_format_unknown_message(name, source))
 
 
-def _in_timm(name: str, source: Source) -> bool:
+def _is_in_timm(name: str, source: Source) -> bool:
     import timm
 
-    # With source timm, timm resolves names with its own schemes, such as hf-hub:.
+    # With source timm, a name can have a prefix that timm resolves itself, such as hf-hub:.
     return bool(timm.is_model(name)) or (source == "timm" and ":" in name)
 
 
-def _torchvision_names() -> list[str]:
+def _list_torchvision_models() -> list[str]:
     from torchvision import models
 
     return [name for module in (models, models.segmentation) for name in models.list_models(module=module)]
 
 
-def _unknown_message(name: str, source: Source) -> str:
+def _format_unknown_message(name: str, source: Source) -> str:
     import timm
 
-    names_by_source = {"lockstep": [*OURS], "timm": timm.list_models(), "torchvision": _torchvision_names()}
+    names_by_source = {"lockstep": [*OURS], "timm": timm.list_models(), "torchvision": _list_torchvision_models()}
     names = (
         names_by_source[source]
         if source in names_by_source
@@ -171,7 +174,7 @@ def _unknown_message(name: str, source: Source) -> str:
     return f"model {name}: {problem}{hint}"
 
 
-def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, Any]) -> Factory:
+def _get_factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, Any]) -> Factory:
     match origin:
         case "lockstep":
             factory = import_object(OURS[name], "model")
@@ -191,8 +194,8 @@ def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, An
     return typed_factory
 
 
-def _arguments_from_facts(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that follow from the dataset properties, if the model's function accepts them."""
+def _derive_arguments(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that can be derived from dataset properties and that the model function accepts."""
     shape: Sequence[int] = facts.get("shape") or ()
     images = len(shape) == 3 and "vocabulary" not in facts
     other_channels = images and shape[0] != 3
@@ -209,7 +212,7 @@ def _arguments_from_facts(origin: Origin, name: str, factory: Factory, facts: Ma
                     f"model {name}: torchvision models require images with 3 channels, but the data has {shape[0]}; "
                     f"use a timm model (recipe.model.source=timm), or your own function"
                 )
-            # By default, segmentation models would download weights for their backbone.
+            # By default, segmentation models of torchvision download weights for their backbone.
             return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)
         case "path":
             with UserCode(f"model {name}"):  # the user's object can define __signature__
@@ -224,7 +227,7 @@ def _arguments_from_facts(origin: Origin, name: str, factory: Factory, facts: Ma
 def _filter_arguments(factory: Factory, arguments: dict[str, Any], accepts_any: bool = True) -> dict[str, Any]:
     """Return the arguments that match a parameter of the function.
 
-    If `accepts_any` is True and the function has a parameter `**kwargs`, returns all arguments.
+    Returns all arguments if the function has a parameter `**kwargs` and `accepts_any` is True.
     """
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -238,7 +241,7 @@ def _filter_arguments(factory: Factory, arguments: dict[str, Any], accepts_any: 
 
 @contextmanager
 def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Add the arguments of the model's function to errors that are raised while the model is built."""
+    """Convert errors in the `with` block to a UsageError that contains the arguments of the model function."""
     try:
         yield
     except (LockstepError, KeyboardInterrupt):

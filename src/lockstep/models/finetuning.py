@@ -12,19 +12,19 @@ from lockstep.tasks.base import Build
 
 
 class InitialWeights(Protocol):
-    """Initial weights to load into a new model."""
+    """The interface of weights that are loaded into a new model before training."""
 
     @property
     def adapted(self) -> bool:
-        """Whether the weights come from a model with adapters."""
+        """Whether the weights are from a model with adapters."""
 
     def load_into(self, model: nn.Module) -> object:
-        """Copy the weights into a model."""
+        """Copy the weights into `model`."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The changes to a model after it is built.
+    """The changes to apply to a model for fine-tuning.
 
     - `lora`: The adapters to add, if any.
     - `frozen`: Patterns of parameters to freeze.
@@ -37,10 +37,10 @@ class Tuning:
 
 
 def build_finetuned(build: Build, tuning: Tuning, first_weights: InitialWeights | None = None) -> nn.Module:
-    """Build a model, load `first_weights` into the model if they are set, and apply `tuning`.
+    """Build a model, load `first_weights` if set, and apply `tuning`.
 
-    Weights from a model with adapters are loaded after the adapters are added. All other weights are loaded before,
-    because adding adapters renames the parameters of their layers.
+    Adding adapters renames the parameters of their layers. Therefore, weights from a model with adapters are loaded
+    after adding the adapters, and all other weights are loaded before.
     """
     model = build()
     adapted = tuning.lora is not None and first_weights is not None and first_weights.adapted

@@ -1,4 +1,4 @@
-"""Freezes parameters by name, and BatchNorm layers."""
+"""Freezes parameters by name, and the running statistics of BatchNorm layers."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ _KEY: Final = "recipe.model.freeze"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that match a pattern.
+    """Freeze the parameters whose names match a pattern.
 
     BatchNorm layers are frozen too if all their parameters are frozen, or if they have no parameters and their running
     statistics match a pattern. A frozen BatchNorm layer stays in evaluation mode: it normalizes with its running
@@ -25,7 +25,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for name in frozen:
         parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UsageError(f"{_KEY}: {', '.join(patterns)} freezes all parameters; freeze fewer")
+        raise UsageError(f"{_KEY}: {', '.join(patterns)} freezes all parameters; freeze fewer parameters")
     for path, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _is_frozen(layer, path, frozen, patterns):
             keep_in_evaluation(layer)
@@ -52,7 +52,7 @@ def freeze_batchnorm(model: nn.Module) -> None:
 
 
 def keep_in_evaluation(layer: nn.Module) -> None:
-    """Keep a layer in evaluation mode, regardless of the mode of its model."""
+    """Keep a layer in evaluation mode even if `train` is called on its model."""
     layer.train = partial(_stay_in_evaluation, layer)  # type: ignore[method-assign]
     layer.train()
 
@@ -64,5 +64,5 @@ def _is_frozen(layer: nn.Module, path: str, frozen: Collection[str], patterns: S
 
 
 def _stay_in_evaluation(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Stay in evaluation mode. This replaces the method `train` of a layer, which `train` of the model calls."""
+    """Ignore `mode` and stay in evaluation mode. Replaces the `train` method of a frozen layer."""
     return nn.Module.train(layer, False)

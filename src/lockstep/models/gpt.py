@@ -3,8 +3,8 @@
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2), with two additional options: rotary
 positions (Su et al. 2021, arXiv 2104.09864, section 3.2) and no biases.
 
-Names of tensors end with their shape. The letters are n for sequences, t for tokens, d for the width of the model, h
-for heads, k for channels of one head (d / h), and v for the size of the vocabulary.
+Tensor names end with their shape: n is the number of sequences, t is the number of tokens, d is the model width, h is
+the number of heads, k is the number of channels per head (d / h), and v is the vocabulary size.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 
-_INIT_STD: Final = 0.02  # the standard deviation of initial weights
-_ROTARY_BASE: Final = 10_000.0  # the base of the frequencies of rotary positions
+_INIT_STD: Final = 0.02  # standard deviation of the initial weights
+_ROTARY_BASE: Final = 10_000.0  # base of the rotary frequencies
 
 Positions = Literal["learned", "rotary"]
 
@@ -33,10 +33,10 @@ def gpt(
     bias: bool = False,
     tied: bool = True,
 ) -> nn.Module:
-    """Return a GPT that maps token ids, int64 of shape [n, t] with t <= context, to logits of shape [n, t, vocabulary].
+    """Return a GPT that maps token IDs, int64 of shape [n, t] with t <= context, to logits of shape [n, t, vocabulary].
 
-    If `tied` is True, the token embedding and the head share their weights. `bias` enables biases in the linear layers
-    of the blocks and in LayerNorm. The head never has a bias. Raises UsageError if `heads`, `width` or `positions` is
+    If `tied` is True, the token embedding and the head share their weights. `bias` enables biases in LayerNorm and in
+    the linear layers of the blocks. The head never has a bias. Raises UsageError if `heads`, `width` or `positions` is
     invalid.
     """
     if heads < 1 or width % heads:
@@ -59,7 +59,7 @@ def gpt(
 
 @torch.no_grad()
 def _initialize(model: "GPT", layers: int) -> None:
-    """Initialize weights as in GPT-2. The last layer of each residual branch has smaller weights in deeper models."""
+    """Initialize weights as in GPT-2. In deeper models, the last layer of each residual branch has smaller weights."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
@@ -70,9 +70,9 @@ def _initialize(model: "GPT", layers: int) -> None:
 
 @final
 class GPT(nn.Module):
-    """See `gpt`.
+    """The model that `gpt` builds.
 
-    Each part of the model passes a single tensor to the next part, so a pipeline can be split before any block.
+    Only a single tensor is passed from module to module, so pipeline parallelism can split the model before any block.
     """
 
     def __init__(self, embedding: "Embedding", blocks: "Iterable[Block]", bias: bool) -> None:
@@ -84,7 +84,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids_nt: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return the logits. `position_ids`, of shape [1, t] or [n, t], default to 0, 1, ..., t - 1."""
+        """Return the logits. `position_ids` has shape [1, t] or [n, t], and defaults to 0, 1, ..., t - 1."""
         positions = () if position_ids is None else (position_ids,)
         x_ntd = self.embedding(ids_nt, *positions)
         for block in self.blocks:
@@ -95,7 +95,7 @@ class GPT(nn.Module):
 
 @final
 class Embedding(nn.Module):
-    """Token embeddings, plus position embeddings if positions are learned."""
+    """Token embeddings, to which position embeddings are added if positions are learned."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float, learned_positions: bool) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Embedding(nn.Module):
 
 @final
 class Block(nn.Module):
-    """A transformer block: causal self-attention, followed by a feed-forward network on each token."""
+    """A transformer block: causal self-attention, followed by a feed-forward network for each token."""
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool, rotary_context: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Multi-head causal self-attention.
 
-    If `rotary_context` isn't 0, queries and keys get rotary positions for a context of this size.
+    If `rotary_context` isn't 0, queries and keys have rotary position encodings for a context of this size.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool, rotary_context: int) -> None:
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
-        self.rotary = Rotary(width // heads, rotary_context) if rotary_context else None
+        self.rotary = RotaryEmbedding(width // heads, rotary_context) if rotary_context else None
 
     def forward(self, x_ntd: Tensor, position_ids: Tensor | None = None) -> Tensor:
         n, t, _ = x_ntd.shape
@@ -171,12 +171,12 @@ class Attention(nn.Module):
 
 
 @final
-class Rotary(nn.Module):
+class RotaryEmbedding(nn.Module):
     """Rotary position encodings.
 
-    Pairs of channels are rotated by an angle that is proportional to the position, so that the product of a query and a
-    key only depends on their distance. Later channels rotate more slowly. Each attention layer has its own tables of
-    sines and cosines, so that a pipeline can be split between any two blocks.
+    Pairs of channels are rotated by an angle that is proportional to the position, so that the position only affects
+    the product of a query and a key through their distance. Later channels rotate more slowly. Each attention layer has
+    its own tables of sines and cosines, so that pipeline parallelism can split the model between any two blocks.
     """
 
     cosines: Tensor
@@ -192,7 +192,7 @@ class Rotary(nn.Module):
     def forward(self, x_nhtk: Tensor, position_ids: Tensor | None = None) -> Tensor:
         # The tables have shape [t, k / 2], or [n, 1, t, k / 2] with position ids.
         rows = slice(x_nhtk.shape[-2]) if position_ids is None else position_ids.unsqueeze(1)
-        # Compute in float32, because 16-bit angles are the same for many large positions.
+        # Compute in float32. In 16 bits, many large positions would have the same angle.
         cosines, sines = self.cosines[rows].float(), self.sines[rows].float()
         left, right = x_nhtk.float().chunk(2, dim=-1)
         rotated = torch.cat([left * cosines - right * sines, left * sines + right * cosines], dim=-1)

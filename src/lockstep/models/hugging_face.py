@@ -1,6 +1,6 @@
-"""Builds models of Hugging Face's transformers from a config, or with weights from a folder or the hub.
+"""Builds models of the Hugging Face library transformers from a config, or with weights from a folder or the hub.
 
-For security, this module never runs code that comes with a model, and only reads weights from safetensors files.
+For security, this module never runs code that is part of a model, and only reads weights from safetensors files.
 """
 
 import difflib
@@ -21,21 +21,21 @@ from lockstep.errors import UsageError, error_as
 
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 
-_TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # the name of the task, and a model type that supports it
+_TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # a description of the task, and a model type that supports it
     "CausalLM": ("language modeling", "llama"),
     "ImageClassification": ("image classification", "vit"),
     "SequenceClassification": ("text classification", "distilbert"),
 }
-# "sdpa" calls torch's attention, and "eager" doesn't use fused kernels. Other implementations have their own kernels,
-# which may not be deterministic.
+# "sdpa" calls torch's attention function, and "eager" doesn't use fused kernels. Any other implementation uses its own
+# kernels, which may not be deterministic.
 _ATTENTION: Final = ("sdpa", "eager")
-_OTHER_OPTIONS: Final = ("attn_implementation", "revision")  # options that are not fields of a config
+_OTHER_OPTIONS: Final = ("attn_implementation", "revision")  # options that aren't config fields
 _CLASS_FIELDS: Final = ("num_labels", "id2label", "label2id")
 _GENERAL_FIELDS: Final = (*_CLASS_FIELDS, "tie_word_embeddings")
 _POSITIONS: Final = "max_position_embeddings"
-_MAX_MESSAGE_LENGTH: Final = 300  # the length to which error messages of transformers are shortened
-_MAX_CONFIG_BYTES: Final = 1 << 24  # the maximum size of a config.json in bytes
-_TYPO_SIMILARITY: Final = 0.85  # an unknown key counts as mistyped from this similarity on, as computed by difflib
+_MAX_MESSAGE_LENGTH: Final = 300  # longer error messages of transformers are truncated
+_MAX_CONFIG_BYTES: Final = 1 << 24  # maximum size of a config.json
+_TYPO_SIMILARITY: Final = 0.85  # minimum difflib similarity to a valid key at which an unknown key is considered a typo
 _SPECIAL_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
@@ -45,12 +45,13 @@ def transformers_model(
     """Build a model in float32, without a key-value cache. `facts` are the properties of the dataset.
 
     - `name`: A model type of transformers such as `llama`, a folder with a config.json, or a name on the hub.
-    - `options`: Fields of the config. They take precedence over values that follow from `facts`.
-    - `pretrained`: Load the weights of the folder or from the hub. A head of a different size is initialized at random.
+    - `options`: Config fields, which take precedence over values that are derived from `facts`.
+    - `pretrained`: Whether to load weights from the folder or the hub. A head of a different size is initialized
+      randomly.
 
     Raises UsageError if there is no such model for the task, or if the options or weights are invalid.
     """
-    library = _library(name)
+    library = _import_transformers(name)
     attention = options.get("attn_implementation")
     if attention is not None and attention not in _ATTENTION:
         raise UsageError(
@@ -58,14 +59,14 @@ def transformers_model(
             f"deterministic; use sdpa, the default if the model has it, or eager"
         )
     with _shorten_errors(name):
-        config = _config(library, name, options, facts, pretrained)
+        config = _make_config(library, name, options, facts, pretrained)
     auto = getattr(library, f"AutoModelFor{kind_of(facts)}")
     attention_options = {} if attention is None else {"attn_implementation": attention}
     if type(config) not in auto._model_mapping:
         task, example = _TASKS[kind_of(facts)]
         raise UsageError(
             f"model {name}: transformers has no {config.model_type} for {task}, which the data requires; choose a "
-            f"model type that has one, such as {example}"
+            f"model type that supports it, such as {example}"
         )
     if not pretrained:
         with _shorten_errors(name):
@@ -73,26 +74,26 @@ def transformers_model(
                 config, dtype=torch.float32, trust_remote_code=False, **attention_options
             )
         return model
-    check_weights(name)
+    check_weights_exist(name)
     loaded: nn.Module = auto.from_pretrained(
         name,
         config=config,
         dtype=torch.float32,
         use_safetensors=True,
         trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # for a new head. transformers lists the mismatches
-        **_hub_arguments(name, options),
+        ignore_mismatched_sizes=True,  # allows a head of a different size; transformers logs the mismatches
+        **_make_hub_arguments(name, options),
         **attention_options,
     )
     return loaded
 
 
-def check_weights(name: str) -> None:
+def check_weights_exist(name: str) -> None:
     """Raise UsageError if `name` is a model type, which has no weights, or a folder with missing or damaged weights.
 
-    Weights on the hub aren't checked here. They are checked when they are downloaded.
+    Weights on the hub are only checked when they are downloaded.
     """
-    if _is_model_type(_library(name), name):
+    if _is_model_type(_import_transformers(name), name):
         raise UsageError(
             f"model {name}: a model type has no weights; use a folder or a name on the hub, or set "
             f"recipe.model.pretrained=false"
@@ -114,9 +115,9 @@ def check_weights(name: str) -> None:
 
 
 def kind_of(facts: Mapping[str, Any]) -> Kind:
-    """Return the kind of transformers model for a dataset with the properties `facts`.
+    """Return the kind of transformers model that a dataset with the properties `facts` requires.
 
-    If the dataset has classes, this is a classifier of images or sequences. Otherwise, it is a language model.
+    This is an image or sequence classifier if the dataset has classes, and a language model otherwise.
     """
     if "classes" not in facts:
         return "CausalLM"
@@ -129,9 +130,10 @@ def is_transformers_folder(name: str) -> bool:
 
 
 def remove_special_tokens(model: nn.Module) -> None:
-    """Remove the default ids of special tokens from the configs of a model. Text generation would stop at these ids.
+    """Remove the default IDs of special tokens from the configs of a model.
 
-    Call this function if the vocabulary has no special tokens, because the default ids are ordinary tokens then.
+    Call this function if the vocabulary has no special tokens. In this case, the default IDs are ordinary tokens, and
+    text generation would stop at them.
     """
     for settings in (model.config, getattr(model, "generation_config", None)):
         for name in _SPECIAL_IDS:
@@ -146,21 +148,21 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 @contextmanager
 def _shorten_errors(name: str) -> Iterator[None]:
-    """Convert errors of transformers about a config to a UsageError of a single line."""
+    """Convert errors of transformers about a config to a UsageError with a single line."""
     try:
         yield
     except UsageError:
         raise
     except Exception as error:
         if isinstance(error, OSError) and not is_transformers_folder(name):
-            raise  # a network error, which the caller reports
+            raise  # the caller reports network errors
         message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH] or type(error).__name__
         message = f"{message} not found" if isinstance(error, KeyError) else message
         source = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
         raise UsageError(f"model {name}: {message}; correct {source}") from error
 
 
-def _library(name: str) -> Any:
+def _import_transformers(name: str) -> Any:
     return import_extra("transformers", "transformers", f"model {name}")
 
 
@@ -168,14 +170,16 @@ def _is_model_type(library: Any, name: str) -> bool:
     return name in library.CONFIG_MAPPING and not is_transformers_folder(name)
 
 
-def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool) -> Any:
-    """Return the config of the model, with values from the dataset properties and from `options`."""
+def _make_config(
+    library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool
+) -> Any:
+    """Return the model config, with values that are derived from the dataset properties, and with `options` applied."""
     fields = {key: value for key, value in options.items() if key not in _OTHER_OPTIONS}
     if _is_model_type(library, name):
         default_config = library.AutoConfig.for_model(name)
     elif is_transformers_folder(name) or ("/" in name and not os.path.isdir(name)):
         default_config = library.AutoConfig.from_pretrained(
-            name, trust_remote_code=False, **_hub_arguments(name, options)
+            name, trust_remote_code=False, **_make_hub_arguments(name, options)
         )
     else:
         problem = (
@@ -192,12 +196,12 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
                 f"{suggestion(key, sorted(settings)) or '; remove it'}"
             )
     if is_transformers_folder(name):
-        # A config that was loaded from a file accepts all keys in the file, so compare with a new config of the type.
+        # A config from a file has all keys in the file as attributes, so compare with a new config of this model type.
         type_config = library.AutoConfig.for_model(default_config.model_type)
         _check_config_keys(
             name, default_config.model_type, {*type_config.to_dict(), *type_config.attribute_map, *_GENERAL_FIELDS}
         )
-    values = _fields_from_facts(default_config, facts, is_type=_is_model_type(library, name)) | fields
+    values = _derive_fields(default_config, facts, is_type=_is_model_type(library, name)) | fields
     if any(key in fields for key in _CLASS_FIELDS):
         values = {key: value for key, value in values.items() if key in fields or key not in _CLASS_FIELDS}
     if pretrained and "vocab_size" in values and values["vocab_size"] > default_config.vocab_size:
@@ -208,7 +212,7 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
     if "use_cache" in settings:
         values["use_cache"] = False  # the key-value cache is only useful for generation
     vocabulary = values.get("vocab_size")
-    # Default ids of special tokens refer to the default vocabulary. Unset the ids that don't exist in a smaller
+    # The default IDs of special tokens refer to the default vocabulary. Unset the IDs that don't exist in a smaller
     # vocabulary.
     special_keys = [
         key
@@ -218,18 +222,20 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
     values |= dict.fromkeys(special_keys)
     if _is_model_type(library, name):
         return library.AutoConfig.for_model(name, **values)
-    return library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_hub_arguments(name, options), **values)
+    return library.AutoConfig.from_pretrained(
+        name, trust_remote_code=False, **_make_hub_arguments(name, options), **values
+    )
 
 
 def _check_config_keys(name: str, model_type: str, settings: Collection[str]) -> None:
-    """Raise UsageError if config.json has a mistyped key.
+    """Raise UsageError if a key in config.json is probably mistyped.
 
-    An unknown key counts as mistyped if it is very similar to a setting that isn't in the file. All other unknown keys
-    are accepted, because older versions of transformers and different programs write many of them.
+    An unknown key is considered a typo if it is very similar to a setting that isn't in the file. All other unknown
+    keys are accepted, because older versions of transformers and other programs write many of them.
     """
     try:
         content = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _MAX_CONFIG_BYTES))
-    except (OSError, ValueError):  # ignore it, because transformers was able to read the file
+    except (OSError, ValueError):  # ignored, because transformers was able to read the file
         return
     for key in content:
         matches = difflib.get_close_matches(
@@ -241,15 +247,15 @@ def _check_config_keys(name: str, model_type: str, settings: Collection[str]) ->
             )
 
 
-def _fields_from_facts(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str, Any]:
+def _derive_fields(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    # A model in a folder or on the hub has its own vocabulary size, which is often larger than that of its tokenizer.
+    # The vocabulary of a model in a folder or on the hub is often larger than the vocabulary of its tokenizer. Keep it.
     if "vocabulary" in facts and (is_type or facts["vocabulary"] > getattr(config, "vocab_size", 0)):
         values["vocab_size"] = facts["vocabulary"]
-    positions = getattr(config, _POSITIONS, None)  # most model types have this field, or an alias for it
+    positions = getattr(config, _POSITIONS, None)  # most model types have this field or an alias
     if positions is not None and facts.get("context", 0) > positions:
         values[_POSITIONS] = facts["context"]
-    if "classes" in facts:  # transformers warns if num_labels is set without the names
+    if "classes" in facts:  # set the class names too, because transformers warns about num_labels without names
         names = {number: str(label) for number, label in enumerate(facts["classes"])}
         values |= {"id2label": names, "label2id": {label: number for number, label in names.items()}}
     shape: Sequence[int] = facts.get("shape") or ()
@@ -263,7 +269,7 @@ def _is_out_of_vocabulary(value: Any, vocabulary: int) -> bool:
     return isinstance(value, int) and value >= vocabulary
 
 
-def _hub_arguments(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _make_hub_arguments(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if is_transformers_folder(name):
         return {"local_files_only": True}
     return {"revision": options["revision"]} if "revision" in options else {}

@@ -1,4 +1,4 @@
-"""Initializes the weights of a model from the seed, with the same result in every process and on every machine."""
+"""Initializes the weights of a model from a seed, with the same result in every process and on every machine."""
 
 import random as python_random
 
@@ -11,10 +11,10 @@ from lockstep.tasks.base import Build
 
 
 def initialise(build: Build, seed: int) -> nn.Module:
-    """Seed the generators of Python, NumPy and torch with `seed`, and build the model on the CPU.
+    """Seed the global RNGs of Python, NumPy and torch, and build the model on the CPU.
 
-    Move the model to its device afterwards, because the generator of a GPU would return different numbers. The state of
-    the generators isn't restored, because training seeds them again for each micro-batch.
+    Move the model to its device afterwards, because a GPU would generate different random numbers. The RNG states
+    aren't restored, because training seeds the RNGs for each micro-batch.
     """
     key = random.key(random.INITIAL, seed)
     torch.manual_seed(random.torch_seed(key))

@@ -1,7 +1,7 @@
 """Divides the parameters of a model into layers, for layer-wise learning rate decay.
 
-The method is from Clark et al. 2020, "ELECTRA", section 3.1, and Bao et al. 2021, "BEiT". If a model defines its layers
-as timm models do, timm's own function is used.
+The method is from Clark et al. 2020, "ELECTRA", section 3.1, and Bao et al. 2021, "BEiT". For models that define their
+layers in the same way as timm models, timm's implementation is used.
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,19 @@ _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Return the learning rate factor of each trained parameter.
 
-    The factor is 1 in the last layer, and it is multiplied by `decay` for each layer before it. timm models define
-    their layers with `group_matcher`. In all other models, a layer is one of:
+    The factor of the last layer is 1, and the factor of any other layer is `decay` times the factor of the next layer.
+    timm models define their layers with `group_matcher`. In any other model, a layer is one of:
 
-    - a block, which is a child of an nn.Sequential or nn.ModuleList and isn't such a container itself
+    - a block, which is a child of an nn.Sequential or nn.ModuleList, but isn't such a container itself
     - a group of consecutive parameters before, between or after the blocks
 
-    If a block or group only has parameters with fewer than two dims, such as a norm, it belongs to the layer before it.
-    Raises UsageError if all trained parameters are in a single layer.
+    If all parameters of a block or group have fewer than two dims, as in a norm layer, it belongs to the previous
+    layer. Raises UsageError if all trained parameters are in a single layer.
     """
     scales = (
-        _timm_scales(model, decay) if callable(getattr(model, "group_matcher", None)) else _block_scales(model, decay)
+        _compute_timm_scales(model, decay)
+        if callable(getattr(model, "group_matcher", None))
+        else _compute_block_scales(model, decay)
     )
     if len(set(scales.values())) == 1 and decay < 1:
         raise UsageError(
@@ -39,18 +41,18 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return scales
 
 
-def _timm_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    optim: Any = import_module("timm.optim")  # imported here, because it takes seconds
+def _compute_timm_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    optim: Any = import_module("timm.optim")  # imported lazily, because the import takes seconds
     groups = optim.param_groups_layer_decay(model, layer_decay=decay)
     scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
     return {name: scale[id(parameter)] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _block_scales(model: nn.Module, decay: float) -> dict[str, float]:
+def _compute_block_scales(model: nn.Module, decay: float) -> dict[str, float]:
     parameters = dict(model.named_parameters())
     number = 0
     layers: dict[str, int] = {}
-    blocks = list(_block_prefixes(model, ""))
+    blocks = list(_find_block_prefixes(model, ""))
     for _, run in groupby(parameters, lambda name: next((path for path in blocks if name.startswith(path)), "")):
         names = list(run)
         number += bool(layers) and any(parameters[name].ndim > 1 for name in names)
@@ -58,11 +60,11 @@ def _block_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return {name: decay ** (number - layer) for name, layer in layers.items() if parameters[name].requires_grad}
 
 
-def _block_prefixes(module: nn.Module, path: str) -> Iterator[str]:
-    """Yield the name prefix of each block, such as `layers.0.` and `layers.1.`. Nested blocks aren't yielded."""
+def _find_block_prefixes(module: nn.Module, path: str) -> Iterator[str]:
+    """Yield the name prefix of each block, such as `layers.0.` and `layers.1.`, except for nested blocks."""
     for name, child in module.named_children():
         prefix = f"{path}{name}."
         if type(module) in _CONTAINERS and type(child) not in _CONTAINERS:
             yield prefix
         else:
-            yield from _block_prefixes(child, prefix)
+            yield from _find_block_prefixes(child, prefix)

@@ -1,4 +1,4 @@
-"""Copies tensors from a file into a model, and reports the tensors that were copied, kept or not used."""
+"""Copies tensors from a file into a model, and reports which tensors were copied, kept or not used."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from lockstep.common.patterns import list_some, select
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.weights"
-_COUNTER: Final = "num_batches_tracked"  # a BatchNorm buffer that older files don't have. Its value stays 0 then
-_MAX_SHOWN: Final = 12  # the maximum number of problems in an error
+_COUNTER: Final = "num_batches_tracked"  # BatchNorm buffer that is missing in older files, in which case it stays 0
+_MAX_SHOWN: Final = 12  # maximum number of mismatches in an error message
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of `fit`: the names of the tensors that were copied, kept or not used.
+    """The result of `fit`: the names of tensors that were copied, kept or not used.
 
-    - `taken`: The tensors of the model that were copied from the file.
-    - `fresh`: The tensors of the model that kept their initial values.
+    - `taken`: The model tensors that were copied from the file.
+    - `fresh`: The model tensors that kept their initial values.
     - `left_over`: The tensors in the file that aren't in the model.
     """
 
@@ -40,18 +40,17 @@ class Fit:
 
 @torch.no_grad()
 def fit(model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequence[str] = ()) -> Fit:
-    """Copy `tensors`, which were read from a file, into the tensors of the model with the same names.
+    """Copy the `tensors` of a file into the model tensors with the same names.
 
-    Tensors of the model that match a pattern in `fresh` aren't changed. All other tensors except `num_batches_tracked`
-    must be in the file, with the same shape. For a tensor that is shared between several names, one of the names is
-    enough. Floats are converted to the dtype of the model. If tensors don't match, raises UsageError with a list of all
-    mismatches. `label` is the prefix of the error. If the model is on the meta device, it is only compared and not
-    changed.
+    Model tensors that match a pattern in `fresh` aren't changed. All other model tensors except `num_batches_tracked`
+    must be in the file, with the same shape. If a tensor is shared between several names, one of these names is enough.
+    Floats are converted to the dtype of the model. Raises UsageError with a list of all mismatches and the prefix
+    `label`. If the model is on the meta device, tensors are only compared.
     """
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     skipped_names = select(f"{_KEY}.fresh", fresh, list(state)) if fresh else set()
     targets = {name: tensor for name, tensor in state.items() if name not in skipped_names}
-    problems = [*_missing(targets, tensors), *_mismatches(targets, tensors)]
+    problems = [*_find_missing(targets, tensors), *_find_mismatches(targets, tensors)]
     if problems:
         remainder = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         advice = f"list tensors that must stay as initialized, such as a new head, in {_KEY}.fresh"
@@ -68,7 +67,7 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequ
     return Fit(tuple(loaded), tuple(fresh_names), tuple(sorted(tensors.keys() - targets.keys())))
 
 
-def _missing(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _find_missing(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     loaded_ids = {id(tensor) for name, tensor in targets.items() if name in tensors}
     unused = [name for name in tensors if name not in targets]
     for name, tensor in targets.items():
@@ -76,7 +75,7 @@ def _missing(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> It
             yield f"  {name}: missing in the file{suggestion(name, unused)}"
 
 
-def _mismatches(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _find_mismatches(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     first_names: dict[int, str] = {}
     for name, tensor in targets.items():
         if name not in tensors:

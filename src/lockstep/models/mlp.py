@@ -1,7 +1,7 @@
 """A multilayer perceptron for the rows of a table, or for any samples of a fixed shape.
 
-Regression targets can have any scale, such as prices or lengths in meters. The layers predict standardized targets. The
-model then converts them to the original units, using the mean and standard deviation of the training set.
+Regression targets, such as prices or lengths in meters, can have any scale. Therefore, the layers predict standardized
+targets, which the model converts to the original units, using the mean and standard deviation of the training split.
 """
 
 import math
@@ -23,9 +23,9 @@ def mlp(
     width: int = 64,
     depth: int = 2,
 ) -> nn.Module:
-    """Return a model with `depth` hidden layers and ReLU, from [n, *shape] to [n, num_classes] or [n, outputs].
+    """Return an MLP with `depth` hidden layers and ReLU, from [n, *shape] to [n, num_classes] or [n, outputs].
 
-    `target_scale` has the mean and standard deviation of each output. If it is None, initial outputs are close to 0.
+    `target_scale` contains the mean and standard deviation of each output. If it is None, outputs aren't rescaled.
     Raises UsageError if neither `num_classes` nor `outputs` is set.
     """
     sizes = [math.prod(shape), *[width] * depth]
@@ -39,13 +39,13 @@ def mlp(
         layers += [nn.Linear(size, next_size), nn.ReLU()]
     layers.append(nn.Linear(sizes[-1], out_features))
     if target_scale is not None and num_classes is None:
-        layers.append(_Scale(target_scale))
+        layers.append(_TargetScale(target_scale))
     return nn.Sequential(*layers)
 
 
 @final
-class _Scale(nn.Module):
-    """Converts standardized outputs to the units of the targets. Mean and std are buffers, saved with the weights."""
+class _TargetScale(nn.Module):
+    """Converts standardized outputs to the units of the targets. The mean and std are buffers in the state_dict."""
 
     mean: Tensor
     std: Tensor

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from torch import Tensor, nn
 
-_LENGTH: Final = 40  # the length of a signal
+_LENGTH: Final = 40  # number of values in a signal
 
 
 def mnist1d_logistic(num_classes: int = 10) -> nn.Module:
@@ -18,7 +18,7 @@ def mnist1d_logistic(num_classes: int = 10) -> nn.Module:
 
 def mnist1d_mlp(num_classes: int = 10, width: int = 100) -> nn.Module:
     """Return a multilayer perceptron with two hidden layers. The second layer has a residual connection."""
-    return nn.Sequential(nn.Linear(_LENGTH, width), nn.ReLU(), _Residual(width), nn.Linear(width, num_classes))
+    return nn.Sequential(nn.Linear(_LENGTH, width), nn.ReLU(), _ResidualLinear(width), nn.Linear(width, num_classes))
 
 
 def mnist1d_cnn(num_classes: int = 10, channels: int = 25) -> nn.Module:
@@ -37,7 +37,7 @@ def mnist1d_cnn(num_classes: int = 10, channels: int = 25) -> nn.Module:
 
 
 @final
-class _Residual(nn.Module):
+class _ResidualLinear(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)

@@ -1,8 +1,8 @@
-"""Finds operations of a model that have no exact kernel on CUDA, before a run and even on a machine without a GPU.
+"""Finds operations of a model that have no deterministic kernel on CUDA, before a run and without a GPU.
 
-The model runs one forward and one backward pass on fake CUDA tensors, which have a device but no memory. This way,
-torch makes the same decisions as on CUDA without computing anything. If the model needs values, as for `.item()`, it
-runs on the CPU instead, with the operations that torch uses on the CPU.
+The model runs a forward and a backward pass on fake CUDA tensors, which have a device but no memory. This way, torch
+selects the same operations as on CUDA without computing anything. If the model needs values, for example because it
+calls `.item()`, it runs on the CPU instead, with the operations that torch selects on the CPU.
 """
 
 import heapq
@@ -30,15 +30,15 @@ from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
 from lockstep.device.meta import on_meta
 from lockstep.tasks.base import Build
 
-Loss = Callable[[Any, Batch], Tensor]  # takes the outputs and the batch
+LossFunction = Callable[[Any, Batch], Tensor]  # takes the outputs and the batch
 
 _LOSS_LABEL: Final = "the loss"
-_LEAF_NODE: Final = "AccumulateGrad"  # the graph node of a parameter, at which a backward pass ends
+_LEAF_NODE: Final = "AccumulateGrad"  # name of the autograd node of a parameter, at which a backward pass ends
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An operation without an exact kernel on CUDA. `module` is the path and class of the module that calls it."""
+    """An operation without a deterministic CUDA kernel. `module` is the path and class of the module that calls it."""
 
     kernel: Refused
     module: str
@@ -50,42 +50,44 @@ class Refusal:
 
 
 def find_refused_operations(
-    build: Build, inputs: Inputs, batch: Batch, loss: Loss, *, training: bool = True
+    build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, *, training: bool = True
 ) -> list[Refusal]:
-    """Return the operations of a step on `inputs` that have no exact kernel on CUDA.
+    """Return the operations of a step on `inputs` that have no deterministic kernel on CUDA.
 
-    The result has no duplicates and is in order of occurrence. If `training` is True, this function checks a forward
-    and a backward pass in training mode. Otherwise, it only checks a forward pass in evaluation mode. `build` returns
-    the model, whose weights may have any values. No GPU is needed, and an existing GPU isn't used. If the model raises
-    an error, returns an empty list, because the first step of the run reports the same error.
+    The result has no duplicates and is in order of occurrence. If `training` is True, a forward and a backward pass in
+    training mode are checked. Otherwise, only a forward pass in evaluation mode is checked. `build` returns the model,
+    whose weights may have any values. A GPU isn't required and isn't used. If the model raises an error, returns an
+    empty list, because the first step of the run reports the same error.
     """
     for record in (_record_on_fake_cuda, _record_on_cpu):
         try:
-            with warnings.catch_warnings(action="ignore"), drop_new_tensors(), _deterministic():
+            with warnings.catch_warnings(action="ignore"), drop_new_tensors(), _warn_nondeterministic():
                 return record(build, inputs, batch, loss, training)
         except Exception:  # third-party models may raise any exception
             continue
     return []
 
 
-def _record_on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss, training: bool) -> list[Refusal]:
+def _record_on_fake_cuda(
+    build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool
+) -> list[Refusal]:
     model = on_meta(build)
-    with _fake_cuda() as to_cuda:
+    with _use_fake_cuda() as to_cuda:
         model._apply(to_cuda)  # type: ignore[no-untyped-call]
         inputs, batch = map_tensors(to_cuda, inputs), map_tensors(to_cuda, batch)
         return _record_step(model.train(training), inputs, batch, loss, cuda=True)
 
 
-def _record_on_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss, training: bool) -> list[Refusal]:
+def _record_on_cpu(build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool) -> list[Refusal]:
     return _record_step(build().train(training), inputs, batch, loss, cuda=False)
 
 
 @contextmanager
-def _fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
+def _use_fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield a function that converts a tensor to a fake CUDA tensor."""
     starts_cuda: Any = fake_tensor.init_gpu_context
-    # Initializing CUDA would allocate GPU memory until the end of this process, which may only start the ranks. Only
-    # torch's own backward engine needs CUDA, and `_backward` replaces it.
+    # Don't initialize CUDA, because this process may only start the ranks, and would keep GPU memory allocated. Only
+    # torch's backward engine needs CUDA, and `_run_backward` replaces it.
     fake_tensor.init_gpu_context = cache(lambda device: None)
     try:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
@@ -95,11 +97,11 @@ def _fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
-    """Select the same kernels as a run (device/precision.py), but let torch warn instead of raising errors.
+def _warn_nondeterministic() -> Iterator[None]:
+    """Select the same kernels as a run (device/precision.py), but let torch warn about nondeterministic operations.
 
-    This way, all nondeterministic operations are found, and not only the first one. Restores the global settings after
-    the block.
+    With an error instead of a warning, only the first of these operations would be found. The global settings are
+    restored when the `with` block exits.
     """
     was_deterministic, was_warn_only = (
         torch.are_deterministic_algorithms_enabled(),
@@ -114,41 +116,41 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warn_only)
 
 
-def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cuda: bool) -> list[Refusal]:
-    """Run a forward pass, and a backward pass in training mode. Return the operations without an exact kernel."""
+def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: LossFunction, cuda: bool) -> list[Refusal]:
+    """Run a forward pass and, in training mode, a backward pass. Return operations without a deterministic kernel."""
     recorder = _Recorder(model, cuda)
     with recorder, torch.set_grad_enabled(model.training):
-        with recorder.forward():
+        with recorder.track_modules():
             outputs = call(model, inputs)
-        _backward(loss(outputs, batch), recorder)
-    dropouts = _rnn_dropouts(model) if model.training else ()
+        _run_backward(loss(outputs, batch), recorder)
+    dropouts = _find_rnn_dropouts(model) if model.training else ()
     return list(dict.fromkeys([*dropouts, *recorder.refusals]))
 
 
-def _rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:
+def _find_rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
-            yield Refusal(RNN_DROPOUT, _module_label(path, module))
+            yield Refusal(RNN_DROPOUT, _format_module(path, module))
 
 
 @final
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that records operations without an exact kernel, and the module that called each of them."""
+    """A context manager that records operations without a deterministic kernel, and the module that called each one."""
 
     def __init__(self, model: nn.Module, cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusals: list[Refusal] = []
         self._cuda = cuda
-        self._names = {module: _module_label(path, module) for path, module in model.named_modules()}
+        self._names = {module: _format_module(path, module) for path, module in model.named_modules()}
         self._stack = [_LOSS_LABEL]
-        # Graph nodes are numbered in the order of their creation. `_numbers` has each number at which a module began or
-        # ended, and `_modules` has the module that created the nodes from this number on.
+        # Autograd nodes have increasing sequence numbers. `_numbers` contains each number at which a module began or
+        # ended, and `_modules` contains the module that created the nodes from this number on.
         self._numbers, self._modules = [0], [_LOSS_LABEL]
-        self.node: Any = None  # the graph node that the backward pass is running, if any
+        self.node: Any = None  # the autograd node that is currently running, if any
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Track the module that is computing in the block."""
+    def track_modules(self) -> Iterator[None]:
+        """Track which module is running in the `with` block."""
         with ExitStack() as hooks:
             hooks.enter_context(register_module_forward_pre_hook(self._enter))
             hooks.enter_context(register_module_forward_hook(self._leave, always_call=True))
@@ -170,25 +172,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         kernel = find_refusal(func, args, options)
         if kernel and (self._cuda or not kernel.is_avoided()):
-            self.refusals.append(Refusal(kernel, self._module()))
+            self.refusals.append(Refusal(kernel, self._get_current_module()))
         return func(*args, **options)
 
-    def _module(self) -> str:
+    def _get_current_module(self) -> str:
         if self.node is None:
             return self._stack[-1]
         return self._modules[bisect_right(self._numbers, self.node._sequence_nr()) - 1]
 
 
-def _module_label(path: str, module: nn.Module) -> str:
+def _format_module(path: str, module: nn.Module) -> str:
     return f"{path or 'the model'} ({type(module).__name__})"
 
 
 @torch.no_grad()
-def _backward(loss: Tensor, recorder: _Recorder) -> None:
+def _run_backward(loss: Tensor, recorder: _Recorder) -> None:
     """Run the backward pass from `loss` node by node, in reverse order of creation.
 
-    torch's own engine can't be used, because it asks the driver for the device of a fake tensor, which may not exist.
-    Like this engine, the function reduces each gradient to the shape and dtype of its tensor.
+    torch's backward engine can't be used, because it queries the driver for the device of a fake tensor, which may not
+    exist. Like this engine, the function reduces each gradient to the shape and dtype of its tensor.
     """
     if loss.grad_fn is None:
         return
@@ -212,11 +214,12 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
 
 
 def _call_node(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Call a graph node with the gradients of its outputs. Return the gradients of its inputs."""
+    """Call an autograd node with the gradients of its outputs. Return the gradients of its inputs."""
     metadata = node._input_metadata
-    if isinstance(node, BackwardCFunction):  # custom functions in Python get zeros for missing gradients
+    if isinstance(node, BackwardCFunction):  # for custom autograd functions, missing gradients are replaced by zeros
         filled_gradients = [
-            _zeros(entry) if gradient is None else gradient for gradient, entry in zip(gradients, metadata, strict=True)
+            _make_zeros(entry) if gradient is None else gradient
+            for gradient, entry in zip(gradients, metadata, strict=True)
         ]
         results = node.apply(*filled_gradients)  # type: ignore[no-untyped-call]
     else:
@@ -224,5 +227,5 @@ def _call_node(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None
     return results if isinstance(results, tuple) else (results,)
 
 
-def _zeros(metadata: Any) -> Tensor:
+def _make_zeros(metadata: Any) -> Tensor:
     return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)

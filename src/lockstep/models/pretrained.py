@@ -1,4 +1,4 @@
-"""Loads pretrained weights. One process per node downloads them, and a head of a different size isn't loaded."""
+"""Downloads and loads pretrained weights. A head of a different size keeps its initial values."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +15,11 @@ _NETWORK_PACKAGES: Final = ("huggingface_hub", "httpx", "requests", "urllib", "u
 
 
 @contextmanager
-def download_lock(name: str) -> Iterator[None]:
-    """Let only one process of the node build a pretrained model at a time.
+def lock_download(name: str) -> Iterator[None]:
+    """Hold a lock in the `with` block, so that only one process per node downloads pretrained weights at a time.
 
-    This means that only the first process downloads the weights. The lock file isn't in the home folder, because that
-    folder may be on a shared file system without locks. Raises UsageError if a download or a file access fails.
+    The other processes then find the weights in the cache. The lock file isn't in the home folder, which may be on a
+    shared file system without locks. Raises UsageError if a download or a file access fails in the block.
     """
     try:
         with exclusive(private_folder() / "pretrained.lock"):
@@ -34,9 +34,9 @@ def download_lock(name: str) -> Iterator[None]:
 
 
 def load_matching_weights(name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
-    """Build a torchvision model, and load all pretrained weights that have the same shape.
+    """Build a torchvision model, and load the pretrained weights whose shapes match.
 
-    All other tensors, such as the head, keep their initial values. A warning lists their names.
+    All other tensors, such as the head, keep their initial values, and a warning lists their names.
     """
     other_arguments = {key: value for key, value in arguments.items() if key != "num_classes"}
     weights = build(weights="DEFAULT", **other_arguments).state_dict()
@@ -54,7 +54,7 @@ def load_matching_weights(name: str, build: Callable[..., nn.Module], arguments:
 
 
 def _is_io_error(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, is a network or file error."""
+    """Return whether an error or one of its causes is a network or file error."""
     if error is None:
         return False
     root = type(error).__module__.partition(".")[0]

@@ -1,6 +1,6 @@
-"""Reads tensors from safetensors files, from files of torch.save, and from folders of transformers and DeepSpeed.
+"""Reads tensors from safetensors files, files of torch.save, transformers folders and DeepSpeed checkpoints.
 
-This module never runs code from a file. Files of torch.save are pickles, so they are loaded with `weights_only`.
+This module never runs code in a file. Files of torch.save are pickles, so they are loaded with `weights_only`.
 """
 
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from lockstep.common import plainfile
 from lockstep.common.names import suggestion
 from lockstep.common.patterns import list_some
 from lockstep.errors import UsageError, error_as
-from lockstep.models.deepspeed_folders import check_full_precision, model_file
+from lockstep.models.deepspeed_folders import check_full_precision, find_model_file
 
 _SAFETENSORS: Final = ".safetensors"
 _TORCH: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
 _FILES: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_INDEX_BYTES: Final = 1 << 26  # bytes
-# The keys under which training scripts save the state_dict in a larger dict.
+# Keys under which training scripts commonly save the state_dict of the model.
 _STATE_KEYS: Final = ("state_dict", "model_state_dict", "model_state", "model", "module")
-_WRAPPERS: Final = ("module.", "_orig_mod.")  # the prefixes that DistributedDataParallel and torch.compile add
+_WRAPPERS: Final = ("module.", "_orig_mod.")  # name prefixes that DistributedDataParallel and torch.compile add
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file or a folder.
+    """Read the tensors in a file or a folder.
 
     A folder can contain a single file such as `model.safetensors`, shards with an index, or a DeepSpeed checkpoint. The
-    tensors are on the CPU, and memory-mapped if the format supports it. Raises UsageError if there are no tensors or a
-    file is damaged.
+    tensors are on the CPU, and are memory-mapped if the format supports it. Raises UsageError if there are no tensors,
+    or if a file is damaged.
     """
     if path.is_dir():
         return _read_folder(path)
@@ -51,10 +51,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `prefix`, and remove the prefix from their names.
+    """Return the tensors whose names begin with `prefix`, with the prefix removed.
 
     If `prefix` is empty, removes the prefixes `module.` and `_orig_mod.`, which wrappers add to all names. Raises
-    UsageError if no name begins with `prefix`. `label` is the prefix of the error.
+    UsageError if no name begins with `prefix`. `label` is the prefix of the error message.
     """
     if prefix:
         renamed = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -76,7 +76,7 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
     for name in _FILES:
         if (folder / name).is_file():
             return read_tensors(folder / name)
-    if (file := model_file(folder)) is not None:
+    if (file := find_model_file(folder)) is not None:
         tensors = read_tensors(file)
         check_full_precision(tensors, file)
         return tensors
@@ -94,7 +94,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         locations = {str(name): str(file) for name, file in files.items()}
     for file in set(locations.values()):
         if Path(file).name != file or not file.endswith(_SAFETENSORS):
-            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFETENSORS} files next to it")
+            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFETENSORS} files in the same folder")
     parts = {file: read_tensors(folder / file) for file in sorted(set(locations.values()))}
     missing = [name for name, file in locations.items() if name not in parts[file]]
     if missing:
@@ -117,7 +117,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except Exception as error:  # a damaged file or a different format may raise any exception
+    except Exception as error:  # torch.load may raise any exception for a damaged file or a different format
         if type(error).__name__ == "UnpicklingError":
             raise UsageError(
                 f"{path}: contains more than tensors, and is not loaded, since it could run code; if you trust it, "
@@ -128,7 +128,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a state_dict. It is either the content of the file itself, or one of its entries."""
+    """Return the state_dict in the content of a file, which is the content itself or one of its entries."""
     entries = [content.get(name) for name in _STATE_KEYS] if isinstance(content, dict) else []
     for candidate in (content, *entries):
         if isinstance(candidate, dict) and candidate and all(isinstance(value, Tensor) for value in candidate.values()):

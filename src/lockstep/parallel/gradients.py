@@ -35,7 +35,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.common.own_code import refusal
 from lockstep.core.tree import Counter, LeafBlock, total
 from lockstep.parallel.optimizer_state import Named
-from lockstep.tasks.base import MicroBatch, MicroBatches, Note
+from lockstep.tasks.base import MicroBatch, MicroBatches, TensorRecorder
 
 GradientList = list[Tensor]
 
@@ -87,7 +87,7 @@ class Gradients:
         self._graph_task = -1  # ID of the first backward pass that reached a parameter in this micro-batch
         self._nested = False  # whether a micro-batch has had a nested backward pass
         self._nesting_known = False  # whether a backward pass has finished, so that `_nested` is known
-        self._note: Note | None = None
+        self._note: TensorRecorder | None = None
         for bucket in () if single_process else self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient_ready, bucket))  # type: ignore[no-untyped-call]

@@ -50,7 +50,7 @@ def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
         {
             "run": run.folder,
             "state": run.state,
-            **_status_fields(run.status),
+            **_get_status_fields(run.status),
             "job": run.job,
             "slurm": run.queued or None,
             "failure": run.failure or None,
@@ -68,7 +68,7 @@ def _collect_settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], li
     return merged, [*find_differing_keys(recipes), *find_differing_keys(placements)]
 
 
-def _status_fields(status: RunStatus) -> dict[str, Any]:
+def _get_status_fields(status: RunStatus) -> dict[str, Any]:
     """Return the status of a run as a JSON-compatible dict. The metric of the last evaluation has its name as key."""
     status_fields = asdict(status)
     del status_fields["figure"]

@@ -1,6 +1,6 @@
-// The colors of text and lines follow the page's, and the switches above the charts decide how curves are drawn.
-// `uirevision` keeps what the reader did to a chart, such as a zoom, when the chart is drawn again. The `uirevision` of
-// an axis changes with the meaning of the axis.
+// Draws charts with the text and line colors of the page, and with the settings of the switches above the charts.
+// `uirevision` preserves changes by the reader, such as a zoom, when the chart is redrawn. The `uirevision` of an axis
+// changes with its unit, which resets the axis.
 "use strict";
 const figures = new Map();
 const unticked = new Set();
@@ -9,8 +9,7 @@ const shade = (style) => style?.color ? {...style, color: read(`--${style.color.
 const keyOf = (group, name) => JSON.stringify([group, name]);
 const isTicked = (group, {name, part}) =>
   !unticked.has(keyOf(group, name)) && !(part && unticked.has(keyOf("", part)));
-// The mean of the values until there, each later one counting more: 1 - weight and weight of what is before it, without
-// the zero that such a mean begins with.
+// Smooth values with an exponential moving average, corrected for its initial bias towards zero.
 const smooth = (values, weight) => {
   let mean = 0, sum = 0;
   return values.map((value) => {
@@ -60,7 +59,8 @@ const drawAll = () => [...figures.keys()].forEach(draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 document.getElementById("switches")?.addEventListener("input", drawAll);
 
-// The legend of the page has a tick box for each name in a group of charts, and one each for training and validation.
+// Build the page legend, which has a checkbox for each name in a group of charts, and one each for training and
+// validation.
 const strokes = {solid: "", dash: "7 4", dot: "2 3", dashdot: "8 3 2 3"};
 const element = (name, properties = {}, ...children) => {
   const made = Object.assign(document.createElement(name), properties);
@@ -121,7 +121,7 @@ const list = () => {
   if (text === written) return;
   written = text;
   const open = [...place.querySelectorAll("details")].map((each) => each.open);
-  // On a phone, a long list would hide the charts.
+  // Collapse long lists, which would hide the charts on a phone.
   place.replaceChildren(...names.map(([group, found], number) =>
     listed(group, found, open[number] ?? (found.length <= 4 || innerWidth >= 1000))));
   document.getElementById("parts").replaceChildren(...parts.size < 2 ? [] : [...parts].sort().map((part) =>

@@ -1,10 +1,10 @@
-// A section is replaced only where it changed, and a chart not even then: it gets the new figure.
+// Only sections whose HTML changed are replaced. A chart isn't replaced, but redrawn with its new figure.
 const sections = document.getElementById("sections");
 const note = document.getElementById("note");
 const switches = document.getElementById("switches");
 const shown = new Map();
 let tag = "", over = false;
-// A table that the reader opened stays open, and keeps its place when it is scrolled.
+// Replace the HTML of a section. A table that the reader opened stays open, and keeps its scroll position.
 const replace = (section, html) => {
   const isOpen = section.querySelector("details")?.open;
   const left = section.querySelector(".wide")?.scrollLeft;

@@ -92,7 +92,7 @@ class PageServer:
 
     def publish(self, runs: Sequence[RunView], is_final: bool) -> None:
         """Update the runs on the page. `is_final` is whether this is the last update."""
-        if is_final != self._is_final or _comparable_state(runs) != _comparable_state(self._runs):
+        if is_final != self._is_final or _make_comparable_state(runs) != _make_comparable_state(self._runs):
             with self._building:
                 self._runs, self._is_final, self._data = runs, is_final, None
 
@@ -146,7 +146,7 @@ def encode_live_data(runs: Sequence[RunView], is_final: bool) -> bytes:
     return json.dumps(found, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
-def _comparable_state(runs: Collection[RunView]) -> list[object]:
+def _make_comparable_state(runs: Collection[RunView]) -> list[object]:
     """Return a comparable state that changes whenever the page of these runs changes."""
     return [replace(run, history=History(last=run.history.last, status=run.status), notices=()) for run in runs]
 

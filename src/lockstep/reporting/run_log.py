@@ -120,7 +120,7 @@ class History:
     @property
     def figure(self) -> Figure | None:
         """The monitored metric of the last evaluation, or the first metric of the task if the loss is monitored."""
-        own = [key for key in self.evaluated if _curve_name("evaluated", key, of_model=True) == key]
+        own = [key for key in self.evaluated if _get_curve_name("evaluated", key, of_model=True) == key]
         name = self.monitor if self.monitor in own else next(iter(own), "")
         value = self.evaluation_metric(name)
         return None if value is None else Figure(name, value, name in self.fractions)
@@ -296,7 +296,9 @@ def iterate_metrics(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     kind, weights = event.get("event"), event.get("weights", "model")
     if isinstance(kind, str) and kind in ("step", "evaluated", "logged"):
         for key, value in event.items():
-            if (name := _curve_name(kind, key, weights == "model")) and (number := _parse_metric(value)) is not None:
+            if (name := _get_curve_name(kind, key, weights == "model")) and (
+                number := _parse_metric(value)
+            ) is not None:
                 yield name, number
 
 
@@ -362,7 +364,7 @@ def _measure_speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float 
 
 
 @lru_cache(maxsize=1_000)  # a log has many events, but few distinct field names
-def _curve_name(kind: str, key: str, of_model: bool) -> str:
+def _get_curve_name(kind: str, key: str, of_model: bool) -> str:
     """Return the curve name for the field `key` of an event, or an empty string if the field isn't a metric."""
     if kind == "step":
         names = {"loss": training_curve("loss"), **{name: name for name in _STEP_FIELDS}}

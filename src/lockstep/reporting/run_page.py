@@ -262,7 +262,7 @@ def _make_run_sections(runs: Sequence[RunView], with_progress: bool) -> list[Sec
 def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool) -> dict[str, list[str]]:
     """Return the columns of the table of runs by heading. Each curve in `curves` has a column with its last value."""
 
-    def value(run: RunView, name: str) -> str:
+    def format_last_value(run: RunView, name: str) -> str:
         last = run.history.last_value(name)
         return "" if last is None else wording.format_metric(name, last, run.history.is_share(name))
 
@@ -273,7 +273,7 @@ def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress:
         "step": [wording.format_out_of(run.status.step, run.status.steps) for run in runs],
         **({"time left": [format_time_left(run) for run in runs]} if with_progress else {}),
         "time": [wording.duration(run.history.seconds) if run.history.starts else "" for run in runs],
-        **{name: [value(run, name) for run in runs] for name in curves},
+        **{name: [format_last_value(run, name) for run in runs] for name in curves},
         "samples/s": ["" if speed is None else f"{speed:,.0f}" for speed in speeds],
         "starts": [f"{len(run.history.starts):,}" for run in runs],
         "weights": [run.history.weights_sha256[:_HASH_CHARS] for run in runs],

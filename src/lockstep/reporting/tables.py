@@ -49,7 +49,7 @@ class Tables:
         """Remove the rows after `step`, and an incomplete last row, from a table of a run that resumes after `step`."""
         path = self._folder / name
         try:
-            lines = self._lines(path)
+            lines = self._read_rows(path)
         except FileNotFoundError:
             return
         if not lines:  # the process was killed while it wrote the header
@@ -59,7 +59,7 @@ class Tables:
         at = self._columns[name].index("step")
         self._replace(name, [row for row in rows if int(row[at]) <= step])
 
-    def _lines(self, path: Path) -> list[list[str]]:
+    def _read_rows(self, path: Path) -> list[list[str]]:
         text = plainfile.content(path, _MAX_TABLE_BYTES).decode()
         return list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))
 
@@ -74,7 +74,7 @@ class Tables:
         columns = self._columns.setdefault(name, list(row))
         path = self._folder / name
         if more := [key for key in row if key not in columns]:
-            _, *rows = self._lines(path)
+            _, *rows = self._read_rows(path)
             columns += more
             self._replace(name, [each + [""] * len(more) for each in rows])
         with os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", newline="") as file:

@@ -15,7 +15,7 @@ def text_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
     The lowest column is an eighth of a line high, and the highest column fills all lines. Non-finite values are
     skipped. Returns an empty list if there are no points.
     """
-    columns = _columns([point for point in points if math.isfinite(point.value)], width)
+    columns = _compute_columns([point for point in points if math.isfinite(point.value)], width)
     values = [value for value in columns if value is not None]
     if not values or height < 1:
         return []
@@ -27,7 +27,7 @@ def text_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
     ]
 
 
-def _columns(points: Sequence[Point], width: int) -> list[float | None]:
+def _compute_columns(points: Sequence[Point], width: int) -> list[float | None]:
     """Return the mean of the points in each column. A column without points repeats the previous value."""
     if not points:
         return [None] * width

@@ -200,7 +200,7 @@ def make_summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
         rows.append(("samples/s", f"{rate:,.0f}, including evaluations and saves"))
     skipped = {"skipped steps": event.skipped_steps, "skipped samples": event.skipped_samples}
     rows += [(name, f"{count:,}") for name, count in skipped.items() if count]
-    rows += [("audited steps", f"{event.audited:,}{_fault_rate(event.audited)}")] if event.audited else []
+    rows += [("audited steps", f"{event.audited:,}{_describe_fault_rate(event.audited)}")] if event.audited else []
     rows += [("predicted", _compare_prediction(event))] if event.predicted else []
     if run_dir is None:
         return [*rows, ("run folder", f"none: {_NOTHING_SAVED}")]
@@ -214,7 +214,7 @@ def _compare_prediction(event: Done) -> str:
     return f"{said[0]} a step, {said[1]}; was {', '.join(was)}"
 
 
-def _fault_rate(audited: int) -> str:
+def _describe_fault_rate(audited: int) -> str:
     """Return a remark on the upper bound of the fault rate if no audit found a fault.
 
     The bound is the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983).

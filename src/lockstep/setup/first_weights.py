@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError, TrainingError, UsageError, error_as
 from lockstep.models.adapters import has_adapters
 from lockstep.models.match_state import Fit, fit
 from lockstep.models.statefiles import read_tensors, strip_prefix
-from lockstep.tasks.facts import OUTPUT_FACTS
+from lockstep.tasks.facts import OUTPUT_PROPERTIES
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.signing import read_key
@@ -69,7 +69,7 @@ class InitialWeights:
     def output_facts(self) -> Mapping[str, Any]:
         """The facts that decided the outputs of the last layer. Empty if unknown, or if `fresh` patterns are used."""
         facts = self.state.data if self.state is not None and not self.fresh else None
-        return {name: value for name, value in (facts or {}).items() if name in OUTPUT_FACTS and value is not None}
+        return {name: value for name, value in (facts or {}).items() if name in OUTPUT_PROPERTIES and value is not None}
 
 
 def load_first_weights(loaded: Loaded) -> tuple[Loaded, InitialWeights | None]:

@@ -11,7 +11,7 @@ from lockstep.core.several_losses import Loss, Weight
 from lockstep.errors import UsageError
 
 Build = Callable[[], nn.Module]  # builds a model
-Note = Callable[[str, Tensor], None]  # takes a description and the described tensor, to record it
+TensorRecorder = Callable[[str, Tensor], None]  # records a tensor under a description
 Figures = dict[str, float]
 Report = dict[str, Any]  # must be JSON-serializable
 
@@ -22,12 +22,12 @@ class MicroBatch:
 
     - `index`: The index of the micro-batch in the step.
     - `samples`: The number of samples, which are along dim 0 of each tensor in `batch`.
-    - `weight`: The weight of the micro-batch in the loss of the step. With several losses, it is the sum of their
-      weights.
-    - `dummy`: Whether a different rank computes this micro-batch for the step. In this case, this rank only computes it
-      to join collectives or for an audit, and its results aren't added to the step.
-    - `note`: If set, it is called with the loss, the BatchNorm statistics, and each gradient before it is added to the
-      gradient of the step.
+    - `weight`: The weight of the micro-batch in the loss of the step, or the sum of its weights if there are several
+      losses.
+    - `dummy`: Whether the results aren't added to the step, because another rank computes this micro-batch too. This
+      rank only computes it to participate in collectives or for an audit.
+    - `note`: If set, this function is called with the loss, the BatchNorm statistics, and each gradient before it is
+      added to the gradient of the step.
     - `weights`: The weight of the micro-batch in each loss by name, if there are several losses.
     """
 
@@ -36,11 +36,11 @@ class MicroBatch:
     samples: int
     weight: int
     dummy: bool = False
-    note: Note | None = field(default=None, compare=False)
+    note: TensorRecorder | None = field(default=None, compare=False)
     weights: Mapping[str, int] | None = None
 
 
-MicroBatches = Sequence[MicroBatch]  # of one rank in one step
+MicroBatches = Sequence[MicroBatch]  # the micro-batches of a rank in a step
 
 
 class Monitor(NamedTuple):
@@ -54,16 +54,16 @@ LOSS: Final = Monitor("loss", higher=False)
 
 
 class Task(Protocol):
-    """Defines the loss and the metrics of a model.
+    """The interface of a task, which defines the loss and the metrics of a model.
 
     The loss of a step is the sum of the losses of its micro-batches, divided by the sum of their weights. A task can
-    have several losses, each with a name and its own weight. `loss` and `weight` then return mappings with the same
-    names. The loss of a step is the sum over the names, each divided by its own weight.
+    have several named losses with separate weights. In this case, `loss` and `weight` return mappings with the same
+    names, each loss is divided by its total weight, and the loss of the step is the sum of the results.
     """
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the weight of a batch is its number of samples. In this case, ranks don't communicate weights."""
+        """Whether the weight of a batch is its number of samples, so that ranks don't need to all-reduce weights."""
 
     @property
     def unit(self) -> str:
@@ -71,11 +71,11 @@ class Task(Protocol):
 
     @property
     def fractions(self) -> Collection[str]:
-        """The names of the metrics between 0 and 1 that are displayed as percentages."""
+        """The names of metrics that are fractions between 0 and 1, which are displayed as percentages."""
 
     @property
     def monitor(self) -> Monitor:
-        """The metric that determines the best evaluation. If two evaluations are tied, the lower loss is better."""
+        """The metric that determines the best evaluation. Ties are broken by the lower loss."""
 
     def inputs(self, batch: Batch) -> Inputs:
         """Return the arguments of the model's forward method, as a tuple or as a mapping by name."""
@@ -84,7 +84,7 @@ class Task(Protocol):
         """Return the weight of a batch as an integer, such as its number of samples or of tokens without padding.
 
         `batch` is on the CPU, as returned by the dataset. If the weight is 0, the batch is ignored. For several losses,
-        return a mapping from the name of each loss to its weight, with the same names for every batch.
+        return a mapping from loss names to weights, with the same names for every batch.
         """
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
@@ -100,18 +100,18 @@ class Task(Protocol):
         """
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Compute the metrics to display from the sums over all batches. `sums` are on the CPU.
+        """Compute the metrics from the sums over all batches, which are on the CPU.
 
-        `sums` includes `loss`, `weight` and `samples`. By default, the reported loss is `loss` / `weight`. To report a
-        different loss, return a metric named `loss`. With several losses, `sums` includes `loss/NAME` and `weight/NAME`
-        for each loss instead of `weight`. `loss` is then already the sum of the mean losses.
+        `sums` also contains `loss`, `weight` and `samples`. By default, the reported loss is `loss` / `weight`. To
+        report a different loss, return a metric named `loss`. If there are several losses, `sums` contains `loss/NAME`
+        and `weight/NAME` for each loss instead of `weight`, and `loss` is the sum of the mean losses.
         """
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return additional sums for the last evaluation of a run, such as a confusion matrix."""
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Compute the detailed results of the last evaluation, to save them to a file. If empty, no file is written."""
+        """Compute detailed results from the sums of the last evaluation. Unless empty, they are saved to a file."""
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """Raise UsageError if the task doesn't support a batch, or if `outputs` don't match the batch.
@@ -131,8 +131,8 @@ class CutsSequences(Task, Protocol):
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
         """Split each sequence of a batch into `chunks` equal chunks, and return chunk `number` as a batch of this task.
 
-        The first input of the chunk is a tensor of shape [n, positions]. The sum of the losses of all chunks is the
-        loss of the batch, and the sum of their weights is its weight. Raises UsageError if the batch can't be split.
+        The first input of the chunk is a tensor of shape [n, positions]. The losses and weights of all chunks add up to
+        the loss and the weight of the batch. Raises UsageError if the batch can't be split.
         """
 
 
@@ -140,10 +140,10 @@ class CutsSequences(Task, Protocol):
 class Problem:
     """A task and the model to train.
 
-    - `optional_task`: The task, or None in a custom loop, which computes outputs and losses itself.
+    - `optional_task`: The task, or None in a custom training loop, which computes outputs and losses itself.
     - `build_model`: Builds the model on the CPU, with the same weights in every process.
-    - `name`: The name of the model in errors, such as `model my.nets:net`.
-    - `example`: The inputs of two samples on the meta device, or None if they aren't known.
+    - `name`: The name of the model for error messages, such as `model my.nets:net`.
+    - `example`: The model inputs for two samples on the meta device, or None if they aren't known.
     """
 
     optional_task: Task | None
@@ -153,7 +153,7 @@ class Problem:
 
     @property
     def task(self) -> Task:
-        """The task. Raises UsageError in a custom loop."""
+        """The task. Raises UsageError in a custom training loop."""
         if self.optional_task is None:
             raise UsageError(
                 f"{self.name}: this strategy requires a task, which a custom loop does not have; use a different "

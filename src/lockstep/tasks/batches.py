@@ -9,21 +9,21 @@ from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 
-TARGETS: Final = ("labels", "targets", "target", "label")  # the names of targets in a batch, in order of precedence
-_OUTPUTS: Final = ("logits", "out")  # the names in transformers, and in segmentation models of torchvision
+TARGETS: Final = ("labels", "targets", "target", "label")  # names of targets in a batch, in order of precedence
+_OUTPUTS: Final = ("logits", "out")  # names of outputs in transformers, and in segmentation models of torchvision
 
 
-class Parts(NamedTuple):
+class SplitBatch(NamedTuple):
     """A batch, split into the arguments of the model's forward method and the targets."""
 
     inputs: Inputs
     targets: Any
 
 
-def parts(batch: Batch) -> Parts:
+def split_batch(batch: Batch) -> SplitBatch:
     """Split a batch into inputs and targets. Raises UsageError if it has no targets.
 
-    In a tuple or list, the last item has the targets. In a mapping, it is the item with a name in TARGETS.
+    The targets are the last item of a tuple or list, or the item of a mapping whose name is in TARGETS.
     """
     if isinstance(batch, Mapping):
         name = next((key for key in TARGETS if key in batch), None)
@@ -32,47 +32,47 @@ def parts(batch: Batch) -> Parts:
                 f"batch: no targets among {', '.join(map(str, batch))}; name the targets {', '.join(TARGETS[:-1])} or "
                 f"{TARGETS[-1]}, or add a method inputs(batch) to the task"
             )
-        return Parts({key: value for key, value in batch.items() if key != name}, batch[name])
+        return SplitBatch({key: value for key, value in batch.items() if key != name}, batch[name])
     if isinstance(batch, tuple | list) and len(batch) > 1:
-        return Parts(tuple(batch[:-1]), batch[-1])
-    raise UsageError(f"batch: expected (inputs, targets), or a mapping with the targets, got {_type_of(batch)}")
+        return SplitBatch(tuple(batch[:-1]), batch[-1])
+    raise UsageError(f"batch: expected (inputs, targets), or a mapping with the targets, got {_describe_type(batch)}")
 
 
-def targets_of(batch: Batch) -> Tensor:
+def get_targets(batch: Batch) -> Tensor:
     """Return the targets of a batch. Raises UsageError if they aren't a single tensor."""
-    targets = parts(batch).targets
+    targets = split_batch(batch).targets
     if not isinstance(targets, Tensor):
-        raise UsageError(f"batch: expected a single tensor of targets, got {_type_of(targets)}")
+        raise UsageError(f"batch: expected a single tensor of targets, got {_describe_type(targets)}")
     return targets
 
 
 def targets_or_batch(batch: Batch) -> Any:
     """Return the targets of a batch, or the batch itself if it has no targets."""
     try:
-        return parts(batch).targets
+        return split_batch(batch).targets
     except UsageError:
         return batch
 
 
 def predictions(outputs: Any, model: str = "model") -> Tensor:
-    """Return the tensor to compare with the targets: the outputs themselves, or the item `logits` or `out` in them.
+    """Return the tensor to compare with the targets, which is `outputs` itself or its item `logits` or `out`.
 
-    `model` is the name of the model in errors. Raises UsageError if there is no such tensor.
+    `model` is the name of the model for error messages. Raises UsageError if there is no such tensor.
     """
     if isinstance(outputs, Tensor):
         return outputs
-    # The ModelOutput of transformers is a mapping too.
+    # This includes the ModelOutput of transformers, which is a mapping.
     items = outputs if isinstance(outputs, Mapping) else {}
     prediction = next((items[name] for name in _OUTPUTS if name in items), getattr(outputs, "logits", None))
     if not isinstance(prediction, Tensor):
         raise UsageError(
-            f"{model}: expected a tensor, or outputs with logits or out, got {_type_of(outputs)}; return a tensor or a "
-            f"mapping with logits, or wrap the model in a module that does"
+            f"{model}: expected a tensor, or outputs with logits or out, got {_describe_type(outputs)}; return a "
+            f"tensor or a mapping with logits, or wrap the model in a module that does"
         )
     return prediction
 
 
-def _type_of(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{type_name(value)} with {', '.join(map(str, value)) or 'no items'}"
     return type_name(value)

@@ -13,13 +13,13 @@ from lockstep.common.own_code import UserCode
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Figures, Monitor, Report
-from lockstep.tasks.batches import parts, predictions, targets_of
-from lockstep.tasks.own_loss import PATH_MARK, Loss, check_sum, find_own_loss, sum_loss
+from lockstep.tasks.batches import get_targets, predictions, split_batch
+from lockstep.tasks.own_loss import PATH_MARK, Loss, check_is_sum, find_own_loss, sum_loss
 
-SKIPPED: Final = -100  # the target of an unreadable sample. It is the default ignore_index of F.cross_entropy
-_TOLERANCE: Final = 1e-2  # for the sum of the weights in a mixture, which may be rounded to bfloat16
-_MAX_SHOWN: Final = 6  # the maximum number of values of a target in an error
-_MAX_COPIES: Final = 256  # the maximum number of confusion matrices to count into
+SKIPPED: Final = -100  # target of an unreadable sample; the default ignore_index of F.cross_entropy
+_TOLERANCE: Final = 1e-2  # tolerance for the sum of mixture weights, which may be rounded to bfloat16
+_MAX_SHOWN: Final = 6  # maximum number of values of a target in an error message
+_MAX_COPIES: Final = 256  # maximum number of copies of the confusion matrix
 
 
 @final
@@ -29,10 +29,10 @@ class Classification:
 
     Targets are one of:
     - Class indices, int64 of shape [n]. Samples with the target SKIPPED are ignored.
-    - Weights of a mixture of classes, floats of shape [n, classes]. Samples with a row of zeros are ignored.
+    - Weights for a mixture of classes, floats of shape [n, classes]. Samples with a row of zeros are ignored.
 
-    If `own_loss` is None, the loss is cross entropy. In this case, the loss of a sample is multiplied by the weight of
-    its class in `class_weights`. `classes` are the names of the classes.
+    `classes` contains the class names. If `own_loss` is None, the loss is cross entropy, and the loss of each sample is
+    multiplied by the weight of its class in `class_weights`.
     """
 
     own_loss: Loss | None = None
@@ -78,32 +78,32 @@ class Classification:
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
-        return parts(batch).inputs
+        return split_batch(batch).inputs
 
     def weight(self, batch: Batch) -> int:
         """See Task."""
-        return len(targets_of(batch))
+        return len(get_targets(batch))
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        return self.loss_sum(predictions(outputs, self.model_name), targets_of(batch))
+        return self.loss_sum(predictions(outputs, self.model_name), get_targets(batch))
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss summed over the samples, as a 0-dim tensor.
 
-        If a custom loss returns one value per sample, the values are summed. A 0-dim value is used as the sum.
+        If a custom loss returns a value for each sample, the values are summed. A 0-dim value is already the sum.
         """
         if self.own_loss is not None:
             return sum_loss(self.own_loss(outputs, targets), outputs)
         with UserCode(f"{self.model_name}: cross entropy of the outputs"):
-            return cross_entropy_sum(outputs, targets, self.label_smoothing, self._device_weights(outputs))
+            return sum_cross_entropy(outputs, targets, self.label_smoothing, self._get_device_weights(outputs))
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return the number of samples that aren't ignored, `counted`, and the number of top-k hits, `correct<k>`.
+        """Return the number of samples that aren't ignored as `counted`, and the number of top-k hits as `correct<k>`.
 
-        All values are 0-dim int64 tensors. In a mixture of classes, the class with the largest weight is correct.
+        All values are 0-dim int64 tensors. For a mixture of classes, the class with the largest weight is correct.
         """
-        truth, counted = target_classes(targets_of(batch))
+        truth, counted = target_classes(get_targets(batch))
         scores = predictions(outputs, self.model_name)
         guesses = scores.topk(min(max(self.topk, default=1), scores.shape[1]), dim=1).indices
         hits = (guesses == truth[:, None]) & counted[:, None]
@@ -117,13 +117,13 @@ class Classification:
         return {"loss": float(sums["loss"]) / counted, **shares}
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return `confusion`: int64 of shape [classes, classes], with a row per target and a column per prediction."""
-        truth, counted = target_classes(targets_of(batch))
+        """Return the confusion matrix as `confusion`: int64 of shape [classes (target), classes (prediction)]."""
+        truth, counted = target_classes(get_targets(batch))
         scores = predictions(outputs, self.model_name)
-        return {"confusion": confusion(truth, scores.argmax(1), scores.shape[1], counted)}
+        return {"confusion": compute_confusion(truth, scores.argmax(1), scores.shape[1], counted)}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return the confusion matrix, and the accuracy of each class, which is None for a class without samples."""
+        """Return the confusion matrix, and the accuracy of each class or None if the class has no samples."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
         pairs = zip(matrix.diag().tolist(), matrix.sum(1).tolist(), strict=True)
@@ -132,14 +132,14 @@ class Classification:
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
-        targets = targets_of(batch)
+        targets = get_targets(batch)
         scores, name = predictions(outputs, self.model_name), self.model_name.removeprefix("model ")
         check_outputs(name, len(self.classes), scores, len(targets))
         if self.own_loss is not None:
             check_loss(self.own_loss, len(self.classes), targets)
 
-    def _device_weights(self, outputs: Tensor) -> Tensor | None:
-        """Return the class weights on the device of the outputs. The copy is cached."""
+    def _get_device_weights(self, outputs: Tensor) -> Tensor | None:
+        """Return the class weights on the device of `outputs`. The copy is cached."""
         if not self.class_weights:
             return None
         dtype = torch.promote_types(outputs.dtype, torch.float32)
@@ -150,17 +150,17 @@ class Classification:
         return self._weight_cache[outputs.device, dtype]
 
 
-def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Tensor:
+def compute_confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Tensor:
     """Return the confusion matrix: int64 of shape [classes, classes], with rows for targets, columns for predictions.
 
-    Items that aren't `counted` go to an extra cell, which is dropped at the end. This avoids boolean indexing and
-    torch.bincount, which would synchronize with the device.
+    Items that aren't `counted` are added to an extra cell, which is dropped at the end. This avoids boolean indexing
+    and torch.bincount, which would synchronize with the device.
     """
     size = classes**2 + 1
     cells = torch.where(counted, truth * classes + guess, size - 1).flatten()
-    # Count into several matrices and sum them at the end. CUDA's deterministic scatter_add_ uses one warp per cell, and
-    # most pixels are in few cells, so a single matrix would be slow. The number of matrices is limited so that all of
-    # them together have about as many cells as there are predictions.
+    # Count into several copies of the matrix, and sum the copies at the end. A single matrix would be slow, because
+    # CUDA's deterministic scatter_add_ uses one warp per cell, and most pixels are in few cells. The number of copies
+    # is limited, so that their total number of cells is about the number of predictions.
     copies = min(_MAX_COPIES, 1 + len(cells) // size)
     positions = cells + size * (torch.arange(len(cells), device=cells.device) % copies)
     sums = torch.zeros(copies * size, dtype=torch.int64, device=cells.device)
@@ -171,22 +171,22 @@ def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Te
 def target_classes(targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the class of each sample, int64 of shape [n], and whether the sample counts, bool of shape [n].
 
-    In a mixture of classes, the class is the one with the largest weight.
+    For a mixture of classes, returns the class with the largest weight.
     """
     if targets.is_floating_point():
         return targets.argmax(dim=1), targets.sum(dim=1) > 0
     return targets, targets != SKIPPED
 
 
-def skip_mask(batch: Batch) -> Tensor:
-    """Return a mask of the ignored samples, bool of shape [n]. If targets aren't class indices, it is all False."""
-    targets = targets_of(batch)
+def compute_skip_mask(batch: Batch) -> Tensor:
+    """Return a mask of skipped samples, bool of shape [n], which is all False if targets aren't class indices."""
+    targets = get_targets(batch)
     is_class_index = targets.ndim == 1 and not targets.is_floating_point()
     return targets == SKIPPED if is_class_index else torch.zeros(len(targets), dtype=torch.bool)
 
 
 def find_loss(name: str) -> Loss | None:
-    """Return the loss function with this name: None for `cross_entropy`, or the function at an import path."""
+    """Return the loss function at the import path `name`, or None for `cross_entropy`."""
     if name == "cross_entropy":
         return None
     if PATH_MARK not in name:
@@ -195,21 +195,24 @@ def find_loss(name: str) -> Loss | None:
 
 
 def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
-    """Raise UsageError if `loss` returns neither a sum nor one value per sample, tested with two equal samples.
+    """Raise UsageError if `loss` returns neither a sum nor a value for each sample.
 
-    Both samples have the first target in `targets` that isn't ignored.
+    The loss is tested with two equal samples, whose target is the first target in `targets` that isn't ignored.
     """
     counted = target_classes(targets)[1]
     target = targets[counted][:1] if counted.any() else targets[:1]
-    check_sum(loss, torch.linspace(-1.0, 1.0, classes)[None], target)
+    check_is_sum(loss, torch.linspace(-1.0, 1.0, classes)[None], target)
 
 
 def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: int) -> None:
-    """Raise UsageError if a target is invalid for Classification. `samples` are the indices in the dataset `label`."""
+    """Raise UsageError if a target isn't valid for Classification.
+
+    `samples` contains the sample indices, and `label` is the name of the dataset, which are both used in the error.
+    """
     floating = targets.is_floating_point()
     if targets.shape[1:] != ((classes,) if floating else ()):
         problem = f"target has shape {list(targets.shape[1:])} and {targets.dtype}"
-        raise UsageError(f"{label} sample {samples[0]}: {problem}; {_target_rule(classes)}")
+        raise UsageError(f"{label} sample {samples[0]}: {problem}; {_describe_valid_targets(classes)}")
     if floating:
         is_no_mixture = ((targets.sum(1) - 1).abs() > _TOLERANCE) & (targets != 0).any(1)
         invalid = (targets < 0).any(1) | ~targets.isfinite().all(1) | is_no_mixture
@@ -218,7 +221,7 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
     if invalid.any():
         index = int(invalid.nonzero()[0])
         problem = f"target is {_format_target(targets[index])}"
-        raise UsageError(f"{label} sample {samples[index]}: {problem}; {_target_rule(classes)}")
+        raise UsageError(f"{label} sample {samples[index]}: {problem}; {_describe_valid_targets(classes)}")
 
 
 def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> None:
@@ -233,7 +236,7 @@ def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> Non
         raise UsageError(f"model {name}: expected float outputs, got {outputs.dtype}; return one float per class")
 
 
-def cross_entropy_sum(
+def sum_cross_entropy(
     outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0, weights: Tensor | None = None
 ) -> Tensor:
     """Return the cross entropy summed over samples, computed in at least float32. `weights` are the class weights."""
@@ -251,7 +254,7 @@ def cross_entropy_sum(
     )
 
 
-def _target_rule(classes: int) -> str:
+def _describe_valid_targets(classes: int) -> str:
     return (
         f"for classification with {classes} classes, use an integer from 0 to {classes - 1}, or {classes} non-negative "
         f"floats with a sum of 1"

@@ -1,6 +1,6 @@
-"""Infers the dataset properties that tasks need: the names of the classes, and the kind of the targets.
+"""Infers the dataset properties that tasks need: the class names and the type of the targets.
 
-The properties are entries of `DataSet.facts`. Tasks and models read these entries, and checkpoints save them.
+The properties are stored in `DataSet.facts`, from which tasks and models read them, and are saved in checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +13,11 @@ from torch import Tensor
 from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
-from lockstep.tasks.classification import check_targets, skip_mask
+from lockstep.tasks.classification import check_targets, compute_skip_mask
 
-NAMES: Final = "classes"  # the name of a property, and of the option of custom datasets that sets the property
-OUTPUT_FACTS: Final = (NAMES,)  # the dataset properties that determine the last layer of a model
-# The maximum number of classes. Each class has a name, so a wrong number could use up all memory.
+NAMES: Final = "classes"  # key of the class names, in the dataset properties and in the options of custom datasets
+OUTPUT_PROPERTIES: Final = (NAMES,)  # dataset properties that determine the last layer of a model
+# The maximum number of classes. Since each class has a name, a wrong number could exhaust the memory.
 _MAX_CLASSES: Final = 1 << 24
 
 
@@ -27,21 +27,20 @@ def facts(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Return the dataset properties for these class names and the shape of a sample as the model sees it.
+    """Return the dataset properties for `classes` and for samples of `shape`, as the model sees them.
 
-    For images, also pass the mean and std of each channel, for values in [0, 1].
+    For images, also pass the mean and standard deviation of each channel, for values in [0, 1].
     """
     return {NAMES: list(classes), "shape": list(shape), "mean": mean and list(mean), "std": std and list(std)}
 
 
 def find_class_names(label: str, option: Any, train: Any) -> list[str]:
-    """Return the class names of a custom training set, or an empty list if it has no classes.
+    """Return the class names of a custom training set, or an empty list if there are no classes.
 
-    The names come from the first of these that exists:
+    The first of these sources that exists is used:
     - `option`, which is a number or a list of names
     - the attribute `classes` of `train`, which is a number or a list of names
-    - the attribute `targets` of `train`, which contains class indices. The number of classes is the largest index plus
-      one
+    - the attribute `targets` of `train`, which contains class indices up to the number of classes minus one
 
     Raises UsageError if `option` is neither a number nor a list.
     """
@@ -59,12 +58,13 @@ def find_class_names(label: str, option: Any, train: Any) -> list[str]:
     return [] if targets is None else [str(number) for number in range(_count_classes(targets))]
 
 
-def target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
-    """Infer the properties of the targets from a batch and the class names.
+def infer_target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
+    """Infer the target properties of a dataset from a batch and the class names.
 
+    Returns a dict with these keys:
     - `classes`: The class names, if there are any.
-    - `pixels`: True if each pixel has a class.
-    - `outputs`: The number of values in a target, if targets are floats and there are no classes.
+    - `pixels`: True if each pixel has its own class.
+    - `outputs`: The number of values per target, if targets are floats and there are no classes.
     """
     entries: dict[str, Any] = {NAMES: list(names)} if names else {}
     if is_pair(batch):
@@ -79,8 +79,8 @@ def target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
 def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence[str]) -> None:
     """Raise UsageError if the targets in a batch (inputs, targets) aren't valid classes.
 
-    `numbers` are the sample indices in the dataset `label`. Targets with a class per pixel aren't checked here, because
-    the task checks them.
+    `numbers` contains the sample indices, and `label` is the name of the dataset, which are both used in the error.
+    Targets with a class per pixel are checked by the task instead.
     """
     targets = batch[1] if names and isinstance(batch, tuple) and len(batch) == 2 else None
     if isinstance(targets, Tensor) and (targets.ndim < 3 or targets.is_floating_point()):
@@ -88,8 +88,8 @@ def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence
 
 
 def find_skip_mask(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tensor] | None:
-    """Return a function that computes the mask of ignored samples, or None if batches like this can't have any."""
-    return skip_mask if names and is_pair(batch) else None
+    """Return a function that computes the mask of skipped samples, or None if the targets have no value for them."""
+    return compute_skip_mask if names and is_pair(batch) else None
 
 
 def count_sample_classes(data_facts: Mapping[str, Any]) -> int | None:
@@ -107,6 +107,6 @@ def _count_classes(targets: Any) -> int:
     try:
         numbers = torch.as_tensor(targets)
         count = 0 if numbers.is_floating_point() or not numbers.numel() else int(numbers.max()) + 1
-    except (TypeError, ValueError, RuntimeError):  # not numbers
+    except (TypeError, ValueError, RuntimeError):  # the targets aren't numbers
         return 0
     return count if 0 < count <= _MAX_CLASSES else 0

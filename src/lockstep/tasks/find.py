@@ -1,4 +1,4 @@
-"""Finds the task of a recipe: a shipped task, a custom task at an import path, or a task inferred from the data."""
+"""Finds the task of a recipe: a built-in task, a custom task at an import path, or a task inferred from the data."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from lockstep.common.own_code import UserCode
 from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Task
-from lockstep.tasks.batches import parts
+from lockstep.tasks.batches import split_batch
 from lockstep.tasks.classification import Classification, find_loss
 from lockstep.tasks.language import language
 from lockstep.tasks.own import OwnTask
@@ -28,7 +28,7 @@ Facts = Mapping[str, Any]
 
 
 class TaskChoice(NamedTuple):
-    """A task, and a line for the user with its name and the reason for the choice."""
+    """A task, and a line of text for the user with its name and the reason for the choice."""
 
     task: Task
     line: str
@@ -38,7 +38,7 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
     """Return the task of a recipe. `facts` are the properties of the dataset.
 
     - `recipe`: The recipe as plain values.
-    - `model`: The name of the model in errors.
+    - `model`: The name of the model for error messages.
     - `example`: A batch of a few training samples.
 
     Raises UsageError if there is no such task, if the dataset lacks a property that the task needs, or if an option is
@@ -63,7 +63,7 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
     task: Task
     match name:
         case "classification":
-            classes = _required_names(name, facts, "classes")
+            classes = _get_required_names(name, facts, "classes")
             topk = tuple(k for k in recipe["topk"] if k < len(classes)) or (1,)
             own_loss = find_loss(loss["name"])
 
@@ -77,13 +77,13 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
             task = _build_task(language, options, {"model": model, "vocabulary": facts.get("vocabulary")})
         case _:
             task = _build_task(
-                segmentation, options, {"model": model, "classes": _required_names(name, facts, "classes")}
+                segmentation, options, {"model": model, "classes": _get_required_names(name, facts, "classes")}
             )
     return TaskChoice(task, f"task {name}{reason}")
 
 
 def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
-    """Infer the task from the data. Returns the name of the task and the reason."""
+    """Infer the task from the data. Return the name of the task and the reason as text."""
     if "classes" in facts and facts.get("pixels"):
         return "segmentation", f": the data has {len(facts['classes'])} classes, and each pixel has one"
     if "classes" in facts:
@@ -100,13 +100,13 @@ def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
 
 def _has_float_targets(example: Batch) -> bool:
     try:
-        targets = parts(example).targets
+        targets = split_batch(example).targets
     except UsageError:
         return False
     return isinstance(targets, Tensor) and targets.is_floating_point()
 
 
-def _required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
+def _get_required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
     if fact not in facts:
         raise UsageError(
             f"recipe.task: {task} requires data with {fact}, but the dataset only has {', '.join(facts) or 'none'}; "
@@ -116,7 +116,7 @@ def _required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
 
 
 def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
-    """Create a custom task with the class or function at `path`, from the options and the `facts` that it accepts."""
+    """Create a custom task by calling the class or function at `path` with the options and `facts` that it accepts."""
     factory = import_callable(path, "task", "a class")
     with UserCode(f"task {path}"):
         parameters = inspect.signature(factory).parameters
@@ -127,7 +127,7 @@ def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask
 
 
 def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
-    """Check the names and types of the options, and call `function` with the options and dataset properties."""
+    """Create a built-in task by calling `function` with the options, which are validated, and dataset properties."""
     valid = [name for name in inspect.signature(function).parameters if name not in facts]
     _check_names(function.__name__, options, valid)
     try:

@@ -1,4 +1,4 @@
-"""Language modeling by next-token prediction. The weight of a batch is its number of tokens, not of sequences."""
+"""Language modeling by next-token prediction. The weight of a batch is its number of target tokens."""
 
 import math
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from lockstep.tasks.batches import predictions
 
 LABELS: Final = "labels"
 _IDS: Final = "input_ids"
-_MASK: Final = "attention_mask"  # the value 0 marks padding
-_POSITIONS: Final = "position_ids"  # the value 0 marks the first token of a packed sequence
+_MASK: Final = "attention_mask"  # 0 for padding tokens
+_POSITIONS: Final = "position_ids"  # 0 for the first token of each packed sequence
 
 
 class NextTokenBatch(NamedTuple):
-    """The inputs of the model, and a target for each output position, except for the last `tail` positions."""
+    """The model inputs, and a target for each output position except for the last `tail` positions."""
 
     inputs: Inputs
     targets: Tensor
@@ -39,8 +39,8 @@ class Language:
     - An integer tensor of shape [n, t + 1]: The inputs are the first t tokens, and the targets are the last t tokens.
     - (inputs, targets), both of shape [n, t]: Target i is the token after input i.
     - A mapping as in transformers, with `input_ids` of shape [n, t] and optionally `attention_mask`, `position_ids` and
-      `labels`. Labels have the same positions as the tokens, and the task shifts them. Without labels, all tokens are
-      targets except for padding and the first token of each packed sequence, which has position 0.
+      `labels`. Labels are aligned with the tokens, and the task shifts them. Without labels, all tokens are targets
+      except for padding and the first token of each packed sequence, which has position 0.
     - A NextTokenBatch, as returned by `chunk`.
 
     Targets equal to `ignore` don't count. The weight of a batch is the number of targets that count.
@@ -56,31 +56,31 @@ class Language:
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
-        return self._next_token_batch(batch).inputs
+        return self._to_next_token_batch(batch).inputs
 
     def weight(self, batch: Batch) -> int:
         """See Task."""
-        return int((self._next_token_batch(batch).targets != self.ignore).sum())
+        return int((self._to_next_token_batch(batch).targets != self.ignore).sum())
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        return self._cross_entropy(outputs, self._next_token_batch(batch), "sum")
+        return self._compute_cross_entropy(outputs, self._to_next_token_batch(batch), "sum")
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of each target and whether the target counts, both of shape [n, t].
+        """Return the loss of each target, and a mask of targets that count, both of shape [n, t].
 
-        The loss is 0 for targets that don't count.
+        The loss of a target that doesn't count is 0.
         """
-        parts = self._next_token_batch(batch)
-        losses = self._cross_entropy(outputs, parts, "none")
+        parts = self._to_next_token_batch(batch)
+        losses = self._compute_cross_entropy(outputs, parts, "none")
         return losses.reshape(parts.targets.shape), parts.targets != self.ignore
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return no sums, because the perplexity only needs the loss and the weight."""
+        """Return an empty dict, because the perplexity only depends on the loss and the weight."""
         return {}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the perplexity. It is infinity if it would overflow a float."""
+        """Return the perplexity, which is infinity if it overflows a float."""
         loss = float(sums["loss"]) / max(int(sums["weight"]), 1)
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
@@ -94,7 +94,7 @@ class Language:
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
-        logits, (_, targets, tail) = predictions(outputs, self.model_name), self._next_token_batch(batch)
+        logits, (_, targets, tail) = predictions(outputs, self.model_name), self._to_next_token_batch(batch)
         positions_shape = (*targets.shape[:1], targets.shape[1] + tail)
         if logits.ndim != 3 or logits.shape[:2] != positions_shape or not logits.is_floating_point():
             raise UsageError(
@@ -115,8 +115,8 @@ class Language:
             )
 
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
-        """See CutsSequences. The target of the last position in a chunk is the first token of the next chunk."""
-        inputs, targets, tail = self._next_token_batch(batch)
+        """See CutsSequences. The target at the last position of a chunk is the first token of the next chunk."""
+        inputs, targets, tail = self._to_next_token_batch(batch)
         [*names], [*values] = (inputs.keys(), inputs.values()) if isinstance(inputs, Mapping) else ((), inputs)
         if len(values) != 1 or names not in ([], [_IDS]):
             raise UsageError(
@@ -124,12 +124,12 @@ class Language:
                 f"{', '.join(names) or f'{len(values)} inputs'}; use sequences of the same length without padding or "
                 f"{_POSITIONS}, or remove the key"
             )
-        part = _chunk_slice(values[0].shape[1], number, chunks)
+        part = _get_chunk_slice(values[0].shape[1], number, chunks)
         targets = F.pad(targets, (0, tail), value=self.ignore)[:, part]
         ids = values[0][:, part]
         return NextTokenBatch({_IDS: ids} if names else (ids,), targets, 0)
 
-    def _cross_entropy(self, outputs: Any, parts: NextTokenBatch, reduction: str) -> Tensor:
+    def _compute_cross_entropy(self, outputs: Any, parts: NextTokenBatch, reduction: str) -> Tensor:
         logits, (_, targets, tail) = predictions(outputs, self.model_name), parts
         if tail:
             logits = logits[:, :-tail]
@@ -139,11 +139,11 @@ class Language:
             logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=self.ignore, reduction=reduction
         )
 
-    def _next_token_batch(self, batch: Batch) -> NextTokenBatch:
+    def _to_next_token_batch(self, batch: Batch) -> NextTokenBatch:
         if isinstance(batch, NextTokenBatch):
             return batch
         if isinstance(batch, Mapping):
-            return self._from_mapping(batch)
+            return self._parse_mapping(batch)
         if isinstance(batch, Tensor):
             _check_tokens("batch", batch)
             return NextTokenBatch((batch[:, :-1],), batch[:, 1:].long(), 0)
@@ -157,7 +157,7 @@ class Language:
         _check_tokens("targets", batch[1])
         return NextTokenBatch((batch[0],), batch[1].long(), 0)
 
-    def _from_mapping(self, batch: Mapping[str, Tensor]) -> NextTokenBatch:
+    def _parse_mapping(self, batch: Mapping[str, Tensor]) -> NextTokenBatch:
         inputs = {name: value for name, value in batch.items() if name != LABELS}
         if LABELS in batch:
             labels = batch[LABELS]
@@ -178,15 +178,15 @@ class Language:
 
 
 def language(model: str, vocabulary: int | None = None, ignore: int = -100) -> Language:
-    """Create the task from the options of a recipe. `vocabulary` is the vocabulary size of the data."""
+    """Create the task from recipe options. `vocabulary` is the vocabulary size of the data."""
     return Language(ignore, vocabulary, model)
 
 
-def _chunk_slice(length: int, number: int, chunks: int) -> slice:
-    """Return the positions of chunk `number` in a sequence.
+def _get_chunk_slice(length: int, number: int, chunks: int) -> slice:
+    """Return the slice of positions of chunk `number` in a sequence.
 
-    Raises UsageError if the chunks aren't equal. Also raises it for chunks of a single token, because Lockstep couldn't
-    check that the model is causal.
+    Raises UsageError if the chunks would have different lengths, or a length of 1, for which Lockstep can't check that
+    the model is causal.
     """
     if length % chunks or (chunks > 1 and length == chunks):
         valid_counts = ", ".join(str(count) for count in divisors(length) if count < length or length == 1)

@@ -1,8 +1,8 @@
 """Custom tasks and metrics.
 
-A custom task is wrapped in a Task, which adds defaults for missing methods and reports errors with the line of the
-user's code. Custom metrics, which a recipe lists by import path, extend any task. A custom metric is a function of
-outputs and batch that returns sums. The reported value is the total sum divided by the total weight.
+A custom task is wrapped in a Task, which adds defaults for missing methods, and reports errors with the line in the
+user's code. Custom metrics can be added to any task. A recipe lists them by import path. A custom metric is a function
+of outputs and batch that returns sums. The reported value is the total sum divided by the total weight.
 """
 
 import json
@@ -30,11 +30,11 @@ from lockstep.core.several_losses import (
 )
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report, Task
-from lockstep.tasks.batches import parts
+from lockstep.tasks.batches import split_batch
 from lockstep.tasks.own_loss import is_mean
 
 Metric = Callable[[Any, Batch], Mapping[str, Any]]
-Metrics = Mapping[str, Metric]  # by import path
+Metrics = Mapping[str, Metric]  # maps import paths to metrics
 
 _CONTRACT: Final = "see docs/extend.md"
 _MEMBERS: Final = (
@@ -45,7 +45,7 @@ _MEMBERS: Final = (
 
 @final
 class OwnTask:
-    """Wraps a custom `task`, which only needs a method `loss`, as a complete Task. `name` is its name in errors.
+    """Wraps a custom `task`, which only needs a method `loss`. `name` is the name of the task for error messages.
 
     Missing members have these defaults:
     - `inputs`: The batch without its targets (tasks/batches.py).
@@ -65,16 +65,16 @@ class OwnTask:
                 self._members[member] = getattr(task, member, None)
         if not callable(self._members["loss"]):
             raise UsageError(f"{name}: has no method loss; add loss(self, outputs, batch), which returns a sum")
-        self.counts_samples = bool(self._member("counts_samples", self._members["weight"] is None))
-        self.unit = str(self._member("unit", "samples" if self.counts_samples else "weight"))
-        fractions = self._member("fractions", ())
+        self.counts_samples = bool(self._get_member("counts_samples", self._members["weight"] is None))
+        self.unit = str(self._get_member("unit", "samples" if self.counts_samples else "weight"))
+        fractions = self._get_member("fractions", ())
         self.fractions = (fractions,) if isinstance(fractions, str) else tuple(map(str, fractions))
-        self.monitor = self._monitor(self._member("monitor", LOSS))
+        self.monitor = self._parse_monitor(self._get_member("monitor", LOSS))
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
         if self._members["inputs"] is None:
-            return parts(batch).inputs
+            return split_batch(batch).inputs
         result = self._call("inputs", batch)
         if isinstance(result, Tensor):
             return (result,)
@@ -92,24 +92,24 @@ class OwnTask:
         weight = self._call("weight", batch)
         if isinstance(weight, Mapping):
             weights = check_weights(f"{self._name}: weight", weight)
-            return {name: self._count(value, f" for {name}") for name, value in weights.items()}
-        return self._count(weight, "")
+            return {name: self._to_weight(value, f" for {name}") for name, value in weights.items()}
+        return self._to_weight(weight, "")
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """See Task."""
         loss = self._call("loss", outputs, batch)
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(outputs))
         if isinstance(loss, Mapping):
-            return {str(name): self._one_loss(value, f" for {name}", learns) for name, value in loss.items()}
-        return self._one_loss(loss, "", learns)
+            return {str(name): self._check_loss(value, f" for {name}", learns) for name, value in loss.items()}
+        return self._check_loss(loss, "", learns)
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task."""
-        return self._tensors_by_name("sums", outputs, batch) | metric_sums(self._metrics, outputs, batch)
+        return self._call_for_tensors("sums", outputs, batch) | compute_metric_sums(self._metrics, outputs, batch)
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """See Task."""
-        results = self._mapping("figures", sums)
+        results = self._call_for_mapping("figures", sums)
         reserved_name = first_reserved(map(str, results), RESERVED_IN_TRAINING) or next(
             filter(is_reserved, map(str, results)), None
         )
@@ -120,18 +120,18 @@ class OwnTask:
             )
         with self._user_code("figures"):
             figures = {str(name): float(value) for name, value in results.items()}
-        return figures | metric_figures(self._metrics, sums, figures)
+        return figures | compute_metric_values(self._metrics, sums, figures)
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task."""
-        return self._tensors_by_name("details", outputs, batch)
+        return self._call_for_tensors("details", outputs, batch)
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         """See Task."""
-        return dict(self._mapping("report", sums))
+        return dict(self._call_for_mapping("report", sums))
 
-    def _count(self, weight: Any, of_loss: str) -> int:
-        """Return the weight of a batch as an integer. With several losses, `of_loss` names the loss in errors."""
+    def _to_weight(self, weight: Any, of_loss: str) -> int:
+        """Return the weight of a batch as an integer. If there are several losses, `of_loss` is used in the error."""
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_floating_point():
             weight = int(weight)
         if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
@@ -141,8 +141,8 @@ class OwnTask:
             )
         return weight
 
-    def _one_loss(self, loss: Any, of_loss: str, learns: bool) -> Tensor:
-        """Return the loss. Raises UsageError if it isn't a 0-dim float, or has no gradient and `learns` is set."""
+    def _check_loss(self, loss: Any, of_loss: str, learns: bool) -> Tensor:
+        """Return the loss. Raises UsageError if it isn't a 0-dim float or, if `learns` is set, requires no gradient."""
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             description = (
                 f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -159,14 +159,14 @@ class OwnTask:
         return loss
 
     def check(self, outputs: Any, batch: Batch) -> None:
-        """Raise UsageError if the task fails for a batch, or if its loss is a mean. See Task.
+        """See Task. Raises UsageError if the task fails for a batch, or if its loss is a mean.
 
-        If the outputs are on the meta device, the task is tested with arbitrary values instead.
+        If `outputs` are on the meta device, the task is tested with arbitrary values instead.
         """
         if self._members["check"] is not None:
             self._call("check", outputs, batch)
         check_metrics(self._metrics, outputs, batch)
-        values = map_tensors(_with_values, outputs)
+        values = map_tensors(_copy_with_values, outputs)
         samples = length(batch)
         if samples > 1:
             self._check_sum(values, batch, samples)
@@ -174,7 +174,7 @@ class OwnTask:
         weight = self.weight(batch)
         check_alike(loss, weight, self._name)
         if not sum_of_losses(loss).isfinite():
-            return  # the arbitrary outputs may be invalid, such as for a logarithm. The first step checks real outputs
+            return  # arbitrary outputs may be invalid, as for a logarithm; the first step checks actual outputs
         losses = {name: value.detach().double() for name, value in loss_sums(loss, weight).items()}
         counts = {**with_total(losses), "samples": torch.tensor(samples)}
         sums = {**self.sums(values, batch), **self.details(values, batch)}
@@ -193,7 +193,7 @@ class OwnTask:
             )
 
     def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
-        """Raise UsageError if two equal samples have the same loss as one sample, so that the loss is a mean."""
+        """Raise UsageError if the loss is a mean, so that two equal samples have the same loss as one sample."""
 
         def select(rows: list[int], values: Any) -> Any:
             return map_tensors(
@@ -220,15 +220,15 @@ class OwnTask:
                 f"divisor from weight"
             )
 
-    def _monitor(self, value: Any) -> Monitor:
+    def _parse_monitor(self, value: Any) -> Monitor:
         if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], str):
             return Monitor(value[0], bool(value[1]))
         raise UsageError(
             f'{self._name}: monitor is {value!r}; set a figure, and whether higher is better, such as ("loss", False)'
         )
 
-    def _tensors_by_name(self, member: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        results = self._mapping(member, outputs, batch)
+    def _call_for_tensors(self, member: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        results = self._call_for_mapping(member, outputs, batch)
         invalid = next((name for name, value in results.items() if not isinstance(value, Tensor)), None)
         if invalid is not None:
             raise UsageError(
@@ -237,7 +237,7 @@ class OwnTask:
             )
         return {str(name): value.detach() for name, value in results.items()}
 
-    def _mapping(self, member: str, *arguments: Any) -> Mapping[str, Any]:
+    def _call_for_mapping(self, member: str, *arguments: Any) -> Mapping[str, Any]:
         if self._members[member] is None:
             return {}
         result = self._call(member, *arguments)
@@ -250,7 +250,7 @@ class OwnTask:
         with self._user_code(member):
             return function(*arguments)
 
-    def _member(self, member: str, default: Any) -> Any:
+    def _get_member(self, member: str, default: Any) -> Any:
         return default if self._members[member] is None else self._members[member]
 
     def _user_code(self, member: str) -> UserCode:
@@ -258,28 +258,28 @@ class OwnTask:
 
 
 def with_metrics(task: Task, paths: Sequence[str]) -> Task:
-    """Return the task with additional metrics. Raises UsageError if an import path isn't a function."""
+    """Return a task that also reports the metrics at `paths`. Raises UsageError if an import path isn't a function."""
     return OwnTask("task", task, find_metrics(paths)) if paths else task
 
 
 def find_metrics(paths: Sequence[str]) -> dict[str, Metric]:
-    """Import metrics, and return them by import path. Raises UsageError if an import path isn't a function."""
+    """Import the metrics at `paths`. Raises UsageError if an import path isn't a function."""
     return {path: import_callable(path, "metric", f"a function ({_CONTRACT})") for path in paths}
 
 
-def metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-    """Return the sums of all metrics. Names have the path of the metric as prefix: `my.metrics:absolute/error`."""
+def compute_metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+    """Return the sums of all metrics. Names are prefixed with the import path, as in `my.metrics:absolute/error`."""
     return {
         f"{path}/{name}": value
         for path, metric in metrics.items()
-        for name, value in _sums(path, metric, outputs, batch).items()
+        for name, value in _call_metric(path, metric, outputs, batch).items()
     }
 
 
-def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], task_metrics: Figures) -> Figures:
-    """Return each sum of a metric, divided by the weight. For several losses, divide by the number of samples instead.
+def compute_metric_values(metrics: Metrics, sums: Mapping[str, Tensor], task_metrics: Figures) -> Figures:
+    """Return each sum divided by the total weight, or by the number of samples if the task has several losses.
 
-    `task_metrics` are the metrics that the task itself reports. Raises UsageError if two metrics have the same name.
+    `task_metrics` contains the metrics of the task itself. Raises UsageError if two metrics have the same name.
     """
     weight = max(int(sums.get("weight", sums.get("samples", 1))), 1)
     metric_values: Figures = {}
@@ -294,16 +294,16 @@ def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], task_metrics: F
 
 
 def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
-    """Raise UsageError if a metric doesn't return sums. For two samples, it must return the sum of their values.
+    """Raise UsageError if the values of a metric for two samples don't add up to its value for a batch of both.
 
-    If a metric were a mean, the weight of a sample would depend on the batch size. If the outputs are on the meta
-    device, metrics are tested with arbitrary values instead. A batch with fewer than two samples isn't checked.
+    If a metric were a mean, the weight of a sample would depend on the batch size. If `outputs` are on the meta device,
+    metrics are tested with arbitrary values instead. A batch with fewer than two samples isn't checked.
     """
     if length(batch) < 2:
         return
-    outputs = map_tensors(_with_values, outputs)
+    outputs = map_tensors(_copy_with_values, outputs)
     pair_sums, first_sums, second_sums = (
-        metric_sums(metrics, *(map_tensors(itemgetter(rows), structure) for structure in (outputs, batch)))
+        compute_metric_sums(metrics, *(map_tensors(itemgetter(rows), structure) for structure in (outputs, batch)))
         for rows in (slice(0, 2), slice(0, 1), slice(1, 2))
     )
     nan = torch.tensor(torch.nan)
@@ -317,12 +317,12 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
             )
 
 
-def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+def _call_metric(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Tensor]:
     with UserCode(f"metric {path}"):
         result = metric(outputs, batch)
         if not isinstance(result, Mapping):
             raise UsageError(f"metric {path}: returned {type(result).__name__}; return a mapping of names to sums")
-        # Detach the sums, because metrics are only reported and need no gradients.
+        # Detach the sums, because metrics need no gradients.
         sums = {str(name): torch.as_tensor(value).detach() for name, value in result.items()}
     if (reserved_name := first_reserved(sums, RESERVED_IN_TRAINING)) is not None:
         raise UsageError(
@@ -338,10 +338,10 @@ def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Te
     return sums
 
 
-def _with_values(tensor: Tensor) -> Tensor:
+def _copy_with_values(tensor: Tensor) -> Tensor:
     """Return a detached copy of a tensor.
 
-    For a tensor on the meta device, the copy has arbitrary values: distinct floats from 0.1 to 0.9, or zeros if the
+    If the tensor is on the meta device, the copy has arbitrary values: distinct floats from 0.1 to 0.9, or zeros if the
     dtype isn't a float.
     """
     if tensor.device.type != "meta":

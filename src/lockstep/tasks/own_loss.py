@@ -1,4 +1,4 @@
-"""Custom losses, which are functions of outputs and targets that return a sum or one value per sample."""
+"""Custom losses: functions of outputs and targets that return a sum or a value for each sample."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,11 +12,11 @@ from lockstep.errors import UsageError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-PATH_MARK: Final = ":"  # a loss name with this character is an import path
+PATH_MARK: Final = ":"  # a loss name that contains this character is an import path
 
 
 def find_own_loss(path: str) -> Loss:
-    """Import the loss function at `path`. Errors in the function are reported with its file and line."""
+    """Import the loss function at `path`. Errors in the function are reported with their file and line."""
     loss = import_callable(path, "loss", "a function of outputs and targets")
     code = UserCode(f"loss {path}")
 
@@ -29,10 +29,10 @@ def find_own_loss(path: str) -> Loss:
 
 
 def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
-    """Sum the value that a loss function returned for `outputs`.
+    """Return the sum of the value `loss` that a loss function returned for `outputs`.
 
-    The value must be a float tensor that contains a sum or one value per sample. If the outputs require a gradient, so
-    must the value. Otherwise, raises UsageError.
+    Raises UsageError unless the value is a float tensor that contains a sum or a value for each sample, and requires a
+    gradient if the outputs do.
     """
     samples = len(outputs)
     if not isinstance(loss, Tensor):
@@ -52,11 +52,11 @@ def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
     return loss.sum()
 
 
-def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
-    """Raise UsageError if `loss` returns neither a sum nor one value per sample, or if it modifies its arguments.
+def check_is_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
+    """Raise UsageError if `loss` returns neither a sum nor a value for each sample, or if it modifies its arguments.
 
-    The loss is tested with two copies of the single sample in `output` and `target`. If it were a mean, the weight of a
-    sample would depend on the size of its micro-batch.
+    The loss is tested with two copies of the sample in `output` and `target`. If it were a mean, the weight of a sample
+    would depend on the size of its micro-batch.
     """
     outputs, targets = torch.cat([output, output]), torch.cat([target, target])
     copies = outputs.clone(), targets.clone()
@@ -72,5 +72,5 @@ def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
 
 
 def is_mean(single: Tensor, pair: Tensor) -> bool:
-    """Return whether a loss is a mean, so that two equal samples have the same loss as one sample."""
+    """Return whether a loss is a mean, because two equal samples have the same loss as a single sample."""
     return bool(single != 0 and torch.isclose(pair, single))

@@ -1,4 +1,4 @@
-"""Regression of one or several numbers per sample, with squared error, absolute error, Huber loss or a custom loss."""
+"""Regression of one or more numbers per sample, with squared error, absolute error, Huber loss or a custom loss."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from lockstep.common.names import choices
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
-from lockstep.tasks.batches import parts, predictions, targets_of
+from lockstep.tasks.batches import get_targets, predictions, split_batch
 from lockstep.tasks.own_loss import PATH_MARK, Loss, find_own_loss, sum_loss
 
 LOSSES: Final = ("mse", "mae", "huber")
@@ -25,7 +25,7 @@ LOSSES: Final = ("mse", "mae", "huber")
 class Regression:
     """A task whose targets are floats of shape [n] or [n, ...].
 
-    Outputs have the same shape as the targets, except that one of the two may lack a last dim of size 1. The loss of a
+    Outputs have the same shape as the targets, but a last dim of size 1 may be missing in either of them. The loss of a
     sample is the mean over its numbers, as in torch. `delta` is the parameter of the Huber loss. The weight of a batch
     is its number of samples.
     """
@@ -36,29 +36,29 @@ class Regression:
     model_name: str = "model"
     counts_samples: ClassVar[bool] = True
     unit: ClassVar[str] = "samples"
-    fractions: ClassVar[tuple[str, ...]] = ()  # R2 can be negative
+    fractions: ClassVar[tuple[str, ...]] = ()  # R2 isn't a fraction, because it can be negative
     monitor: ClassVar[Monitor] = LOSS
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
-        return parts(batch).inputs
+        return split_batch(batch).inputs
 
     def weight(self, batch: Batch) -> int:
         """See Task."""
-        return len(targets_of(batch))
+        return len(get_targets(batch))
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
         prediction, targets = match_shapes(self.model_name, outputs, batch)
         if self.own_loss is not None:
             return sum_loss(self.own_loss(prediction, targets), prediction)
-        numbers = max(targets.numel() // max(len(targets), 1), 1)  # per sample
+        numbers = max(targets.numel() // max(len(targets), 1), 1)  # numbers per sample
         losses: dict[str, Callable[..., Tensor]]
         losses = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": partial(F.huber_loss, delta=self.delta)}
         return losses[self.loss_name](prediction, targets, reduction="sum") / numbers
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return float64 sums of errors, targets and their squares for each output, and the number of samples."""
+        """Return float64 sums of the errors, the targets and their squares for each output, and the sample count."""
         prediction, targets = (
             tensor.detach().double().flatten(1)
             for tensor in match_shapes(self.model_name, outputs, batch, columns=True)
@@ -75,7 +75,7 @@ class Regression:
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """Return the root mean squared error, the mean absolute error, and R2 averaged over the outputs."""
         counted = max(int(sums["counted"]), 1)
-        r2 = [_r2(*column) for column in zip(*_columns(sums), strict=True)]
+        r2 = [_compute_r2(*column) for column in zip(*_to_columns(sums), strict=True)]
         return {
             "rmse": math.sqrt(float(sums["squared"].mean()) / counted),
             "mae": float(sums["absolute"].mean()) / counted,
@@ -87,19 +87,19 @@ class Regression:
         return {}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return R2 and the errors of each output. Empty if there is only one output."""
+        """Return R2 and the errors of each output, or an empty dict if there is only one output."""
         counted = max(int(sums["counted"]), 1)
         if len(sums["squared"]) < 2:
             return {}
         return {
-            "r2": [_r2(*column) for column in zip(*_columns(sums), strict=True)],
+            "r2": [_compute_r2(*column) for column in zip(*_to_columns(sums), strict=True)],
             "rmse": (sums["squared"] / counted).sqrt().tolist(),
             "mae": (sums["absolute"] / counted).tolist(),
         }
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
-        targets = targets_of(batch)
+        targets = get_targets(batch)
         if not targets.is_floating_point():
             raise UsageError(
                 f"targets: expected floats, got {targets.dtype}; convert the targets, or choose a different recipe.task"
@@ -110,7 +110,7 @@ class Regression:
 
 
 def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
-    """Create the task from the options of a recipe. `loss` is mse, mae, huber or package.module:function."""
+    """Create the task from recipe options. `loss` is mse, mae, huber or package.module:function."""
     if PATH_MARK in loss:
         return Regression(own_loss=find_own_loss(loss), model_name=model)
     if loss not in LOSSES:
@@ -122,11 +122,11 @@ def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
 
 
 def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
-    """Convert outputs and targets to the same shape and dtype, which is at least float32.
+    """Return predictions and targets with the same shape and dtype, which is at least float32.
 
-    With `columns`, both results have at least two dims. Raises UsageError if the shapes don't match.
+    If `columns` is set, both have at least two dims. Raises UsageError if the shapes don't match.
     """
-    prediction, targets = predictions(outputs, model), targets_of(batch)
+    prediction, targets = predictions(outputs, model), get_targets(batch)
     if prediction.ndim == targets.ndim + 1 and prediction.shape[-1] == 1:
         prediction = prediction.squeeze(-1)
     elif targets.ndim == prediction.ndim + 1 and targets.shape[-1] == 1:
@@ -143,13 +143,13 @@ def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) 
     return (prediction[:, None], targets[:, None]) if columns and prediction.ndim == 1 else (prediction, targets)
 
 
-def _columns(sums: Mapping[str, Tensor]) -> list[list[float]]:
+def _to_columns(sums: Mapping[str, Tensor]) -> list[list[float]]:
     counted = [float(sums["counted"])] * len(sums["squared"])
     return [*(sums[name].tolist() for name in ("squared", "targets", "targets_squared")), counted]
 
 
-def _r2(squared: float, total: float, total_squared: float, counted: float) -> float:
-    """Return 1 - errors / variance. If all targets are equal, return 1 without errors and 0 otherwise."""
+def _compute_r2(squared: float, total: float, total_squared: float, counted: float) -> float:
+    """Return the coefficient of determination. If all targets are equal, it is 1 without errors, and 0 otherwise."""
     spread = total_squared - total * total / max(counted, 1.0)
     if spread <= 0:
         return float(squared == 0)

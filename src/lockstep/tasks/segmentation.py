@@ -10,10 +10,10 @@ from torch import Tensor
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Figures, Monitor, Report
-from lockstep.tasks.batches import parts, predictions, targets_of
-from lockstep.tasks.classification import SKIPPED, confusion, cross_entropy_sum
+from lockstep.tasks.batches import get_targets, predictions, split_batch
+from lockstep.tasks.classification import SKIPPED, compute_confusion, sum_cross_entropy
 
-_AUXILIARY: Final = "aux"  # the key with the outputs of the auxiliary head in torchvision's models
+_AUXILIARY: Final = "aux"  # key of the auxiliary head's outputs in torchvision models
 
 
 @final
@@ -21,8 +21,8 @@ _AUXILIARY: Final = "aux"  # the key with the outputs of the auxiliary head in t
 class Segmentation:
     """A task whose outputs have shape [n, classes, height, width]. Targets are integers of shape [n, height, width].
 
-    The weight of a batch is its number of pixels, without pixels of the class `ignore`. If the model also returns
-    outputs named `aux`, as torchvision's models do, their loss is multiplied by `auxiliary` and added.
+    The weight of a batch is its number of pixels, excluding pixels of the class `ignore`. If the model also returns
+    outputs named `aux`, as torchvision models do, their loss is multiplied by `auxiliary` and added to the loss.
     """
 
     classes: tuple[str, ...]
@@ -36,29 +36,29 @@ class Segmentation:
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
-        return parts(batch).inputs
+        return split_batch(batch).inputs
 
     def weight(self, batch: Batch) -> int:
         """See Task."""
-        return int((self._targets(batch) != SKIPPED).sum())
+        return int((self._get_targets(batch) != SKIPPED).sum())
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        targets = self._targets(batch)
-        loss = cross_entropy_sum(predictions(outputs, self.model_name), targets)
+        targets = self._get_targets(batch)
+        loss = sum_cross_entropy(predictions(outputs, self.model_name), targets)
         if self.auxiliary and isinstance(outputs, Mapping) and _AUXILIARY in outputs:
-            loss = loss + self.auxiliary * cross_entropy_sum(outputs[_AUXILIARY], targets)
+            loss = loss + self.auxiliary * sum_cross_entropy(outputs[_AUXILIARY], targets)
         return loss
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return `confusion`: int64 of shape [classes, classes], with a row per target and a column per prediction."""
-        targets, scores = self._targets(batch), predictions(outputs, self.model_name)
-        return {"confusion": confusion(targets, scores.argmax(1), scores.shape[1], targets != SKIPPED)}
+        """Return the confusion matrix as `confusion`: int64 of shape [classes (target), classes (prediction)]."""
+        targets, scores = self._get_targets(batch), predictions(outputs, self.model_name)
+        return {"confusion": compute_confusion(targets, scores.argmax(1), scores.shape[1], targets != SKIPPED)}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the mean intersection over union of all classes that occur in the data, and the pixel accuracy."""
+        """Return the intersection over union, averaged over the classes that occur, and the pixel accuracy."""
         matrix = sums["confusion"]
-        overlaps = [overlap for overlap in _overlaps(matrix) if overlap is not None]
+        overlaps = [overlap for overlap in _compute_iou(matrix) if overlap is not None]
         return {
             "miou": sum(overlaps) / max(len(overlaps), 1),
             "pixel_accuracy": int(matrix.diag().sum()) / max(int(matrix.sum()), 1),
@@ -69,14 +69,14 @@ class Segmentation:
         return {}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return the confusion matrix, and the intersection over union of each class, or None if it is undefined."""
+        """Return the confusion matrix, and the intersection over union of each class, which is None if undefined."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
-        return {"iou": dict(zip(names, _overlaps(matrix), strict=True)), "confusion": matrix.tolist()}
+        return {"iou": dict(zip(names, _compute_iou(matrix), strict=True)), "confusion": matrix.tolist()}
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
-        targets, scores = targets_of(batch), predictions(outputs, self.model_name)
+        targets, scores = get_targets(batch), predictions(outputs, self.model_name)
         expected_shape = (len(targets), len(self.classes), *targets.shape[1:])
         if targets.is_floating_point() or targets.ndim != 3:
             raise UsageError(
@@ -88,7 +88,7 @@ class Segmentation:
                 f"{self.model_name}: expected floats of shape {list(expected_shape)}, got {scores.dtype} of shape "
                 f"{list(scores.shape)}; return one value for each of {len(self.classes)} classes at each pixel"
             )
-        classes = self._targets(batch)
+        classes = self._get_targets(batch)
         invalid = classes[(classes != SKIPPED) & ((classes < 0) | (classes >= len(self.classes)))]
         if len(invalid):
             raise UsageError(
@@ -96,13 +96,13 @@ class Segmentation:
                 f"(recipe.task.ignore) for pixels that don't count"
             )
 
-    def _targets(self, batch: Batch) -> Tensor:
-        targets = targets_of(batch).long()
+    def _get_targets(self, batch: Batch) -> Tensor:
+        targets = get_targets(batch).long()
         return torch.where(targets == self.ignore, SKIPPED, targets)
 
 
 def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxiliary: float = 0.5) -> Segmentation:
-    """Create the task from the options of a recipe."""
+    """Create the task from recipe options."""
     if auxiliary < 0:
         raise UsageError(
             f"recipe.task.auxiliary: must not be negative, got {auxiliary}; use 0 to ignore the second head"
@@ -110,8 +110,8 @@ def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxili
     return Segmentation(classes, ignore, auxiliary, model)
 
 
-def _overlaps(matrix: Tensor) -> list[float | None]:
-    """Return the intersection over union of each class. It is None if the class is in no target and no prediction."""
+def _compute_iou(matrix: Tensor) -> list[float | None]:
+    """Return the intersection over union of each class, or None if a class is in no target and no prediction."""
     intersections = matrix.diag()
     unions = matrix.sum(0) + matrix.sum(1) - intersections
     return [

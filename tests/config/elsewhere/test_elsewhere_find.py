@@ -11,7 +11,7 @@ import torch
 from lockstep.config import write
 from lockstep.config.elsewhere import pycls_networks
 from lockstep.config.elsewhere.find import ImportedConfig, import_file
-from lockstep.config.elsewhere.translation import table_of
+from lockstep.config.elsewhere.translation import read_key_table
 from lockstep.core.rate import Rate
 from lockstep.errors import ConfigError, UsageError
 from lockstep.models.find import build_model
@@ -61,7 +61,7 @@ def _nested(defaults: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_each_key_is_mapped_or_named(tmp_path: Path, framework: str, changed: dict[str, Any]) -> None:
-    typed = {**table_of(framework).defaults, **changed}
+    typed = {**read_key_table(framework).defaults, **changed}
     found = imported(tmp_path, _nested(typed)).translated
     words = " ".join([*found.origins.values(), *found.notes])
     off = [key for key, value in typed.items() if not value]  # a switch that is off leads to nothing, as a path of ""

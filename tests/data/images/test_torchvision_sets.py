@@ -177,12 +177,12 @@ class Slow:
 stand_in = types.ModuleType("torchvision")
 stand_in.datasets = types.SimpleNamespace(CIFAR10=Slow)
 sys.modules["torchvision"] = stand_in
-from lockstep.data.images.torchvision_sets import torchvision_set
+from lockstep.data.images.torchvision_sets import open_torchvision_set
 
 (go / str(os.getpid())).touch()
 while len(list(go.iterdir())) < 2:
     time.sleep(0.01)
-print(len(torchvision_set("cifar10", str(root), True).train))
+print(len(open_torchvision_set("cifar10", str(root), True).train))
 """
 
 

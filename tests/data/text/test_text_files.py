@@ -100,7 +100,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing\.txt is empty; add text to it"):
         _open(tmp_path / "nothing.txt")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"no \.txt files below .*; set"):
+    with pytest.raises(UsageError, match=r"no \.txt files under .*; set"):
         _open(tmp_path / "empty")
     with pytest.raises(UsageError, match=r"cannot read .*absent: No such file"):
         _open(tmp_path / "absent")

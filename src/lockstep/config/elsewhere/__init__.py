@@ -1,1 +1,1 @@
-"""Imports configurations of other frameworks, and reports how each key was translated."""
+"""Imports configuration files of other frameworks, and reports how each key was translated."""

@@ -1,4 +1,4 @@
-"""Detects the framework of a configuration file and translates the file to a recipe."""
+"""Detects the framework of a configuration file, and translates the file to a recipe."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,21 +9,28 @@ from lockstep.common.names import suggestion
 from lockstep.config import write
 from lockstep.config.document import Document, KeyProblem, SourcePosition, format_key, locate, parse
 from lockstep.config.elsewhere import imagenet
-from lockstep.config.elsewhere.translation import KeyTable, TranslatedConfig, Translation, table_of, type_mismatch
-from lockstep.config.load import Loaded, load_text, read
+from lockstep.config.elsewhere.translation import (
+    KeyTable,
+    TranslatedConfig,
+    Translation,
+    describe_type_mismatch,
+    read_key_table,
+)
+from lockstep.config.load import Loaded, load_text, read_document
 from lockstep.config.naming import drop_obsolete_values
-from lockstep.config.overrides import OVERRIDE, apply
+from lockstep.config.overrides import OVERRIDE, apply_overrides
 from lockstep.errors import ConfigError, UsageError
 
 _LOCKSTEP_PREFIXES: Final = ("recipe.", "placement.", "run.")
 _NULL_TEXTS: Final = ("None", "none", "")
-# The first framework whose table matches the file translates it. Distribuuuu is last, because any of its keys matches.
+# The file is translated by the first framework whose key table matches. Distribuuuu is last, because it matches files
+# with any of its keys.
 _FRAMEWORKS: Final[Mapping[str, Callable[[Translation, bool], None]]] = {
-    "pycls": imagenet.pycls,
-    "distribuuuu": imagenet.distribuuuu,
+    "pycls": imagenet.translate_pycls,
+    "distribuuuu": imagenet.translate_distribuuuu,
 }
-# Libraries that can't be imported, but have a table of keys in the documentation. A file with one of these keys is for
-# the library.
+# Libraries whose files can't be imported, but whose keys are listed in the documentation. Any of these keys identifies
+# a file of the library.
 _DOCUMENTED: Final = {
     "Accelerate": ("distributed_type",),
     "the Trainer": ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "output_dir"),
@@ -33,7 +40,7 @@ _DOCUMENTED: Final = {
 @final
 @dataclass(frozen=True)
 class ImportedConfig:
-    """A translated configuration file of `framework`, with Lockstep overrides applied."""
+    """A translated configuration file of `framework`, to which Lockstep overrides have been applied."""
 
     framework: str
     file: str
@@ -53,17 +60,16 @@ class ImportedConfig:
 def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
     """Translate a configuration file of a different framework.
 
-    - `words`: Pairs KEY VALUE of the framework, and Lockstep overrides `a.b=value`.
-    - `gpus`: The number of GPUs that the file is written for. It is used if the file sets the batch size per GPU, but
-      not the number of GPUs.
+    - `words`: Command-line arguments: pairs KEY VALUE of the framework, and Lockstep overrides `a.b=value`.
+    - `gpus`: The number of GPUs that the file was written for. Only used if the file sets the batch size per GPU.
 
     Raises UsageError if the framework is unknown or a value has no counterpart. Raises ConfigError if the file can't be
     read, or if it has unknown keys or values of a wrong type.
     """
     overrides = [word for word in words if word.startswith(_LOCKSTEP_PREFIXES) and "=" in word]
-    file_values, places = _read_keys(read(file), [word for word in words if word not in overrides])
-    tables = [(table_of(name), translate) for name, translate in _FRAMEWORKS.items()]
-    table, translate = next((entry for entry in tables if entry[0].knows(file_values)), (None, None))
+    file_values, places = _read_keys(read_document(file), [word for word in words if word not in overrides])
+    tables = [(read_key_table(name), translate) for name, translate in _FRAMEWORKS.items()]
+    table, translate = next((entry for entry in tables if entry[0].matches(file_values)), (None, None))
     if table is None or translate is None:
         for library, marks in _DOCUMENTED.items():
             if any(key in file_values for key in marks):
@@ -86,9 +92,9 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
 
 
 def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
-    """Return the values and positions by dotted key, from the document of a file and from pairs `KEY VALUE`.
+    """Return values and positions by dotted key, from a configuration file and from pairs `KEY VALUE` in `words`.
 
-    The last pair of a key takes precedence, as in yacs.
+    If a key is set several times, the last pair takes precedence, as in yacs.
     """
     if len(words) % 2:
         raise UsageError(f"{words[-1]}: a key without a value; pass pairs of KEY VALUE, such as OPTIM.BASE_LR 0.1")
@@ -105,17 +111,17 @@ def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any]
     return values, places
 
 
-def _check_keys(table: KeyTable, file_values: Mapping[str, Any], places: Mapping[str, SourcePosition]) -> None:
+def _check_keys(table: KeyTable, file_values: Mapping[str, Any], positions: Mapping[str, SourcePosition]) -> None:
     """Raise ConfigError if a key is unknown to the framework, or if a value has the wrong type."""
     problems = []
     for key, value in file_values.items():
         if key not in table.defaults:
             text = f"{table.framework} has no such key{suggestion(key, table.defaults)}"
-        elif expected := type_mismatch(table.defaults[key], value):
+        elif expected := describe_type_mismatch(table.defaults[key], value):
             text = f"expected {expected}, got {write.format_value(value)}"
         else:
             continue
-        problems.append(str(KeyProblem(places[key], tuple(key.split(".")), text)))
+        problems.append(str(KeyProblem(positions[key], tuple(key.split(".")), text)))
     if problems:
         raise ConfigError(problems)
 
@@ -124,7 +130,7 @@ def _apply_overrides(translated: TranslatedConfig, overrides: Sequence[str]) -> 
     """Apply Lockstep overrides to a translated configuration."""
     places = {path: SourcePosition(translated.origins[format_key(path)]) for path, _ in write.leaves(translated.values)}
     before = Document(translated.values, {(): SourcePosition(""), **places}, [])
-    document = apply(before, overrides)
+    document = apply_overrides(before, overrides)
     if document.problems:
         raise ConfigError([str(problem) for problem in document.problems])
     drop_notes = drop_obsolete_values(before, document)

@@ -1,4 +1,4 @@
-"""Translates the keys of Distribuuuu and pycls that their tables can't translate. The frameworks share many keys."""
+"""Translates the keys of Distribuuuu and pycls that need code in addition to their key tables."""
 
 from typing import Final
 
@@ -6,14 +6,14 @@ from lockstep.config.elsewhere.pycls_networks import find_network
 from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
-_MAX_EPOCHS: Final = 10_000  # the maximum number of epochs for the policy exp, which has a milestone after each epoch
+_MAX_EPOCHS: Final = 10_000  # maximum number of epochs for policy `exp`, which has a milestone after each epoch
 _CURVES: Final = {"cos": "cosine", "lin": "linear"}
-_TORCHVISION: Final = ("resnet", "resnext", "wide_resnet", "densenet", "alexnet")  # the networks copied by Distribuuuu
-_CROP_SIZE: Final = 224  # the crop size of validation images in Distribuuuu, regardless of TRAIN.IM_SIZE
-_ROOT: Final = "pycls/datasets/data/imagenet"  # relative to the parent folder of pycls
+_TORCHVISION: Final = ("resnet", "resnext", "wide_resnet", "densenet", "alexnet")  # networks that Distribuuuu copied
+_CROP_SIZE: Final = 224  # crop size of validation images in Distribuuuu, regardless of TRAIN.IM_SIZE
+_ROOT: Final = "pycls/datasets/data/imagenet"  # relative to the folder that contains pycls
 
 
-def distribuuuu(keys: Translation, has_model_override: bool) -> None:
+def translate_distribuuuu(keys: Translation, has_model_override: bool) -> None:
     """Translate the keys that distribuuuu.yaml can't translate. TRAIN.BATCH_SIZE is the batch size per GPU."""
     arch, gpus = keys["MODEL.ARCH"], keys.gpus
     source = "lockstep" if arch == "botnet50" else "torchvision" if arch.startswith(_TORCHVISION) else "timm"
@@ -31,10 +31,14 @@ def distribuuuu(keys: Translation, has_model_override: bool) -> None:
         keys.copy("TRAIN.DATASET", "recipe.data.root")
         _translate_crops(keys)
         if keys["TRAIN.IM_SIZE"] != _CROP_SIZE:
-            keys.note(f"validation images are cropped to TRAIN.IM_SIZE in Lockstep, and to {_CROP_SIZE} in Distribuuuu")
+            keys.add_note(
+                f"validation images are cropped to TRAIN.IM_SIZE in Lockstep, and to {_CROP_SIZE} in Distribuuuu"
+            )
     batch = keys["TRAIN.BATCH_SIZE"] * gpus
     keys.set("recipe.batch", batch, f"TRAIN.BATCH_SIZE, on each of {gpus} GPUs")
-    keys.note(f"TRAIN.BATCH_SIZE is the batch size per GPU: recipe.batch is {batch} (--gpus {gpus}) for all processes")
+    keys.add_note(
+        f"TRAIN.BATCH_SIZE is the batch size per GPU: recipe.batch is {batch} (--gpus {gpus}) for all processes"
+    )
     keys.set("recipe.microbatches", gpus, "one micro-batch per GPU, because BatchNorm normalizes per GPU")
     keys.set("recipe.optimizer.name", "sgd", "its optimizer")
     keys.set("recipe.topk", [1, keys["TRAIN.TOPK"]], "TRAIN.TOPK")
@@ -43,7 +47,7 @@ def distribuuuu(keys: Translation, has_model_override: bool) -> None:
     _translate_schedule(keys)
 
 
-def pycls(keys: Translation, has_model_override: bool) -> None:
+def translate_pycls(keys: Translation, has_model_override: bool) -> None:
     """Translate the keys that pycls.yaml can't translate. TRAIN.BATCH_SIZE is the global batch size.
 
     If `has_model_override` is True, an override sets the model, and the model keys of pycls are ignored.
@@ -80,9 +84,9 @@ def pycls(keys: Translation, has_model_override: bool) -> None:
     if keys["FSDP.ENABLED"]:
         keys.set("placement.strategy", "zero3" if keys["FSDP.RESHARD_AFTER_FW"] else "zero2", "FSDP.ENABLED")
     if keys["TRAIN.PCA_STD"]:
-        keys.note("TRAIN.PCA_STD has no counterpart: colors are not jittered along their principal components")
+        keys.add_note("TRAIN.PCA_STD has no counterpart: colors are not jittered along their principal components")
     if keys["TRAIN.AUGMENT"]:
-        keys.note(f"TRAIN.AUGMENT {keys['TRAIN.AUGMENT']!r} has no counterpart: images are cropped and flipped")
+        keys.add_note(f"TRAIN.AUGMENT {keys['TRAIN.AUGMENT']!r} has no counterpart: images are cropped and flipped")
     if keys["OUT_DIR"] in (".", "/tmp"):
         keys.skip("each run has its own folder", "OUT_DIR")
     else:
@@ -90,7 +94,7 @@ def pycls(keys: Translation, has_model_override: bool) -> None:
 
 
 def _translate_crops(keys: Translation) -> None:
-    """Translate the crops of training and validation. Raises UsageError if the folders aren't named train and val."""
+    """Translate the crop settings. Raises UsageError if the dataset folders aren't named train and val."""
     keys.copy("TRAIN.IM_SIZE", "recipe.data.image_size")
     keys.copy("TEST.IM_SIZE", "recipe.data.resize_size")
     keys.set("recipe.data.augment", {"resized_crop": True, "flip": True}, "its loader")
@@ -108,9 +112,9 @@ def _translate_momentum(keys: Translation) -> None:
 
 
 def _translate_weight_decays(keys: Translation) -> None:
-    """Translate custom weight decays to parameter groups.
+    """Translate the weight decays for biases and norm layers to parameter groups.
 
-    pycls also matches parameters by name. Its weight decay for biases doesn't apply to the biases of norm layers.
+    pycls matches parameters by name too. Its weight decay for biases doesn't apply to the biases of norm layers.
     """
     norms, layers, biases = (keys[f"{section}USE_CUSTOM_WEIGHT_DECAY"] for section in ("BN.", "LN.", "OPTIM.BIAS_"))
     groups = []
@@ -128,7 +132,7 @@ def _translate_weight_decays(keys: Translation) -> None:
 
 
 def _translate_schedule(keys: Translation) -> None:
-    """Translate the epochs and the learning rate. In these frameworks, the rate is constant within an epoch."""
+    """Translate the epochs and the learning rate schedule, which only changes the rate between epochs."""
     keys.set("recipe.last_batch", "drop", "its loader")
     if not keys["TRAIN.AUTO_RESUME"]:
         keys.set("run.resume", "never", "TRAIN.AUTO_RESUME")

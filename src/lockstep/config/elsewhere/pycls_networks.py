@@ -1,4 +1,4 @@
-"""Finds the network of torchvision or timm that has the same dimensions as a network of pycls."""
+"""Finds the network in torchvision or timm with the same dimensions as a pycls network."""
 
 from typing import Final
 
@@ -6,12 +6,12 @@ from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
 _DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
-_PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # the bottleneck ratios and group widths of ResNets, with one group
-_GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # the bottleneck ratios and group widths of ResNeXts, with 32 groups
-# The ResNets and ResNeXts in torchvision. The ResNeXt in _TIMM_RESNEXT is only in timm.
+_PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # bottleneck ratios and group widths of ResNets, which have one group
+_GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # bottleneck ratios and group widths of ResNeXts, which have 32 groups
+# The ResNets and ResNeXts that torchvision has. Only timm has the ResNeXt in _TIMM_RESNEXT.
 _RESNETS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d")
 _TIMM_RESNEXT: Final = "resnext101_32x4d"
-# The strides, kernel sizes and expansion ratios of the seven stages, which are the same in all EfficientNets.
+# The strides, kernel sizes and expansion ratios of the seven stages of every EfficientNet.
 _STAGES: Final = ([1, 2, 2, 2, 1, 2, 1], [3, 3, 5, 3, 5, 5, 3], [1, 6, 6, 6, 6, 6, 6])
 # The width of the stem, the depths and widths of the stages, and the width of the head.
 _EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {
@@ -25,9 +25,9 @@ _EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {
 
 
 def find_network(keys: Translation) -> tuple[str, str]:
-    """Return the library and the name of the network that the keys describe, and set its options.
+    """Return the library and the name of the network that the keys describe. Sets the options of the model in `keys`.
 
-    Raises UsageError if no library has the network.
+    Raises UsageError if neither library has this network.
     """
     kind = keys["MODEL.TYPE"]
     library_and_name = None
@@ -37,7 +37,9 @@ def find_network(keys: Translation) -> tuple[str, str]:
         depth = keys["MODEL.DEPTH"]
         library_and_name = _find_resnet(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
         if library_and_name and depth >= 50 and keys["RESNET.STRIDE_1X1"]:
-            keys.note("the stride of a bottleneck is on its 3x3 convolution in Lockstep, and on its first 1x1 in pycls")
+            keys.add_note(
+                "the stride of a bottleneck is on its 3x3 convolution in Lockstep, and on its first 1x1 in pycls"
+            )
     elif kind == "anynet" and keys["ANYNET.STEM_TYPE"] == "res_stem_in" and not keys["ANYNET.SE_ON"]:
         depth = _DEPTHS.get(tuple(keys["ANYNET.DEPTHS"]), 0)
         shape = (keys["ANYNET.BOT_MULS"], keys["ANYNET.GROUP_WS"])
@@ -59,7 +61,7 @@ def _find_resnet(name: str) -> tuple[str, str] | None:
 
 
 def _find_regnet(keys: Translation) -> tuple[str, str] | None:
-    """Return the RegNet of timm with the same dimensions, or None. timm has the same RegNets as pycls."""
+    """Return the RegNet in timm with the same dimensions, or None."""
     from timm.models.regnet import model_cfgs
 
     dimensions = [keys[f"REGNET.{name}"] for name in ("DEPTH", "W0", "WA", "WM", "GROUP_W")]
@@ -73,7 +75,7 @@ def _find_regnet(keys: Translation) -> tuple[str, str] | None:
 
 
 def _find_efficientnet(keys: Translation) -> tuple[str, str] | None:
-    """Return the EfficientNet of timm with the same dimensions, or None."""
+    """Return the EfficientNet in timm with the same dimensions, or None."""
     stages = tuple(keys[f"EN.{name}"] for name in ("STRIDES", "KERNELS", "EXP_RATIOS"))
     dimensions = tuple(keys[f"EN.{name}"] for name in ("STEM_W", "DEPTHS", "WIDTHS", "HEAD_W"))
     if stages != _STAGES or keys["EN.SE_R"] != 0.25 or keys["MODEL.ACTIVATION_FUN"] not in ("silu", "swish"):
@@ -85,12 +87,12 @@ def _find_efficientnet(keys: Translation) -> tuple[str, str] | None:
         keys.copy("EN.DROPOUT_RATIO", "recipe.model.options.drop_rate")
     if keys["EN.DC_RATIO"]:
         keys.copy("EN.DC_RATIO", "recipe.model.options.drop_path_rate")
-        keys.note("EN.DC_RATIO is the rate of the deepest block in Lockstep, and the rate of all blocks in pycls")
+        keys.add_note("EN.DC_RATIO is the rate of the deepest block in Lockstep, and the rate of all blocks in pycls")
     return "timm", name
 
 
 def _find_vit(keys: Translation) -> tuple[str, str] | None:
-    """Return a vision transformer of timm, and set its dimensions as options. None if timm can't build it."""
+    """Return a vision transformer in timm, and set its dimensions as options. Returns None if timm can't build it."""
     if keys["VIT.STEM_TYPE"] != "patchify" or keys["VIT.CLASSIFIER_TYPE"] not in ("token", "pooled"):
         return None
     if keys["VIT.HIDDEN_DIM"] < 1:
@@ -101,7 +103,7 @@ def _find_vit(keys: Translation) -> tuple[str, str] | None:
         keys.copy(key, f"recipe.model.options.{name}")
     ratio = keys["VIT.MLP_DIM"] / keys["VIT.HIDDEN_DIM"]
     keys.set("recipe.model.options.mlp_ratio", ratio, "VIT.MLP_DIM, VIT.HIDDEN_DIM")
-    if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # pycls averages after the last norm, without a class token
+    if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # in pycls, average pooling after the last norm, without a class token
         for name, value in {"class_token": False, "global_pool": "avg", "fc_norm": False}.items():
             keys.set(f"recipe.model.options.{name}", value, "VIT.CLASSIFIER_TYPE")
     return "timm", "vit_base_patch16_224"

@@ -1,4 +1,4 @@
-"""Translates the keys of a different framework with a table and with code, and records the result for each key."""
+"""Translates the keys of another framework with a key table and with code, and records the result for each key."""
 
 import sys
 import textwrap
@@ -18,36 +18,36 @@ _WIDTH: Final = 120
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The keys of a framework, read from the YAML file of the framework in this folder. All keys are dotted.
+    """The keys of a framework and their translations, read from the framework's YAML file in this folder.
 
-    - `defaults`: All keys with their defaults. Unless the default is null, a value must have the type of the default.
+    - `defaults`: All keys with their default values. A value must have the type of the default, unless it is null.
     - `marks`: The keys that identify a file of the framework. If empty, any key of the framework identifies it.
-    - `renamed`: The current name of each key that older versions named differently.
-    - `mapped`: The Lockstep key with the same value, for each key that has one.
-    - `mapped_if_set`: Like `mapped`, but only for values that aren't empty or false.
-    - `switches`: The Lockstep values to set if a key is true.
-    - `unmapped`: The keys or key patterns that have no counterpart, by reason.
+    - `renamed`: Maps the names of keys in older versions to their current names.
+    - `mapped`: Maps keys to the Lockstep keys with the same values.
+    - `mapped_if_set`: Like `mapped`, but values that are empty or false are ignored.
+    - `switches`: Maps boolean keys to the Lockstep values to set if the key is true.
+    - `unmapped`: Maps reasons to the keys or key patterns that have no counterpart.
 
-    Keys that aren't in the table are rejected.
+    All keys are dotted. Keys that aren't in the table are rejected.
     """
 
     framework: str
     defaults: Mapping[str, Any]
     marks: Collection[str] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)  # key in an older version: current key
+    renamed: Mapping[str, str] = field(default_factory=dict)
     mapped: Mapping[str, str] = field(default_factory=dict)
     mapped_if_set: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     unmapped: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def knows(self, keys: Collection[str]) -> bool:
-        """Return whether a file with these keys is for this framework."""
+    def matches(self, keys: Collection[str]) -> bool:
+        """Return whether a file with these keys is a configuration of this framework."""
         return any(key in keys for key in self.marks or (*self.defaults, *self.renamed))
 
 
 @cache
-def table_of(framework: str) -> KeyTable:
-    """Read the table of a framework."""
+def read_key_table(framework: str) -> KeyTable:
+    """Read the key table of a framework."""
     file = Path(__file__).with_name(f"{framework}.yaml")
     table = parse(file.read_text(encoding="utf-8"), file.name).values
     defaults = {format_key(path): value for path, value in write.leaves(table["defaults"])}
@@ -59,9 +59,9 @@ class TranslatedConfig:
     """A translated configuration.
 
     - `values`: The sections recipe, placement and run.
-    - `origins`: The origin of each value by dotted key, such as the key of the framework.
-    - `unmapped`: The keys in the file that have no counterpart, with the reason for each.
-    - `notes`: Further differences between the framework and Lockstep.
+    - `origins`: Maps dotted Lockstep keys to the origin of their value, such as a key of the framework.
+    - `unmapped`: Maps keys in the file that have no counterpart to the reason.
+    - `notes`: Additional differences between the framework and Lockstep.
     """
 
     values: Mapping[str, Any]
@@ -70,23 +70,26 @@ class TranslatedConfig:
     notes: tuple[str, ...] = ()
 
     def to_yaml(self, heading: str) -> str:
-        """Return the YAML text of a recipe. Comments contain `heading`, the origin of each value, and `remarks`."""
-        lines = [*_comment(heading), *write.block(self.values, self.origins)]
-        return "\n".join([*lines, *(line for remark in self.remarks() for line in _comment(remark))]) + "\n"
+        """Return the recipe as YAML, with `heading`, the origin of each value, and `remarks` as comments."""
+        lines = [*_wrap_comment(heading), *write.block(self.values, self.origins)]
+        return "\n".join([*lines, *(line for remark in self.remarks() for line in _wrap_comment(remark))]) + "\n"
 
     def remarks(self) -> Iterator[str]:
-        """Yield a line for each reason with the keys that have no counterpart, and then the notes."""
+        """Yield lines that list the keys without a counterpart by reason, followed by the notes."""
         for reason in dict.fromkeys(self.unmapped.values()):
             keys = [key for key, key_reason in self.unmapped.items() if key_reason == reason]
             yield f"not mapped: {', '.join(keys)}: {reason}"
         yield from self.notes
 
 
-def type_mismatch(default: Any, value: Any) -> str:
-    """Return the expected type as text, or "" if the value has the type of the default. None accepts any value."""
+def describe_type_mismatch(default: Any, value: Any) -> str:
+    """Return the expected type as text, or an empty string if the value has the type of the default.
+
+    If the default is None, any value is accepted.
+    """
     if default is None or (default == "" and value is None):
         return ""
-    # The comparison with the largest float is exact for integers of any size, and False for NaN.
+    # Comparing with the largest float works for integers of any size, and is False for NaN.
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
@@ -99,18 +102,18 @@ def type_mismatch(default: Any, value: Any) -> str:
     return "" if isinstance(value, str) else "text"
 
 
-def _comment(text: str) -> list[str]:
+def _wrap_comment(text: str) -> list[str]:
     return textwrap.wrap(
-        write.printable(text), _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
+        write.to_printable(text), _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
     )
 
 
 @final
 class Translation:
-    """A translation in progress. The table translates most keys, and code translates the remaining keys.
+    """A translation in progress. Most keys are translated by the key table, and the remaining keys by code.
 
-    `file_values` are the values of a file by dotted key. `gpus` is the number of GPUs that the file is written for. If
-    neither the table nor code uses a key, this is a bug in this package, and `finish` raises AssertionError.
+    `file_values` maps the dotted keys in the file to their values. `gpus` is the number of GPUs that the file was
+    written for. If neither the table nor the code handles a key, `finish` raises AssertionError.
     """
 
     def __init__(self, table: KeyTable, file_values: Mapping[str, Any], gpus: int) -> None:
@@ -124,22 +127,22 @@ class Translation:
         self._used: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a framework key, or its default. Raises UsageError if the value has the wrong type."""
+        """Return the value or the default of a framework key. Raises UsageError if the value has the wrong type."""
         self._used.add(key)
         default = self._table.defaults.get(key)
         value = self._file_values.get(key)
         if value is None:
             return default
-        if expected := type_mismatch(default, value):
+        if expected := describe_type_mismatch(default, value):
             raise UsageError(f"{key}: expected {expected}, got {write.format_value(value)}")
         return value
 
     def __contains__(self, key: str) -> bool:
-        """Return whether the file or the command line sets a framework key."""
+        """Return whether a framework key is set in the file or on the command line."""
         return key in self._file_values
 
     def set(self, path: str, value: Any, origin: str) -> None:
-        """Set the dotted Lockstep key `path`. `origin` is a description of the source of its value."""
+        """Set the dotted Lockstep key `path`. `origin` describes where the value comes from."""
         *sections, name = path.split(".")
         section = self._values
         for key in sections:
@@ -154,21 +157,22 @@ class Translation:
         self.set(path, self[key], key)
 
     def skip(self, reason: str, *keys: str) -> None:
-        """Record the reason why framework keys or key patterns have no counterpart. The first reason of a key is kept.
+        """Record the reason why framework keys or key patterns have no counterpart.
 
-        `finish` ignores the reason if the key appears in the origin of a value, because it has a counterpart then.
+        If a key has several reasons, the first reason is kept. `finish` ignores the reason if the key has a counterpart
+        after all, because it appears in the origin of a value.
         """
         for key in {**self._table.defaults, **self._file_values}:
             if any(fnmatchcase(key, pattern) for pattern in keys):
                 self._used.add(key)
                 self._unmapped.setdefault(key, reason)
 
-    def note(self, text: str) -> None:
-        """Record a further difference between the framework and Lockstep."""
+    def add_note(self, text: str) -> None:
+        """Record an additional difference between the framework and Lockstep."""
         self._notes.append(text)
 
     def copy_mapped_keys(self) -> None:
-        """Translate all keys that have a counterpart in the table."""
+        """Translate all keys that the key table maps to Lockstep keys."""
         for key, path in self._table.mapped.items():
             if self[key] is not None:
                 self.copy(key, path)
@@ -180,7 +184,7 @@ class Translation:
                 self.set(path, value, key)
 
     def finish(self) -> TranslatedConfig:
-        """Return the translated configuration. Keys without a counterpart get their reasons from the table."""
+        """Return the translated configuration. Reasons for keys without a counterpart are added from the table."""
         for reason, keys in self._table.unmapped.items():
             self.skip(reason, *keys)
         unused = [key for key in {**self._table.defaults, **self._file_values} if key not in self._used]

@@ -35,10 +35,10 @@ def random_crop(height: int, width: int, scale: tuple[float, float], draws: Sequ
         if 0 < crop_height <= height and 0 < crop_width <= width:
             top, left = int(draws[-2] * (height - crop_height + 1)), int(draws[-1] * (width - crop_width + 1))
             return Box(top, left, crop_height, crop_width)
-    return _central_box(height, width)
+    return _fit_center_box(height, width)
 
 
-def _central_box(height: int, width: int) -> Box:
+def _fit_center_box(height: int, width: int) -> Box:
     crop_height, crop_width = height, width
     if width / height < _RATIOS[0]:
         crop_height = round(width / _RATIOS[0])

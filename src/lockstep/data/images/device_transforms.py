@@ -39,10 +39,10 @@ class ImageTransforms:
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise UsageError if samples of `shape` don't support these transforms."""
-        if errors := list(self._unsupported_settings(shape)):
+        if errors := list(self._find_unsupported_settings(shape)):
             raise UsageError("\n".join(errors))
 
-    def _unsupported_settings(self, shape: tuple[int, ...]) -> Iterator[str]:
+    def _find_unsupported_settings(self, shape: tuple[int, ...]) -> Iterator[str]:
         is_image = len(shape) == 3
         if not is_image and (self.crop_padding or self.flip):
             yield (

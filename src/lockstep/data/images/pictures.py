@@ -16,7 +16,7 @@ from lockstep.data.images.crops import NUM_DRAWS, center_crop, random_crop, resi
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.request import FILES_SIZE, DataRequest
 from lockstep.errors import DataError
-from lockstep.tasks.classification import SKIPPED, skip_mask
+from lockstep.tasks.classification import SKIPPED, compute_skip_mask
 from lockstep.tasks.facts import facts
 
 _MEAN: Final = (0.485, 0.456, 0.406)  # ImageNet mean of each channel
@@ -60,7 +60,7 @@ def make_image_dataset(
         train=PictureSplit(train, replace(settings, scale=scale)),
         validation=None if validation is None else PictureSplit(validation, settings),
         files=(train.name, (validation or train).name),
-        skipped=skip_mask,
+        skipped=compute_skip_mask,
         facts=facts(classes, (3, settings.size, settings.size), _MEAN, _STD),
     )
 

@@ -37,7 +37,7 @@ def write_archives(split: PictureSplit, folder: Path, part: str, shorter: int | 
                 if archive is None or archive.offset >= ARCHIVE_BYTES:
                     stack.close()
                     archive = stack.enter_context(tarfile.open(next(names), "w"))
-                name = _member_name(index, split.name(index))
+                name = _make_member_name(index, split.name(index))
                 _add_member(archive, f"{name}.ppm", content)
                 _add_member(archive, f"{name}.cls", str(split.target(index)).encode())
                 yield index + 1
@@ -53,7 +53,7 @@ def _encode_image(split: PictureSplit, index: int, shorter: int | None) -> bytes
     return encode_ppm(picture)
 
 
-def _member_name(index: int, name: str) -> str:
+def _make_member_name(index: int, name: str) -> str:
     """Return the name of an image in the archive, without suffix: its index and its original name."""
     stem = Path(name).stem.replace(".", "_")
     return (

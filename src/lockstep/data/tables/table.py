@@ -20,7 +20,7 @@ from lockstep.data.tables.columns import check_input_column, fit_column, get_col
 from lockstep.data.tables.files import read_table, select_same_columns
 from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
-from lockstep.tasks.classification import skip_mask
+from lockstep.tasks.classification import compute_skip_mask
 
 if TYPE_CHECKING:
     import pyarrow
@@ -103,7 +103,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         train=parts[0],
         validation=parts[1] if len(parts) > 1 else None,
         facts=facts,
-        skipped=None if classes is None else skip_mask,
+        skipped=None if classes is None else compute_skip_mask,
         name=lambda number: f"row {rows[number]}",
         warnings=tuple(_find_scale_warnings(targets, scales)),
         question=question,

@@ -37,7 +37,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows
 from lockstep.parallel.weights import fp32_parameters
-from lockstep.tasks.base import MicroBatch, MicroBatches, Note
+from lockstep.tasks.base import MicroBatch, MicroBatches, TensorRecorder
 
 # The maximum number of pending communications while the backward pass continues. They correspond to about two units,
 # whose full gradients stay in memory.
@@ -160,7 +160,7 @@ class _ShardSums:
     units: Sequence[str]
     chunks: int
     model: Sharded = field(init=False)  # calls `receive`
-    _note: Note | None = field(default=None, init=False)
+    _note: TensorRecorder | None = field(default=None, init=False)
     _last: MicroBatch | None = field(default=None, init=False)
     _incomplete: deque[int] = field(default_factory=deque, init=False)
     _leaves: int = field(default=0, init=False)
