@@ -9,7 +9,7 @@ from lockstep.config.load import load
 from lockstep.errors import UsageError
 from lockstep.parallel.numerics import Numerics
 from lockstep.setup.build import setup
-from lockstep.setup.checks import check_kernels, check_placement, cuda_refusals
+from lockstep.setup.checks import check_kernels, check_placement, find_cuda_refusals
 from lockstep.setup.resolved import resolve
 
 MODEL = """
@@ -48,7 +48,7 @@ def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatc
 def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("digits", []).config
     ready = setup(config.recipe)
-    assert cuda_refusals(ready) == []
+    assert find_cuda_refusals(ready) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(UsageError, match="NVIDIA_TF32_OVERRIDE"):
@@ -60,16 +60,16 @@ def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.Mon
     [
         (
             ["placement.strategy=pipeline", "placement.processes=2"],
-            "strategy pipeline does not run the forwards of a step together",
+            "strategy pipeline does not run the forward passes of all micro-batches together",
         ),
         (
             ["placement.strategy={name: mesh, pipe: 2}", "placement.processes=2"],
-            "use strategy single, ddp or zero1, or zero2, zero3 or hsdp with 4 processes",
+            "use strategy single, ddp or zero1, or use zero2, zero3 or hsdp with 4 processes",
         ),
         (["placement.strategy=zero3", "placement.processes=2"], "2 processes share 4 micro-batches; use 4 processes"),
         (["placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4"], ""),
         (["placement.strategy=zero1", "placement.processes=3"], ""),
-        (["recipe.compile=true"], "cannot wait for other forwards .* set recipe.compile=false"),
+        (["recipe.compile=true"], "cannot wait for other forward passes.* set recipe.compile=false"),
         (["recipe.model.chunks=2"], "unset recipe.model.chunks"),
         (["placement.recompute=full"], "unset placement.recompute"),
     ],

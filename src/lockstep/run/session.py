@@ -113,7 +113,7 @@ def _make_stall_detector(rendezvous: Rendezvous, placement: Placement, device: t
         rank = next(iter(detector.late), info.rank)
         text = report.replace("for other ranks", f"for rank {rank}", 1) if detector.late else report
         host = rendezvous.hosts[rank] if rank < len(rendezvous.hosts) else rendezvous.rank_log.host
-        rendezvous.end_run(Failure(rank, info.size, host, text, time=time.time()))
+        rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
 
     report_stall = end_run if placement.on_stall == "end" else rendezvous.rank_log.notice
     # With NCCL, the device waits for the other ranks instead of this thread.

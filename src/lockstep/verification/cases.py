@@ -33,7 +33,7 @@ from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.checks import check_cut, check_placement
 from lockstep.setup.chunk_check import check_chunks, check_sequence_chunks
 from lockstep.setup.prepare import check
-from lockstep.setup.resolved import Resolved, resolve
+from lockstep.setup.resolved import ResolvedConfig, resolve
 from lockstep.setup.user_code import import_paths
 from lockstep.strategies import names
 from lockstep.verification import trace
@@ -71,7 +71,7 @@ _EVALUATED_BATCHES: Final = 4  # number of full validation batches; a short batc
 class VerifyCase:
     """A placement to verify. `reason` is the reason why the placement isn't possible, or empty if it is possible."""
 
-    resolved: Resolved
+    resolved: ResolvedConfig
     reason: str = ""
 
     @property
@@ -247,7 +247,7 @@ def _check_case(case: VerifyCase, setup: Setup) -> VerifyCase:
     return case
 
 
-def _check_exactness(resolved: Resolved) -> None:
+def _check_exactness(resolved: ResolvedConfig) -> None:
     """Raise UsageError if the results of a strategy don't even closely match those of a single process."""
     if resolved.strategy.traits.exactness == "none":
         raise UsageError(
