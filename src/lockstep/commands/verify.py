@@ -22,7 +22,10 @@ _MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a termin
 
 @click.command("verify", cls=ScriptCommand)
 @click.argument(
-    "arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]... | SCRIPT [ARGUMENT]...", shell_complete=_completion.words
+    "arguments",
+    nargs=-1,
+    metavar="[RECIPE] [KEY=VALUE]... | SCRIPT [ARGUMENT]...",
+    shell_complete=_completion.complete_arguments,
 )
 @click.option(
     "--processes", type=click.IntRange(1), multiple=True, help="Number of processes for SCRIPT. Can be repeated."
@@ -59,7 +62,7 @@ def command(
     if arguments and arguments[0].endswith(".py"):
         counts = processes or ((1, 2, 3, 4) if everything else (1, 2))
         raise SystemExit(
-            _script(Path(arguments[0]), arguments[1:], counts, strategies, steps, None if no_resume else seed)
+            _verify_script(Path(arguments[0]), arguments[1:], counts, strategies, steps, None if no_resume else seed)
         )
     if processes or strategies:
         raise UsageError(
@@ -72,7 +75,7 @@ def command(
     from lockstep.config.load import load, split
 
     loaded = load(*split(arguments))
-    _recipe.tell_notes(loaded)
+    _recipe.print_notes(loaded)
 
     from rich.console import Console
 
@@ -93,7 +96,7 @@ def command(
     raise SystemExit(EXIT_DONE if verification.agree else EXIT_VERIFICATION)
 
 
-def _script(
+def _verify_script(
     path: Path,
     arguments: tuple[str, ...],
     counts: tuple[int, ...],
