@@ -175,11 +175,11 @@ def gpu(as_json: bool, arguments: tuple[str, ...]) -> None:
     """
     from lockstep.checkup.cards import gpu_findings, look_at_cards
     from lockstep.config.load import load, split
-    from lockstep.setup.build import setup
+    from lockstep.setup.build import build_setup
     from lockstep.setup.checks import find_cuda_refusals
 
     recipe = load(*split(arguments)).config.recipe if arguments else None
-    refusals = None if recipe is None else [str(refusal) for refusal in find_cuda_refusals(setup(recipe))]
+    refusals = None if recipe is None else [str(refusal) for refusal in find_cuda_refusals(build_setup(recipe))]
     precision = recipe.precision if recipe else "fp32"
     start, evidence = time.monotonic(), look_at_cards()
     report = _show_local_report("GPUs", as_json, start, gpu_findings(evidence, precision, refusals), asdict(evidence))

@@ -106,7 +106,7 @@ def _verify_script(
 ) -> int:
     """Compare placements of a custom training loop, and return the exit code."""
     from lockstep.strategies import names
-    from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, script
+    from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, make_script_runner
 
     if not path.is_file():
         raise UsageError(f"{path}: not found; pass a script that calls lockstep.join, or a recipe")
@@ -121,7 +121,9 @@ def _verify_script(
         if strategy not in names() and ":" not in strategy:
             raise UsageError(f"--strategy {strategy}: no such strategy{choices(strategy, names())}")
     rows = []
-    for row in check_placements(script(path, arguments), counts, strategies or STRATEGIES, steps, seed=seed):
+    for row in check_placements(
+        make_script_runner(path, arguments), counts, strategies or STRATEGIES, steps, seed=seed
+    ):
         click.echo(printable(row.line))
         rows.append(row)
     check_compared(rows)

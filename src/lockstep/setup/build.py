@@ -165,7 +165,7 @@ def tuning_of(recipe: Recipe) -> Tuning:
     return Tuning(lora, recipe.model.freeze, recipe.batchnorm == "frozen")
 
 
-def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
+def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
     """Open the dataset of a recipe, check its model, loss and optimizer, and return the setup.
 
     `first` are the initial weights, if they don't come from the seed (setup/first_weights.py). If the recipe contains a

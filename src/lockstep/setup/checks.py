@@ -195,6 +195,7 @@ def _check_updates(
     factories: Iterable[Callable[..., Optimizer]],
     dtypes: Collection[torch.dtype | None],
 ) -> bool:
+    """Check how the strategy runs the optimizer on shards, and return whether the optimizer needs full tensors."""
     traits = resolved.strategy.traits
     if not (traits.cuts_rows or chunked):
         return False

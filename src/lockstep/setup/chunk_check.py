@@ -34,14 +34,14 @@ ADVICE: Final = (
 # Maximum difference relative to the largest magnitude. Summing chunks in a different order causes much smaller
 # differences, and computing a different function causes much larger differences.
 _BOUNDS: Final = {torch.float64: 2.0**-30, torch.float32: 2.0**-10}
-QUICKLY: Final = {torch.float32: 2.0**-10}
+_QUICK_BOUNDS: Final = {torch.float32: 2.0**-10}
 _SAMPLES: Final = 2
 _POSITIONS: Final = 64  # maximum length of integer sequences in a quick comparison
 LARGEST: Final = 250_000_000  # maximum number of parameters, because a comparison copies the model twice
 
 T = TypeVar("T")
 Bounds = Mapping[torch.dtype, float]
-Departure = tuple[str, float]  # name of the part that differs, and the relative difference
+Departure = tuple[str, float]  # the name of the module or value that differs, and the relative difference
 
 
 def check_plan(ready: Setup) -> list[str]:
@@ -58,15 +58,18 @@ def check_plan(ready: Setup) -> list[str]:
             f"{parameters:,} parameters twice; run `lockstep verify` to compare them"
         ]
     try:
-        check_chunks(ready, quickly=True)
-        check_sequence_chunks(ready, QUICKLY)
+        check_chunks(ready, quick=True)
+        check_sequence_chunks(ready, _QUICK_BOUNDS)
     except VerificationError as error:
         raise UsageError(str(error)) from None
     return []
 
 
-def check_chunks(ready: Setup, quickly: bool = False) -> None:
-    """Raise VerificationError if splitting the recipe's model into feature chunks changes its outputs."""
+def check_chunks(ready: Setup, quick: bool = False) -> None:
+    """Raise VerificationError if splitting the recipe's model into feature chunks changes its outputs.
+
+    If `quick` is set, the comparison only uses a part of the inputs, in float32.
+    """
     config = ready.recipe.model
     if config.chunks == 1:
         return
@@ -75,7 +78,7 @@ def check_chunks(ready: Setup, quickly: bool = False) -> None:
         _, batch = examples(ready.recipe, ready.data)
         inputs = ready.task.inputs(repeat_samples(batch, _SAMPLES))
         cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
-        departure = (quick_departure if quickly else find_chunk_difference)(full_model, cut_features, inputs)
+        departure = (quick_departure if quick else find_chunk_difference)(full_model, cut_features, inputs)
     if departure:
         raise VerificationError(f"recipe.model.plan: {describe(departure, config.chunks)}; {ADVICE}")
 
@@ -155,10 +158,10 @@ def quick_departure(
 
     for select in (shortened_samples, first_samples):
         try:
-            return find_chunk_difference(full_model, cut_features, map_tensors(select, inputs), run, QUICKLY)
+            return find_chunk_difference(full_model, cut_features, map_tensors(select, inputs), run, _QUICK_BOUNDS)
         except Exception:  # a user's model may raise any exception
             continue
-    return find_chunk_difference(full_model, cut_features, inputs, run, QUICKLY)
+    return find_chunk_difference(full_model, cut_features, inputs, run, _QUICK_BOUNDS)
 
 
 def find_chunk_difference(
@@ -178,14 +181,14 @@ def find_chunk_difference(
         for parameter in full_model.parameters():
             if parameter.is_floating_point() and not parameter.any():
                 parameter.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
-    in_chunks = copy.deepcopy(full_model)
-    cut_features(in_chunks)
-    return find_feature_difference(full_model, in_chunks, inputs, run, bounds)
+    chunked_model = copy.deepcopy(full_model)
+    cut_features(chunked_model)
+    return find_feature_difference(full_model, chunked_model, inputs, run, bounds)
 
 
 def find_feature_difference(
     full_model: nn.Module,
-    in_chunks: nn.Module,
+    chunked_model: nn.Module,
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
@@ -195,16 +198,16 @@ def find_feature_difference(
     The name is empty if only the outputs of the full model differ. Returns None if all outputs agree. `run` calls a
     model with the inputs.
     """
-    names = [*region_names(in_chunks), ""]
+    names = [*region_names(chunked_model), ""]
 
     def compare(batch: T) -> Iterator[Departure]:
         whole_outputs, chunk_outputs = (
-            _outputs(partial(run, model, batch), model, names) for model in (full_model, in_chunks)
+            _collect_outputs(partial(run, model, batch), model, names) for model in (full_model, chunked_model)
         )
         for name, outputs in whole_outputs.items():
-            yield name, max(map(_distance, outputs, chunk_outputs[name]), default=0.0)
+            yield name, max(map(_relative_difference, outputs, chunk_outputs[name]), default=0.0)
 
-    return _first_beyond_bound((full_model, in_chunks), inputs, compare, bounds)
+    return _find_first_difference((full_model, chunked_model), inputs, compare, bounds)
 
 
 def _split_no_features(_: nn.Module) -> dict[str, Chunked]:
@@ -224,16 +227,16 @@ def find_sequence_difference(
 
     `cut_features` splits a copy of the model into feature chunks in place, and returns the layouts of its parameters.
     """
-    in_chunks = copy.deepcopy(full_model)
-    chunked = cut_features(in_chunks)
+    chunked_model = copy.deepcopy(full_model)
+    chunked = cut_features(chunked_model)
 
     def compare(sample_batch: Batch) -> Iterator[Departure]:
         whole_loss = sum_of_losses(task.loss(call(full_model, task.inputs(sample_batch)), sample_batch))
         loss, gradients = _loss_and_gradients(full_model, whole_loss)
         chunk_loss, chunk_gradients = _loss_and_gradients(
-            in_chunks, torch.stack(compute_chunk_losses(in_chunks, task, sample_batch, chunks)).sum()
+            chunked_model, torch.stack(compute_chunk_losses(chunked_model, task, sample_batch, chunks)).sum()
         )
-        yield "the loss", _distance(loss, chunk_loss)
+        yield "the loss", _relative_difference(loss, chunk_loss)
         # Use the same scale for all gradients. If a gradient is zero except for rounding errors, such as the gradient
         # of a key bias, its own magnitude isn't a meaningful scale.
         scale = torch.stack([values.abs().max() for values in gradients.values()]).max()
@@ -241,13 +244,13 @@ def find_sequence_difference(
             expected = chunked[name].to_rows(gradient) if name in chunked else gradient
             yield (
                 f"the gradient of {name}",
-                _distance(expected, chunk_gradients.get(name, torch.zeros_like(expected)), scale),
+                _relative_difference(expected, chunk_gradients.get(name, torch.zeros_like(expected)), scale),
             )
 
-    return _first_beyond_bound((full_model, in_chunks), batch, compare, bounds)
+    return _find_first_difference((full_model, chunked_model), batch, compare, bounds)
 
 
-def _first_beyond_bound(
+def _find_first_difference(
     models: Sequence[nn.Module], batch: T, compare: Callable[[T], Iterable[Departure]], bounds: Bounds
 ) -> Departure | None:
     """Return the first difference above the bound of the first dtype in `bounds` that the kernels support."""
@@ -264,7 +267,7 @@ def _first_beyond_bound(
     return None
 
 
-def _outputs(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
+def _collect_outputs(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
     """Call `run`, and return the outputs of each named module in the order of its calls."""
     outputs: dict[str, list[Tensor]] = {}
     hooks = [model.get_submodule(name).register_forward_hook(partial(_record_outputs, outputs, name)) for name in names]
@@ -288,7 +291,7 @@ def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[st
     return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}
 
 
-def _distance(expected: Tensor, actual: Tensor, scale: Tensor | None = None) -> float:
+def _relative_difference(expected: Tensor, actual: Tensor, scale: Tensor | None = None) -> float:
     """Return the largest difference relative to `scale`, or to the largest magnitude of `expected`."""
     if expected.shape != actual.shape:
         return float("inf")

@@ -64,6 +64,7 @@ def _first_readable(split: Split) -> int:
 
 
 def repeat_samples(batch: Batch, samples: int) -> Batch:
+    """Return a batch of `samples` samples, which repeats the samples of `batch`."""
     return map_tensors(lambda tensor: tensor[torch.arange(samples) % len(tensor)], batch)
 
 

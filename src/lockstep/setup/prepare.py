@@ -12,7 +12,7 @@ from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import RunConfig
-from lockstep.setup.build import Setup, setup
+from lockstep.setup.build import Setup, build_setup
 from lockstep.setup.checks import check_cut, check_kernels, check_placement
 from lockstep.setup.first_weights import InitialWeights, load_first_weights
 from lockstep.setup.resolved import ResolvedConfig, resolve
@@ -112,7 +112,7 @@ def prepare(loaded: Loaded, processes: int | None = None, *, training: bool = Tr
 
 def open_recipe(loaded: Loaded, first: InitialWeights | None, *, training: bool = True) -> Setup:
     """Open the dataset of a recipe, check its model and optimizer regardless of the placement, and return the setup."""
-    ready = setup(loaded.config.recipe, first)
+    ready = build_setup(loaded.config.recipe, first)
     check_initial_weights(ready)
     check_kernels(loaded.config.placement, ready, training=training)
     return ready

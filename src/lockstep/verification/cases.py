@@ -64,7 +64,7 @@ _NEUTRAL_SETTINGS: Final = {
     "workers": 0,
 }  # settings that don't change the results
 _MAX_PROCESSES: Final = 4  # maximum number of processes with --all
-_EVALUATED_BATCHES: Final = 4  # number of full validation batches; a short batch follows
+_EVALUATED_BATCHES: Final = 4  # number of full validation batches to evaluate, followed by a smaller batch
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def select_steps(steps: Steps, count: int) -> tuple[int, ...]:
     return (*range(count - 1), max(count - 1, last))
 
 
-def save_point(job: TraceJob) -> int:
+def choose_save_point(job: TraceJob) -> int:
     """Return the number of steps after which a case saves its state, so that a different case can resume from it.
 
     This is half of the steps. For a compiled model, it is all steps except the last step, which may have a smaller
@@ -268,7 +268,7 @@ class _Comparison:
         self._report_progress = report_progress
         self._setup = setup
         self._launched = 0
-        self._save_point = save_point(job)
+        self._save_point = choose_save_point(job)
         self._probe_result = ProbeResult()
 
     def run_probe(self) -> ProbeResult:
@@ -409,7 +409,7 @@ class _Comparison:
             is_reproducible,
             hash_seed,
             distance,
-            _verify_command(self._job.resolved.loaded, case),
+            _format_verify_command(self._job.resolved.loaded, case),
         )
         return Mismatch(
             step=first.step,
@@ -479,7 +479,7 @@ class _Comparison:
         return outcome
 
 
-def _verify_command(loaded: Loaded, case: VerifyCase) -> str:
+def _format_verify_command(loaded: Loaded, case: VerifyCase) -> str:
     """Return the command that verifies only this placement."""
     strategy = f"placement.strategy={case.resolved.strategy_name}"
     command = ["lockstep", "verify", loaded.name, strategy, f"placement.processes={case.processes}"]
