@@ -90,7 +90,7 @@ def _list_choices(key: str) -> Sequence[str]:
     kind = field.annotation if field else None
     if kind is bool or bool in get_args(kind):
         return ["true", "false"]
-    kinds = (kind, *get_args(kind))  # either built-in names, or an import path
+    kinds = (kind, *get_args(kind))  # the annotation may be a union of built-in names and an import path
     return [value for annotation in kinds for value in get_args(annotation) if isinstance(value, str)]
 
 

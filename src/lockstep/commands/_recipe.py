@@ -29,7 +29,7 @@ def load_from_arguments(arguments: Sequence[str], cfg: str | None, gpus: int | N
 
 
 def print_notes(loaded: Loaded) -> None:
-    """Print a note for each value that was removed because an override replaced the section that contains it."""
+    """Print notes about values that overrides removed, and about keys that have no effect."""
     for note in loaded.notes:
         click.echo(printable(f"note: {note}"), err=True)
 

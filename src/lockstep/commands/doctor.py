@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.checkup.report import CheckupReport
     from lockstep.ranks.rendezvous import Rendezvous
 
-_WIDTH = 120  # width of the output if it isn't a terminal
+_WIDTH = 120  # maximum line length if the output isn't a terminal
 
 
 @click.group("doctor", invoke_without_command=True)

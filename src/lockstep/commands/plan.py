@@ -74,7 +74,7 @@ def write_placement(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> 
     from lockstep.config.edit import set_values
     from lockstep.training.checkpoint import durable
 
-    file = file.resolve()  # so that a symbolic link isn't replaced
+    file = file.resolve()  # if `file` is a symbolic link, replace its target instead of the link
     mode = file.stat().st_mode
     with os_error_as(UsageError, f"--write: cannot write to {file}"):
         text = set_values(

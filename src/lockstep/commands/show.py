@@ -18,7 +18,7 @@ from lockstep.setup.schedule import find_rate
 @click.argument("recipe", shell_complete=_completion.complete_arguments)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.complete_overrides)
 def command(recipe: str, overrides: tuple[str, ...]) -> None:
-    """Print the configuration of RECIPE, each value with its origin, and the numbers that follow from it.
+    """Print the configuration of RECIPE, each value with its origin, and the values that are derived from it.
 
     With strategy deepspeed, it also prints DeepSpeed's configuration.
 

@@ -1,6 +1,6 @@
 """Train a recipe on any number of processes.
 
-The recipe determines the numbers. The number of processes and the launcher only change the time.
+The recipe determines the resulting weights. The number of processes and the launcher only affect the training time.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def command(
     digits. Overrides are dotted: placement.processes=3 placement.strategy=ddp
 
     Or compare placements of SCRIPT.py, which calls lockstep.join. Options of verify come before the script, and the
-    words after it are passed to the script: lockstep verify --steps 6 train.py --epochs 1. Placements default to 1 and
-    2 processes (1 to 4 with --all) with ddp, zero1, zero2 and zero3. One of the placements is stopped after a step that
-    --seed chooses, and resumed on another placement.
+    arguments after it are passed to the script: lockstep verify --steps 6 train.py --epochs 1. Placements default to 1
+    and 2 processes (1 to 4 with --all) with ddp, zero1, zero2 and zero3. One of the runs is stopped after a step that
+    --seed determines, and resumed on a different placement.
     """
     if arguments and arguments[0].endswith(".py"):
         counts = processes or ((1, 2, 3, 4) if everything else (1, 2))
