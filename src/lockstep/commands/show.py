@@ -1,4 +1,4 @@
-"""Print the configuration of a recipe as it will run, and the values that are derived from it."""
+"""Print a recipe as it will run, and the values that are derived from it."""
 
 from collections import Counter
 from collections.abc import Iterator
