@@ -116,7 +116,7 @@ class LoopState:
         """
         excluded_ids, priorities = self._placed_object_ids(), {}
         for name, value in self._variables.items():
-            kind = _classify_variable(value, excluded_ids)
+            kind = _find_priority(value, excluded_ids)
             is_unused = (
                 kind != _TENSOR
                 and isinstance(value, _ACCUMULATOR_TYPES)
@@ -205,7 +205,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _classify_variable(value: Any, excluded_ids: Collection[int]) -> int:
+def _find_priority(value: Any, excluded_ids: Collection[int]) -> int:
     if _is_metric(value):
         return _METRIC
     if find_tensors(value, excluded_ids):
