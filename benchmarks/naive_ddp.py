@@ -69,7 +69,7 @@ from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.examples import transforms_of
 from lockstep.setup.first_weights import load_first_weights
 from lockstep.setup.prepare import PreparedRun, open_recipe
-from lockstep.setup.resolved import Resolved, resolve
+from lockstep.setup.resolved import ResolvedConfig, resolve
 from lockstep.setup.resume import check_recipe
 from lockstep.setup.schedule import find_rate
 from lockstep.training.checkpoint.store import weights_sha256
@@ -191,7 +191,9 @@ def _prepare(loaded: Loaded) -> PreparedRun:
     return PreparedRun(resolved, ready)
 
 
-def _on_rank(resolved: Resolved, folder: Path, also: Sink, prepared: PreparedRun | None, rendezvous: Rendezvous) -> int:
+def _on_rank(
+    resolved: ResolvedConfig, folder: Path, also: Sink, prepared: PreparedRun | None, rendezvous: Rendezvous
+) -> int:
     prepared = prepared or _prepare(resolved.loaded)  # none in a spawned process: see on_ranks
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
         script = NaiveDDP(prepared.ready, world, resolved.run.log_every)

@@ -107,9 +107,9 @@ class Shell(click.Group):
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
-            from lockstep.commands._overrides import as_override
+            from lockstep.commands._overrides import suggest_override
 
-            raise as_override(error) from None
+            raise suggest_override(error) from None
         except LockstepError as error:
             error = find_loader_error(error) or error  # a dead loader process may surface as a different error
             click.echo(printable(error.told), err=True)

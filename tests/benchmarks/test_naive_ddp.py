@@ -18,7 +18,7 @@ from benchmarks import naive_ddp
 from lockstep.config.load import load
 from lockstep.core import random
 from lockstep.data.base import Request
-from lockstep.setup.build import Setup, setup
+from lockstep.setup.build import Setup, build_setup
 from lockstep.setup.examples import transforms_of
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
@@ -104,7 +104,7 @@ def test_it_computes_and_prints_what_the_script_by_hand_does(tmp_path: Path, env
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path)
     assert [*found] == ["single on 1", "usual script on 1", "usual script on 2"]
-    ready = setup(load(RECIPE[0], list(RECIPE[1:])).config.recipe)
+    ready = build_setup(load(RECIPE[0], list(RECIPE[1:])).config.recipe)
     for ranks in (1, 2):
         row = found[f"usual script on {ranks}"]
         expected = by_hand(ready, ranks)

@@ -268,13 +268,13 @@ def _import_what_commands_import() -> None:
 
     from lockstep.config.load import load
     from lockstep.run import training  # noqa: F401
-    from lockstep.setup.build import setup
+    from lockstep.setup.build import build_setup
 
     torch.set_num_threads(1)
     # Torch's tracer makes a bar that nobody sees, with a lock that Python 3.14 frees when a process ends; a forked
     # command ends at once.
     tqdm.tqdm.set_lock(threading.RLock())
-    setup(load("digits").config.recipe)
+    build_setup(load("digits").config.recipe)
 
 
 def _run(request: dict[str, Any]) -> NoReturn:

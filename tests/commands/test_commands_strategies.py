@@ -23,11 +23,11 @@ def test_piped_every_strategy_has_a_paragraph():
 @pytest.mark.parametrize("name", names())
 def test_the_words_are_the_strategys_own(name):
     traits = import_module(f"lockstep.strategies.{name}").Strategy().traits
-    assert listing.row(name) == (name, traits.cuts, traits.exactness, traits.needs, traits.communication)
+    assert listing.make_row(name) == (name, traits.cuts, traits.exactness, traits.needs, traits.communication)
 
 
 def test_on_a_terminal_the_table_holds_the_same_names(capsys):
-    listing.print_table([listing.row(name) for name in names()])
+    listing.print_table([listing.make_row(name) for name in names()])
     printed = capsys.readouterr().out
     assert all(name in printed for name in names())
 

@@ -19,7 +19,7 @@ from lockstep.models.find import build_model
 from lockstep.probe import findings as causes
 from lockstep.probe import first_look as looking
 from lockstep.probe.first_look import check_in_background, is_part_of_lockstep, is_plain
-from lockstep.setup.build import Setup, setup
+from lockstep.setup.build import Setup, build_setup
 from lockstep.tasks.facts import facts
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -35,7 +35,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ready(*overrides: str) -> Setup:
-    return setup(load("digits", ["recipe.batch=16", *overrides]).config.recipe)
+    return build_setup(load("digits", ["recipe.batch=16", *overrides]).config.recipe)
 
 
 def culprits(setup: Setup) -> list[str]:

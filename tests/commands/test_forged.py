@@ -22,7 +22,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import LockstepError
 from lockstep.parallel.engine import Engine
 from lockstep.run.checkpoints import engine_state
-from lockstep.setup.build import Setup, setup
+from lockstep.setup.build import Setup, build_setup
 from lockstep.setup.data_facts import model_facts
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun
@@ -56,7 +56,7 @@ def loaded() -> Any:
 
 @pytest.fixture(scope="module")
 def ready(loaded: Any) -> Setup:
-    return setup(loaded.config.recipe)
+    return build_setup(loaded.config.recipe)
 
 
 def engine(ready: Setup, loaded: Any) -> tuple[Engine, Loader]:
@@ -122,7 +122,7 @@ def test_what_is_genuine_resumes_under_every_kind_of_optimizer(tmp_path: Path, o
     loaded = load_text(text, "recipe.yaml", "recipe", ["recipe.optimizer.lr=0.01"])
     model = "forging:matrices" if optimizer == "muon" else loaded.config.recipe.model.name
     loaded = load_text(text, "recipe.yaml", "recipe", ["recipe.optimizer.lr=0.01", f"recipe.model.name={model}"])
-    ready = setup(loaded.config.recipe)
+    ready = build_setup(loaded.config.recipe)
     path = save(ready, loaded, tmp_path)
     found = store.read(path)
     state = resume_state(path, found, ready)

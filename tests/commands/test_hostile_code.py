@@ -16,7 +16,7 @@ from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.ranks.external import alone
 from lockstep.run.events import evaluation_event
-from lockstep.setup.build import setup
+from lockstep.setup.build import build_setup
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resolved import resolve
@@ -83,7 +83,7 @@ def train(folder: Path, code: str) -> None:
     loss = "cross_entropy" if "loss" not in code else "M:loss"
     words = ["recipe.model={name: 'M:net'}", "recipe.data={name: 'M:data'}", f"recipe.loss={{name: '{loss}'}}"]
     resolved = resolve(load("digits", [*words, "recipe.batch=4", "recipe.microbatches=2", "recipe.epochs=1"]), 1)
-    ready = setup(resolved.recipe)
+    ready = build_setup(resolved.recipe)
     world = open_world(alone(), torch.device("cpu"))
     engine, loader = start_engine(PreparedRun(resolved, ready), world)
     for step, microbatches in islice(loader.training(0), 3):

@@ -17,14 +17,14 @@ def test_piped_it_is_plain_text_with_a_line_for_each_recipe():
 
 
 def test_every_recipe_begins_with_its_description():
-    rows = [recipes.row(each) for each in list_shipped_recipes().values()]
+    rows = [recipes.make_row(each) for each in list_shipped_recipes().values()]
     assert all(row.description for row in rows)
 
 
 @pytest.mark.parametrize("columns", [30, 60, 80, 140])
 def test_a_narrow_terminal_gets_whole_words(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    recipes.print_table([recipes.row(each) for each in list_shipped_recipes().values()])
+    recipes.print_table([recipes.make_row(each) for each in list_shipped_recipes().values()])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     said = " ".join(" ".join(lines).split())

@@ -4,7 +4,7 @@ import pytest
 from conftest import invoke
 from forked import imported
 
-from lockstep.commands.show import consequences
+from lockstep.commands.show import derived_values
 from lockstep.config.load import load
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -46,7 +46,7 @@ def test_it_does_not_import_torch(tmp_path):
 
 
 def follows(name, *overrides):
-    return dict(consequences(load(name, overrides).config.recipe))
+    return dict(derived_values(load(name, overrides).config.recipe))
 
 
 def test_digits():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.commands.show import consequences
+from lockstep.commands.show import derived_values
 from lockstep.config import strategy_name
 from lockstep.config.base import values
 from lockstep.config.load import comparable, differences, load, load_text, split, to_yaml
@@ -85,7 +85,7 @@ def test_absurd_values_are_refused_or_planned_with(value):
     assert "recipe.optimizer.lr.value" in keys
     for key in keys:
         with suppress(LockstepError):
-            list(consequences(load("digits", [f"{key}={value}"]).config.recipe))
+            list(derived_values(load("digits", [f"{key}={value}"]).config.recipe))
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from lockstep.core.shard import local_tensor
 from lockstep.parallel.engine import State
 from lockstep.parallel.offloaded import Offloaded
 from lockstep.parallel.optimizer_step import gradient
-from lockstep.setup.build import setup
+from lockstep.setup.build import build_setup
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resolved import resolve
@@ -45,7 +45,7 @@ def _trained(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Train some steps; return all tensors of the state and what waited in all steps but the first."""
     loaded = load("digits", [*BASE, *overrides, f"placement.strategy={strategy}"])
-    ready = setup(loaded.config.recipe)
+    ready = build_setup(loaded.config.recipe)
     engine, loader = start_engine(PreparedRun(resolve(loaded, world.size), ready), world)
     steps = loader.training(0)
     for number in range(STEPS):
@@ -113,7 +113,7 @@ def test_skipping_steps_waits_once_in_each() -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_a_real_card() -> None:
     loaded = load("digits", [*BASE, "placement.strategy=single"])
-    ready = setup(loaded.config.recipe)
+    ready = build_setup(loaded.config.recipe)
     world = World(RankInfo(0, 1, 0, 1, "test"), DEVICE)
     engine, loader = start_engine(PreparedRun(resolve(loaded, world.size), ready), world)
     steps = loader.training(0)

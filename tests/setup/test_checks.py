@@ -8,8 +8,8 @@ import torch
 from lockstep.config.load import load
 from lockstep.errors import UsageError
 from lockstep.parallel.numerics import Numerics
-from lockstep.setup.build import setup
-from lockstep.setup.checks import check_kernels, check_placement, cuda_refusals
+from lockstep.setup.build import build_setup
+from lockstep.setup.checks import check_kernels, check_placement, find_cuda_refusals
 from lockstep.setup.resolved import resolve
 
 MODEL = """
@@ -36,7 +36,7 @@ def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatc
     for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "PYTORCH_TUNABLEOP_ENABLED"):
         monkeypatch.delenv(name, raising=False)
     config = load("digits", [pooled]).config
-    ready = setup(config.recipe)
+    ready = build_setup(config.recipe)
     check_kernels(config.placement, ready)  # there is no card
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match=r"its_pools:pooled: .* on CUDA:\n  1 \(AdaptiveAvgPool2d\) uses .*backward"):
@@ -47,8 +47,8 @@ def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("digits", []).config
-    ready = setup(config.recipe)
-    assert cuda_refusals(ready) == []
+    ready = build_setup(config.recipe)
+    assert find_cuda_refusals(ready) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(UsageError, match="NVIDIA_TF32_OVERRIDE"):
@@ -60,16 +60,16 @@ def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.Mon
     [
         (
             ["placement.strategy=pipeline", "placement.processes=2"],
-            "strategy pipeline does not run the forwards of a step together",
+            "strategy pipeline does not run the forward passes of all micro-batches together",
         ),
         (
             ["placement.strategy={name: mesh, pipe: 2}", "placement.processes=2"],
-            "use strategy single, ddp or zero1, or zero2, zero3 or hsdp with 4 processes",
+            "use strategy single, ddp or zero1, or use zero2, zero3 or hsdp with 4 processes",
         ),
         (["placement.strategy=zero3", "placement.processes=2"], "2 processes share 4 micro-batches; use 4 processes"),
         (["placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4"], ""),
         (["placement.strategy=zero1", "placement.processes=3"], ""),
-        (["recipe.compile=true"], "cannot wait for other forwards .* set recipe.compile=false"),
+        (["recipe.compile=true"], "cannot wait for other forward passes.* set recipe.compile=false"),
         (["recipe.model.chunks=2"], "unset recipe.model.chunks"),
         (["placement.recompute=full"], "unset placement.recompute"),
     ],
@@ -95,9 +95,9 @@ def test_torchs_own_sync_layers_are_taken_over_where_that_is_asked_for(pooled: s
     recipe = load("digits", [pooled.replace("pooled", "synced"), f"recipe.batchnorm={asked}"]).config.recipe
     if text:
         with pytest.raises(UsageError, match=text):
-            setup(recipe)
+            build_setup(recipe)
     else:
-        assert Numerics(setup(recipe).recipe).sync_batchnorm is (asked == "sync")
+        assert Numerics(build_setup(recipe).recipe).sync_batchnorm is (asked == "sync")
 
 
 def test_a_model_without_batchnorm_cannot_sync_or_freeze_it(pooled: str) -> None:
@@ -106,7 +106,7 @@ def test_a_model_without_batchnorm_cannot_sync_or_freeze_it(pooled: str) -> None
         "frozen": "no BatchNorm layer; remove the key",
     }.items():
         with pytest.raises(UsageError, match=text):
-            setup(load("digits", [pooled, f"recipe.batchnorm={asked}"]).config.recipe)
+            build_setup(load("digits", [pooled, f"recipe.batchnorm={asked}"]).config.recipe)
 
 
 def test_one_sample_in_each_micro_batch_is_enough_where_the_step_has_more(pooled: str) -> None:
@@ -117,6 +117,6 @@ def test_one_sample_in_each_micro_batch_is_enough_where_the_step_has_more(pooled
         "recipe.batch=4",
         "recipe.microbatches=4",
     ]
-    assert setup(load("digits", few).config.recipe).warnings == ()
-    warned = setup(load("digits", [*few[:3], "recipe.batch=2", "recipe.microbatches=2"]).config.recipe).warnings
+    assert build_setup(load("digits", few).config.recipe).warnings == ()
+    warned = build_setup(load("digits", [*few[:3], "recipe.batch=2", "recipe.microbatches=2"]).config.recipe).warnings
     assert "BatchNorm normalizes over a step, which has only 2 samples" in warned[0]

@@ -19,9 +19,9 @@ from lockstep.setup.build import Setup
 from lockstep.setup.chunk_check import (
     check_plan,
     check_saved,
-    feature_departure,
+    find_feature_difference,
+    find_sequence_difference,
     quick_departure,
-    sequence_departure,
 )
 from lockstep.setup.prepare import prepare
 from lockstep.tasks.language import Language
@@ -40,11 +40,11 @@ def _gpt(plan: dict[str, str]) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("plan", [{}, {"*.tokens": "vocab", "head": "vocab"}])
 def test_a_right_plan_agrees(plan: dict[str, str]) -> None:
-    assert feature_departure(*_gpt(plan), (IDS[:, :8],)) is None
+    assert find_feature_difference(*_gpt(plan), (IDS[:, :8],)) is None
 
 
 def test_heads_that_were_forgotten_are_found_where_they_are() -> None:
-    found = feature_departure(*_gpt({"blocks.1.attention": "whole"}), (IDS[:, :8],))
+    found = find_feature_difference(*_gpt({"blocks.1.attention": "whole"}), (IDS[:, :8],))
     assert found[0] == "blocks.1.attention"
     assert found[1] > 1e-3
 
@@ -69,7 +69,7 @@ def test_what_float64_cannot_be_tried_in_is_tried_in_float32(normed: bool) -> No
     whole = OnlySingle(normed)
     in_chunks = copy.deepcopy(whole)
     cut_into_chunks(in_chunks, {"up": "colwise", "down": "rowwise"}, 2)
-    found = feature_departure(whole, in_chunks, (torch.randn(5, 6),))
+    found = find_feature_difference(whole, in_chunks, (torch.randn(5, 6),))
     assert (found is not None) == normed
 
 
@@ -110,20 +110,20 @@ def _model(fault: str, narrow: bool = False) -> nn.Module:
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_what_is_right_agrees(narrow: bool) -> None:
-    assert sequence_departure(_model("", narrow), Language(), IDS, 2) is None
+    assert find_sequence_difference(_model("", narrow), Language(), IDS, 2) is None
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_ours_agrees(positions: str) -> None:
     model = gpt(vocabulary=20, context=16, layers=2, heads=4, width=32, positions=positions)  # type: ignore[arg-type]
-    assert sequence_departure(model.eval(), Language(), IDS, 4) is None
+    assert find_sequence_difference(model.eval(), Language(), IDS, 4) is None
 
 
 @pytest.mark.parametrize(("parts", "what"), [(3, None), (1, "the loss")])
 def test_what_a_plan_does_wrong_in_chunks_of_both_kinds_is_found(parts: int, what: str | None) -> None:
     model = gpt(vocabulary=20, context=16, layers=2, heads=4, width=32).eval()
     plan = {**built_in_plan(model), "blocks.1.attention.queries_keys_values": f"colwise:{parts}"}
-    found = sequence_departure(model, Language(), IDS, 2, partial(cut_into_chunks, plan=plan, count=2))
+    found = find_sequence_difference(model, Language(), IDS, 2, partial(cut_into_chunks, plan=plan, count=2))
     assert (found and found[0]) == what
 
 
@@ -133,7 +133,7 @@ def test_what_a_plan_does_wrong_in_chunks_of_both_kinds_is_found(parts: int, wha
     [("convolves", "the loss"), ("ignores", "the loss"), ("shifts", "the gradient of table.weight")],
 )
 def test_what_mixes_positions_is_found(fault: str, what: str, narrow: bool) -> None:
-    found = sequence_departure(_model(fault, narrow), Language(), IDS, 2)
+    found = find_sequence_difference(_model(fault, narrow), Language(), IDS, 2)
     assert found[0] == what
     assert found[1] > 1e-3
 

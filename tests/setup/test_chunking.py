@@ -46,7 +46,7 @@ def test_models_that_can_be_cut_are_taken() -> None:
 @pytest.mark.parametrize(
     ("build", "chunks", "problem"),
     [
-        (partial(nn.Embedding, 20, 20), 2, "the forward of model net has no argument position_ids"),
+        (partial(nn.Embedding, 20, 20), 2, "the forward method of model net has no argument position_ids"),
         (partial(gpt, vocabulary=20, context=16, layers=1, heads=4, width=16), 8, "8 does not divide the 4 heads"),
         (partial(gpt, vocabulary=20, context=16, layers=1, heads=4, width=16), 3, "sequences of 16 tokens cannot be"),
         (

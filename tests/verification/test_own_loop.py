@@ -15,7 +15,7 @@ from torch import nn
 
 import lockstep
 from lockstep.probe.witness import CLOCK, RANK
-from lockstep.verification.own_loop import _describe_loop_cause, check_placements, script
+from lockstep.verification.own_loop import _describe_loop_cause, check_placements, make_script_runner
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
 
@@ -118,7 +118,7 @@ def test_a_function_without_a_run_is_refused():
 def test_a_script_is_a_function_with_arguments(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import sys, loops\nloops.training(epochs=int(sys.argv[1]))\n")
-    [row] = lockstep.verify(script(file, ["1"]), processes=(2,), strategies=("ddp",), seed=None)
+    [row] = lockstep.verify(make_script_runner(file, ["1"]), processes=(2,), strategies=("ddp",), seed=None)
     assert row.line == "ddp on 2: identical, 3 steps"
 
 

@@ -1,6 +1,6 @@
-"""Shell completion of recipes, configuration keys and values. This module is fast because it doesn't import torch.
+"""Shell completion of recipes, configuration keys and values. To be fast, this module doesn't import torch.
 
-bash splits `key=value` into three arguments. zsh and fish pass `key=value` as a single argument.
+bash passes `key=value` as three arguments, and zsh and fish pass it as a single argument.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Final, get_args
 import click
 from click.shell_completion import CompletionItem
 
-# Common values of some keys. Listing all values of these keys would require slow imports.
+# Common values of keys whose complete list of values would require slow imports.
 _COMMON_VALUES: Final = {
     "recipe.model": ("digits_convnet", "botnet50", "resnet18", "resnet50"),
     "recipe.optimizer": ("sgd", "adamw", "lars", "lamb"),
@@ -19,41 +19,41 @@ _COMMON_VALUES: Final = {
 _PATH_KEYS: Final = ("run.dir", "run.resume", "recipe.data.root")
 
 
-def file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete files and folders in the first argument, and keys and values in all other arguments."""
+def complete_file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete files and folders in the first argument, and KEY=VALUE in all following arguments."""
     if ctx.params.get(param.name or ""):
-        return overrides(ctx, param, incomplete)
+        return complete_overrides(ctx, param, incomplete)
     return click.Path().shell_complete(ctx, param, incomplete)
 
 
-def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_arguments(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete [RECIPE] [KEY=VALUE]..."""
-    items = overrides(ctx, param, incomplete)
+    items = complete_overrides(ctx, param, incomplete)
     if ctx.params.get(param.name or "") or "=" in incomplete:
         return items
     from lockstep.config.shipped import list_shipped_recipes
 
-    # The shell adds file names to these completions. The item of type `file` must come first.
+    # The item of type `file` makes the shell add file names to the completions. It must come first.
     recipes = [CompletionItem(name) for name in list_shipped_recipes() if name.startswith(incomplete)]
     return [CompletionItem(incomplete, type="file"), *recipes, *(items if incomplete else ())]
 
 
-def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete KEY=VALUE."""
     typed = list(ctx.params.get(param.name or "") or ()) if param.nargs == -1 else []
     key, equals, prefix = incomplete.partition("=")
     if equals:
-        return [CompletionItem(f"{key}={value}") for value in _values(key, prefix)]
-    keys = list(_keys())
+        return [CompletionItem(f"{key}={value}") for value in _list_values(key, prefix)]
+    keys = list(_iter_keys())
     if typed[1:] and typed[-1] == "=":
-        return [CompletionItem(value) for value in _values(typed[-2], incomplete)]
+        return [CompletionItem(value) for value in _list_values(typed[-2], incomplete)]
     if typed and typed[-1] in keys and not incomplete:  # the cursor is directly after the =
-        return [CompletionItem(value) for value in _values(typed[-1], "")]
+        return [CompletionItem(value) for value in _list_values(typed[-1], "")]
     return [CompletionItem(f"{name}=") for name in keys if name.startswith(incomplete)]
 
 
-def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the keys that have a value, and the sections that can be set by a name."""
+def _iter_keys(path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the keys below the section at `path` that take a value, including sections that can be set to a name."""
     from lockstep.config.overrides import SHORTHAND
     from lockstep.config.wording import section_at
 
@@ -62,17 +62,17 @@ def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
         subpath = (*path, name)
         if section_at(subpath) is None or subpath in SHORTHAND:
             yield ".".join(subpath)
-        yield from _keys(subpath)
+        yield from _iter_keys(subpath)
 
 
-def _values(key: str, prefix: str) -> list[str]:
-    """Return the values that start with `prefix`, if the key has a finite set of values."""
+def _list_values(key: str, prefix: str) -> list[str]:
+    """Return the values of a key that start with `prefix`. Return [] if its values can't be listed."""
     if key in _PATH_KEYS:
-        return list(_files(prefix))
-    return [value for value in _choices(key.removesuffix(".name")) if value.startswith(prefix)]
+        return list(_iter_paths(prefix))
+    return [value for value in _list_choices(key.removesuffix(".name")) if value.startswith(prefix)]
 
 
-def _choices(key: str) -> Sequence[str]:
+def _list_choices(key: str) -> Sequence[str]:
     from lockstep.config.placement import FASTEST
     from lockstep.config.wording import field_at, section_at
     from lockstep.strategies import names
@@ -90,11 +90,11 @@ def _choices(key: str) -> Sequence[str]:
     kind = field.annotation if field else None
     if kind is bool or bool in get_args(kind):
         return ["true", "false"]
-    kinds = (kind, *get_args(kind))  # either built-in names, or an import path
+    kinds = (kind, *get_args(kind))  # the annotation may be a union of built-in names and an import path
     return [value for annotation in kinds for value in get_args(annotation) if isinstance(value, str)]
 
 
-def _files(prefix: str) -> Iterator[str]:
+def _iter_paths(prefix: str) -> Iterator[str]:
     folder, slash, name = prefix.rpartition("/")
     try:
         entries = sorted(os.scandir(f"{folder}{slash}" or "."), key=lambda entry: entry.name)

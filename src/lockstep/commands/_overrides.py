@@ -1,4 +1,4 @@
-"""Separates overrides from files in command-line arguments."""
+"""Separates configuration overrides from all other command-line arguments."""
 
 import re
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ _OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return the overrides, such as `placement.device=cpu`, and the remaining arguments. The order is preserved."""
+    """Return the overrides, such as `placement.device=cpu`, and the remaining arguments, both in their order."""
     overrides = tuple(argument for argument in arguments if _OVERRIDE.match(argument))
     return overrides, [argument for argument in arguments if argument not in overrides]
 
 
-def as_override(error: click.NoSuchOption) -> click.UsageError:
-    """Return a clearer error if an unknown option is an override with dashes or the name of a key.
+def suggest_override(error: click.NoSuchOption) -> click.UsageError:
+    """Return an error that suggests an override, if the unknown option is named like a configuration key.
 
     Otherwise, returns `error`.
     """

@@ -1,4 +1,4 @@
-"""Loads the configuration that a command line specifies, and prints notes about it. Slow imports are lazy."""
+"""Loads the configuration that a command line specifies, and prints notes and progress."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
 
-def load_words(arguments: Sequence[str], cfg: str | None, gpus: int | None, world_size: int | None) -> Loaded:
-    """Return the configuration of `[RECIPE] [KEY=VALUE]...` or, if set, of `cfg`, a file of a different framework."""
+def load_from_arguments(arguments: Sequence[str], cfg: str | None, gpus: int | None, world_size: int | None) -> Loaded:
+    """Return the configuration for the command-line arguments `[RECIPE] [KEY=VALUE]...`.
+
+    If `cfg` is set, it is a configuration file of another framework, and `arguments` override its values.
+    """
     if cfg is None:
         from lockstep.config.load import load, split
 
@@ -25,19 +28,19 @@ def load_words(arguments: Sequence[str], cfg: str | None, gpus: int | None, worl
     return import_recipe(cfg, arguments, gpus, world_size).load()
 
 
-def tell_notes(loaded: Loaded) -> None:
-    """Print the values that an override removed in addition to the value that it set."""
+def print_notes(loaded: Loaded) -> None:
+    """Print notes about values that overrides removed, and about keys that have no effect."""
     for note in loaded.notes:
         click.echo(printable(f"note: {note}"), err=True)
 
 
-def tell_tenth(done: int, total: int, text: str) -> None:
-    """Print `text` after each tenth of a long task."""
+def print_tenths(done: int, total: int, text: str) -> None:
+    """Print `text` if item number `done` of `total` completes a tenth of the items."""
     if done * 10 // total > (done - 1) * 10 // total:
         click.echo(text, err=True)
 
 
-def tell_measuring(text: str) -> None:
-    """If stderr is a terminal, print `text`, which describes the current measurement."""
+def print_measurement(text: str) -> None:
+    """Print a description of the current measurement, if stderr is a terminal."""
     if sys.stderr.isatty():
         click.echo(f"... {text}", err=True)

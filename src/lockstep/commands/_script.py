@@ -1,4 +1,4 @@
-"""A command whose arguments may start with a script. The arguments after the script are passed to the script."""
+"""A click command that takes a script, and passes the arguments after the script to the script."""
 
 from collections.abc import Sequence
 from typing import final
@@ -17,7 +17,7 @@ class ScriptCommand(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse only the options before a script. Removes a `--` directly before or after the script."""
+        """Parse only the options before a script, and remove a `--` directly before or after the script."""
         command_line = self._script_command_line(ctx, args)
         if not command_line or not starts_script(command_line):
             return super().parse_args(ctx, args)
@@ -30,7 +30,7 @@ class ScriptCommand(click.Command):
         return super().parse_args(ctx, [*options, "--", script, *arguments])
 
     def _script_command_line(self, ctx: click.Context, args: list[str]) -> Sequence[str]:
-        """Return the arguments, starting with the first that is neither an option nor the value of an option."""
+        """Return all arguments from the first one that is neither an option nor the value of an option."""
         parser = self.make_parser(ctx)
         parser.allow_interspersed_args = False
         try:
@@ -39,11 +39,11 @@ class ScriptCommand(click.Command):
             return ()
         [argument] = [parameter for parameter in self.params if isinstance(parameter, click.Argument)]
         command_line = parsed.get(argument.name or "")
-        return command_line if isinstance(command_line, tuple) else ()  # without arguments, click uses a sentinel
+        return command_line if isinstance(command_line, tuple) else ()  # click returns a sentinel without arguments
 
 
 def starts_script(command_line: Sequence[str]) -> bool:
-    """Return whether a command line starts with a Python script or with Python."""
+    """Return whether a command line starts with a Python script or the Python interpreter."""
     first = command_line[0].rpartition("/")[2]
     return first.endswith(".py") or first in _INTERPRETERS
 

@@ -1,7 +1,7 @@
 """Train a recipe under several placements, and compare time, memory and bits.
 
-Exits with code 0 if all runs succeed, with code 1 if a run fails, and with code 3 if the weights of a run are not those
-of one process although its strategy promises the same bits.
+Exits with code 0 if all runs succeed, with code 1 if a run fails, and with code 3 if a run has different weights than
+the run on one process although its strategy promises the same bits.
 """
 
 import shlex
@@ -17,7 +17,7 @@ from lockstep.launchers import check_alone
 
 
 @click.command("compare")
-@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.complete_arguments)
 @click.option("--placements", default="ddp", show_default=True, help="Strategies, such as ddp,zero3,pipeline.")
 @click.option("--processes", default="1,2", show_default=True, help="Numbers of processes, such as 1,2,4.")
 @click.option("--also", multiple=True, metavar="KEY=VALUE", help="Also train with this override. Can be repeated.")
@@ -77,7 +77,7 @@ def command(
     if png:
         check_png()
     plans = plan_runs(request)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the run is saved and all processes end
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as on Ctrl-C, save the run and end all processes
     try:
         with Display(sys.stderr) as display:
             comparison = run_all(plans, display.show)

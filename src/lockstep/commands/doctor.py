@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.checkup.report import CheckupReport
     from lockstep.ranks.rendezvous import Rendezvous
 
-_WIDTH = 120  # width of the output if it isn't a terminal
+_WIDTH = 120  # maximum line length if the output isn't a terminal
 
 
 @click.group("doctor", invoke_without_command=True)
@@ -66,20 +66,20 @@ def command(
     from lockstep.checkup.rank import CheckupRequest
 
     request = CheckupRequest(device)
-    raise SystemExit(_check_up(request, partial(_show, as_json), processes, rendezvous, timeout))
+    raise SystemExit(_start_checkup(request, partial(_show, as_json), processes, rendezvous, timeout))
 
 
-def _check_up(
+def _start_checkup(
     request: CheckupRequest,
     show: Callable[[CheckupReport], None],
     processes: int | None,
     rendezvous: str,
     timeout_s: float,
 ) -> int:
-    """Run the check-up and return the exit code, which is 4 if there is a problem.
+    """Run the check-up on all ranks, and return the exit code, which is 4 if there is a problem.
 
-    Rank 0 passes the report to `show`. Without a launcher, this starts `processes` processes on this host. A rank that
-    a launcher started waits for the other ranks at `rendezvous`.
+    Rank 0 passes the report to `show`. Without a launcher, `processes` ranks are started on this host. A rank that was
+    started by a launcher waits for the other ranks at `rendezvous`.
     """
     from lockstep.checkup.rank import LOST_AFTER_S
     from lockstep.config.placement import Placement
@@ -94,25 +94,27 @@ def _check_up(
     )
 
     if info is None:
-        return on_ranks(partial(_work, request, show), None, placement, processes or 1)
+        return on_ranks(partial(_run_checkup, request, show), None, placement, processes or 1)
 
-    def check_and_work() -> tuple[Placement, Work]:
+    def prepare_work() -> tuple[Placement, Work]:
         if processes not in (None, info.size):
             raise UsageError(
                 f"--processes: got {processes}, but {info.launcher} started {info.size}; remove --processes"
             )
-        return placement, partial(_work, request, show, None)
+        return placement, partial(_run_checkup, request, show, None)
 
-    return run_launched_rank(info, [f"placement.rendezvous={rendezvous}"], check_and_work)
+    return run_launched_rank(info, [f"placement.rendezvous={rendezvous}"], prepare_work)
 
 
-def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _setup: None, rendezvous: Rendezvous) -> int:
+def _run_checkup(
+    request: CheckupRequest, show: Callable[[CheckupReport], None], _setup: None, rendezvous: Rendezvous
+) -> int:
     from lockstep.checkup.rank import run_checkup
 
     report = run_checkup(request, rendezvous)
     if report is not None:
         show(report)
-    # All ranks use the same exit code, because a launcher may return the exit code of any rank.
+    # All ranks exit with the same code, because a launcher may return the exit code of any rank.
     problem = report is not None and report.level == "problem"
     return EXIT_PREFLIGHT if rendezvous.tell("problem" if problem else "") else EXIT_DONE
 
@@ -134,10 +136,10 @@ def _show(as_json: bool, report: CheckupReport) -> None:
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def _show_here(
+def _show_local_report(
     title: str, as_json: bool, start: float, findings: Sequence[Finding], facts: dict[str, Any]
 ) -> CheckupReport:
-    """Show and return a report about this process only. `start` is the start time of the check-up."""
+    """Print and return a report about this process only. `start` is the time at which the check-up started."""
     from lockstep.checkup.report import CheckupReport
 
     seconds = time.monotonic() - start
@@ -158,7 +160,7 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
     from lockstep.checkup.launch import launch_findings
 
     start = time.monotonic()
-    report = _show_here("launch", as_json, start, *launch_findings(os.environ, rendezvous, device))
+    report = _show_local_report("launch", as_json, start, *launch_findings(os.environ, rendezvous, device))
     raise SystemExit(EXIT_USAGE if report.level == "problem" else EXIT_DONE)
 
 
@@ -173,12 +175,12 @@ def gpu(as_json: bool, arguments: tuple[str, ...]) -> None:
     """
     from lockstep.checkup.cards import gpu_findings, query_gpus
     from lockstep.config.load import load, split
-    from lockstep.setup.build import setup
-    from lockstep.setup.checks import cuda_refusals
+    from lockstep.setup.build import build_setup
+    from lockstep.setup.checks import find_cuda_refusals
 
     recipe = load(*split(arguments)).config.recipe if arguments else None
-    refusals = None if recipe is None else [str(refusal) for refusal in cuda_refusals(setup(recipe))]
+    refusals = None if recipe is None else [str(refusal) for refusal in find_cuda_refusals(build_setup(recipe))]
     precision = recipe.precision if recipe else "fp32"
     start, evidence = time.monotonic(), query_gpus()
-    report = _show_here("GPUs", as_json, start, gpu_findings(evidence, precision, refusals), asdict(evidence))
+    report = _show_local_report("GPUs", as_json, start, gpu_findings(evidence, precision, refusals), asdict(evidence))
     raise SystemExit(EXIT_USAGE if refusals else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @click.command("eval")
 @click.argument(
-    "arguments", nargs=-1, metavar="CHECKPOINT | RECIPE [KEY=VALUE]...", shell_complete=_completion.file_first
+    "arguments", nargs=-1, metavar="CHECKPOINT | RECIPE [KEY=VALUE]...", shell_complete=_completion.complete_file_first
 )
-@click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
+@click.option("--trust", is_flag=True, help="Run user code that the checkpoint's recipe references.")
 @click.option("--cfg", metavar="FILE", help="Instead of CHECKPOINT: a configuration of another framework with weights.")
 def command(arguments: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     """Evaluate CHECKPOINT: a run folder (its newest checkpoint), or a checkpoint such as runs/a/checkpoints/best.
@@ -28,10 +28,10 @@ def command(arguments: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     name of a shipped recipe, its initial weights are evaluated: recipe.model.weights=FILE, or
     recipe.model.pretrained=true.
 
-    Overrides are dotted: placement.processes=4 recipe.data.root=/data. Code that a checkpoint's recipe names, such as
-    recipe.model.name: my.nets:net, only runs if an override also names it, or with --trust.
+    Overrides are dotted: placement.processes=4 recipe.data.root=/data. User code that a checkpoint's recipe references,
+    such as recipe.model.name: my.nets:net, only runs if an override also references it, or with --trust.
     """
-    info = detect_rank()  # before the imports below, which take seconds
+    info = detect_rank()  # called first, because the imports below take seconds
 
     from lockstep.run import evaluation
     from lockstep.run.start import run_launched_rank
@@ -39,15 +39,15 @@ def command(arguments: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     if not arguments and cfg is None:
         raise click.UsageError("Missing argument 'CHECKPOINT'.")
     if cfg is not None or _is_recipe(arguments[0]):
-        loaded = _recipe.load_words(arguments, cfg, None, None if info is None else info.size)
+        loaded = _recipe.load_from_arguments(arguments, cfg, None, None if info is None else info.size)
         if info is None:
-            raise SystemExit(evaluation.evaluate_weights(loaded, _tell))
-        raise SystemExit(run_launched_rank(info, arguments, lambda: evaluation.weights_as_rank(loaded, _tell)))
+            raise SystemExit(evaluation.evaluate_weights(loaded, _print_result))
+        raise SystemExit(run_launched_rank(info, arguments, lambda: evaluation.weights_as_rank(loaded, _print_result)))
     request = evaluation.EvalRequest(arguments[0], arguments[1:], trust)
     if info is None:
-        raise SystemExit(evaluation.evaluate_here(request, _tell))
+        raise SystemExit(evaluation.evaluate_here(request, _print_result))
     raise SystemExit(
-        run_launched_rank(info, arguments[1:], lambda: evaluation.evaluation_as_rank(request, info, _tell))
+        run_launched_rank(info, arguments[1:], lambda: evaluation.evaluation_as_rank(request, info, _print_result))
     )
 
 
@@ -57,7 +57,7 @@ def _is_recipe(argument: str) -> bool:
     return argument.endswith((".yaml", ".yml")) or (argument in list_shipped_recipes() and not Path(argument).exists())
 
 
-def _tell(result: EvalResult) -> None:
+def _print_result(result: EvalResult) -> None:
     from lockstep.reporting import wording
 
     after = f", after step {result.event.step}" if result.event.step else ""

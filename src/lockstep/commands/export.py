@@ -12,14 +12,14 @@ _FORMATS = ("safetensors", "torch", "onnx", "transformers", "timm")
 
 @click.command("export")
 @click.argument("run", type=click.Path())
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.complete_overrides)
 @click.option("--to", required=True, type=click.Choice(_FORMATS), help="Format of the export.")
 @click.option("--out", type=click.Path(path_type=Path), help="Defaults to a name in the folder exports of the run.")
 @click.option("--best", is_flag=True, help="Use the best checkpoint of a run folder instead of the newest.")
 @click.option(
     "--weights", type=click.Choice(["model", "ema"]), help="Defaults to averaged weights (ema) if the run has them."
 )
-@click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
+@click.option("--trust", is_flag=True, help="Run user code that the checkpoint's recipe references.")
 def command(
     run: str, overrides: tuple[str, ...], to: str, out: Path | None, best: bool, weights: str | None, trust: bool
 ) -> None:
@@ -28,8 +28,8 @@ def command(
     The export is loaded back in a separate process, without Lockstep, and both models run on the same input. The export
     only gets its final name if the outputs agree.
 
-    Overrides are dotted. Code that the recipe names, such as recipe.model.name: my.nets:net, only runs if an override
-    also names it, or with --trust.
+    Overrides are dotted. User code that the recipe references, such as recipe.model.name: my.nets:net, only runs if an
+    override also references it, or with --trust.
     """
     from lockstep.exports.export import export_saved
     from lockstep.inference.saved import open_saved

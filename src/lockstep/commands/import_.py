@@ -10,7 +10,7 @@ import click
 def command(file: str, arguments: tuple[str, ...], gpus: int | None) -> None:
     """Print FILE, a YAML configuration of Distribuuuu or pycls, as a recipe and a placement.
 
-    Comments show which key of FILE each value comes from, and why other keys have no counterpart. KEY VALUE are
+    Comments show which key of FILE each value comes from, and why some keys have no counterpart. KEY VALUE are
     overrides in the syntax of the framework, and KEY=VALUE are overrides in the syntax of Lockstep: OPTIM.BASE_LR 6.4
     recipe.data.root=/data/imagenet
 
@@ -20,5 +20,5 @@ def command(file: str, arguments: tuple[str, ...], gpus: int | None) -> None:
     from lockstep.setup.recipe_import import import_recipe
 
     recipe = import_recipe(file, arguments, gpus)
-    recipe.load()  # so that errors are reported here and not when the recipe is trained
+    recipe.load()  # reports errors now instead of when the recipe is trained
     click.echo(recipe.to_yaml(), nl=False)

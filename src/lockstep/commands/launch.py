@@ -23,8 +23,8 @@ _ALTERNATIVES: Final = {
 }
 
 
-def _launcher(_context: click.Context, _option: click.Parameter, name: str) -> str:
-    """Return the name of a launcher. Raises an error that lists the valid names or suggests an alternative."""
+def _validate_launcher(_context: click.Context, _option: click.Parameter, name: str) -> str:
+    """Return `name` if this launcher can be started. Otherwise, raise an error that suggests an alternative."""
     if name not in startable_launchers():
         raise click.BadParameter(
             _ALTERNATIVES.get(name) or f"no launcher {name!r}{choices(name, list(startable_launchers()))}"
@@ -36,7 +36,7 @@ def _launcher(_context: click.Context, _option: click.Parameter, name: str) -> s
 @click.option(
     "--on",
     metavar=f"[{'|'.join(startable_launchers())}]",
-    callback=_launcher,
+    callback=_validate_launcher,
     default="local",
     show_default=True,
     help="Launcher to use.",
@@ -105,7 +105,7 @@ def command(
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- train imagenet-resnet50 run.dir=runs/a
     """
     host_names = read_hosts(hosts) if hosts else ()
-    fewest, count = number_of_hosts(nodes) if nodes else (None, len(host_names) or 1)
+    min_hosts, count = number_of_hosts(nodes) if nodes else (None, len(host_names) or 1)
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     job = Job(
         with_python(arguments),
@@ -116,8 +116,8 @@ def command(
         port or PORT,
         options,
         host=node_rank or 0,
-        fewest=fewest,
-        restarts=(RESTARTS if fewest else 0) if restarts is None else restarts,
+        fewest=min_hosts,
+        restarts=(RESTARTS if min_hosts else 0) if restarts is None else restarts,
         rendezvous=rendezvous or "",
         endpoint=endpoint,
         id=name,

@@ -23,8 +23,11 @@ _QUANTITY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)([Bb])")
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def quantity(text: str, option: str, example: str) -> int | None:
-    """Return the number of bytes in a text such as `80GB`, `24GiB` or `400Gb` (bits), or None for an empty text."""
+def parse_num_bytes(text: str, option: str, example: str) -> int | None:
+    """Parse a size such as `80GB`, `24GiB` or `400Gb` (bits). Return its number of bytes, or None for an empty string.
+
+    `option` and `example` are used in the error message.
+    """
     if not text:
         return None
     match = _QUANTITY.fullmatch(text)
@@ -35,8 +38,11 @@ def quantity(text: str, option: str, example: str) -> int | None:
     return math.ceil(float(number) * bytes_or_bits / (8 if unit == "b" else 1))
 
 
-def duration(text: str, option: str, example: str) -> float | None:
-    """Return the number of seconds in a text such as `90s`, `15m`, `3h` or `2d`, or None for an empty text."""
+def parse_seconds(text: str, option: str, example: str) -> float | None:
+    """Parse a duration such as `90s`, `15m`, `3h` or `2d`. Return its number of seconds, or None for an empty string.
+
+    `option` and `example` are used in the error message.
+    """
     if not text:
         return None
     match = _DURATION.fullmatch(text)
@@ -46,7 +52,7 @@ def duration(text: str, option: str, example: str) -> float | None:
 
 
 def check_writable(source: str, overrides: Sequence[str]) -> None:
-    """Raise UsageError if the best placement can't be written into the recipe file."""
+    """Raise UsageError if --write can't write a placement into the recipe file `source`."""
     from lockstep.config.shipped import list_shipped_recipes
 
     if source in list_shipped_recipes():
@@ -60,12 +66,15 @@ def check_writable(source: str, overrides: Sequence[str]) -> None:
         raise UsageError(f"--write: cannot write to {source}; change its permissions, or pass a copy")
 
 
-def write_back(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
-    """Write a placement into a file atomically. The mode and the rest of the file don't change."""
+def write_placement(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
+    """Write a placement and its predicted cost into a recipe file atomically.
+
+    The permissions and the rest of the file don't change.
+    """
     from lockstep.config.edit import set_values
     from lockstep.training.checkpoint import durable
 
-    file = file.resolve()  # so that a symbolic link isn't replaced
+    file = file.resolve()  # if `file` is a symbolic link, replace its target instead of the link
     mode = file.stat().st_mode
     with os_error_as(UsageError, f"--write: cannot write to {file}"):
         text = set_values(
@@ -82,7 +91,7 @@ def write_back(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
 
 
 @click.command("plan")
-@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.complete_arguments)
 @click.option("--placements", default="", help="Strategies, such as ddp,zero3. Defaults to all with identical bits.")
 @click.option("--processes", default="1,2,4", show_default=True, help="Numbers of processes, such as 1,8,64.")
 @click.option("--memory", default="", metavar="SIZE", help="Memory of a device, such as 80GB, to show what fits.")
@@ -134,13 +143,13 @@ def command(
     check_alone("plan starts the processes of each placement")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: folder {file.parent} does not exist; create it, or use a different folder")
-    speed = quantity(link.removesuffix("/s") or link, "--link", "400Gb/s")
-    machine = Machine(quantity(memory, "--memory", "80GB"), speed)
+    speed = parse_num_bytes(link.removesuffix("/s") or link, "--link", "400Gb/s")
+    machine = Machine(parse_num_bytes(memory, "--memory", "80GB"), speed)
     if save and not mtbf:
         raise UsageError("--save: requires --mtbf; add --mtbf, or remove --save")
     if price is not None and not 0 < price < math.inf:
         raise UsageError(f"--price: expected a number above 0, such as 2.50, got {price:g}")
-    terms = Terms(price, duration(mtbf, "--mtbf", "3h"), duration(save, "--save", "20s") or 0.0)
+    terms = Terms(price, parse_seconds(mtbf, "--mtbf", "3h"), parse_seconds(save, "--save", "20s") or 0.0)
     counts, (source, overrides) = processes_in(processes), split(arguments)
     if writes:
         check_writable(source, overrides)
@@ -149,10 +158,10 @@ def command(
     ]
     strategies = [load(source, [*overrides, override]).config.placement.strategy for override in strategy_overrides]
     loaded = load(source, overrides)
-    _recipe.tell_notes(loaded)
+    _recipe.print_notes(loaded)
     with add_key_positions(loaded):
         setup = open_for_survey(loaded)
-        rows = survey(loaded, setup, strategies, counts, machine, _recipe.tell_measuring)
+        rows = survey(loaded, setup, strategies, counts, machine, _recipe.print_measurement)
         if mtbf and not save:
             terms = replace(terms, save_s=save_seconds(loaded, setup))
     rows = [
@@ -176,5 +185,5 @@ def command(
         raise SystemExit(EXIT_FAILED)
     click.echo(printable(f"best: {best_row.words}"))
     if writes:
-        write_back(Path(source), parse(best_row.strategy, source).values, values(as_predicted(best_row)))
+        write_placement(Path(source), parse(best_row.strategy, source).values, values(as_predicted(best_row)))
         click.echo(printable(f"written to {source}"))

@@ -11,7 +11,7 @@ from lockstep.commands import _overrides
 from lockstep.common.text import printable, printable_line
 from lockstep.errors import EXIT_FAILED, UsageError
 
-_SHOWN_ROWS = 5  # number of rows shown of a table that is written to a file
+_SHOWN_ROWS = 5  # number of rows to show if the full table is written to a file
 
 
 @click.command("predict")
@@ -31,7 +31,7 @@ _SHOWN_ROWS = 5  # number of rows shown of a table that is written to a file
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Seed for sampling [0].")
 @click.option("--tokenizer", metavar="FILE", help="If the run has no tokenizer, or its file was moved.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each input.")
-@click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
+@click.option("--trust", is_flag=True, help="Run user code that the checkpoint's recipe references.")
 def command(
     run: str,
     inputs: tuple[str, ...],
@@ -53,8 +53,8 @@ def command(
     The data that the run was trained on is not needed. Images that can't be read are skipped with a warning. The exit
     code is then 1, or 0 if recipe.data.on_error of the run is skip.
 
-    Overrides are dotted (placement.device=cpu). Code that the recipe names, such as recipe.model.name: my.nets:net,
-    only runs if an override also names it, or with --trust.
+    Overrides are dotted (placement.device=cpu). User code that the recipe references, such as recipe.model.name:
+    my.nets:net, only runs if an override also references it, or with --trust.
     """
     from rich.console import Console
 
@@ -70,7 +70,7 @@ def command(
     predictions = predictions_of(saved, files, options)
     click.echo(printable_line(saved.words), err=True)
     skipped: list[str] = []
-    predictions = _without_skipped(predictions, skipped)
+    predictions = _drop_skipped(predictions, skipped)
     if as_json:
         for row in predictions:
             click.echo(json.dumps(row))
@@ -79,7 +79,8 @@ def command(
             click.echo(printable(row["prompt"] + row["text"]))
     else:
         rows = list(predictions)
-        shown_rows = rows[:_SHOWN_ROWS] if out is not None and "row" in rows[0] else rows  # the file contains all rows
+        # If a table is written to a file, only show its first rows.
+        shown_rows = rows[:_SHOWN_ROWS] if out is not None and "row" in rows[0] else rows
         Console(highlight=False, markup=False, emoji=False).print(table_of(shown_rows))
         click.echo(f"... {len(rows) - len(shown_rows):,} more rows\n" if len(shown_rows) < len(rows) else "", nl=False)
     if out is not None:
@@ -88,8 +89,8 @@ def command(
         raise SystemExit(EXIT_FAILED)
 
 
-def _without_skipped(rows: Iterator[dict[str, Any]], skipped: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of readable inputs. Warn about all unreadable inputs, and add them to `skipped`.
+def _drop_skipped(rows: Iterator[dict[str, Any]], skipped: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of readable inputs. Print a warning for each unreadable input, and add it to `skipped`.
 
     Raises UsageError if no input can be read.
     """

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @click.command("prepare")
-@click.argument("recipe", shell_complete=_completion.words)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
+@click.argument("recipe", shell_complete=_completion.complete_arguments)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.complete_overrides)
 @click.option("--to", required=True, type=click.Path(path_type=Path), help="A folder that doesn't exist yet.")
 @click.option(
     "--short-side", type=click.IntRange(1), help="Shrink larger images to this size. Changes the resulting weights."
@@ -44,8 +44,8 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
             temporary.mkdir(parents=True)
             for part, split in {"train": data.train, "val": data.validation}.items():
                 if split is not None:
-                    _write(split, temporary, part, short_side)
-            (temporary / "recipe.yaml").write_text(_recipe_of(loaded, data, to.absolute()), encoding="utf-8")
+                    _write_split(split, temporary, part, short_side)
+            (temporary / "recipe.yaml").write_text(_recipe_yaml(loaded, data, to.absolute()), encoding="utf-8")
             total_bytes = sum(file.stat().st_size for file in temporary.iterdir())
             temporary.rename(to)
     finally:
@@ -54,18 +54,18 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
     click.echo(printable_line(f"next        lockstep train {to / 'recipe.yaml'}"))
 
 
-def _write(split: object, folder: Path, part: str, short_side: int | None) -> None:
+def _write_split(split: object, folder: Path, part: str, short_side: int | None) -> None:
     from lockstep.data.images.pictures import PictureSplit
     from lockstep.data.images.prepare import write_archives
 
     if not isinstance(split, PictureSplit):
         raise UsageError("recipe.data.name: samples are not image files; lockstep prepare requires a dataset of images")
     for count in write_archives(split, folder, part, short_side):
-        _recipe.tell_tenth(count, len(split), f"{part}: {count:,} of {len(split):,} images")
+        _recipe.print_tenths(count, len(split), f"{part}: {count:,} of {len(split):,} images")
 
 
-def _recipe_of(loaded: Loaded, data: DataSet, root: Path) -> str:
-    """Return the configuration as YAML, with the path of the new data."""
+def _recipe_yaml(loaded: Loaded, data: DataSet, root: Path) -> str:
+    """Return the configuration as YAML, changed to read the dataset from `root`."""
     from lockstep.config.base import values
     from lockstep.config.document import format_key
     from lockstep.config.write import block, leaves

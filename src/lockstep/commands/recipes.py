@@ -29,7 +29,7 @@ def command() -> None:
     """List the shipped recipes. `lockstep show NAME` prints a recipe, and `lockstep train NAME` trains it."""
     from lockstep.config.shipped import list_shipped_recipes
 
-    rows = [row(shipped) for shipped in list_shipped_recipes().values()]
+    rows = [make_row(shipped) for shipped in list_shipped_recipes().values()]
     if sys.stdout.isatty():
         print_table(rows)
     else:
@@ -38,7 +38,7 @@ def command() -> None:
         click.echo("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines))
 
 
-def row(shipped: ShippedRecipe) -> RecipeRow:
+def make_row(shipped: ShippedRecipe) -> RecipeRow:
     from lockstep.config.load import load
     from lockstep.core.epochs import in_words
 

@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
 @click.option("--change", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe from there on.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The page to write [replay-STEP.html].")
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="With --step: write a trace for bisect.")
-@click.option("--trust", is_flag=True, help="Run the code that the run's recipe names.")
+@click.option("--trust", is_flag=True, help="Run user code that the run's recipe references.")
 def command(
     arguments: tuple[str, ...],
     step: int | None,

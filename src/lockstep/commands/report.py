@@ -26,7 +26,7 @@ from lockstep.common.text import printable, printable_line
 @click.option("--examples", is_flag=True, help="Evaluate a checkpoint of each run, and show what its model does.")
 @click.option("--samples", type=click.IntRange(1), metavar="N", help="Maximum number of validation samples [10000].")
 @click.option("--best", is_flag=True, help="Use the best checkpoint of each run instead of the newest.")
-@click.option("--trust", is_flag=True, help="Run the code that the checkpoints' recipes name.")
+@click.option("--trust", is_flag=True, help="Run user code that the recipes of the checkpoints reference.")
 def command(
     folders: tuple[str, ...], out: Path, png: bool, examples: bool, samples: int | None, best: bool, trust: bool
 ) -> None:
@@ -38,8 +38,8 @@ def command(
     With --examples, a checkpoint of each run is evaluated on its validation data. The page then also shows the
     confusion matrix and the worst mistakes of a classifier, text samples and the loss by position of a language model,
     predicted and true values of a regression, and the confusion matrix over the pixels of a segmentation. Overrides are
-    dotted (placement.device=cpu). Code that a recipe names, such as recipe.model.name: my.nets:net, only runs if an
-    override also names it, or with --trust.
+    dotted (placement.device=cpu). User code that a recipe references, such as recipe.model.name: my.nets:net, only runs
+    if an override also references it, or with --trust.
     """
     from lockstep.inference.report import Options, write_report
 

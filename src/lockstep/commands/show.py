@@ -1,4 +1,4 @@
-"""Print a recipe as it will run, and the numbers that follow from it."""
+"""Print a recipe as it will run, and the values that are derived from it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from lockstep.setup.schedule import find_rate
 
 
 @click.command("show")
-@click.argument("recipe", shell_complete=_completion.words)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
+@click.argument("recipe", shell_complete=_completion.complete_arguments)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.complete_overrides)
 def command(recipe: str, overrides: tuple[str, ...]) -> None:
-    """Print the configuration of RECIPE, each value with its origin, and the numbers that follow from it.
+    """Print the configuration of RECIPE, each value with its origin, and the values that are derived from it.
 
     With strategy deepspeed, it also prints DeepSpeed's configuration.
 
@@ -41,8 +41,8 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
             origin_of(model.name, model.source)
             if ":" not in optimizer:
                 find_optimizer(optimizer)
-    following = [*consequences(loaded.config.recipe)]
-    _recipe.tell_notes(loaded)
+    following = [*derived_values(loaded.config.recipe)]
+    _recipe.print_notes(loaded)
     click.echo(to_yaml(loaded))
     for name, text in following:
         click.echo(f"{name:<15}{text}")
@@ -55,10 +55,10 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
             click.echo(f"\n{name}\n{text}", nl=False)
 
 
-def consequences(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the numbers that follow from a recipe, as pairs of name and text."""
+def derived_values(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the values that are derived from a recipe, such as the number of steps, as (name, text) pairs."""
     yield "global batch", f"{recipe.batch} samples"
-    yield "micro-batches", _sizes(cut(recipe.batch, recipe.microbatches))
+    yield "micro-batches", _format_sizes(cut(recipe.batch, recipe.microbatches))
     yield "learning rate", rule(recipe)
     samples = training_samples(recipe.data.name, recipe.data.root, recipe.data.options)
     if samples is None:
@@ -71,18 +71,18 @@ def consequences(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "steps", f"{run.per_epoch} an epoch, {run.total} in all"
         last = run[run.per_epoch - 1]
         if last.samples < recipe.batch:
-            cuts = _sizes(last.microbatches(recipe.microbatches))
+            cuts = _format_sizes(last.microbatches(recipe.microbatches))
             yield "last step", f"of an epoch: {last.samples} samples, micro-batches {cuts}"
-        yield "rates", _rates(recipe, run)
+        yield "rates", _format_rates(recipe, run)
 
 
-def _sizes(parts: list[range]) -> str:
+def _format_sizes(parts: list[range]) -> str:
     counts = Counter(map(len, parts))
     return ", ".join(f"{count} of {size}" for size, count in counts.items()) + " samples"
 
 
-def _rates(recipe: Recipe, run: Steps) -> str:
-    """Return the learning rates at the first update, after warm-up, and at the last update, as text."""
+def _format_rates(recipe: Recipe, run: Steps) -> str:
+    """Return a text with the learning rates at the first update, after warm-up, and at the last update."""
     rate_at = find_rate(recipe, run).at
     last = run[run.total - 1].samples_seen
     warm = run[warm_up_steps(recipe, run)].samples_seen

@@ -1,4 +1,4 @@
-"""List the strategies, with what each of them splits, requires and communicates."""
+"""List the strategies, with the parts that they split, their requirements and their communication."""
 
 import sys
 from typing import NamedTuple
@@ -25,15 +25,15 @@ def command() -> None:
     """
     from lockstep.strategies import names
 
-    rows = [row(name) for name in names()]
+    rows = [make_row(name) for name in names()]
     if sys.stdout.isatty():
         print_table(rows)
     else:
         click.echo("\n\n".join(_format_row(strategy) for strategy in rows))
 
 
-def row(name: str) -> StrategyRow:
-    """Return the row of a strategy."""
+def make_row(name: str) -> StrategyRow:
+    """Return the row of a built-in strategy in the list."""
     from importlib import import_module
 
     traits = import_module(f"lockstep.strategies.{name}").Strategy().traits

@@ -1,4 +1,4 @@
-"""Submit a run to Slurm or Kubernetes, as a job that saves when it is stopped and resumes by itself."""
+"""Submit a run to Slurm or Kubernetes, as a job that saves when it is stopped, and resumes automatically."""
 
 import sys
 
@@ -68,7 +68,7 @@ def command(
     dry_run: bool,
     arguments: tuple[str, ...],
 ) -> None:
-    """Submit `lockstep train`, or on Kubernetes a SCRIPT.py, as a job that resumes by itself until the run is done.
+    """Submit `lockstep train`, or on Kubernetes a SCRIPT.py, as a job that resumes automatically until it is complete.
 
     lockstep submit --nodes 2 --processes-per-node 4 --time 04:00:00 -- train imagenet-resnet50 recipe.epochs=90
 

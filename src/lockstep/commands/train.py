@@ -1,6 +1,6 @@
 """Train a recipe on any number of processes.
 
-The recipe determines the numbers. The number of processes and the launcher only change the time.
+The recipe determines the resulting weights. The number of processes and the launcher only affect the training time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command("train")
-@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.complete_arguments)
 @click.option(
     "--cfg", metavar="FILE", help="Instead of RECIPE: a configuration of another framework. See lockstep import."
 )
@@ -38,31 +38,31 @@ def command(arguments: tuple[str, ...], cfg: str | None, gpus: int | None) -> No
     """
     if gpus is not None and cfg is None:
         raise click.UsageError("--gpus: requires --cfg; for a recipe, set the global batch size in recipe.batch")
-    info = detect_rank()  # before the imports below, which take seconds
+    info = detect_rank()  # called first, because later imports take seconds
     size = None if info is None else info.size
-    load = partial(_recipe.load_words, arguments, cfg, gpus, size)
+    load = partial(_recipe.load_from_arguments, arguments, cfg, gpus, size)
     with ignore_terminal_errors():
         raise SystemExit(_train_here(load) if info is None else _train_as_rank(info, arguments, load))
 
 
 def _train_here(load: Callable[[], Loaded]) -> int:
-    """Train without a launcher. If the run is already complete, only print a notice."""
+    """Train on this machine without a launcher, and return the exit code. If the run is complete, print a notice."""
     from lockstep.config.placement import FASTEST
     from lockstep.setup.completed import completion_notice
 
     loaded = load()
-    _recipe.tell_notes(loaded)
+    _recipe.print_notes(loaded)
     if warning := slurm.warning(os.environ, loaded.config.placement.processes):
         click.echo(warning, err=True)
     if notice := completion_notice(loaded):
         click.echo(printable(notice))
         return EXIT_DONE
-    from lockstep.run.training import train_here  # imported lazily, because torch takes seconds
+    from lockstep.run.training import train_here  # imported lazily, because importing torch takes seconds
 
     if loaded.config.placement.strategy.name == FASTEST:
         from lockstep.planning.fastest import with_fastest
 
-        loaded, message = with_fastest(loaded, _recipe.tell_measuring)
+        loaded, message = with_fastest(loaded, _recipe.print_measurement)
         click.echo(message, err=True)
     return train_here(loaded)
 
@@ -71,10 +71,10 @@ def _train_as_rank(info: RankInfo, arguments: tuple[str, ...], load: Callable[[]
     from lockstep.run.start import run_launched_rank
     from lockstep.run.training import training_as_rank
 
-    def check_and_work() -> tuple[Placement, Work]:
+    def prepare_work() -> tuple[Placement, Work]:
         loaded = load()
         if info.rank == 0:
-            _recipe.tell_notes(loaded)
+            _recipe.print_notes(loaded)
         return training_as_rank(loaded, info)
 
-    return run_launched_rank(info, arguments, check_and_work)
+    return run_launched_rank(info, arguments, prepare_work)

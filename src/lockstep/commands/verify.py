@@ -22,7 +22,10 @@ _MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a termin
 
 @click.command("verify", cls=ScriptCommand)
 @click.argument(
-    "arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]... | SCRIPT [ARGUMENT]...", shell_complete=_completion.words
+    "arguments",
+    nargs=-1,
+    metavar="[RECIPE] [KEY=VALUE]... | SCRIPT [ARGUMENT]...",
+    shell_complete=_completion.complete_arguments,
 )
 @click.option(
     "--processes", type=click.IntRange(1), multiple=True, help="Number of processes for SCRIPT. Can be repeated."
@@ -52,14 +55,14 @@ def command(
     digits. Overrides are dotted: placement.processes=3 placement.strategy=ddp
 
     Or compare placements of SCRIPT.py, which calls lockstep.join. Options of verify come before the script, and the
-    words after it are passed to the script: lockstep verify --steps 6 train.py --epochs 1. Placements default to 1 and
-    2 processes (1 to 4 with --all) with ddp, zero1, zero2 and zero3. One of the placements is stopped after a step that
-    --seed chooses, and resumed on another placement.
+    arguments after it are passed to the script: lockstep verify --steps 6 train.py --epochs 1. Placements default to 1
+    and 2 processes (1 to 4 with --all) with ddp, zero1, zero2 and zero3. One of the runs is stopped after a step that
+    --seed determines, and resumed on a different placement.
     """
     if arguments and arguments[0].endswith(".py"):
         counts = processes or ((1, 2, 3, 4) if everything else (1, 2))
         raise SystemExit(
-            _script(Path(arguments[0]), arguments[1:], counts, strategies, steps, None if no_resume else seed)
+            _verify_script(Path(arguments[0]), arguments[1:], counts, strategies, steps, None if no_resume else seed)
         )
     if processes or strategies:
         raise UsageError(
@@ -72,7 +75,7 @@ def command(
     from lockstep.config.load import load, split
 
     loaded = load(*split(arguments))
-    _recipe.tell_notes(loaded)
+    _recipe.print_notes(loaded)
 
     from rich.console import Console
 
@@ -93,7 +96,7 @@ def command(
     raise SystemExit(EXIT_DONE if verification.agree else EXIT_VERIFICATION)
 
 
-def _script(
+def _verify_script(
     path: Path,
     arguments: tuple[str, ...],
     counts: tuple[int, ...],
@@ -103,7 +106,7 @@ def _script(
 ) -> int:
     """Compare placements of a custom training loop, and return the exit code."""
     from lockstep.strategies import names
-    from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, script
+    from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, make_script_runner
 
     if not path.is_file():
         raise UsageError(f"{path}: not found; pass a script that calls lockstep.join, or a recipe")
@@ -118,7 +121,9 @@ def _script(
         if strategy not in names() and ":" not in strategy:
             raise UsageError(f"--strategy {strategy}: no such strategy{choices(strategy, names())}")
     rows = []
-    for row in check_placements(script(path, arguments), counts, strategies or STRATEGIES, steps, seed=seed):
+    for row in check_placements(
+        make_script_runner(path, arguments), counts, strategies or STRATEGIES, steps, seed=seed
+    ):
         click.echo(printable(row.line))
         rows.append(row)
     check_compared(rows)

@@ -28,7 +28,7 @@ from lockstep.run.session import open_recipe_rank
 from lockstep.setup.build import Setup
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun, open_unplaced
-from lockstep.setup.resolved import Resolved
+from lockstep.setup.resolved import ResolvedConfig
 from lockstep.training.digests import StepDigests
 from lockstep.training.loop import take_step
 from lockstep.training.progress import Progress
@@ -56,7 +56,7 @@ class Figures:
     messages: int = 0
 
 
-def work(resolved: Resolved, link: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
+def work(resolved: ResolvedConfig, link: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Run a rank, and write its measurements to `folder`.
 
     With simulated peers, `rendezvous` has a single process. A spawned process receives no `setup`, so this function
@@ -101,7 +101,7 @@ def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Fig
     return Figures(held_bytes, peak, seconds, sent, messages)
 
 
-def work_saving(resolved: Resolved, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
+def work_saving(resolved: ResolvedConfig, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Like `work`, but write the number of seconds that training waits for a save. There is only a single rank."""
     save_times = []
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
@@ -119,7 +119,7 @@ def work_saving(resolved: Resolved, folder: Path, setup: Setup | None, rendezvou
     return EXIT_DONE
 
 
-def _prepare(resolved: Resolved, setup: Setup | None) -> PreparedRun:
+def _prepare(resolved: ResolvedConfig, setup: Setup | None) -> PreparedRun:
     """Return the prepared recipe. A spawned process receives no `setup`, so this function opens the recipe."""
     return PreparedRun(resolved, setup or open_unplaced(resolved.loaded))
 

@@ -26,7 +26,7 @@ from lockstep.run.start import import_for_all, run_in_workers
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import check_cut
 from lockstep.setup.prepare import check, open_unplaced
-from lockstep.setup.resolved import Resolved
+from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.strategy import find_strategy
 from lockstep.strategies import ON_ONE_PROCESS, names
 
@@ -175,7 +175,7 @@ def _check_and_measure(
     return replace(row, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
 
 
-def _measure(resolved: Resolved, setup: Setup, machine: Machine, tell: Tell) -> tuple[Figures | None, bool, str]:
+def _measure(resolved: ResolvedConfig, setup: Setup, machine: Machine, tell: Tell) -> tuple[Figures | None, bool, str]:
     """Return the measurements of the largest rank, whether its peers were simulated, and the reason if there are none.
 
     A single rank with simulated peers runs first, because this machine may not have enough memory for all ranks.
@@ -221,7 +221,7 @@ def memory_per_rank(placement: Placement, processes: int) -> int:
     return min(free_bytes, free_bytes if limit is None else limit) // processes
 
 
-def largest(resolved: Resolved, setup: Setup, link: float | None) -> tuple[Figures | None, str]:
+def largest(resolved: ResolvedConfig, setup: Setup, link: float | None) -> tuple[Figures | None, str]:
     """Measure a rank with simulated peers behind a `link`, or all ranks if `link` is None.
 
     Return the maximum of each measurement over the ranks, or the reason why there are none.
@@ -250,7 +250,7 @@ def save_seconds(loaded: Loaded, setup: Setup) -> float:
 def _results(
     body: Callable[[Path, Setup | None, Rendezvous], int],
     setup: Setup,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     ranks: int,
     disk: Path | None = None,
 ) -> tuple[list[Any], str]:

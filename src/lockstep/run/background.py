@@ -84,9 +84,9 @@ def evaluate(
 ) -> Evaluated:
     """Evaluate a run folder or a checkpoint on all validation samples, in background processes.
 
-    For a run folder, the newest checkpoint is evaluated. If the run has averaged weights (EMA), these are used. Code
-    that the recipe of the run names is only executed if your `overrides` also name that code, or with `trust=True`.
-    `processes` and `overrides` work as in `train`.
+    For a run folder, the newest checkpoint is evaluated. If the run has averaged weights (EMA), these are used. User
+    code that the recipe of the run references is only executed if your `overrides` also reference it, or if `trust` is
+    True. `processes` and `overrides` work as in `train`.
 
     Raises the same errors as `train`.
     """

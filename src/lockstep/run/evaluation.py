@@ -28,9 +28,9 @@ from lockstep.run.events import evaluation_event
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import Work, on_ranks
 from lockstep.runs.folder import say
-from lockstep.setup.data_facts import setup_facts
+from lockstep.setup.data_facts import collect_comparison_facts
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import Placed, PreparedRun, check, place
+from lockstep.setup.prepare import PreparedConfig, PreparedRun, check, prepare_config
 from lockstep.setup.resume import checkpoint_recipe
 from lockstep.setup.resume import evaluation_state as checked_state
 from lockstep.setup.user_code import import_paths
@@ -216,16 +216,16 @@ def _prepare_evaluation(
 ) -> PreparedRun:
     """Check the recipe and open its dataset. If `checkpoint` is None, the recipe must have initial weights."""
     if checkpoint is None:
-        placed = place(loaded, processes, training=False)
-        model = placed.resolved.recipe.model
-        if placed.first is None and not model.pretrained:
+        prepared_config = prepare_config(loaded, processes, training=False)
+        model = prepared_config.resolved.recipe.model
+        if prepared_config.first is None and not model.pretrained:
             raise UsageError(
                 f"model {model.name}: the recipe has no weights to evaluate; set recipe.model.weights=FILE or "
                 f"recipe.model.pretrained=true, or pass a run folder instead of the recipe"
             )
     else:
-        placed = Placed(check(loaded, processes, training=False))
-    prepared = placed.open(training=False)
+        prepared_config = PreparedConfig(check(loaded, processes, training=False))
+    prepared = prepared_config.open(training=False)
     if prepared.ready.data.validation is None:
         raise UsageError(
             f"dataset {loaded.config.recipe.data.name}: has no validation split, so there is nothing to evaluate; add "
@@ -260,7 +260,7 @@ def _evaluate_on_rank(
         progress = (
             Progress() if checkpoint is None else checked_state(checkpoint.path, checkpoint.snapshot, ready).progress
         )
-        rendezvous.compare(setup_facts(ready))
+        rendezvous.compare(collect_comparison_facts(ready))
         with session.open_world() as world:
             if placement.affinity == "auto":
                 bind(world, recipe.threads)

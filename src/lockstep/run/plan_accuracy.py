@@ -9,7 +9,7 @@ import torch
 from lockstep.comm.world import World
 from lockstep.device.clock import Clock
 from lockstep.device.live_bytes import LiveBytes, can_count
-from lockstep.setup.resolved import Resolved
+from lockstep.setup.resolved import ResolvedConfig
 
 T = TypeVar("T")
 _FIRST_MEMORY_STEP: Final = 2  # the first step whose memory is measured, because step 1 creates the optimizer state
@@ -58,7 +58,7 @@ class StepMeasurements:
         return {"step_s": seconds, "peak_bytes": peak}
 
 
-def is_predicted(resolved: Resolved) -> bool:
+def is_predicted(resolved: ResolvedConfig) -> bool:
     """Return whether a plan has predicted this placement, and memory can be measured here (requires glibc)."""
     predicted, placement = resolved.run.predicted, (resolved.strategy_name, resolved.processes)
     return predicted is not None and (predicted.strategy, predicted.processes) == placement and can_count()

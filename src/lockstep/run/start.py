@@ -111,7 +111,10 @@ def _hide_main() -> Iterator[None]:
 
 
 def import_for_all() -> None:
-    """Import the modules of all strategies before processes fork. FSDP alone takes half a second per process."""
+    """Import all modules of comm and device before processes fork, so that no process has to import them itself.
+
+    For example, importing FSDP takes half a second per process.
+    """
     for room in (comm, device):
         for module in pkgutil.iter_modules(room.__path__):
             import_module(f"{room.__name__}.{module.name}")

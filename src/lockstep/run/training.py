@@ -37,10 +37,10 @@ from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
 from lockstep.setup import recipe_folder
 from lockstep.setup.chunk_check import check_plan
-from lockstep.setup.data_facts import setup_facts
-from lockstep.setup.prepare import Placed, PreparedRun, check, place, prepare
-from lockstep.setup.resolved import Resolved
-from lockstep.setup.resume import check_beginning
+from lockstep.setup.data_facts import collect_comparison_facts
+from lockstep.setup.prepare import PreparedConfig, PreparedRun, check, prepare, prepare_config
+from lockstep.setup.resolved import ResolvedConfig
+from lockstep.setup.resume import check_start
 from lockstep.setup.resume import resume_state as checked_state
 from lockstep.training.checkpoint.read_same_checkpoint import read_same_checkpoint
 from lockstep.training.checkpoint.signing import signing_key
@@ -66,7 +66,7 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
             run_folder.say(note)
         if claim.checkpoint is None and not claim.done_message:
             with add_key_positions(loaded):
-                check_beginning(prepared.ready)
+                check_start(prepared.ready)
         work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done_message), extra_sink)
         code = run_on_placement(prepared, work, claim.folder, failures)
     wrong_ranks = [rank for failure in failures for rank in failure.wrong]
@@ -137,7 +137,7 @@ def training_as_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = N
 
 
 def run_rank(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     start: RunStart | None,
     extra_sink: Sink | None,
     prepared: PreparedRun | None,
@@ -151,8 +151,8 @@ def run_rank(
     """
     # Load the initial weights before the rank is opened. Opening the rank compares the recipe across ranks, and the
     # recipe then contains the hash of the weights.
-    placed = prepared or place(resolved.loaded, resolved.processes)
-    loaded, info = placed.resolved.loaded, rendezvous.info
+    prepared_config = prepared or prepare_config(resolved.loaded, resolved.processes)
+    loaded, info = prepared_config.resolved.loaded, rendezvous.info
     stop = StopRequest()
     terminal = sys.stdout
     with ExitStack() as stack:
@@ -168,14 +168,14 @@ def run_rank(
             return EXIT_DONE
         log = stack.enter_context(rendezvous.rank_log.capture(run_start.folder / run_folder.LOGS / log_name(info.rank)))
         log.write(rank_line)
-        if isinstance(placed, Placed):
-            prepared = placed.open()
+        if isinstance(prepared_config, PreparedConfig):
+            prepared = prepared_config.open()
             if start is None and info.rank == 0:  # if `start` is set, the parent process has already warned
                 warn(prepared)
         else:
-            prepared = placed
+            prepared = prepared_config
         if info.size > 1:  # with a single rank, skip `setup_facts`, which reads samples
-            rendezvous.compare(setup_facts(prepared.ready) | {"your source files": prepared.sources})
+            rendezvous.compare(collect_comparison_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
         if run_start.checkpoint:
             manifest, snapshot = read_same_checkpoint(
@@ -185,7 +185,7 @@ def run_rank(
             resumed = Resumed(snapshot, state, manifest.weights_sha256)
         if resumed is None:
             with add_key_positions(loaded):
-                check_beginning(prepared.ready)
+                check_start(prepared.ready)
         probes = info.rank == 0 and resumed is None and prepared.run.probe == "auto"
         get_findings = stack.enter_context(check_in_background(prepared.ready)) if probes else list
         world = stack.enter_context(session.open_world())

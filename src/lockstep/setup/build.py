@@ -39,9 +39,15 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
-from lockstep.setup.examples import examples, norm_warnings, repeat_samples, smallest_microbatch, transforms_of
+from lockstep.setup.examples import (
+    examples,
+    list_batchnorm_warnings,
+    min_microbatch_size,
+    repeat_samples,
+    transforms_of,
+)
 from lockstep.setup.first_weights import InitialWeights
-from lockstep.setup.optimizing import optimizer, optimizer_factories, special_settings
+from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factories, special_settings
 from lockstep.setup.schedule import check_rate, find_rate
 from lockstep.setup.user_code import import_paths
 from lockstep.tasks.base import Build, Problem, Task
@@ -52,31 +58,31 @@ from lockstep.training.plan import Interval, Plan
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe with its objects: the data, task and steps, and functions that build the model and the optimizer."""
+    """A recipe with its dataset, task and steps, and with functions that build its model and optimizer."""
 
     recipe: Recipe
     data: DataSet
     problem: Problem
     steps: Steps
     summary: Summary  # summary of the model that is trained
-    parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters by name
+    parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters, by parameter name
     blank: Build  # builds the model with uninitialized weights
-    uncut: Build  # builds the model with its initial weights, and without chunks
-    warnings: tuple[str, ...]  # about settings that are valid but probably unintended
+    uncut: Build  # builds the model with its initial weights, but without splitting it into chunks
+    warnings: tuple[str, ...]  # warnings about settings that are valid but probably unintended
     source: Mapping[str, str]  # hashes of the user's source files
     task_line: str = ""  # a description of the task, and the reason why it was chosen
-    chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
+    chunked: Mapping[str, Chunked] = field(default_factory=dict)  # layouts of the parameters that are split into chunks
     first: InitialWeights | None = None  # the initial weights, or None if the seed determines them
-    fit: Fit | None = None  # how the initial weights match the model
+    fit: Fit | None = None  # describes how the initial weights match the parameters of the model
     guarded: bool = True  # whether to reject code that makes results depend on the placement
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
-        """Build the optimizer for the trained tensors of this rank. `norms` computes the norms of full tensors.
+        """Build the optimizer for the trained tensors of this rank, which may be sharded.
 
-        The tensors may be sharded.
+        `norms` computes the norms of full tensors.
         """
-        make = optimizer(self.recipe, self.settings_of)
-        return make(trained, norms=norms)
+        make_optimizer = make_optimizer_factory(self.recipe, self.settings_of)
+        return make_optimizer(trained, norms=norms)
 
     def settings_of(self, name: str) -> Mapping[str, Any]:
         """Return the optimizer settings that only apply to the parameter `name`."""
@@ -136,16 +142,16 @@ class Setup:
 
 
 def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
-    """Return a function that builds the recipe's model for data with these facts.
+    """Return a function that builds the recipe's model for a dataset with the properties `facts`.
 
-    The model has no initial weights, no adapters and no chunks.
+    The model has no initial weights and no adapters, and isn't split into chunks.
     """
     model = recipe.model
     return partial(build_model, name=model.name, source=model.source, options=model.options, facts=facts)
 
 
 def tuning_of(recipe: Recipe) -> Tuning:
-    """Return the recipe's changes to the model after its construction."""
+    """Return the changes that the recipe makes to a model after it is built: adapters and frozen parameters."""
     lora = None
     if (lora_config := recipe.model.lora) is not None:
         lora = Lora(
@@ -159,11 +165,11 @@ def tuning_of(recipe: Recipe) -> Tuning:
     return Tuning(lora, recipe.model.freeze, recipe.batchnorm == "frozen")
 
 
-def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
-    """Open the data of a recipe, and use the data to check the model, the loss and the optimizer of the recipe.
+def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
+    """Open the dataset of a recipe, check its model, loss and optimizer, and return the setup.
 
-    `first` is the source of the initial weights, if they don't come from the seed (setup/first_weights.py). If the
-    recipe contains a mistake, raises UsageError before a process group is initialized.
+    `first` are the initial weights, if they don't come from the seed (setup/first_weights.py). If the recipe contains a
+    mistake, raises UsageError. This doesn't need a process group.
     """
     if recipe.compile:
         check_compiler(gpu=torch.cuda.device_count() > 0)
@@ -172,13 +178,13 @@ def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
     example, evaluation = examples(recipe, data)
     task, task_line = find_task(values(recipe), f"model {recipe.model.name}", data.facts, example)
     task = with_metrics(task, recipe.metrics)
-    models = _models(recipe, data, first)
+    models = _make_model_builders(recipe, data, first)
     summary = _check_model(recipe, steps, task, models.uncut, example, evaluation)
     _check_batchnorm(recipe, summary)
     chunked = chunk_layouts(models.uncut, recipe.model)
     if recipe.model.chunks > 1:
         _check_model(recipe, steps, task, models.chunked, example, evaluation)
-    inputs = _check_computing(recipe, task, models, summary, example, evaluation)
+    inputs = _check_chunks_and_dtype(recipe, task, models, summary, example, evaluation)
     parameter_settings = _check_optimizer(recipe, models, summary)
     check_rate(recipe, steps)
     fit = None if first is None else first.load_into(on_meta(models.uncut if first.adapted else models.plain))
@@ -197,7 +203,8 @@ def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
         blank=models.chunked,
         uncut=partial(initialise, models.first, recipe.seed),
         warnings=(*data.warnings, *_warnings(recipe, steps, summary, first, fit)),
-        source=source_digests(import_paths(recipe).values()),  # last, because importing user code may change sys.path
+        # Hash the source files after all user code has been imported, because user code may change sys.path.
+        source=source_digests(import_paths(recipe).values()),
         first=first,
         fit=fit,
         task_line=task_line,
@@ -205,8 +212,8 @@ def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
     )
 
 
-class _Models(NamedTuple):
-    """Functions that build the recipe's model. Each applies more of the recipe."""
+class _ModelBuilders(NamedTuple):
+    """Functions that build the recipe's model at different stages of its construction."""
 
     plain: Build  # the model as its library defines it, with uninitialized weights
     uncut: Build  # `plain` with adapters and frozen parameters
@@ -214,13 +221,13 @@ class _Models(NamedTuple):
     first: Build  # `uncut` with its initial weights
 
 
-def _models(recipe: Recipe, data: DataSet, first: InitialWeights | None) -> _Models:
+def _make_model_builders(recipe: Recipe, data: DataSet, first: InitialWeights | None) -> _ModelBuilders:
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
     plain, tuning = plain_model(recipe, data.facts), tuning_of(recipe)
     uncut = partial(build_finetuned, plain, tuning)
     pretrained = partial(plain, pretrained=recipe.model.pretrained)
-    return _Models(
+    return _ModelBuilders(
         plain=plain,
         uncut=uncut,
         chunked=partial(build_in_chunks, uncut, recipe.model),
@@ -229,19 +236,22 @@ def _models(recipe: Recipe, data: DataSet, first: InitialWeights | None) -> _Mod
 
 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
-    """Run the model and the task on a training batch of the smallest micro-batch size and on two evaluation samples."""
+    """Run the model and the task on a training batch and on two evaluation samples, and return a summary of the model.
+
+    The training batch has the size of the smallest micro-batch.
+    """
     evaluation_inputs = task.inputs(repeat_samples(evaluation, 2))
-    training_inputs = task.inputs(repeat_samples(example, smallest_microbatch(recipe, steps)))
+    training_inputs = task.inputs(repeat_samples(example, min_microbatch_size(recipe, steps)))
     check = partial(_check_task, task, example)
     return check_model(
         build, name=recipe.model.name, evaluation=evaluation_inputs, training=training_inputs, check=check
     )
 
 
-def _check_computing(
-    recipe: Recipe, task: Task, models: _Models, summary: Summary, example: Batch, evaluation: Batch
+def _check_chunks_and_dtype(
+    recipe: Recipe, task: Task, models: _ModelBuilders, summary: Summary, example: Batch, evaluation: Batch
 ) -> Inputs:
-    """Check the model with sequence chunks and at low precision. Return its inputs."""
+    """Check the model with sequence chunks and in the compute dtype of the recipe. Return example inputs."""
     name, dtype = recipe.model.name, computing_dtype(recipe.precision)
     inputs = task.inputs(repeat_samples(example, 2))
     if recipe.model.sequence_chunks > 1:
@@ -263,18 +273,18 @@ def _check_computing(
     return inputs
 
 
-def _check_optimizer(recipe: Recipe, models: _Models, summary: Summary) -> dict[str, dict[str, Any]]:
-    """Check the optimizer with each distinct setting. Return the settings of individual parameters."""
+def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: Summary) -> dict[str, dict[str, Any]]:
+    """Check the optimizer with each distinct group of settings. Return the settings of individual parameters."""
     parameter_settings, stored = (
         special_settings(recipe, [*summary.trained], models.chunked),
         stored_dtype(recipe.precision),
     )
-    for make in optimizer_factories(recipe, parameter_settings):
-        check_optimizer(make, summary.dims)
+    for make_optimizer in optimizer_factories(recipe, parameter_settings):
+        check_optimizer(make_optimizer, summary.dims)
         if stored is not None:
-            check_stored(make, stored)
+            check_stored(make_optimizer, stored)
     if ":" in recipe.optimizer.name:
-        check_own(recipe.optimizer.name, optimizer(recipe))
+        check_own(recipe.optimizer.name, make_optimizer_factory(recipe))
     return parameter_settings
 
 
@@ -282,7 +292,7 @@ def _warnings(
     recipe: Recipe, steps: Steps, summary: Summary, first: InitialWeights | None, fit: Fit | None
 ) -> Iterator[str]:
     if summary.batchnorm:
-        yield from norm_warnings(recipe, steps)
+        yield from list_batchnorm_warnings(recipe, steps)
     if first is not None and fit is not None and (fit.fresh or fit.left_over):
         yield f"first weights from {first.label}: {fit}"
 
@@ -308,10 +318,10 @@ def _check_task(task: Task, example: Batch, outputs: Any, samples: int) -> None:
 
 
 def evaluation_batch(recipe: Recipe) -> int:
-    """Return the batch size of an evaluation. It defaults to the size of the largest micro-batch."""
+    """Return the batch size for evaluation, which defaults to the size of the largest micro-batch."""
     return recipe.evaluation_batch or -(-recipe.batch // recipe.microbatches)
 
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
-    """Open the data of a recipe. Raise UsageError if the data is missing or doesn't match the recipe."""
+    """Open the dataset of a recipe. Raise UsageError if the dataset is missing or doesn't match the recipe."""
     return open_data(make_data_request(values(recipe.data)))

@@ -21,17 +21,17 @@ from lockstep.parallel.optimizer_trials import check_updates
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
 from lockstep.setup.examples import examples
-from lockstep.setup.optimizing import optimizer, optimizer_factories
-from lockstep.setup.resolved import Resolved
+from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factories
+from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.strategy import check_strategy
 from lockstep.strategies.base import CutsModel, ExternalEngine, replica_devices
 
 
-def check_placement(resolved: Resolved, *, training: bool = True) -> None:
+def check_placement(resolved: ResolvedConfig, *, training: bool = True) -> None:
     """Raise UsageError if the strategy rejects the number of processes, or the device doesn't support the recipe.
 
-    With `training=False`, this function checks an evaluation. An evaluation can use more processes than a step has
-    micro-batches, because it doesn't split steps.
+    If `training` is False, the placement is checked for an evaluation, which doesn't split steps and can therefore use
+    more processes than a step has micro-batches.
     """
     recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
     on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0
@@ -60,18 +60,20 @@ def check_placement(resolved: Resolved, *, training: bool = True) -> None:
         )
     _check_batchnorm(resolved)
     _check_sequences(resolved)
-    _check_updates(resolved, recipe.model.chunks > 1, [optimizer(recipe)], {stored_dtype(recipe.precision)})
+    _check_updates(
+        resolved, recipe.model.chunks > 1, [make_optimizer_factory(recipe)], {stored_dtype(recipe.precision)}
+    )
     if isinstance(strategy, ExternalEngine):
-        strategy.check_recipe(resolved.numerics, optimizer(recipe))
+        strategy.check_recipe(resolved.numerics, make_optimizer_factory(recipe))
 
 
-def _check_compile(resolved: Resolved) -> None:
-    """Raise UsageError if a compiled model might not give the same bits as in a single process."""
+def _check_compile(resolved: ResolvedConfig) -> None:
+    """Raise UsageError if a compiled model might not give the same bits on every placement."""
     recipe = resolved.recipe
     if recipe.compile and recipe.model.chunks > 1:
         raise UsageError(
             "recipe.compile: not supported with recipe.model.chunks, because torch.compile cannot trace layers that "
-            "are called one chunk after the other; set recipe.compile=false, or unset recipe.model.chunks"
+            "are called on one chunk at a time; set recipe.compile=false, or unset recipe.model.chunks"
         )
     if recipe.compile and computing_dtype(recipe.precision) is not None:
         raise UsageError(
@@ -86,7 +88,7 @@ def _check_compile(resolved: Resolved) -> None:
         )
 
 
-def _check_batchnorm(resolved: Resolved) -> None:
+def _check_batchnorm(resolved: ResolvedConfig) -> None:
     """Raise UsageError if BatchNorm can't be synchronized across all forward passes of a step."""
     recipe, strategy = resolved.recipe, resolved.strategy
     if recipe.batchnorm != "sync":
@@ -97,11 +99,11 @@ def _check_batchnorm(resolved: Resolved) -> None:
             f"{key}: not supported with recipe.model.chunks, because the model is called once per chunk; unset "
             f"recipe.model.chunks"
         )
-    _check_waiting(resolved, key)
+    _check_interleaving(resolved, key)
     if not strategy.traits.syncs_batchnorm:
         raise UsageError(
-            f"{key}: strategy {resolved.strategy_name} does not run the forwards of a step together, layer by layer; "
-            f"use strategy single, ddp or zero1, or zero2, zero3 or hsdp with {microbatches} processes"
+            f"{key}: strategy {resolved.strategy_name} does not run the forward passes of all micro-batches together; "
+            f"use strategy single, ddp or zero1, or use zero2, zero3 or hsdp with {microbatches} processes"
         )
     if strategy.mesh(resolved.processes).shard > 1 and resolved.processes < microbatches:
         raise UsageError(
@@ -111,23 +113,26 @@ def _check_batchnorm(resolved: Resolved) -> None:
         )
 
 
-def _check_waiting(resolved: Resolved, key: str) -> None:
-    """Raise UsageError for settings that don't work if forward passes wait for each other, which `key` requires."""
+def _check_interleaving(resolved: ResolvedConfig, key: str) -> None:
+    """Raise UsageError for settings that don't work if layers wait for all forward passes of a step.
+
+    `key` is the setting that makes them wait.
+    """
     placement = resolved.placement
     if resolved.recipe.compile:
         raise UsageError(
-            f"{key}: not supported with recipe.compile, because a compiled block cannot wait for other forwards in its "
-            f"middle; set recipe.compile=false"
+            f"{key}: not supported with recipe.compile, because a compiled block cannot wait for other forward passes; "
+            f"set recipe.compile=false"
         )
     if placement.recompute != "none":
         raise UsageError(
-            f"{key}: not supported with placement.recompute, because a block that is recomputed in the backward would "
-            f"wait for other forwards; unset placement.recompute"
+            f"{key}: not supported with placement.recompute, because a block that is recomputed in the backward pass "
+            f"would wait for other forward passes; unset placement.recompute"
         )
 
 
-def _check_sequences(resolved: Resolved) -> None:
-    """Raise UsageError if the processes can't split the sequence chunks, or the strategy doesn't support chunks."""
+def _check_sequences(resolved: ResolvedConfig) -> None:
+    """Raise UsageError if the strategy doesn't support sequence chunks, or can't divide them among its processes."""
     recipe, strategy = resolved.recipe, resolved.strategy
     key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
     mesh = strategy.mesh(resolved.processes)
@@ -144,8 +149,8 @@ def _check_sequences(resolved: Resolved) -> None:
     if not strategy.traits.cuts_sequences:
         raise UsageError(
             f"{key}: strategy {resolved.strategy_name} does not support sequence chunks; use strategy context, tensor, "
-            f"single, zero1, ddp without compress, pipeline with any schedule except zero_bubble, or mesh without "
-            f"expert and zero_bubble"
+            f"single, zero1, ddp without the option compress, pipeline with any schedule except zero_bubble, or mesh "
+            f"without the option expert and the schedule zero_bubble"
         )
     if strategy.mesh(resolved.processes).shard > 1 and context_size != chunks:
         raise UsageError(
@@ -153,16 +158,16 @@ def _check_sequences(resolved: Resolved) -> None:
             f"process needs exactly one chunk; set placement.strategy.context={chunks}, or unset "
             f"placement.strategy.shard"
         )
-    _check_waiting(resolved, key)
+    _check_interleaving(resolved, key)
 
 
-def check_cut(resolved: Resolved, ready: Setup) -> None:
+def check_cut(resolved: ResolvedConfig, ready: Setup) -> None:
     """Raise UsageError if the strategy can't shard this model or optimizer over this number of processes."""
     strategy = resolved.strategy
     needs_whole_updates(resolved, ready)
     if isinstance(strategy, ExternalEngine):
-        for make in optimizer_factories(ready.recipe, ready.parameter_settings)[1:]:
-            strategy.check_recipe(resolved.numerics, make)
+        for make_optimizer in optimizer_factories(ready.recipe, ready.parameter_settings)[1:]:
+            strategy.check_recipe(resolved.numerics, make_optimizer)
         strategy.check_trained({name: form.dtype for name, form in ready.summary.trained.items()})
     if isinstance(strategy, CutsModel):
         whole_blocks = ready.recipe.compile
@@ -170,7 +175,7 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
         check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
 
 
-def needs_whole_updates(resolved: Resolved, ready: Setup) -> bool:
+def needs_whole_updates(resolved: ResolvedConfig, ready: Setup) -> bool:
     """Return whether the optimizer needs full tensors although the strategy shards them by rows.
 
     If the strategy can't provide full tensors, raises UsageError.
@@ -185,24 +190,25 @@ def needs_whole_updates(resolved: Resolved, ready: Setup) -> bool:
 
 
 def _check_updates(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     chunked: bool,
     factories: Iterable[Callable[..., Optimizer]],
     dtypes: Collection[torch.dtype | None],
 ) -> bool:
+    """Check how the strategy runs the optimizer on shards, and return whether the optimizer needs full tensors."""
     traits = resolved.strategy.traits
     if not (traits.cuts_rows or chunked):
         return False
     needed = [
-        check_updates(make, resolved.strategy_name, dtype, lends_wholes=traits.lends_wholes)
-        for make in factories
+        check_updates(make_optimizer, resolved.strategy_name, dtype, lends_wholes=traits.lends_wholes)
+        for make_optimizer in factories
         for dtype in dtypes
     ]
     return any(needed)
 
 
-def cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
-    """Return the operations of a training step or evaluation that have no deterministic CUDA kernel. Needs no GPU."""
+def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
+    """Return the operations of a training step or evaluation without a deterministic CUDA kernel. Needs no GPU."""
     example, evaluation = examples(ready.recipe, ready.data)
     batch = example if training else evaluation
 
@@ -213,14 +219,14 @@ def cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
 
 
 def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:
-    """Raise UsageError if training or, with `training=False`, evaluation has operations that CUDA can't run exactly.
+    """Raise UsageError if the model runs on CUDA and has operations without a deterministic CUDA kernel.
 
-    Such operations have no deterministic CUDA kernel.
+    If `training` is False, only the operations of an evaluation are checked.
     """
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
     check_switches(ready.recipe.precision)
-    if refusals := cuda_refusals(ready, training=training):
+    if refusals := find_cuda_refusals(ready, training=training):
         lines = "".join(f"\n  {refusal}" for refusal in refusals)
         raise UsageError(
             f"model {ready.recipe.model.name}: these operations are not deterministic on CUDA:{lines}\n"

@@ -1,4 +1,8 @@
-"""Compares a chunked model with the full model, because a valid plan can be wrong and layers can mix positions."""
+"""Checks that a model computes the same function in chunks as without chunks.
+
+Feature chunks can change the outputs if a plan is valid but wrong. Sequence chunks can change them if a layer mixes
+positions.
+"""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,32 +22,32 @@ from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError, VerificationError
 from lockstep.parallel.tensor.plan import region_names
 from lockstep.setup.build import Setup
-from lockstep.setup.chunking import cut, losses_in
+from lockstep.setup.chunking import compute_chunk_losses, cut
 from lockstep.setup.examples import examples, repeat_samples
 from lockstep.tasks.base import Task
 
 ADVICE: Final = (
     "between a colwise and a rowwise layer, each feature or head must be computed independently: use colwise:2 for a "
     "layer whose outputs are split in two, such as the first layer of a GLU, use heads:NAMES for attributes that count "
-    "heads, or keep the layer whole"
+    "heads, or do not split the layer"
 )
-# Maximum difference relative to the largest magnitude. Chunks sum in a different order, which causes much smaller
-# differences. A different function causes much larger differences.
+# Maximum difference relative to the largest magnitude. Summing chunks in a different order causes much smaller
+# differences, and computing a different function causes much larger differences.
 _BOUNDS: Final = {torch.float64: 2.0**-30, torch.float32: 2.0**-10}
-QUICKLY: Final = {torch.float32: 2.0**-10}
+_QUICK_BOUNDS: Final = {torch.float32: 2.0**-10}
 _SAMPLES: Final = 2
 _POSITIONS: Final = 64  # maximum length of integer sequences in a quick comparison
-LARGEST: Final = 250_000_000  # maximum number of parameters; larger models aren't copied twice before a run
+LARGEST: Final = 250_000_000  # maximum number of parameters, because a comparison copies the model twice
 
 T = TypeVar("T")
 Bounds = Mapping[torch.dtype, float]
-Departure = tuple[str, float]  # name of the part that differs, and the relative difference
+Departure = tuple[str, float]  # the name of the module or value that differs, and the relative difference
 
 
 def check_plan(ready: Setup) -> list[str]:
-    """Check with two samples in float32 that the chunked model computes the same function as the full model.
+    """Compare the chunked model with the full model on two samples in float32, and return warnings.
 
-    Returns warnings. If a layer computes a different function, raises UsageError with the name of the first such layer.
+    If a layer computes a different function, raises UsageError with the name of the first such layer.
     """
     config, parameters = ready.recipe.model, ready.summary.parameters
     if config.chunks == 1 and config.sequence_chunks == 1:
@@ -54,15 +58,18 @@ def check_plan(ready: Setup) -> list[str]:
             f"{parameters:,} parameters twice; run `lockstep verify` to compare them"
         ]
     try:
-        check_chunks(ready, quickly=True)
-        check_sequence_chunks(ready, QUICKLY)
+        check_chunks(ready, quick=True)
+        check_sequence_chunks(ready, _QUICK_BOUNDS)
     except VerificationError as error:
         raise UsageError(str(error)) from None
     return []
 
 
-def check_chunks(ready: Setup, quickly: bool = False) -> None:
-    """Raise VerificationError if splitting the recipe's model into feature chunks changes its outputs."""
+def check_chunks(ready: Setup, quick: bool = False) -> None:
+    """Raise VerificationError if splitting the recipe's model into feature chunks changes its outputs.
+
+    If `quick` is set, the comparison only uses a part of the inputs, in float32.
+    """
     config = ready.recipe.model
     if config.chunks == 1:
         return
@@ -71,15 +78,16 @@ def check_chunks(ready: Setup, quickly: bool = False) -> None:
         _, batch = examples(ready.recipe, ready.data)
         inputs = ready.task.inputs(repeat_samples(batch, _SAMPLES))
         cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
-        departure = (quick_departure if quickly else chunk_departure)(full_model, cut_features, inputs)
+        departure = (quick_departure if quick else find_chunk_difference)(full_model, cut_features, inputs)
     if departure:
         raise VerificationError(f"recipe.model.plan: {describe(departure, config.chunks)}; {ADVICE}")
 
 
 def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
-    """Raise UsageError if the unchunked model of a checkpoint computes a different function than the trained chunks.
+    """Raise UsageError if a model that was trained in chunks computes a different function without chunks.
 
-    Earlier versions of `lockstep train` didn't check plans.
+    This is possible because earlier versions of `lockstep train` didn't check the plan. `model` is the full model of
+    the checkpoint at `path`.
     """
     if config.chunks == 1:
         return
@@ -94,7 +102,7 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
 
 
 def describe(departure: Departure, chunks: int) -> str:
-    """Return a message about the part that differs and the size of the difference."""
+    """Return a message with the module whose outputs differ, and the size of the difference."""
     return (
         f"{departure[0] or 'the model'} computes different outputs in {chunks} chunks than as a whole: they differ by "
         f"{departure[1]:.2g} of the largest value"
@@ -115,12 +123,14 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
         example, _ = examples(ready.recipe, ready.data)
         batch = repeat_samples(example, _SAMPLES)
         full_model = ready.uncut().eval()
-        departure = sequence_departure(full_model, ready.task, batch, config.sequence_chunks, cut_features, bounds)
+        departure = find_sequence_difference(
+            full_model, ready.task, batch, config.sequence_chunks, cut_features, bounds
+        )
     if departure:
         raise VerificationError(
             f"recipe.model.sequence_chunks: {name} computes different values in {config.sequence_chunks} chunks than "
-            f"on whole sequences: {departure[0]} differs by {departure[1]:.2g} of the largest value; outside of "
-            f"attention, compute each position independently and at its position_ids, without convolution, pooling or "
+            f"on whole sequences: {departure[0]} differs by {departure[1]:.2g} of the largest value; outside "
+            f"attention, compute each position independently, using its position_ids, and do not convolve, pool or "
             f"shift along the sequence"
         )
 
@@ -131,10 +141,10 @@ def quick_departure(
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
 ) -> Departure | None:
-    """Run `chunk_departure` in float32 on two samples of the inputs, with integer sequences shortened.
+    """Return the difference that `find_chunk_difference` finds in float32 on two samples with shortened sequences.
 
-    If the model rejects the shortened inputs, the comparison uses two full samples. If the model also rejects these
-    samples, the comparison uses all inputs.
+    If the model rejects the shortened samples, the comparison uses two full samples. If the model rejects these too,
+    the comparison uses all inputs.
     """
     first = next(iter(tensors_of(inputs)), None)
     samples = len(first) if first is not None and first.ndim else 0
@@ -148,63 +158,64 @@ def quick_departure(
 
     for select in (shortened_samples, first_samples):
         try:
-            return chunk_departure(full_model, cut_features, map_tensors(select, inputs), run, QUICKLY)
+            return find_chunk_difference(full_model, cut_features, map_tensors(select, inputs), run, _QUICK_BOUNDS)
         except Exception:  # a user's model may raise any exception
             continue
-    return chunk_departure(full_model, cut_features, inputs, run, QUICKLY)
+    return find_chunk_difference(full_model, cut_features, inputs, run, _QUICK_BOUNDS)
 
 
-def chunk_departure(
+def find_chunk_difference(
     full_model: nn.Module,
     cut_features: Callable[[nn.Module], object],
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Split a copy of the model `full_model` into chunks, and compare the outputs. See `feature_departure`.
+    """Split a copy of `full_model` into chunks, and return the first difference. See `find_feature_difference`.
 
-    Parameters that are all zero, such as those of a newly initialized last layer, could hide a difference. Therefore,
-    such parameters get the same random values in both models.
+    A parameter that is all zero, such as in a newly initialized last layer, could hide a difference. Therefore, such
+    parameters get the same random values in both models.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in full_model.parameters():
             if parameter.is_floating_point() and not parameter.any():
                 parameter.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
-    in_chunks = copy.deepcopy(full_model)
-    cut_features(in_chunks)
-    return feature_departure(full_model, in_chunks, inputs, run, bounds)
+    chunked_model = copy.deepcopy(full_model)
+    cut_features(chunked_model)
+    return find_feature_difference(full_model, chunked_model, inputs, run, bounds)
 
 
-def feature_departure(
+def find_feature_difference(
     full_model: nn.Module,
-    in_chunks: nn.Module,
+    chunked_model: nn.Module,
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Return the first region whose outputs differ, or "" for the full model. Return None if all outputs agree.
+    """Return the name of the first chunked module whose outputs differ, and the size of the difference.
 
-    `run` calls a model with the inputs.
+    The name is empty if only the outputs of the full model differ. Returns None if all outputs agree. `run` calls a
+    model with the inputs.
     """
-    names = [*region_names(in_chunks), ""]
+    names = [*region_names(chunked_model), ""]
 
     def compare(batch: T) -> Iterator[Departure]:
         whole_outputs, chunk_outputs = (
-            _outputs(partial(run, model, batch), model, names) for model in (full_model, in_chunks)
+            _collect_outputs(partial(run, model, batch), model, names) for model in (full_model, chunked_model)
         )
         for name, outputs in whole_outputs.items():
-            yield name, max(map(_distance, outputs, chunk_outputs[name]), default=0.0)
+            yield name, max(map(_relative_difference, outputs, chunk_outputs[name]), default=0.0)
 
-    return _first_beyond_bound((full_model, in_chunks), inputs, compare, bounds)
+    return _find_first_difference((full_model, chunked_model), inputs, compare, bounds)
 
 
 def _split_no_features(_: nn.Module) -> dict[str, Chunked]:
-    """Don't split the features of a model."""
+    """Leave a model as it is, because the recipe has no feature chunks."""
     return {}
 
 
-def sequence_departure(
+def find_sequence_difference(
     full_model: nn.Module,
     task: Task,
     batch: Batch,
@@ -212,43 +223,43 @@ def sequence_departure(
     cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _split_no_features,
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Return the first difference of the loss or a gradient with sequence chunks, or None if there is none.
+    """Return the first difference that sequence chunks make in the loss or a gradient, or None if there is none.
 
-    `cut_features` splits a copy of the model into feature chunks in place, and returns how parameters are rearranged.
+    `cut_features` splits a copy of the model into feature chunks in place, and returns the layouts of its parameters.
     """
-    in_chunks = copy.deepcopy(full_model)
-    chunked = cut_features(in_chunks)
+    chunked_model = copy.deepcopy(full_model)
+    chunked = cut_features(chunked_model)
 
     def compare(sample_batch: Batch) -> Iterator[Departure]:
         whole_loss = sum_of_losses(task.loss(call(full_model, task.inputs(sample_batch)), sample_batch))
         loss, gradients = _loss_and_gradients(full_model, whole_loss)
         chunk_loss, chunk_gradients = _loss_and_gradients(
-            in_chunks, torch.stack(losses_in(in_chunks, task, sample_batch, chunks)).sum()
+            chunked_model, torch.stack(compute_chunk_losses(chunked_model, task, sample_batch, chunks)).sum()
         )
-        yield "the loss", _distance(loss, chunk_loss)
-        # Use the same scale for all gradients. A gradient that is zero except for rounding, such as that of a key bias,
-        # has no meaningful scale.
+        yield "the loss", _relative_difference(loss, chunk_loss)
+        # Use the same scale for all gradients. If a gradient is zero except for rounding errors, such as the gradient
+        # of a key bias, its own magnitude isn't a meaningful scale.
         scale = torch.stack([values.abs().max() for values in gradients.values()]).max()
         for name, gradient in gradients.items():
             expected = chunked[name].to_rows(gradient) if name in chunked else gradient
             yield (
                 f"the gradient of {name}",
-                _distance(expected, chunk_gradients.get(name, torch.zeros_like(expected)), scale),
+                _relative_difference(expected, chunk_gradients.get(name, torch.zeros_like(expected)), scale),
             )
 
-    return _first_beyond_bound((full_model, in_chunks), batch, compare, bounds)
+    return _find_first_difference((full_model, chunked_model), batch, compare, bounds)
 
 
-def _first_beyond_bound(
+def _find_first_difference(
     models: Sequence[nn.Module], batch: T, compare: Callable[[T], Iterable[Departure]], bounds: Bounds
 ) -> Departure | None:
-    """Return the first difference larger than rounding errors, in float64, or in float32 if kernels require it."""
+    """Return the first difference above the bound of the first dtype in `bounds` that the kernels support."""
     for dtype, bound in bounds.items():
         for model in models:
             model.to(dtype)
         inputs = map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)  # noqa: B023
         try:
-            # The negated comparison also holds for NaN.
+            # `not distance <= bound` is also true if the distance is NaN.
             return next(((name, distance) for name, distance in compare(inputs) if not distance <= bound), None)
         except RuntimeError:
             if dtype is torch.float32:
@@ -256,8 +267,8 @@ def _first_beyond_bound(
     return None
 
 
-def _outputs(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
-    """Return the outputs of each named module, in the order of its calls."""
+def _collect_outputs(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
+    """Call `run`, and return the outputs of each named module in the order of its calls."""
     outputs: dict[str, list[Tensor]] = {}
     hooks = [model.get_submodule(name).register_forward_hook(partial(_record_outputs, outputs, name)) for name in names]
     with torch.no_grad():
@@ -280,7 +291,7 @@ def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[st
     return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}
 
 
-def _distance(expected: Tensor, actual: Tensor, scale: Tensor | None = None) -> float:
+def _relative_difference(expected: Tensor, actual: Tensor, scale: Tensor | None = None) -> float:
     """Return the largest difference relative to `scale`, or to the largest magnitude of `expected`."""
     if expected.shape != actual.shape:
         return float("inf")

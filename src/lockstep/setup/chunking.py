@@ -1,7 +1,4 @@
-"""The chunks of a recipe: feature chunks from the plan of its model, and sequence chunks.
-
-Before any process starts, this checks whether the model can be computed in chunks.
-"""
+"""Splits the model of a recipe into feature chunks, and checks before a run whether sequence chunks work."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -36,7 +33,7 @@ from lockstep.tasks.base import Build, MicroBatch, Task
 
 
 def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
-    """Return the rearrangement of each chunked parameter by name, or {} if there is a single chunk.
+    """Return the layout of each parameter that is split into chunks, by name, or {} if there is a single chunk.
 
     Raises UsageError if the model can't be split, or if the recipe's plan doesn't match it.
     """
@@ -44,7 +41,7 @@ def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
 
 
 def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
-    """Build the model. If the recipe requests several chunks, split the model into chunks."""
+    """Build a model, and split it into the number of feature chunks that `config` sets."""
     model = build()
     if config.chunks > 1:
         cut(model, config.chunks, config.plan, config.name)
@@ -52,10 +49,10 @@ def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
 
 
 def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunked]:
-    """Split a model into chunks in place. Return how parameters are rearranged.
+    """Split a model into chunks in place, and return the layout of each parameter that is split.
 
-    The recipe's plan takes precedence over the built-in plan of the model. `name` is the name of the model. If the
-    model can't be split, raises UsageError with the names of the recipe's keys.
+    `plan` takes precedence over the built-in plan of the model. `name` is the name of the model in errors. If the model
+    can't be split, raises UsageError with the recipe keys to change.
     """
     built_in = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
     chunked = cut_into_chunks(model, {**plan, **built_in}, chunks)  # the first matching pattern applies
@@ -68,7 +65,7 @@ def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunk
 
 
 def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
-    """Raise UsageError if the task uses the outputs in a way that chunked outputs don't support."""
+    """Raise UsageError if the loss or a metric of the task uses chunked logits in an unsupported way."""
     logits = next((tensor for tensor in tensors_of(outputs) if isinstance(tensor, Logits)), None)
     if logits is None:
         return
@@ -78,21 +75,21 @@ def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
             compute(outputs, batch)
         except LockstepError:
             raise
-        except Exception:  # the task reads values, which tensors on the meta device don't have
+        except Exception:  # a task may read values, which tensors on the meta device don't have
             continue
 
 
 def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: str) -> Inputs:
-    """Check that the model and the task work with sequence chunks. Return the model's inputs for a batch.
+    """Check that the model and the task work with sequence chunks, and return the model's inputs for `batch`.
 
-    Raises UsageError if the model or the task doesn't support chunks. `batch` must contain real samples. The model runs
-    on the meta device, or on the CPU if that fails. `name` is the name of the model in errors.
+    `batch` must contain real samples. The model runs on the meta device, or on the CPU if that fails. `name` is the
+    name of the model in errors. Raises UsageError if the model or the task doesn't support sequence chunks.
     """
     sequence_task(task)
 
     def trial(device: str) -> Sequence[str]:
         with drop_new_tensors():
-            return _trial(build, task, batch, chunks, name, device)
+            return _run_trial(build, task, batch, chunks, name, device)
 
     with warnings.catch_warnings(action="ignore"), UserCode(name):
         try:
@@ -104,25 +101,25 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
     return with_positions(task.inputs(batch), arguments)
 
 
-def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
+def _run_trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
     with torch.device(device):
         model = build()
         model.train()  # a separate line, because `train` of a user's model may return None
     arguments = argument_names(model)
     if POSITIONS not in arguments:
         raise UsageError(
-            f"{KEY}: the forward of {name} has no argument {POSITIONS}, so it cannot know the position of a chunk in "
-            f"its sequence; add this argument, of shape [1, positions], or unset {KEY}"
+            f"{KEY}: the forward method of {name} has no argument {POSITIONS}, so it cannot know the position of a "
+            f"chunk in its sequence; add this argument, of shape [1, positions], or unset {KEY}"
         )
     device_batch = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.no_grad():
-        # Rejects a mask over the full sequence, such as that of a sliding window.
-        losses_in(model, task, device_batch, 1)
-        losses_in(model, task, device_batch, chunks)
+        # A single chunk already detects a mask over the full sequence, such as a sliding window, and raises UsageError.
+        compute_chunk_losses(model, task, device_batch, 1)
+        compute_chunk_losses(model, task, device_batch, chunks)
     return arguments
 
 
-def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
+def compute_chunk_losses(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
     """Split the sequences of a batch into `chunks` chunks, and return the loss of each chunk."""
     cooperative = Cooperative([])
     sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), cooperative)
@@ -131,5 +128,5 @@ def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[A
     def loss_of(microbatch: MicroBatch) -> Any:
         return task.loss(sequences.call(model, microbatch), microbatch.batch)
 
-    # Chunks have no state to isolate.
+    # The callback does nothing, because chunks have no state that must be isolated.
     return cooperative.run([partial(loss_of, microbatch) for microbatch in microbatches], lambda _: None)

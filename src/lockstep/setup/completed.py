@@ -1,4 +1,4 @@
-"""Detects that the requested run is already complete, and reports its hash. To be fast, this doesn't import torch."""
+"""Detects that a run is already complete. To be fast, this module doesn't import torch."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _BEST: Final = "best_"
 
 
 def completion_notice(loaded: Loaded) -> str:
-    """Return a notice if the run folder contains the completed run of this configuration, or else an empty string."""
+    """Return a notice with the hash of the weights if the run is already complete, or else an empty string."""
     done = completed(loaded)
     if done is None:
         return ""
@@ -26,9 +26,10 @@ def completion_notice(loaded: Loaded) -> str:
 
 
 def completed(loaded: Loaded) -> Done | None:
-    """Return the last event if the run folder contains the completed run of this configuration, or else None.
+    """Return the Done event if the run folder contains a complete run of this configuration, or else None.
 
-    Mistakes, such as a folder with a run of a different recipe, are reported later, when the run starts.
+    This function doesn't report mistakes, such as a folder with a run of a different recipe. They are reported when the
+    run starts.
     """
     run = loaded.config.run
     if run.dir is None or run.resume != "auto" or run.key_file is not None:  # with a key, the log is untrusted
@@ -45,7 +46,7 @@ def completed(loaded: Loaded) -> Done | None:
 
 
 def _parse_done(record: Mapping[str, Any]) -> Done | None:
-    """Return the event in a log line, without the per-rank fields. Return None if the line is damaged."""
+    """Return the Done event in a log record, without its per-rank fields, or None if the record is damaged."""
     sha256 = record.get("weights_sha256")
     progress: dict[str, Any] = {name: record.get(name) for name in ("step", "epoch", "samples")}
     if (

@@ -1,4 +1,4 @@
-"""Facts about a dataset. Ranks compare the facts, and checkpoints store the facts for resuming and inference."""
+"""The properties of a dataset that ranks compare, and that checkpoints store for resuming and inference."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,16 +9,15 @@ from lockstep.setup.build import Setup
 from lockstep.tasks.batches import targets_or_batch
 from lockstep.training.sample_digest import digest_ends
 
-# Facts that a recipe can set, and which are therefore compared as part of the recipe.
+# The recipe can set these properties, so they are compared as part of the recipe.
 _RECIPE_FACTS: Final = ("mean", "std")
 
 
-def setup_facts(ready: Setup) -> dict[str, Any]:
-    """Return facts that show whether ranks have the same user code and the same data.
+def collect_comparison_facts(ready: Setup) -> dict[str, Any]:
+    """Return values that must be the same on all ranks: hashes of the user's source files, and dataset properties.
 
-    The facts about the data are the sizes, the facts of the dataset, and digests of the first and last sample of each
-    split. For a custom dataset, the digests only cover the targets, because its inputs may be random. `verify` checks
-    the inputs.
+    The properties include the number of samples, and digests of the first and last sample of each split. For a custom
+    dataset, the digests only cover the targets, because its inputs may be random. `lockstep verify` checks the inputs.
     """
     is_custom = ":" in ready.recipe.data.name
     data = ready.data
@@ -34,16 +33,17 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
 
 
 def model_facts(ready: Setup) -> dict[str, Any]:
-    """Return the facts about the data that the model needs for inference, which checkpoints store with the weights."""
+    """Return the properties of the dataset that checkpoints store with the weights, because inference needs them."""
     config, facts = ready.recipe.data, ready.data.facts
     mean, std = config.mean or facts.get("mean"), config.std or facts.get("std")
     return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
 
 
 def check_facts(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
-    """Raise UsageError if a checkpoint was trained on data with different facts, such as class names in another order.
+    """Raise UsageError if the dataset differs from that of a checkpoint, such as in the order of class names.
 
-    `current` are the facts of the current data. Facts that are only in one of the two mappings are ignored.
+    `current` are the properties of the dataset, and `saved` those in the checkpoint at `path`. Properties that are only
+    in one of the two mappings are ignored.
     """
     for name, before in saved.items():
         if name in current and current[name] != before and name not in _RECIPE_FACTS:
@@ -55,7 +55,7 @@ def check_facts(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path
 
 
 def _difference(before: Any, current: Any) -> str:
-    """Return a message about how two facts differ: the first differing list item, or the lengths of the lists."""
+    """Return a description of how two values differ. For lists, this is the first differing item, or their lengths."""
     if not (isinstance(before, list) and isinstance(current, list)):
         return f"{before!r} in the checkpoint, {current!r} in this data"
     if len(before) != len(current):

@@ -21,9 +21,9 @@ from lockstep.strategies.base import CutsModel, replica_devices
 
 
 def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
-    """Start the engine of a placement. Return the engine and the loader of this rank. All ranks call it.
+    """Start the engine of a placement, and return the engine and the data loader of this rank. All ranks call it.
 
-    If `resumes` is set, the engine starts without the initial weights, because all weights are loaded later.
+    If `resumes` is set, the initial weights aren't loaded, because the caller loads the weights of a checkpoint.
     """
     ready, placement, strategy = prepared.ready, prepared.placement, prepared.strategy
     problem = ready.problem
@@ -40,8 +40,8 @@ def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> 
         engine, devices = start(world, numerics), replica_devices(strategy, world.on_gpu)
         return _with_canonical_state(engine, ready), ready.loader(world, data_rank, placement.workers, devices=devices)
     schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
-    # If a rank can't repeat a micro-batch of a different rank on its own, an audit repeats the full step with the ranks
-    # rotated.
+    # An audit usually lets each rank repeat a micro-batch of a different rank. With these settings, a rank can't run a
+    # micro-batch on its own, so the audit repeats the full step with the ranks rotated.
     if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.recipe.model.sequence_chunks > 1:
         loader = ready.loader(world, data_rank, placement.workers)
         start_rotated = cast(Callable[[World, Numerics], Rotates], start)

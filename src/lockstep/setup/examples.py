@@ -14,20 +14,20 @@ from lockstep.data.base import DataSet, DeviceTransforms, NoTransforms, Request,
 from lockstep.data.images.device_transforms import device_transforms
 from lockstep.errors import TrainingError, UsageError
 
-_MIN_NORM_SAMPLES: Final = 4  # number of samples in a micro-batch below which BatchNorm hardly has a variance
-_EXAMPLE_SAMPLES: Final = 4  # number of samples of each split that are used in checks before a run
-_MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples that are tried if the first samples can't be read
+_MIN_NORM_SAMPLES: Final = 4  # with fewer samples, the batch variance of BatchNorm is hardly meaningful
+_EXAMPLE_SAMPLES: Final = 4  # number of samples of each split to use in checks before a run
+_MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples to try if samples can't be read
 
 
 def transforms_of(recipe: Recipe, data: DataSet) -> DeviceTransforms:
-    """Return the transforms of batches on the device. Without transforms in the recipe or the data, this is a no-op."""
+    """Return the transforms that a dataset applies to batches on the device, or a no-op if there are none."""
     return device_transforms(values(recipe), data.facts) or NoTransforms()
 
 
 def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
     """Return a training batch and an evaluation batch with a few samples each.
 
-    Raises UsageError if the recipe doesn't support the custom dataset.
+    Raises UsageError if the recipe mixes samples whose targets can't be mixed.
     """
     transforms = transforms_of(recipe, data)
     request, fetched = _fetch_few(data.train)
@@ -43,7 +43,7 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
 
 def _fetch_few(split: Split) -> tuple[Request, Batch]:
-    """Return a batch of a few readable samples. Training later reports the unreadable files."""
+    """Return a batch of a few readable samples, and its request. Training reports unreadable files later."""
     request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLE_SAMPLES).astype(np.int64)), None)
     try:
         return request, split.fetch(*request)
@@ -53,7 +53,7 @@ def _fetch_few(split: Split) -> tuple[Request, Batch]:
 
 
 def _first_readable(split: Split) -> int:
-    """Return the index of the first readable sample."""
+    """Return the index of the first readable sample. If none of the first samples is readable, raise its error."""
     for index in range(min(len(split), _MAX_TRIED_SAMPLES)):
         try:
             split.fetch(np.array([index]), None)
@@ -66,18 +66,22 @@ def _first_readable(split: Split) -> int:
 
 
 def repeat_samples(batch: Batch, samples: int) -> Batch:
+    """Return a batch of `samples` samples, which repeats the samples of `batch`."""
     return map_tensors(lambda tensor: tensor[torch.arange(samples) % len(tensor)], batch)
 
 
-def smallest_microbatch(recipe: Recipe, steps: Steps) -> int:
-    """Return the size of the smallest micro-batch. With sync BatchNorm, it is 2 or more unless a step has 1 sample."""
+def min_microbatch_size(recipe: Recipe, steps: Steps) -> int:
+    """Return the size of the smallest micro-batch.
+
+    Synchronized BatchNorm normalizes over a full step. With it, the result is at least 2, unless a step has one sample.
+    """
     first_and_last = _first_and_last(steps)
     smallest = min(min(map(len, step.microbatches(recipe.microbatches))) for step in first_and_last)
     return min(max(2, smallest), *(step.samples for step in first_and_last)) if recipe.batchnorm == "sync" else smallest
 
 
-def norm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:
-    """Yield a warning if BatchNorm normalizes over too few samples for meaningful statistics."""
+def list_batchnorm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:
+    """Yield a warning if BatchNorm normalizes over too few samples to compute meaningful statistics."""
     for step, step_name in zip(_first_and_last(steps), ("a step", "the last step of an epoch"), strict=True):
         is_sync = recipe.batchnorm == "sync"
         smallest = step.samples if is_sync else min(map(len, step.microbatches(recipe.microbatches)))

@@ -1,7 +1,7 @@
-"""Initial weights of a run that come from a file or a different run instead of the seed.
+"""Loads the initial weights of a run from a file or a different run, instead of computing them from the seed.
 
-The recipe records the SHA-256 of the tensors, but not the location of the file or run. A run that resumes no longer
-needs this file or run. Only tensors and JSON are read, so no code in a file or run folder is executed.
+The recipe records the SHA-256 of the tensors, but not their location. A run that resumes no longer needs the file or
+the other run. Only tensors and JSON are read, so no code in a file or run folder is executed.
 """
 
 import hashlib
@@ -35,10 +35,12 @@ _START: Final = "run.start_from"
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Initial weights, by parameter name. Parameters that match a pattern in `fresh` keep their random initialization.
+    """Initial weights by parameter name, and their source.
 
-    `checkpoint` is the checkpoint that contains the weights, if a run is their source. If `optimizer` is set, the
-    optimizer state of the checkpoint is also used.
+    - `label`: The path of the source, for messages.
+    - `fresh`: Patterns of the parameters that keep their random initialization.
+    - `checkpoint`: The checkpoint that contains the weights, if they come from a run.
+    - `optimizer`: Whether to also use the optimizer state of the checkpoint.
     """
 
     label: str
@@ -48,7 +50,7 @@ class InitialWeights:
     optimizer: bool = False
 
     def load_into(self, model: nn.Module) -> Fit:
-        """Copy the weights into a model. Raise UsageError if they don't match the model."""
+        """Copy the weights into a model, and return how they match. Raise UsageError if they don't match the model."""
         return fit(model, self.tensors, self.label, self.fresh)
 
     @property
@@ -67,16 +69,19 @@ class InitialWeights:
 
     @property
     def output_facts(self) -> Mapping[str, Any]:
-        """The facts that decided the outputs of the last layer. Empty if unknown, or if `fresh` patterns are used."""
+        """The dataset properties that determine the last layer, or {} if they are unknown or `fresh` is set."""
         facts = self.state.data if self.state is not None and not self.fresh else None
         return {name: value for name, value in (facts or {}).items() if name in OUTPUT_PROPERTIES and value is not None}
 
 
 def load_first_weights(loaded: Loaded) -> tuple[Loaded, InitialWeights | None]:
-    """Return the configuration with the hashes of the initial weights in its recipe, and the initial weights.
+    """Load the initial weights of a configuration.
 
-    The initial weights are None if the configuration specifies none, or if the file no longer exists and the run folder
-    contains a run that started from it. Raises UsageError if the weights can't be read or don't match the recipe.
+    Returns the configuration, with the hashes of the weights added to its recipe, and the weights.
+
+    The initial weights are None if the configuration specifies none. They are also None if their source no longer
+    exists, but the run folder contains a run that started from it. Raises UsageError if the weights can't be read or
+    don't match the recipe.
     """
     recipe, run = loaded.config.recipe, loaded.config.run
     weights, start_from = recipe.model.weights, run.start_from
@@ -85,9 +90,9 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, InitialWeights | None]:
         raise UsageError(f"{_WEIGHTS}: {other_key} also sets the first weights; set only one of the two")
     before = _previous_recipe(run) if weights or start_from or recipe.start else None
     if weights is not None:
-        return _from_file(loaded, weights, before)
+        return _load_from_file(loaded, weights, before)
     if start_from is not None:
-        return _from_run(loaded, start_from, before)
+        return _load_from_run(loaded, start_from, before)
     if recipe.start is not None and (before is None or before.start != recipe.start):
         raise UsageError(
             f"recipe.start: records the first weights of a run, but not their location; set {_START} to the run that "
@@ -97,7 +102,7 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, InitialWeights | None]:
 
 
 def weights_record(recipe: Recipe, first: InitialWeights | None, weights_fit: Fit | None) -> dict[str, Any]:
-    """Return the record of the initial weights for the run folder. Return {} if the seed determines them."""
+    """Return the record of the initial weights for environment.json, or {} if the seed determines the weights."""
     weights, start = recipe.model.weights, recipe.start
     sha256 = weights.sha256 if weights is not None else start.weights_sha256 if start is not None else None
     if sha256 is None:
@@ -112,19 +117,21 @@ def weights_record(recipe: Recipe, first: InitialWeights | None, weights_fit: Fi
     }
 
 
-def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) -> tuple[Loaded, InitialWeights | None]:
+def _load_from_file(
+    loaded: Loaded, weights: WeightsConfig, before: Recipe | None
+) -> tuple[Loaded, InitialWeights | None]:
     previous = before.model.weights if before is not None else None
     if weights.path is None or not Path(weights.path).exists():
         if previous is not None and previous.sha256 is not None and weights.path in (None, previous.path):
-            return _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": previous.sha256})), None
+            return _record_hashes(loaded, weights=weights.model_copy(update={"sha256": previous.sha256})), None
         if weights.path is None:
             raise UsageError(f"{_WEIGHTS}.path: missing; set it to a file of tensors, a folder with one, or a run")
     path = Path(weights.path)
     is_run = (path / store.FOLDER).is_dir() or (path / store.MANIFEST).is_file()
-    checkpoint = _checkpoint(path, loaded.config.run) if is_run else None
+    checkpoint = _load_checkpoint(path, loaded.config.run) if is_run else None
     if checkpoint is None and weights.ema:
         raise UsageError(f"{_WEIGHTS}.ema: {path} is not a run of Lockstep; unset {_WEIGHTS}.ema")
-    tensors = read_tensors(path) if checkpoint is None else _tensors_of_run(checkpoint, weights.ema)
+    tensors = read_tensors(path) if checkpoint is None else _checkpoint_tensors(checkpoint, weights.ema)
     advice = "; save its tensors in a common dtype"
     with error_as(UsageError, (ValueError, RuntimeError), f"{path}: cannot be used", advice):
         sha256 = store.weights_sha256(tensors)
@@ -134,16 +141,18 @@ def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) ->
             f"tensors, or unset {_WEIGHTS}.sha256"
         )
     named_tensors = strip_prefix(tensors, str(path), weights.prefix or "")
-    updated = _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": sha256}))
+    updated = _record_hashes(loaded, weights=weights.model_copy(update={"sha256": sha256}))
     return updated, InitialWeights(str(path), named_tensors, weights.fresh, checkpoint)
 
 
-def _from_run(loaded: Loaded, config: StartFromConfig, before: Recipe | None) -> tuple[Loaded, InitialWeights | None]:
+def _load_from_run(
+    loaded: Loaded, config: StartFromConfig, before: Recipe | None
+) -> tuple[Loaded, InitialWeights | None]:
     path, recipe = Path(config.run), loaded.config.recipe
     if not path.exists() and before is not None and before.start is not None:
-        return _with_first_weights(loaded, start=before.start), None
-    checkpoint = _checkpoint(path, loaded.config.run)
-    start = _start(checkpoint, config.optimizer)
+        return _record_hashes(loaded, start=before.start), None
+    checkpoint = _load_checkpoint(path, loaded.config.run)
+    start = _make_starting_point(checkpoint, config.optimizer)
     if recipe.start not in (None, start):
         raise UsageError(
             f"{_START}: {checkpoint.path} (weights with SHA-256 {start.weights_sha256}"
@@ -151,12 +160,15 @@ def _from_run(loaded: Loaded, config: StartFromConfig, before: Recipe | None) ->
             f"checkpoint, or unset recipe.start"
         )
     first = InitialWeights(
-        str(checkpoint.path), _tensors_of_run(checkpoint, ema=False), checkpoint=checkpoint, optimizer=config.optimizer
+        str(checkpoint.path),
+        _checkpoint_tensors(checkpoint, ema=False),
+        checkpoint=checkpoint,
+        optimizer=config.optimizer,
     )
-    return _with_first_weights(loaded, start=start), first
+    return _record_hashes(loaded, start=start), first
 
 
-def _start(checkpoint: FoundCheckpoint, optimizer: bool) -> StartingPoint:
+def _make_starting_point(checkpoint: FoundCheckpoint, optimizer: bool) -> StartingPoint:
     snapshot = checkpoint.snapshot
     weights = store.weights_sha256(snapshot.model)
     if not optimizer:
@@ -169,15 +181,15 @@ def _start(checkpoint: FoundCheckpoint, optimizer: bool) -> StartingPoint:
     return StartingPoint(weights_sha256=weights, optimizer_sha256=digest, updates=updates)
 
 
-def _checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
+def _load_checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
     key = read_key(Path(run.key_file)) if run.key_file is not None else None
     try:
         return store.load(path, key=key)
-    except TrainingError as error:  # a damaged checkpoint of a different run is a mistake of the user
+    except TrainingError as error:  # the user chose the checkpoint, so a damaged one is a usage error
         raise UsageError(str(error)) from error
 
 
-def _tensors_of_run(checkpoint: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
+def _checkpoint_tensors(checkpoint: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
     snapshot = checkpoint.snapshot
     if ema and snapshot.ema is None:
         raise UsageError(f"{_WEIGHTS}.ema: {checkpoint.path} has no averaged weights; unset {_WEIGHTS}.ema")
@@ -186,7 +198,7 @@ def _tensors_of_run(checkpoint: FoundCheckpoint, ema: bool) -> dict[str, Tensor]
 
 
 def _previous_recipe(run: RunConfig) -> Recipe | None:
-    """Return the recipe of the run that would be resumed, or None if there is no readable recipe."""
+    """Return the recipe of the run to resume, or None if there is no such run or its recipe is unreadable."""
     if run.dir is None or run.resume == "never":
         return None
     try:
@@ -195,10 +207,8 @@ def _previous_recipe(run: RunConfig) -> Recipe | None:
         return None
 
 
-def _with_first_weights(
-    loaded: Loaded, weights: WeightsConfig | None = None, start: StartingPoint | None = None
-) -> Loaded:
-    """Return the configuration with the initial weights recorded in its recipe."""
+def _record_hashes(loaded: Loaded, weights: WeightsConfig | None = None, start: StartingPoint | None = None) -> Loaded:
+    """Return the configuration with the hashes of the initial weights recorded in its recipe."""
     config = loaded.config
     model = config.recipe.model if weights is None else config.recipe.model.model_copy(update={"weights": weights})
     recipe = config.recipe.model_copy(update={"model": model} if start is None else {"start": start})

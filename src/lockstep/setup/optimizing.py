@@ -1,4 +1,4 @@
-"""The optimizer of a recipe, including the recipe's settings for individual parameters."""
+"""Creates the optimizer of a recipe, with the recipe's settings for individual parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ from lockstep.parallel.groups import GroupSettings, distinct, settings
 from lockstep.parallel.optimize import Settings, make_optimizer
 
 
-def optimizer(recipe: Recipe, settings_of: Settings | None = None) -> Callable[..., Optimizer]:
+def make_optimizer_factory(recipe: Recipe, settings_of: Settings | None = None) -> Callable[..., Optimizer]:
     """Return a function that creates the optimizer from named parameters.
 
     `settings_of` returns the settings of a parameter that differ from the recipe's general settings.
@@ -37,26 +37,29 @@ def optimizer(recipe: Recipe, settings_of: Settings | None = None) -> Callable[.
 
 
 def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], nn.Module]) -> dict[str, dict[str, Any]]:
-    """Return the settings that differ from the recipe's general settings, by parameter name.
+    """Return the optimizer settings that differ from the recipe's general settings, by parameter name.
 
-    `names` are the names of all trained parameters. `blank` builds the model, whose layers determine how learning rates
-    decay from layer to layer.
+    `names` are the names of all trained parameters. `blank` builds the model, whose layers determine the layer-wise
+    learning rate decay.
     """
     decay = recipe.optimizer.layer_decay
     scales = {} if decay is None else layer_scales(on_meta(blank), decay)
-    return settings(names, [_group(recipe, group) for group in recipe.optimizer.groups], scales)
+    return settings(names, [_make_group_settings(recipe, group) for group in recipe.optimizer.groups], scales)
 
 
 def optimizer_factories(
     recipe: Recipe, parameter_settings: Mapping[str, dict[str, Any]]
 ) -> list[Callable[..., Optimizer]]:
-    """Return functions that create the optimizer, one with the general settings and one per distinct special setting.
+    """Return functions that create the optimizer: one with the general settings, and one per distinct special setting.
 
-    Each function applies its setting to all parameters, regardless of their names.
+    Each function applies its settings to all parameters, regardless of their names.
     """
     return [
-        optimizer(recipe),
-        *(optimizer(recipe, partial(_constant_setting, setting)) for setting in distinct(parameter_settings)),
+        make_optimizer_factory(recipe),
+        *(
+            make_optimizer_factory(recipe, partial(_constant_setting, setting))
+            for setting in distinct(parameter_settings)
+        ),
     ]
 
 
@@ -64,7 +67,7 @@ def _constant_setting(setting: dict[str, Any], _: str) -> dict[str, Any]:
     return setting
 
 
-def _group(recipe: Recipe, config_group: config.ParameterGroupConfig) -> GroupSettings:
+def _make_group_settings(recipe: Recipe, config_group: config.ParameterGroupConfig) -> GroupSettings:
     factor = config_group.lr_factor or 1.0
     if config_group.lr is not None:
         factor = scale_rate(config_group.lr.value, config_group.lr.per_samples, recipe.batch) / planning.base_rate(

@@ -1,4 +1,4 @@
-"""Prepares a recipe: opens and checks the data, the model and the optimizer of a configuration.
+"""Prepares a recipe: opens its dataset, and checks its model and optimizer.
 
 Every command that runs a recipe uses this module, so that all commands reject the same mistakes.
 """
@@ -12,20 +12,20 @@ from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import RunConfig
-from lockstep.setup.build import Setup, setup
+from lockstep.setup.build import Setup, build_setup
 from lockstep.setup.checks import check_cut, check_kernels, check_placement
 from lockstep.setup.first_weights import InitialWeights, load_first_weights
-from lockstep.setup.resolved import Resolved, resolve
-from lockstep.setup.resume import check_first
+from lockstep.setup.resolved import ResolvedConfig, resolve
+from lockstep.setup.resume import check_initial_weights
 from lockstep.strategies.base import Strategy
 
 
 @final
 @dataclass(frozen=True)
 class PreparedRun:
-    """A recipe and its placement. The data, the model and the optimizer are open and have been checked."""
+    """A recipe and its placement. The dataset is open, and the model and the optimizer have been checked."""
 
-    resolved: Resolved
+    resolved: ResolvedConfig
     ready: Setup
 
     @property
@@ -40,7 +40,7 @@ class PreparedRun:
 
     @property
     def placement(self) -> Placement:
-        """The placement section, which determines on which devices and how fast the model is trained."""
+        """The placement section, which determines where and how the model is trained, but not its weights."""
         return self.resolved.placement
 
     @property
@@ -62,8 +62,8 @@ class PreparedRun:
     def sources(self) -> dict[str, str]:
         """The hashes of the user's source files that the recipe and the strategy import.
 
-        A checkpoint stores only the hashes of the recipe's source files, because the strategy can change when a run
-        resumes.
+        A checkpoint only stores the hashes of the recipe's source files, because a run can resume with a different
+        strategy.
         """
         name = self.resolved.strategy_name
         return {**self.ready.source, **source_digests([name] if ":" in name else [])}
@@ -71,25 +71,26 @@ class PreparedRun:
 
 @final
 @dataclass(frozen=True)
-class Placed:
-    """A configuration that has been checked against its placement, and its initial weights. No dataset is open yet."""
+class PreparedConfig:
+    """A configuration whose placement has been checked, and its initial weights. The dataset isn't open yet."""
 
-    resolved: Resolved
+    resolved: ResolvedConfig
     first: InitialWeights | None = None
 
     def open(self, *, training: bool = True) -> PreparedRun:
-        """Open the data, the model and the optimizer. Raise UsageError if they don't match the placement."""
+        """Open the dataset, and check the model and the optimizer. Raise UsageError if the placement can't run them."""
         with add_key_positions(self.resolved.loaded):
             ready = open_recipe(self.resolved.loaded, self.first, training=training)
             check_cut(self.resolved, ready)
         return PreparedRun(self.resolved, ready)
 
 
-def check(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Resolved:
-    """Resolve a configuration for `processes` processes. Defaults to the number that it requests on this machine.
+def check(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> ResolvedConfig:
+    """Resolve a configuration for a number of processes, and check its placement.
 
-    Raises UsageError for mistakes in the configuration itself. With `training=False`, this function checks an
-    evaluation, which can use more processes than a step has micro-batches, because it doesn't split steps.
+    `processes` defaults to the number that the configuration requests on this machine. If `training` is False, the
+    placement is checked for an evaluation, which can use more processes than a step has micro-batches. Raises
+    UsageError if the placement doesn't support the recipe.
     """
     with add_key_positions(loaded):
         resolved = resolve(loaded, processes)
@@ -97,27 +98,27 @@ def check(loaded: Loaded, processes: int | None = None, *, training: bool = True
     return resolved
 
 
-def place(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Placed:
-    """Check a configuration like `check`, and load its initial weights."""
+def prepare_config(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedConfig:
+    """Resolve and check a configuration like `check`, and load its initial weights."""
     with add_key_positions(loaded):
         loaded, first = load_first_weights(loaded)
-    return Placed(check(loaded, processes, training=training), first)
+    return PreparedConfig(check(loaded, processes, training=training), first)
 
 
 def prepare(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedRun:
-    """Open and check everything that a configuration specifies. This doesn't need a process group."""
-    return place(loaded, processes, training=training).open(training=training)
+    """Check a configuration, load its initial weights and open its dataset. This doesn't need a process group."""
+    return prepare_config(loaded, processes, training=training).open(training=training)
 
 
 def open_recipe(loaded: Loaded, first: InitialWeights | None, *, training: bool = True) -> Setup:
-    """Open and check the parts of a recipe that don't depend on the placement."""
-    ready = setup(loaded.config.recipe, first)
-    check_first(ready)
+    """Open the dataset of a recipe, check its model and optimizer regardless of the placement, and return the setup."""
+    ready = build_setup(loaded.config.recipe, first)
+    check_initial_weights(ready)
     check_kernels(loaded.config.placement, ready, training=training)
     return ready
 
 
 def open_unplaced(loaded: Loaded) -> Setup:
-    """Open and check a recipe with its initial weights, regardless of the placement."""
+    """Load the initial weights of a recipe, and open the recipe regardless of the placement."""
     with add_key_positions(loaded):
         return open_recipe(*load_first_weights(loaded))

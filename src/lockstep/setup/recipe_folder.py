@@ -1,4 +1,4 @@
-"""The run folder of a recipe: chooses its name, and decides whether to resume the run in it."""
+"""Chooses the name of a recipe's run folder, and decides whether to resume the run in the folder."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from lockstep.config.recorded import CONFIG
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runs.folder import EVENTS, Claim, checkpoint_warnings, claim_folder, fresh_folder
 from lockstep.setup.completed import completion_notice
-from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differences
+from lockstep.setup.resume import check_recipe, checkpoint_recipe, list_recipe_differences
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.signing import signing_key
 
@@ -19,10 +19,9 @@ _MAX_NAME_BYTES: Final = 200  # maximum name length in bytes, without the timest
 
 
 def claim(loaded: Loaded) -> Claim:
-    """Lock the run folder of `loaded`, and decide from which checkpoint the run starts.
+    """Lock the run folder of a configuration, and find the checkpoint from which the run starts, if any.
 
-    With `resume: auto`, a run in the folder is resumed if its recipe is the same. If its recipe is different, raises
-    UsageError.
+    With `resume: auto`, a run in the folder is resumed if it has the same recipe. Otherwise, raises UsageError.
     """
     run = loaded.config.run
     key = signing_key(run.key_file)
@@ -33,9 +32,9 @@ def claim(loaded: Loaded) -> Claim:
 
 
 def new_run_folder(loaded: Loaded) -> Path:
-    """Return a new folder for a run that starts now. It is named after the recipe and the model.
+    """Return the path of a new run folder, named after the recipe and the model.
 
-    If the name of the model starts with the name of the recipe, this part isn't repeated. For example, digits and
+    If the model name starts with the recipe name, this part isn't repeated. For example, recipe digits and model
     digits_convnet become digits-convnet.
     """
     model = re.sub(r"[^\w.-]+", "-", loaded.config.recipe.model.name.rpartition(":")[2]).strip("-.")
@@ -66,9 +65,9 @@ def _find_start(
         )
     recipe = _read_recipe(folder / CONFIG)
     newest = store.newest(folder / store.FOLDER, key)
-    # Without a checkpoint, nothing is lost by starting over with a different recipe, such as a corrected one.
+    # Without a checkpoint, starting over loses nothing. The recipe may have changed, such as after a correction.
     if newest is None:
-        changed = recipe_differences(recipe, loaded.config.recipe)
+        changed = list_recipe_differences(recipe, loaded.config.recipe)
         note = f"{folder}: the run in it saved no checkpoint; starting again"
         return None, [f"{note}{' with a different recipe:' if changed else ''}", *changed]
     check_recipe(folder, recipe, loaded.config.recipe)

@@ -1,4 +1,4 @@
-"""Imports a recipe from a configuration of a different framework, for a given number of GPUs."""
+"""Imports a recipe from a configuration file of another framework, for a given number of GPUs."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -22,6 +22,6 @@ def import_recipe(
 
 
 def _gpu_count() -> int:
-    import torch  # imported lazily, since it takes seconds
+    import torch  # imported lazily, because the import takes seconds
 
     return max(1, torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""A configuration that is resolved for a number of processes, so that its derived values are computed only once."""
+"""Resolves a configuration for a number of processes, so that derived values such as the strategy are computed once."""
 
 import json
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from lockstep.strategies.base import ExternalEngine, Strategy
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """A valid configuration, the number of processes, and the strategy."""
+class ResolvedConfig:
+    """A valid configuration, with its number of processes and its strategy."""
 
     loaded: Loaded
     processes: int
@@ -35,7 +35,7 @@ class Resolved:
 
     @property
     def placement(self) -> Placement:
-        """The placement section, which determines on which devices and how fast the model is trained."""
+        """The placement section, which determines where and how the model is trained, but not its weights."""
         return self.loaded.config.placement
 
     @property
@@ -56,14 +56,14 @@ class Resolved:
         return {name: json.dumps(content, indent=1) + "\n" for name, content in files.items()}
 
 
-def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:
-    """Resolve a configuration for `processes` processes. Defaults to the number that it requests on this machine.
+def resolve(loaded: Loaded, processes: int | None = None) -> ResolvedConfig:
+    """Resolve a configuration for a number of processes, which defaults to the number that it requests on this machine.
 
     Raises UsageError if there are more processes than devices, or if the strategy can't be created.
     """
     process_count = local_processes(loaded.config) if processes is None else processes
     name, strategy = find_strategy(loaded.config.placement, process_count)
-    return Resolved(loaded, process_count, name, strategy)
+    return ResolvedConfig(loaded, process_count, name, strategy)
 
 
 def local_processes(config: Config) -> int:

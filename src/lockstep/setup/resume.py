@@ -1,8 +1,8 @@
-"""Checks that a checkpoint belongs to a run: its recipe, its progress, and all state that depends on these.
+"""Checks that a checkpoint belongs to a run: that its recipe, its progress and the rest of its state match.
 
-Hashes detect damage, but not a checkpoint of a different run or a forged checkpoint. Therefore, Lockstep recomputes
-everything that the recipe determines and compares it: the name, shape and dtype of each tensor, the slots and numbers
-of the optimizer, and the loss scale. The values of trained tensors can't be recomputed. To protect them against
+The hashes of a checkpoint detect damage, but not a checkpoint of a different run or a forged checkpoint. Therefore,
+Lockstep compares everything that the recipe determines: the name, shape and dtype of each tensor, the scalar state of
+the optimizer, and the loss scale. The values of trained tensors can't be checked in this way. To protect them against
 changes, use run.key_file (docs/security.md).
 """
 
@@ -40,14 +40,17 @@ from lockstep.training.checkpoint.store import Snapshot
 _MAX_PROBLEMS: Final = 8  # maximum number of problems listed for a checkpoint
 
 
-def recipe_differences(before: Recipe, current: Recipe) -> list[str]:
-    """Return a line for each key that differs between two recipes. The location of the data is ignored."""
+def list_recipe_differences(before: Recipe, current: Recipe) -> list[str]:
+    """Return a line of text for each key that differs between two recipes, except the location of the dataset."""
     return loading.differences(comparable(values(before)), comparable(values(current)))
 
 
 def check_recipe(path: Path, before: Recipe, current: Recipe) -> None:
-    """Raise UsageError if the run at `path` has a different recipe. The error lists the keys that differ."""
-    lines = recipe_differences(before, current)
+    """Raise UsageError if the recipe `before` of the run at `path` differs from the current recipe.
+
+    The error lists the keys that differ.
+    """
+    lines = list_recipe_differences(before, current)
     if not lines:
         return
     if (path / CONFIG).exists():  # a run folder, not a checkpoint
@@ -80,7 +83,7 @@ def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
 
 
 def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the state from which the run `ready` resumes. Raise UsageError if the checkpoint isn't from this run."""
+    """Return the saved state from which a run resumes. Raise UsageError if the checkpoint doesn't belong to the run."""
     check_recipe(path, checkpoint_recipe(path, snapshot), ready.recipe)
     state = evaluation_state(path, snapshot, ready)
     start = ready.recipe.start
@@ -96,13 +99,16 @@ def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
 
 
 def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the state like `resume_state`, but without checking the optimizer, which an evaluation doesn't use."""
+    """Return the saved state for an evaluation. Raise UsageError if the checkpoint doesn't belong to the recipe.
+
+    Unlike `resume_state`, this function doesn't check the state of the optimizer, which an evaluation doesn't use.
+    """
     state, recipe = saved_state.parse_state(path, snapshot.state), ready.recipe
     check_facts(ready.data.facts, state.data, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
     problems = [
         *saved_state.progress_problems(state.progress, ready.steps, ready.task, may_skip),
-        *_forms_problems("model", _forms(snapshot.model), ready.summary.tensors),
+        *_spec_problems("model", _tensor_specs(snapshot.model), ready.summary.tensors),
         *_average_problems(snapshot, ready),
     ]
     _raise_problems(path, problems)
@@ -111,54 +117,54 @@ def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise UsageError if the names or shapes of a checkpoint's tensors don't match a model."""
-    # Compare no dtypes, because averaged weights may have a wider dtype.
+    # Ignore dtypes, because averaged weights may have a wider dtype.
     dtypes = {name: tensors.get(name, tensor).dtype for name, tensor in expected.items()}
     forms = {name: Form(tuple(tensor.shape), dtypes[name]) for name, tensor in expected.items()}
-    _raise_problems(path, list(_forms_problems("model", _forms(tensors), forms)))
+    _raise_problems(path, list(_spec_problems("model", _tensor_specs(tensors), forms)))
 
 
 def lost_feedback_warning(before: Snapshot, current: State) -> list[str]:
-    """Return a warning if this placement discards the error feedback of the checkpoint's ranks."""
+    """Return a warning if this placement discards the error feedback in a checkpoint, or else an empty list."""
     if before.feedback is None or current.feedback is not None:
         return []
     return [
-        "the checkpoint contains the part of the gradients that its ranks held back with compress=powersgd; this "
-        "placement does not use it, and the run continues without it"
+        "the checkpoint contains the error feedback of compress=powersgd, which is the part of the gradients that was "
+        "not sent yet; this placement does not use it, and the run continues without it"
     ]
 
 
-def check_first(ready: Setup) -> None:
-    """Raise UsageError if the run can't start from the checkpoint of its initial weights."""
+def check_initial_weights(ready: Setup) -> None:
+    """Raise UsageError if the dataset or optimizer doesn't match the checkpoint that contains the initial weights."""
     first = ready.first
     if first is None or first.checkpoint is None or first.state is None:
         return
     check_facts(ready.data.facts, first.output_facts, first.checkpoint.path)
     if first.optimizer:
         tensors, saved_optimizer = first.checkpoint.snapshot.optimizer, first.state.engine.optimizer
-        problems = list(_optimizer_forms_problems(tensors, saved_optimizer, *_trial(ready, steps=1)))
+        problems = list(_optimizer_spec_problems(tensors, saved_optimizer, *_new_optimizer_state(ready, steps=1)))
         if problems:
             remedy = "set run.start_from.optimizer=false to load only its weights"
             text = f"run.start_from: {first.checkpoint.path}: its optimizer does not match this recipe; {remedy}:"
             raise UsageError("\n".join([text, *problems[:_MAX_PROBLEMS]]))
 
 
-def check_beginning(ready: Setup) -> None:
+def check_start(ready: Setup) -> None:
     """Raise UsageError if a run can't start because its initial weights are missing or its data is ambiguous."""
     recipe = ready.recipe
     if ready.data.question:
         raise UsageError(ready.data.question)
     if ready.first is None and (recipe.model.weights is not None or recipe.start is not None):
         raise UsageError(
-            "first weights: not found where they were when the run first started, and the run saved no checkpoint; put "
-            "them back, or choose a different run.dir"
+            "initial weights: no longer found where they were when the run was first started, and the run saved no "
+            "checkpoint; put them back, or choose a different run.dir"
         )
 
 
 def continuation_state(ready: Setup, current: State) -> State:
-    """Return the state of a new run that continues a different run. `current` is the initial state of the new run.
+    """Return the engine state for a new run that starts from the weights and the optimizer state of a different run.
 
-    Counters in the optimizer's groups are copied from the other run. Learning rates, weight decay and similar settings
-    come from the recipe.
+    `current` is the initial engine state of the new run. Counters in the parameter groups of the optimizer are copied
+    from the other run. The learning rates, weight decay and similar settings come from the recipe of the new run.
     """
     first = ready.first
     assert first is not None
@@ -166,18 +172,24 @@ def continuation_state(ready: Setup, current: State) -> State:
     assert first.state is not None
     snapshot, state = first.checkpoint.snapshot, first.state
     optimizer = state.engine.optimizer
-    _, before_step = _trial(ready, steps=0)
-    _, after_step = _trial(ready, steps=1)
+    _, state_before_step = _new_optimizer_state(ready, steps=0)
+    _, state_after_step = _new_optimizer_state(ready, steps=1)
     groups = [
         {
-            name: own_scale.get(name, value) if not _is_equal(value, last.get(name)) else value
+            name: saved_group.get(name, value) if not _is_equal(value, last.get(name)) else value
             for name, value in before.items()
         }
-        for own_scale, before, last in zip(optimizer.groups, before_step["groups"], after_step["groups"], strict=True)
+        for saved_group, before, last in zip(
+            optimizer.groups, state_before_step["groups"], state_after_step["groups"], strict=True
+        )
     ]
-    own_scale = current.scalars["loss_scale"]
+    initial_scale = current.scalars["loss_scale"]
     is_dynamic = ready.recipe.loss_scale.static is None
-    scale = state.engine.loss_scale if is_dynamic and state.engine.loss_scale.keys() == own_scale.keys() else own_scale
+    scale = (
+        state.engine.loss_scale
+        if is_dynamic and state.engine.loss_scale.keys() == initial_scale.keys()
+        else initial_scale
+    )
     return State(
         model=dict(snapshot.model),
         optimizer=dict(snapshot.optimizer),
@@ -197,14 +209,14 @@ def _raise_problems(path: Path, problems: Sequence[str]) -> None:
     )
 
 
-def _forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
+def _tensor_specs(tensors: Mapping[str, Any]) -> dict[str, Form]:
     return {
         name: Form(tuple(local_tensor(tensor).shape), local_tensor(tensor).dtype) for name, tensor in tensors.items()
     }
 
 
-def _forms_problems(label: str, actual: Mapping[str, Form], expected: Mapping[str, Form]) -> Iterator[str]:
-    yield from _differing(label, {*actual}, {*expected})
+def _spec_problems(label: str, actual: Mapping[str, Form], expected: Mapping[str, Form]) -> Iterator[str]:
+    yield from _name_problems(label, {*actual}, {*expected})
     for name in sorted(actual.keys() & expected.keys()):
         if actual[name] != expected[name]:
             yield f"{label}: {name} is {actual[name]}, but {expected[name]} in this run"
@@ -215,11 +227,11 @@ def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
         yield f"averaged weights: {'missing' if snapshot.ema is None else 'not part of this run'}"
     elif snapshot.ema is not None:
         averages = {name: form.as_average() for name, form in ready.summary.tensors.items()}
-        yield from _forms_problems("averaged weights", _forms(snapshot.ema), averages)
+        yield from _spec_problems("averaged weights", _tensor_specs(snapshot.ema), averages)
 
 
 def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str]:
-    """Compare the shape of the saved error feedback of each parameter, from each previous rank, with the parameter."""
+    """Yield the problems of the saved error feedback, which has a row per rank for each parameter."""
     for name, tensor in tensors.items():
         owner, _, slot = name.rpartition("/")
         shape = tuple(local_tensor(tensor).shape)
@@ -231,31 +243,34 @@ def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str
 
 
 def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Setup, updates: int) -> Iterator[str]:
-    """Compare the saved state with a new optimizer for parameters of the same shapes after at most one update."""
-    _, before = _trial(ready, steps=0)
-    expected, after = _trial(ready, steps=min(updates, 1))
+    """Yield the differences between the saved optimizer state and the state of a new optimizer.
+
+    The new optimizer has parameters of the same shapes, and has made one update if the run has made any.
+    """
+    _, before = _new_optimizer_state(ready, steps=0)
+    expected, after = _new_optimizer_state(ready, steps=min(updates, 1))
     optimizer = state.engine.optimizer
-    yield from _optimizer_forms_problems(tensors, optimizer, expected, after)
+    yield from _optimizer_spec_problems(tensors, optimizer, expected, after)
     if len(optimizer.groups) != len(after["groups"]):
         return
-    # Some numbers of a group count updates, and all other numbers follow from the recipe. If a number is missing, the
-    # version of torch that wrote the checkpoint didn't have it.
+    # A number in a group that doesn't change in an update comes from the recipe, so it must be equal. A number may be
+    # missing if the version of torch that wrote the checkpoint didn't have it.
     for index, (group, first, last) in enumerate(zip(optimizer.groups, before["groups"], after["groups"], strict=True)):
         label = f"optimizer: group {index}"
-        yield from _differing(label, {*group}, {*group} & {*last})
+        yield from _name_problems(label, {*group}, {*group} & {*last})
         for name in sorted(group.keys() & last.keys()):
             if name in first and _is_equal(first[name], last[name]) and not _is_equal(group[name], last[name]):
                 yield f"{label}: {name} is {group[name]}, but {last[name]} in this run"
-    counts = {**_scalars(tensors), **_flat(optimizer.slots, optimizer.groups)}
+    counts = {**_scalar_values(tensors), **_flatten_numbers(optimizer.slots, optimizer.groups)}
     yield from _count_problems(counts, expected, after, updates)
 
 
-def _optimizer_forms_problems(
+def _optimizer_spec_problems(
     tensors: Mapping[str, Any], optimizer: SavedOptimizer, expected: Mapping[str, Tensor], after: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Compare tensors, slots and groups with the state `after` of a new optimizer."""
-    yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
-    yield from _differing("optimizer", {*optimizer.slots}, {*after["slots"]})
+    """Yield the differences in tensors, slots and number of groups. `expected` and `after` are the expected state."""
+    yield from _spec_problems("optimizer", _tensor_specs(tensors), _tensor_specs(expected))
+    yield from _name_problems("optimizer", {*optimizer.slots}, {*after["slots"]})
     if len(optimizer.groups) != len(after["groups"]):
         yield f"optimizer: {len(optimizer.groups)} parameter groups, but {len(after['groups'])} in this run"
 
@@ -263,11 +278,11 @@ def _optimizer_forms_problems(
 def _count_problems(
     counts: Mapping[str, Any], expected: Mapping[str, Tensor], after: Mapping[str, Any], updates: int
 ) -> Iterator[str]:
-    """Compare the update counters in the optimizer state with the number of updates of the run.
+    """Yield each update counter of the optimizer that differs from the number of updates, and each non-finite number.
 
-    A number is a counter if it is named `step` and is 1 after the first update. Non-finite numbers are also problems.
+    A number is an update counter if it is named `step` and is 1 after the first update.
     """
-    after_one_update = {**_scalars(expected), **_flat(after["slots"], after["groups"])}
+    after_one_update = {**_scalar_values(expected), **_flatten_numbers(after["slots"], after["groups"])}
     for name, value in sorted(counts.items()):
         if name.rpartition("/")[2] == "step" and after_one_update.get(name) == 1 and value != updates:
             yield f"optimizer: {name} is {value} after {updates} updates"
@@ -279,7 +294,7 @@ def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
     recipe, saved_scale = ready.recipe, state.engine.loss_scale
     scale = recipe.loss_scale
     expected = loss_scaler(recipe.precision, scale, torch.device("cpu")).state_dict()
-    yield from _differing("loss scale", {*saved_scale}, {*expected})
+    yield from _name_problems("loss scale", {*saved_scale}, {*expected})
     if saved_scale.keys() != expected.keys() or not expected:
         return
     fixed = [name for name in expected if name not in ("scale", "_growth_tracker")]
@@ -291,7 +306,7 @@ def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
             yield f"loss scale: {saved_scale['scale']}, but {scale.static} at each step of this run"
         return
     ratio = saved_scale["scale"] / scale.initial
-    # Only doubling and halving change the scale.
+    # The loss scale only changes by doubling and halving.
     if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:
         yield f"loss scale: {saved_scale['scale']} is not {scale.initial} times a power of two"
     if saved_scale["_growth_tracker"] not in range(scale.growth_interval):
@@ -299,7 +314,7 @@ def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
         yield f"loss scale: {saved_scale['_growth_tracker']} steps since it grew, but at most {most_steps} in this run"
 
 
-def _differing(label: str, actual: set[str], expected: set[str]) -> Iterator[str]:
+def _name_problems(label: str, actual: set[str], expected: set[str]) -> Iterator[str]:
     yield from (f"{label}: {name} is not part of this run" for name in sorted(actual - expected))
     yield from (f"{label}: {name} is missing" for name in sorted(expected - actual))
 
@@ -308,7 +323,7 @@ def _is_equal(left: object, right: object) -> bool:
     return type(left) is type(right) and left == right
 
 
-def _scalars(tensors: Mapping[str, Any]) -> dict[str, float]:
+def _scalar_values(tensors: Mapping[str, Any]) -> dict[str, float]:
     tensors_by_name = {name: local_tensor(tensor) for name, tensor in tensors.items()}
     return {
         name: float(scalar)
@@ -317,23 +332,26 @@ def _scalars(tensors: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all numbers in an optimizer state by name. Numbers in groups are named as in optimizer_state."""
+def _flatten_numbers(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all numbers in an optimizer state by name. Numbers in groups have names such as `group 0/lr`."""
     group_numbers = {
         f"group {index}/{name}": value for index, group in enumerate(groups) for name, value in group.items()
     }
     return {**slots, **group_numbers}
 
 
-def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of a new optimizer after `steps` steps. Uses the meta device, or the CPU as a fallback."""
+def _new_optimizer_state(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the scalar state of a new optimizer after `steps` steps with gradients of ones.
+
+    Uses the meta device, or the CPU as a fallback.
+    """
     try:
-        return _after_steps(ready, steps, "meta")
+        return _optimizer_state_after(ready, steps, "meta")
     except Exception:  # some optimizers read tensor values in `step`, which fails on the meta device
-        return _after_steps(ready, steps, "cpu")
+        return _optimizer_state_after(ready, steps, "cpu")
 
 
-def _after_steps(ready: Setup, steps: int, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _optimizer_state_after(ready: Setup, steps: int, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     trained = [
         (name, Parameter(torch.ones(form.shape, dtype=form.dtype, device=device)))
         for name, form in ready.summary.trained.items()

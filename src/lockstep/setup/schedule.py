@@ -1,4 +1,4 @@
-"""The learning rate of a run: a built-in schedule, or a custom function specified as `package.module:function`."""
+"""Finds the learning rate schedule of a recipe: a built-in schedule, or a custom function `package.module:function`."""
 
 import math
 from collections.abc import Callable
@@ -20,18 +20,18 @@ _CONTRACT: Final = "see docs/extend.md"
 def find_rate(recipe: Recipe, steps: Steps) -> Rate:
     """Return the learning rate as a function of the number of samples seen.
 
-    A custom schedule is a function `(epoch, epochs, **options) -> factor`, where `factor` scales the base learning
-    rate. If this function fails, calling the schedule raises UsageError.
+    A custom schedule is a function `(epoch, epochs, **options) -> factor` that returns a factor for the base learning
+    rate. If this function raises an error or returns an invalid factor, `Rate.at` raises UsageError.
     """
     name = recipe.schedule.name
     return planning.rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)
 
 
 def check_rate(recipe: Recipe, steps: Steps) -> None:
-    """Raise UsageError if a custom schedule fails at any of many steps, or doesn't always return the same value.
+    """Raise UsageError if a custom schedule fails, or returns a different value when it is called again for a step.
 
-    The steps are checked forwards and then backwards, because a resumed run doesn't call the schedule for earlier
-    steps.
+    The schedule is called for many steps in increasing and then in decreasing order, because a resumed run doesn't call
+    it for the earlier steps.
     """
     if ":" not in recipe.schedule.name:
         return

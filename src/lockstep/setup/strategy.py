@@ -1,4 +1,4 @@
-"""The strategy of a placement: a built-in strategy, or a custom class specified as `package.module:Class`."""
+"""Finds the strategy of a placement: a built-in strategy, or a custom class `package.module:Class`."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -21,7 +21,7 @@ _CONTRACT: Final = "see docs/extend.md"
 def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
     """Return the name and the strategy of a placement.
 
-    Raises UsageError for invalid options, and for a custom strategy without a required member of strategies/base.py.
+    Raises UsageError for invalid options, and for a custom strategy that lacks a member of the protocol `Strategy`.
     """
     name = placement.strategy.name
     if name == "auto":
@@ -56,8 +56,7 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
 def recompute_interval(placement: Placement, strategy: Strategy) -> int:
     """Return k if every k-th block recomputes its activations, or 0 if no block does.
 
-    Recomputation is applied before the strategy wraps the model. If the strategy has its own recomputation option,
-    returns 0.
+    Also returns 0 if the strategy has its own option `recompute`, and therefore applies recomputation itself.
     """
     has_own_option = any(field.name == "recompute" for field in fields(strategy))  # type: ignore[arg-type]
     if placement.recompute == "none" or has_own_option:
@@ -81,7 +80,7 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
 
 
 def _import_strategy(path: str) -> type[Any]:
-    """Return a custom strategy class. Raise UsageError if the class lacks a required member."""
+    """Import a custom strategy class. Raise UsageError if it isn't a dataclass, or lacks a required member."""
     kind = import_object(path, "strategy")
     if not isinstance(kind, type) or not is_dataclass(kind):
         problem = "is a class, but not a dataclass" if isinstance(kind, type) else f"has type {type(kind).__name__}"

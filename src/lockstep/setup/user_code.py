@@ -1,7 +1,7 @@
-"""Identifies the user's code, and finds the line of a function, attribute or variable in it, such as `net.py:12`.
+"""Identifies the user's code, and finds source lines of its functions, attributes and variables, such as `net.py:12`.
 
-The user's code is all code outside the Python standard library, installed packages and Lockstep. It also includes
-everything that a recipe specifies by an import path.
+The user's code is all code outside the Python standard library, installed packages and Lockstep. It also includes all
+modules that a recipe references by an import path.
 """
 
 import ast
@@ -23,9 +23,9 @@ from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import mixed
 
-# Attributes that are set in these methods aren't state of a forward pass.
+# An attribute that is only set in these methods isn't changed by a forward pass.
 _CONSTRUCTORS: Final = ("__init__", "__new__", "__post_init__")
-# Statements that only call one of these functions only display a value.
+# A statement that consists of a call to one of these functions only displays its arguments.
 _DISPLAY_FUNCTIONS: Final = (
     *("print", "log", "debug", "info", "warning", "write", "add_scalar", "add_scalars"),
     *("set_postfix", "set_postfix_str", "set_description"),
@@ -34,7 +34,7 @@ _IN_PLACE_METHODS: Final = ("append", "extend", "insert", "pop", "add", "update"
 
 
 def import_paths(recipe: Recipe) -> dict[str, str]:
-    """Return the import paths in a recipe by section, such as `model` or `data`."""
+    """Return the import paths of user code in a recipe, by section such as `model` or `data`."""
     all_names = {
         "model": recipe.model.name,
         **dict(_dataset_names("data", recipe.data.name, recipe.data.options)),
@@ -63,7 +63,7 @@ def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
     packages = {path.partition(":")[0].partition(".")[0] for path in paths}
     modules = {}
     for name, module in list(sys.modules.items()):
-        # Some libraries put objects into sys.modules that accept any attribute name.
+        # Read `__file__` from `vars`, because some objects in sys.modules have a value for any attribute name.
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(file, str) and (name.partition(".")[0] in packages or is_user_code(file)):
             modules[name] = module
@@ -71,7 +71,7 @@ def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
 
 
 def place_of(target: object) -> str:
-    """Return the file and first line of a function or class, or of the class of an object.
+    """Return the file and first line of a function or class, or of the class of an object, such as `net.py:12`.
 
     Returns an empty string if the line is unknown or in a library.
     """
@@ -86,7 +86,7 @@ def place_of(target: object) -> str:
 
 
 def place_of_attribute(kind: type, name: str) -> str:
-    """Return the line where a method of a class or its bases changes `self.<name>`, or "" if there is no such line."""
+    """Return the source line at which a method of a class or of its bases changes `self.<name>`, or "" if none does."""
     for base in kind.__mro__:
         file = _file(base)
         if file is None or not is_user_code(file):
@@ -100,7 +100,7 @@ def place_of_attribute(kind: type, name: str) -> str:
 
 
 def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
-    """Return the line where a function changes a module's global variable, or its own local variable.
+    """Return the source line at which a function in `scope` changes a variable of a module or function.
 
     If no such line is found, returns the first line that mentions the variable.
     """
@@ -118,7 +118,7 @@ def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
 def carries_value(scope: ModuleType | CodeType, name: str) -> bool | None:
     """Return whether a loop reads a variable before assigning it, so that its value carries over between iterations.
 
-    Returns None if no loop in this module or function assigns the variable. A tensor may still be modified in place.
+    Returns None if no loop in `scope` assigns the variable. In this case, its value may still be modified in place.
     """
     file = _file(scope)
     if file is None:
@@ -138,7 +138,7 @@ def carries_value(scope: ModuleType | CodeType, name: str) -> bool | None:
 
 
 def is_used(scope: ModuleType | CodeType, name: str) -> bool:
-    """Return whether a loop or an inner function uses a variable, not counting updating, printing or logging it.
+    """Return whether a loop or function in `scope` uses a variable for more than updating, printing or logging it.
 
     Returns True if this can't be determined.
     """
@@ -147,7 +147,6 @@ def is_used(scope: ModuleType | CodeType, name: str) -> bool:
         return True
     lines, _ = inspect.getsourcelines(scope)
     tree = ast.parse(textwrap.dedent("".join(lines)))
-    # The syntax tree of the function, or of the module.
     root = tree.body[0] if isinstance(scope, CodeType) and tree.body else tree
     scopes = ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
     return any(_uses(node, name) for node in ast.walk(root) if node is not root and isinstance(node, scopes))
@@ -171,7 +170,7 @@ def _uses(node: ast.AST, name: str) -> bool:
 
 
 def _accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[tuple[bool, bool]]:
-    """Yield each access to a variable in evaluation order: whether it is a read, and whether it is conditional."""
+    """Yield (is_read, is_conditional) for each access to a variable in a syntax tree, in the order of evaluation."""
     nodes: list[ast.AST] = []
     conditional_nodes: list[ast.AST] = []  # nodes that aren't always executed
     match node:
@@ -200,8 +199,8 @@ def _accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[t
         yield from _accesses(child, name, True)
 
 
-def own_frames() -> Iterator[FrameType]:
-    """Yield the call stack's frames of functions in the user's code."""
+def iter_user_frames() -> Iterator[FrameType]:
+    """Yield the frames on the call stack that run functions of the user's code, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_locals is not frame.f_globals and is_user_code(frame.f_code.co_filename):
@@ -210,9 +209,9 @@ def own_frames() -> Iterator[FrameType]:
 
 
 def place_of_frame(frame: FrameType | None) -> str:
-    """Return the line of a frame, or of its nearest caller outside the Python standard library.
+    """Return the source line that a frame runs, or that of its nearest caller outside the Python standard library.
 
-    Returns an empty string if that line is in torch, NumPy or Lockstep, because these have their own reasons.
+    Returns an empty string if the line is in torch, NumPy or Lockstep.
     """
     while frame is not None and _is_python_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -227,7 +226,10 @@ def is_library_file(file: str) -> bool:
 
 
 def _first_line(tree: ast.AST, is_use: Callable[[ast.AST], bool]) -> int | None:
-    """Return the first line in a function that changes a name. If there is none, return the first line that uses it."""
+    """Return the first line in any function that changes a name, or else the first line in a function that uses it.
+
+    `is_use` returns whether a node refers to the name. Constructors are ignored.
+    """
     functions = [
         function_node
         for function_node in ast.walk(tree)
@@ -239,7 +241,7 @@ def _first_line(tree: ast.AST, is_use: Callable[[ast.AST], bool]) -> int | None:
 
 
 def _changes(node: ast.AST, is_use: Callable[[ast.AST], bool]) -> bool:
-    """Return whether a node assigns a name or one of its items, or calls a method that changes it in place."""
+    """Return whether a node assigns a name or one of its items, or accesses a method that changes it in place."""
     match node:
         case ast.Attribute(ctx=ast.Store()) | ast.Name(ctx=ast.Store()):
             return is_use(node)

@@ -40,7 +40,7 @@ class _Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(_Event):
-    """The run starts, or resumes after `step` of `steps` steps. `again` steps that weren't saved are repeated."""
+    """The run starts, or resumes after `step` of `steps` steps. `again` counts unsaved steps that are repeated."""
 
     steps: int
     epochs: float

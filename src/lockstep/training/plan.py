@@ -1,4 +1,4 @@
-"""The plan of a training loop: its steps, learning rates, and intervals of reports, evaluations and saves."""
+"""The plan of a training loop: which steps it runs, and when it reports, evaluates and saves."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

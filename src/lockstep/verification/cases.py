@@ -33,7 +33,7 @@ from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.checks import check_cut, check_placement
 from lockstep.setup.chunk_check import check_chunks, check_sequence_chunks
 from lockstep.setup.prepare import check
-from lockstep.setup.resolved import Resolved, resolve
+from lockstep.setup.resolved import ResolvedConfig, resolve
 from lockstep.setup.user_code import import_paths
 from lockstep.strategies import names
 from lockstep.verification import trace
@@ -64,14 +64,14 @@ _NEUTRAL_SETTINGS: Final = {
     "workers": 0,
 }  # settings that don't change the results
 _MAX_PROCESSES: Final = 4  # maximum number of processes with --all
-_EVALUATED_BATCHES: Final = 4  # number of full validation batches; a short batch follows
+_EVALUATED_BATCHES: Final = 4  # number of full validation batches to evaluate, followed by a smaller batch
 
 
 @dataclass(frozen=True)
 class VerifyCase:
     """A placement to verify. `reason` is the reason why the placement isn't possible, or empty if it is possible."""
 
-    resolved: Resolved
+    resolved: ResolvedConfig
     reason: str = ""
 
     @property
@@ -187,7 +187,7 @@ def select_steps(steps: Steps, count: int) -> tuple[int, ...]:
     return (*range(count - 1), max(count - 1, last))
 
 
-def save_point(job: TraceJob) -> int:
+def choose_save_point(job: TraceJob) -> int:
     """Return the number of steps after which a case saves its state, so that a different case can resume from it.
 
     This is half of the steps. For a compiled model, it is all steps except the last step, which may have a smaller
@@ -247,7 +247,7 @@ def _check_case(case: VerifyCase, setup: Setup) -> VerifyCase:
     return case
 
 
-def _check_exactness(resolved: Resolved) -> None:
+def _check_exactness(resolved: ResolvedConfig) -> None:
     """Raise UsageError if the results of a strategy don't even closely match those of a single process."""
     if resolved.strategy.traits.exactness == "none":
         raise UsageError(
@@ -268,7 +268,7 @@ class _Comparison:
         self._report_progress = report_progress
         self._setup = setup
         self._launched = 0
-        self._save_point = save_point(job)
+        self._save_point = choose_save_point(job)
         self._probe_result = ProbeResult()
 
     def run_probe(self) -> ProbeResult:
@@ -409,7 +409,7 @@ class _Comparison:
             is_reproducible,
             hash_seed,
             distance,
-            _verify_command(self._job.resolved.loaded, case),
+            _format_verify_command(self._job.resolved.loaded, case),
         )
         return Mismatch(
             step=first.step,
@@ -479,7 +479,7 @@ class _Comparison:
         return outcome
 
 
-def _verify_command(loaded: Loaded, case: VerifyCase) -> str:
+def _format_verify_command(loaded: Loaded, case: VerifyCase) -> str:
     """Return the command that verifies only this placement."""
     strategy = f"placement.strategy={case.resolved.strategy_name}"
     command = ["lockstep", "verify", loaded.name, strategy, f"placement.processes={case.processes}"]

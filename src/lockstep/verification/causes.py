@@ -79,12 +79,12 @@ class Diagnosis:
 def find_cause(diagnosis: Diagnosis) -> str:
     """Return the most likely cause of the first difference, as text."""
     if diagnosis.kind == "buffer" and diagnosis.difference.name in diagnosis.probe_result.changed_buffers:
-        return _buffer_cause(diagnosis)
+        return _describe_buffer_cause(diagnosis)
     suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probe_result) if finding.fault}
     if diagnosis.difference.kind == DATA:
         data_cause = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
         return data_cause or (
-            hash_seed_cause(diagnosis.probe_result.location_of("training", "data"))
+            describe_hash_seed_cause(diagnosis.probe_result.location_of("training", "data"))
             if _differs_by_hash_seed(diagnosis)
             else _DATA_CAUSE
         )
@@ -94,7 +94,7 @@ def find_cause(diagnosis: Diagnosis) -> str:
         if culprit in suspects:
             return suspects[culprit]
     if _differs_by_hash_seed(diagnosis):
-        return hash_seed_cause(diagnosis.probe_result.location_of("model", "loss"))
+        return describe_hash_seed_cause(diagnosis.probe_result.location_of("model", "loss"))
     notes = {
         finding.culprit: finding.text for finding in findings(diagnosis.probe_result) if finding.culprit in OF_FORWARD
     }
@@ -102,10 +102,10 @@ def find_cause(diagnosis: Diagnosis) -> str:
         if FOREIGN_RANDOMNESS in notes:
             return notes[FOREIGN_RANDOMNESS]
         return f"possibly a note, which may only matter after more micro-batches: {next(iter(notes.values()))}"
-    return _unexplained_cause(diagnosis)
+    return _describe_unexplained_cause(diagnosis)
 
 
-def hash_seed_cause(location: str = "") -> str:
+def describe_hash_seed_cause(location: str = "") -> str:
     """Return the cause if a different hash seed changes the results. `location` is a text such as ` (net.py:12)`."""
     return (
         f"the order of a set of strings, or hash(), in code{location}: it changes with each start of Python, unless "
@@ -117,7 +117,7 @@ def _differs_by_hash_seed(diagnosis: Diagnosis) -> bool:
     return diagnosis.other_hash_seed and diagnosis.reproduced
 
 
-def _unexplained_cause(diagnosis: Diagnosis) -> str:
+def _describe_unexplained_cause(diagnosis: Diagnosis) -> str:
     difference = diagnosis.difference
     if not diagnosis.reproduced:
         return (
@@ -155,7 +155,7 @@ def _make_advice(diagnosis: Diagnosis) -> str:
     )
 
 
-def _buffer_cause(diagnosis: Diagnosis) -> str:
+def _describe_buffer_cause(diagnosis: Diagnosis) -> str:
     difference, probe_result = diagnosis.difference, diagnosis.probe_result
     module, _, name = difference.name.rpartition(".")
     kind = probe_result.changed_buffers[difference.name]

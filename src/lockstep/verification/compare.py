@@ -17,7 +17,7 @@ from lockstep.verification.trace import DATA, KINDS, MICROBATCH_LOSS, TENSOR_KIN
 EVALUATION: Final = "evaluation"
 MISSING_VALUE: Final = "missing"
 
-_BUDGET_BYTES: Final = 512 << 20  # total size of the tensors that are written in full
+_BUDGET_BYTES: Final = 512 << 20  # maximum total size of the tensors that are written in full
 
 
 @dataclass(frozen=True)

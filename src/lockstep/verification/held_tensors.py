@@ -34,7 +34,7 @@ def find_tensors(value: Any, excluded_ids: Collection[int]) -> list[Tensor]:
 
 
 def compute_digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of tensors. Of a sparse, quantized or meta tensor or a subclass, it only covers the shape."""
+    """Return a digest of tensors. For sparse or quantized tensors and tensor subclasses, it only covers the shape."""
     return digest(tensor if _is_plain(tensor) else torch.zeros(tensor.shape, dtype=torch.bool) for tensor in tensors)
 
 

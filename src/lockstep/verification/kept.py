@@ -11,7 +11,7 @@ import numpy as np
 from torch import Generator, Tensor, nn
 
 from lockstep.probe.state import Globals, ModelState, describe_change
-from lockstep.setup.user_code import carries_value, is_used, own_frames, own_modules, place_of_attribute
+from lockstep.setup.user_code import carries_value, is_used, iter_user_frames, own_modules, place_of_attribute
 from lockstep.verification.held_tensors import compute_digest, find_tensors, list_values
 
 _MODEL_SUFFIX: Final = " of the model"
@@ -50,7 +50,7 @@ class LoopState:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         modules = own_modules(())
         self._models = [(model, ModelState(model)) for model in models]
-        scopes = [(frame.f_locals, frame.f_code) for frame in own_frames()]
+        scopes = [(frame.f_locals, frame.f_code) for frame in iter_user_frames()]
         self._globals = Globals(modules, (), scopes)
         self._variables: dict[str, Any] = {}
         self._scopes: dict[str, ModuleType | CodeType] = {}
@@ -63,7 +63,7 @@ class LoopState:
             self._scopes |= dict.fromkeys(variables, code)
 
     def find_changes(self, later: Self) -> Mapping[str, str]:
-        """Return the state that changed before the snapshot `later`. Maps names to changes with source lines."""
+        """Return the changes between this snapshot and `later`: descriptions with source lines, by variable name."""
         changes: dict[str, str] = {}
         for (model, before), (_, state_after) in zip(self._models, later._models, strict=False):
             for name, change in before.attribute_changes(state_after).items():
@@ -108,27 +108,27 @@ class LoopState:
                 texts[f"{_TENSORS_PREFIX}{name}"] = f"{type(value).__name__} {tensors}"
         return texts
 
-    def likelihoods(self) -> dict[str, int]:
-        """Return a number for each variable. A variable with a lower number is more likely to affect later steps.
+    def priorities(self) -> dict[str, int]:
+        """Return the priority of each variable. A variable with a lower number is more likely to affect later steps.
 
         A metric that a loop accumulates is probably only displayed. An accumulator that no code reads can't affect a
         step.
         """
-        excluded_ids, likelihoods = self._placed_object_ids(), {}
+        excluded_ids, priorities = self._placed_object_ids(), {}
         for name, value in self._variables.items():
-            kind = _rank_likelihood(value, excluded_ids)
+            kind = _find_priority(value, excluded_ids)
             is_unused = (
                 kind != _TENSOR
                 and isinstance(value, _ACCUMULATOR_TYPES)
                 and not is_used(self._scopes[name], _variable_name(name))
             )
-            likelihoods[name] = _UNUSED if is_unused else kind
-        return likelihoods
+            priorities[name] = _UNUSED if is_unused else kind
+        return priorities
 
-    def find_lost_state(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> LostState:
+    def find_lost_state(self, before: Mapping[str, str], priorities: Mapping[str, int]) -> LostState:
         """Return the state that this process lost on resume.
 
-        `before` and `likelihoods` are the results of `to_texts` and `likelihoods` in the stopped process, at the same
+        `before` and `priorities` are the results of `to_texts` and `priorities` in the stopped process, at the same
         step.
         """
         lost_state: dict[str, tuple[int, str]] = {}
@@ -142,15 +142,15 @@ class LoopState:
             if name.startswith(_MODE_PREFIX) and f"{_MODE_PREFIX}the model" in lost_state:
                 continue
             location = _attribute_location(*models[name]) if name in models else self._globals.source_line(name)
-            entry = likelihoods.get(name, _STATE), _format_change(describe_change(text_before, text_now), location)
+            entry = priorities.get(name, _STATE), _format_change(describe_change(text_before, text_now), location)
             label = name.removeprefix(_MAIN_PREFIX)
             lost_state[label] = min(lost_state.get(label, entry), entry)
         likely_state = {
-            name: description for name, (order, description) in _sort_by_likelihood(lost_state) if order <= _COUNTER
+            name: description for name, (order, description) in _sort_by_priority(lost_state) if order <= _COUNTER
         }
         if not likely_state:
             likely_state = {
-                name: description for name, (order, description) in _sort_by_likelihood(lost_state) if order == _METRIC
+                name: description for name, (order, description) in _sort_by_priority(lost_state) if order == _METRIC
             }
         if not likely_state:  # iterators come last, because their positions can't be compared
             likely_state = {
@@ -158,7 +158,7 @@ class LoopState:
             }
         return LostState(
             likely_state,
-            {name: description for name, (order, description) in _sort_by_likelihood(lost_state) if order == _UNUSED},
+            {name: description for name, (order, description) in _sort_by_priority(lost_state) if order == _UNUSED},
         )
 
     def _placed_object_ids(self) -> set[int]:
@@ -205,7 +205,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _rank_likelihood(value: Any, excluded_ids: Collection[int]) -> int:
+def _find_priority(value: Any, excluded_ids: Collection[int]) -> int:
     if _is_metric(value):
         return _METRIC
     if find_tensors(value, excluded_ids):
@@ -226,7 +226,7 @@ def _is_metric(value: Any, depth: int = 2) -> bool:
     )
 
 
-def _sort_by_likelihood(entries: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
+def _sort_by_priority(entries: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
     return sorted(entries.items(), key=lambda entry: entry[1][0])
 
 

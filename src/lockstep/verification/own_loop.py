@@ -43,13 +43,13 @@ from lockstep.setup.user_code import own_modules
 from lockstep.strategies import ON_ONE_PROCESS
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
-from lockstep.verification.causes import hash_seed_cause
+from lockstep.verification.causes import describe_hash_seed_cause
 from lockstep.verification.kept import LoopState, LostState
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE_FILE: Final = "trace.jsonl"
 _STRATEGY_ERROR: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches the errors that only some strategies raise
-_OBSERVATIONS_FILE: Final = "witnessed-{}.json"  # formatted with the rank
+_OBSERVATIONS_FILE: Final = "witnessed-{}.json"  # {} is the rank
 _RUN_FOLDER: Final = "run"  # run folder of a placement
 _STATE_FILE: Final = "state.json"  # state of the script in the stopped run
 _LOST_FILE: Final = "lost.json"  # state that was lost in the resumed run
@@ -136,7 +136,7 @@ def verify(
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
         return _verify_recipe(str(function), processes, strategies, steps or _RECIPE_STEPS)
     if isinstance(function, str | Path):
-        function = script(Path(function), ())
+        function = make_script_runner(Path(function), ())
     rows = list(check_placements(function, processes, strategies, steps, seed=seed))
     if not all(row.good for row in rows):
         raise VerificationError("\n".join(["placements differ from one process:", *(row.line for row in rows)]))
@@ -235,7 +235,7 @@ def check_placements(
             if mismatch:
                 reads, changes, traits = loop.rerun_for_diagnosis(strategy, count, f"{number}-witnessed")
                 cause = _describe_loop_cause(reads, changes)
-                mismatch += cause or _describe_model_cause(traits, _verify_command(function, label, count))
+                mismatch += cause or _describe_model_cause(traits, _format_verify_command(function, label, count))
             else:
                 matching.append((strategy, count))
             yield Checked(label, count, "differs" if mismatch else "identical", len(placement_trace.steps), mismatch)
@@ -327,7 +327,7 @@ def _rerun_reference(loop: "_LoopRunner", reference: Trace, can_spawn: bool) -> 
         and loop.run("single", 1, "third")[0] == EXIT_DONE
         and not _find_mismatch(reference, loop.read_trace("third"))
     ):
-        mismatch += f"; likely cause: {hash_seed_cause()}"
+        mismatch += f"; likely cause: {describe_hash_seed_cause()}"
     return Checked("single", 1, "differs", len(rerun_trace.steps), mismatch)
 
 
@@ -355,7 +355,7 @@ def _describe_model_cause(traits: Sequence[str], command: str) -> str:
     )
 
 
-def _verify_command(function: Callable[[], object], strategy: str, count: int) -> str:
+def _format_verify_command(function: Callable[[], object], strategy: str, count: int) -> str:
     """Return the command that verifies only this placement of a script, or the equivalent call for a function."""
     if isinstance(function, partial) and function.func is run_script:
         command = ["lockstep", "verify", "--processes", str(count), "--strategy", strategy, *function.args[1]]
@@ -363,7 +363,7 @@ def _verify_command(function: Callable[[], object], strategy: str, count: int) -
     return f"lockstep.verify(..., processes=({count},), strategies=({strategy!r},))"
 
 
-def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
+def make_script_runner(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
     """Return a function that runs a script."""
     return partial(run_script, str(path), [str(path), *arguments])
 
@@ -491,7 +491,7 @@ class _LoopRunner:
                 return
             if diagnose and number == stop:
                 state_now = _capture_state(context)
-                state = {"texts": state_now.to_texts(), "likelihoods": state_now.likelihoods()}
+                state = {"texts": state_now.to_texts(), "priorities": state_now.priorities()}
                 (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             if number == stop - (rendezvous.info.size > 1):  # see World.agree_to_stop
                 signal.raise_signal(signal.SIGUSR1)  # the run saves after step `stop`, and ends
@@ -538,7 +538,7 @@ class _LostStateSink:
     def write(self, event: Event, time: float) -> None:
         """See Sink.write. The Started event arrives when the script requests its first step from `run.steps`."""
         if isinstance(event, Started) and not self._path.exists():
-            lost_state = self._state().find_lost_state(self._before["texts"], self._before["likelihoods"])
+            lost_state = self._state().find_lost_state(self._before["texts"], self._before["priorities"])
             self._path.write_text(json.dumps(lost_state), encoding="utf-8")
 
     def close(self) -> None:

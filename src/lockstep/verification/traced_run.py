@@ -34,7 +34,7 @@ from lockstep.run.session import open_recipe_rank
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun, open_unplaced
-from lockstep.setup.resolved import Resolved
+from lockstep.setup.resolved import ResolvedConfig
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
 from lockstep.training.checkpoint.tensorfile import digest
@@ -58,7 +58,7 @@ class TraceJob:
     If `save_after` is set, the case saves a checkpoint after that many entries of `step_numbers`.
     """
 
-    resolved: Resolved
+    resolved: ResolvedConfig
     step_numbers: tuple[int, ...]
     validation_samples: int  # number of validation samples to evaluate
     folder: Path
