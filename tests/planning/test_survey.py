@@ -24,5 +24,5 @@ def test_replicas_are_measured_on_one_process_if_they_are_named() -> None:
 def test_they_are_verified_and_compared_on_one_process(processes: tuple[int, ...]) -> None:
     single = [("single", 1)] if 1 in processes else []
     assert _places(processes, ("ddp", "data_parallel")) == [*single, ("data_parallel", 1), ("ddp", 2)]
-    assert list(plan._counts({"name": "data_parallel"}, processes)) == [1]
-    assert list(plan._counts({"name": "ddp"}, processes)) == [2]
+    assert list(plan._process_counts({"name": "data_parallel"}, processes)) == [1]
+    assert list(plan._process_counts({"name": "ddp"}, processes)) == [2]

@@ -61,7 +61,7 @@ def _join(loaded: Loaded, folder: Path, ranks: Any) -> object:
 
 
 def _replay(loaded: Loaded, folder: Path, ranks: Any) -> object:
-    opened = replay.OpenedRun(loaded, None, 0, 1, None, {})
+    opened = replay.RunToReplay(loaded, None, 0, 1, None, {})
     return replay._run_rank(replay.ReplayRequest(folder, 1, 1), print, (opened, None), ranks)  # type: ignore[arg-type]
 
 

@@ -121,7 +121,7 @@ def command(
     """
     from rich.console import Console
 
-    from lockstep.comparison.plan import placements_in, processes_in
+    from lockstep.comparison.plan import parse_placements, parse_processes
     from lockstep.config.base import values
     from lockstep.config.blame import add_key_positions
     from lockstep.config.document import parse
@@ -141,11 +141,11 @@ def command(
     if price is not None and not 0 < price < math.inf:
         raise UsageError(f"--price: expected a number above 0, such as 2.50, got {price:g}")
     terms = Terms(price, duration(mtbf, "--mtbf", "3h"), duration(save, "--save", "20s") or 0.0)
-    counts, (source, overrides) = processes_in(processes), split(arguments)
+    counts, (source, overrides) = parse_processes(processes), split(arguments)
     if writes:
         check_writable(source, overrides)
     strategy_overrides = [
-        f"placement.strategy={flow(strategy)}" for strategy in (placements_in(placements) if placements else ())
+        f"placement.strategy={flow(strategy)}" for strategy in (parse_placements(placements) if placements else ())
     ]
     strategies = [load(source, [*overrides, override]).config.placement.strategy for override in strategy_overrides]
     loaded = load(source, overrides)

@@ -46,7 +46,7 @@ class Form(NamedTuple):
 class Summary:
     """The properties of a model that the check before a run has determined."""
 
-    parameters: int  # the number of elements in all parameters
+    num_parameters: int  # the number of elements in all parameters
     tensors: Mapping[str, Form]  # all tensors of the state_dict
     trained: Mapping[str, Form]  # all parameters with requires_grad, in the order of the model
     batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
@@ -255,7 +255,7 @@ def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, de
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training
     }
     summary = Summary(
-        parameters=sum(parameter.numel() for parameter in parameters),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
         tensors={name: _form(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)},
         trained={name: _form(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad},
         batchnorm=bool(batchnorm_layers),
