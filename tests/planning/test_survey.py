@@ -5,12 +5,12 @@ import pytest
 from lockstep.comparison import plan
 from lockstep.config.load import load
 from lockstep.config.placement import StrategyConfig
-from lockstep.planning.survey import _pairs
+from lockstep.planning.survey import _list_placements
 from lockstep.verification.own_loop import _places
 
 
 def pairs(*names: str) -> list[tuple[str, int]]:
-    found = _pairs(load("digits", []), [StrategyConfig(name=name) for name in names], [1, 2, 3])
+    found = _list_placements(load("digits", []), [StrategyConfig(name=name) for name in names], [1, 2, 3])
     return [(strategy.name, processes) for strategy, processes in found]
 
 

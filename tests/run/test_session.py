@@ -78,8 +78,8 @@ CLIENTS: dict[str, Callable[[Loaded, Path, Any], object]] = {
     ),
     "verification": lambda loaded, folder, ranks: traced_run.work(_traced(loaded, folder), None, ranks),
     "the probe of a verification": lambda loaded, folder, ranks: traced_run.probe(_traced(loaded, folder), None, ranks),
-    "planning": lambda loaded, folder, ranks: measure.work(resolve(loaded, 2), 1e9, folder, None, ranks),
-    "planning of a save": lambda loaded, folder, ranks: measure.work_saving(resolve(loaded, 2), folder, None, ranks),
+    "planning": lambda loaded, folder, ranks: measure.run_rank(resolve(loaded, 2), 1e9, folder, None, ranks),
+    "planning of a save": lambda loaded, folder, ranks: measure.run_save(resolve(loaded, 2), folder, None, ranks),
     "a loop of the user's own": _join,
 }
 

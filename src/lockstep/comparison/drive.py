@@ -22,7 +22,7 @@ from lockstep.errors import LockstepError
 from lockstep.reporting import jsonl
 from lockstep.reporting.run_log import History, history
 from lockstep.run.background import as_words, train_in_background
-from lockstep.runs.runs import machine_of
+from lockstep.runs.runs import describe_machine
 from lockstep.setup.completed import completion_notice
 from lockstep.training.events import Started, Stepped, Stopped
 
@@ -86,7 +86,7 @@ def run_all(plans: Sequence[PlannedRun], show: ShowComparison) -> Comparison:
             show(comparison)
 
         show_row(_train_placement(plan, show_row))
-    return replace(comparison, machine=machine_of(Path(plans[0].row.folder)))
+    return replace(comparison, machine=describe_machine(Path(plans[0].row.folder)))
 
 
 def _initial_row(plan: PlannedRun) -> ResultRow:

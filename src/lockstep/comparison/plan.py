@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.run.background import Train
 from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
-from lockstep.runs.folder import fresh_folder
+from lockstep.runs.folder import new_folder_path
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import check_cut
 from lockstep.setup.prepare import check, open_unplaced
@@ -90,7 +90,7 @@ def parse_processes(text: str) -> tuple[int, ...]:
 
 def make_folder_name(source: str) -> Path:
     """Return the path of a new folder for a comparison. The folder isn't created."""
-    return fresh_folder(f"compare-{_slug(Path(source).stem)}")
+    return new_folder_path(f"compare-{_slug(Path(source).stem)}")
 
 
 def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:

@@ -27,7 +27,7 @@ from lockstep.run.checkpoints import engine_state
 from lockstep.run.events import evaluation_event
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import Work, on_ranks
-from lockstep.runs.folder import say
+from lockstep.runs.folder import print_message
 from lockstep.setup.data_facts import setup_facts
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import Placed, PreparedRun, check, place
@@ -78,12 +78,12 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     torch.set_num_threads(1)  # see run/start.py
     checkpoint, loaded = open_checkpoint(request)
     for note in loaded.notes:
-        say(f"note: {note}")
+        print_message(f"note: {note}")
     prepared = _prepare(loaded, checkpoint)
     _check_run(checkpoint)
     checked_state(checkpoint.path, checkpoint.snapshot, prepared.ready)
     for problem in checkpoint.problems:
-        say(f"warning: {problem}")
+        print_message(f"warning: {problem}")
     return on_ranks(
         partial(_evaluate_as, request, report), (checkpoint, prepared), prepared.placement, prepared.processes
     )
@@ -93,7 +93,7 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     """Evaluate the initial weights of a recipe, without a run. Otherwise the same as `evaluate_here`."""
     torch.set_num_threads(1)  # see run/start.py
     for note in loaded.notes:
-        say(f"note: {note}")
+        print_message(f"note: {note}")
     prepared = _prepare(loaded, None)
     return on_ranks(partial(_on_rank, loaded, None, report), prepared, prepared.placement, prepared.processes)
 
@@ -107,7 +107,7 @@ def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResul
     """Return the placement and the work of ranks that a launcher started. Checks what it can before the ranks join."""
     _, loaded = open_checkpoint(request)
     for note in loaded.notes if info.rank == 0 else ():
-        say(f"note: {note}")
+        print_message(f"note: {note}")
     return loaded.config.placement, partial(_evaluate_as, request, report, None)
 
 

@@ -173,7 +173,7 @@ class RankTraining:
     def _keep(self, report: Report) -> None:
         """On rank 0, write the task's report on the last evaluation."""
         if report and self.world.rank == 0:
-            run_folder.keep_last_evaluation(self.start.folder, report)
+            run_folder.write_last_evaluation(self.start.folder, report)
 
     def _run_settings(self) -> dict[str, Any]:
         """Return the settings and data facts that affect the results. They are saved in checkpoints."""
