@@ -40,8 +40,8 @@ from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.comparison.drive import run_all
 from lockstep.comparison.output import JSON, Display
-from lockstep.comparison.plan import ComparisonRequest, PlannedRun, folder_for, plan_runs, processes_in
-from lockstep.comparison.result import Comparison, ResultRow, conclusion, to_json
+from lockstep.comparison.plan import ComparisonRequest, PlannedRun, make_folder_name, parse_processes, plan_runs
+from lockstep.comparison.result import Comparison, ResultRow, conclusion_lines, to_json
 from lockstep.config import plan as planning
 from lockstep.config.blame import add_key_positions
 from lockstep.config.load import Loaded, load, read_run_recipe, split, to_yaml
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         source, overrides = split(asked.words)
-        folder = asked.folder or folder_for(source)
-        plans = plan(source, overrides, processes_in(asked.processes), folder)
+        folder = asked.folder or make_folder_name(source)
+        plans = plan(source, overrides, parse_processes(asked.processes), folder)
         with Display(sys.stderr) as display:
             comparison = run_all(plans, display.show)
     except UsageError as error:
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in cells:
         table.add_row(*row)
     Console(width=160).print(table)
-    for line in conclusion(comparison):
+    for line in conclusion_lines(comparison):
         print(line, file=sys.stderr)
     return EXIT_FAILED if comparison.failed else EXIT_DONE
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from lockstep.verification.own_loop import Checked, verify
 
-_PLACES = {
+_MODULES = {
     "comparison.drive": "compare",
     "comparison.result": "Comparison",
     "config.placement": "Placement",
@@ -67,7 +67,7 @@ if not TYPE_CHECKING:  # otherwise, type checkers would accept any name
 
         Importing torch takes a second, and not every command needs it.
         """
-        place = next((place for place, names in _PLACES.items() if name in names.split()), None)
+        place = next((place for place, names in _MODULES.items() if name in names.split()), None)
         if place is None:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
         if place not in _ON_EVERY_SYSTEM:

@@ -23,8 +23,8 @@ from lockstep.common.text import printable
 from lockstep.common.version import __version__
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
 
-# Like click's script, with two changes: no space after `key=` and `folder/`, and files are offered in addition to other
-# completions.
+# The same as click's script, with two changes: it adds no space after `key=` and `folder/`, and it offers files in
+# addition to other completions.
 _BASH: Final = """\
 %(complete_func)s() {
     local IFS=$'\\n' response completion type value
@@ -50,7 +50,7 @@ _GROUPS: Final = {
     "Cluster": ("launch", "submit", "doctor"),
     "Catalog": ("recipes", "strategies"),
 }
-_ALIASES: Final = {"status": "jobs"}  # alternative names that don't resemble the name of their command
+_ALIASES: Final = {"status": "jobs"}  # names to suggest a command for, although they don't resemble its name
 _PORTABLE_COMMANDS: Final = ("recipes", "show", "strategies")  # commands that are also available on Windows
 _COMMANDS: Final = Path(__file__).parent / "commands"
 
@@ -84,7 +84,7 @@ class Shell(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names. If no command has this name, suggest a similar name."""
+        """Return the command for the first argument. If there is no such command, raise an error with a suggestion."""
         name = args[0]
         if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
             from lockstep.common.names import choices
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def _file_error(error: BaseException) -> UsageError | None:
-    """Return an error about a file or folder that the user named, if no other check has reported it.
+    """Convert an OSError about a file or folder to a UsageError, in case no earlier check has reported it.
 
     Returns None for other errors.
     """

@@ -30,7 +30,7 @@ EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as in a shell
 # different host ("host"), or to wait until someone has fixed the code, the data or the command line.
 Cause = Literal["transient", "host", "code", "data", "usage"]
 
-_MAX_LINES: Final = 11  # the maximum number of problems in a message, which has one more line for their number
+_MAX_LINES: Final = 11  # maximum number of problems in a message, whose first line is the number of problems
 
 
 class LockstepError(Exception):
@@ -57,9 +57,9 @@ class UsageError(LockstepError):
 
 
 class ConfigError(UsageError):
-    """All problems of a configuration, one per line: `location  key: problem; fix`.
+    """A configuration has problems. The message has one problem per line: `location  key: problem; fix`.
 
-    The message only contains the first problems, so that the message fits on a screen. `problems` has all problems.
+    A long message only contains the first problems, so that it fits on a screen. `problems` contains all problems.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class ConfigError(UsageError):
 
     @property
     def told(self) -> str:
-        """The text to print on the terminal. If there are several problems, the text begins with their number."""
+        """The text to print on the terminal. If there is more than one problem, their number comes first."""
         return f"error: {len(self.problems):,} problems\n{self}" if len(self.problems) > 1 else f"error: {self}"
 
 
@@ -99,7 +99,7 @@ class HostError(TrainingError):
 
 
 class TransientError(TrainingError):
-    """A different rank is gone or did not start. If you start the run again, the run resumes."""
+    """A rank is gone or did not start. If you start the run again, it resumes."""
 
     cause = "transient"
 

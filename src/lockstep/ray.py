@@ -61,16 +61,16 @@ def train(
 
     scaling = ScalingConfig(num_workers=workers, use_gpu=gpus)
     config = {"loaded": loaded}
-    return TorchTrainer(_work, train_loop_config=config, scaling_config=scaling, run_config=run_config).fit()
+    return TorchTrainer(_run_worker, train_loop_config=config, scaling_config=scaling, run_config=run_config).fit()
 
 
-def _work(config: Mapping[str, Loaded]) -> None:
+def _run_worker(config: Mapping[str, Loaded]) -> None:
     """Run a rank of the recipe in a worker of Ray Train."""
-    worker, loaded = launcher.worker(), config["loaded"]
+    worker, loaded = launcher.get_worker(), config["loaded"]
     assert worker is not None
-    info = launcher.rank_info(worker, os.environ)
+    info = launcher.read_rank(worker, os.environ)
     assert loaded.config.run.dir is not None
-    folder = launcher.run_folder(worker, loaded.config.run.dir)
+    folder = launcher.resolve_run_folder(worker, loaded.config.run.dir)
     loaded = loaded.changed("run", {"dir": folder})
     report = RayReport(folder, lead=info.rank == 0)
     placement, work = training_as_rank(loaded, info, report)

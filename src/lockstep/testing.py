@@ -34,9 +34,9 @@ NORM: Final = "gradient norm"
 WEIGHTS: Final = "weights"
 EVALUATION: Final = "evaluation"
 
-# Smaller relative differences may be rounding errors, from a different order of additions.
+# Smaller relative differences may be rounding errors caused by a different order of additions.
 _ROUNDING: Final = 1e-4
-_LIMIT: Final = 6  # the maximum number of samples in a message
+_LIMIT: Final = 6  # maximum number of names to list in a message
 
 
 @final
@@ -94,7 +94,7 @@ def _to_tensor(value: float | Tensor) -> Tensor:
 
 
 Function = Callable[[Trace], object]
-Ranks = list[list[dict[str, dict[str, Tensor]]]]  # the values of each rank, by step, gate and name
+Ranks = list[list[dict[str, dict[str, Tensor]]]]  # reported values, indexed by rank, step, kind (e.g. WEIGHTS) and name
 
 
 def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2, 3), tolerance: float = 0.0) -> None:
@@ -129,14 +129,14 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
     differences = [
         f"{size} rank{'s' * (size > 1)} against {worlds[0]}: {difference}"
         for size, ranks in zip(worlds[1:], others, strict=True)
-        if (difference := next(_differences(reference, ranks, tolerance), ""))
+        if (difference := next(_find_differences(reference, ranks, tolerance), ""))
     ]
     if differences:
         raise AssertionError("\n".join(differences))
 
 
 def _run_ranks(function: Function, size: int, folder: Path) -> Ranks:
-    """Run the function on `size` ranks, and return the values that each rank reported."""
+    """Run the function on `size` ranks, and return the values that each rank reported to its trace."""
     folder.mkdir()
     code, text = run_in_workers(partial(_run_worker, function, folder), None, Placement(), size)
     if code != EXIT_DONE:
@@ -159,7 +159,7 @@ def _run_worker(function: Function, folder: Path, _ready: None, rendezvous: Rend
     return EXIT_DONE
 
 
-def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[str]:
+def _find_differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[str]:
     """Yield a description of each difference, in the order in which the values are computed."""
     for step, steps in enumerate(zip_longest(*reference, *ranks, fillvalue={}), 1):
         expected, actual = steps[: len(reference)], steps[len(reference) :]
@@ -202,7 +202,7 @@ def _first_difference(
 ) -> str:
     """Return a description of the first value that differs, or "" if all values are equal.
 
-    With `partial`, `actual` may lack values, because other ranks may have reported them.
+    With `partial`, missing values in `actual` are ignored, because other ranks may have reported them.
     """
     if not partial and expected.keys() != actual.keys():
         return f"{list_some([*actual], _LIMIT) or 'nothing'} instead of {list_some([*expected], _LIMIT) or 'nothing'}"
@@ -215,7 +215,7 @@ def _first_difference(
 
 
 def _rounding_note(values: Values) -> str:
-    """Return a remark if a difference is so small that it may be a rounding error, and "" otherwise."""
+    """Return a note if the difference is small enough to be a rounding error, or else an empty string."""
     if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
         return ""
     relative = values.distance / values.scale
@@ -223,9 +223,9 @@ def _rounding_note(values: Values) -> str:
 
 
 def _multiple_note(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """Return a remark if a gradient is a multiple of the expected gradient, and "" otherwise.
+    """Return a note if the full gradient is a multiple of the expected gradient, or else an empty string.
 
-    A multiple with a factor of 1, up to rounding, doesn't count.
+    If the factor is 1 up to rounding, there is no note.
     """
     if [tensor.shape for tensor in expected.values()] != [tensor.shape for tensor in actual.values()]:
         return ""

@@ -19,7 +19,7 @@ from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.page import Table, ValueGrid
 from lockstep.reporting.run_page import make_curve_sections, make_sections
-from lockstep.runs.runs import machine_of
+from lockstep.runs.runs import describe_machine
 from lockstep.training.events import Event
 
 pytestmark = [pytest.mark.slow("runs whole commands"), pytest.mark.usefixtures("here")]
@@ -185,10 +185,10 @@ def test_runs_of_strangers(here: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"cpu": 3, "packages": [], "gpus": "x"}', "[" * 10_000])
 def test_a_machine_that_is_not_recorded_is_not_named(here: Path, text: str) -> None:
     (here / "environment.json").write_text(text, encoding="utf-8")
-    assert machine_of(here) == ""
+    assert describe_machine(here) == ""
 
 
 def test_cards_are_counted(here: Path) -> None:
     found: dict[str, Any] = {"gpus": [{"name": "A100"}, {"name": "A100"}], "packages": {"torch": "2.15.0"}}
     (here / "environment.json").write_text(json.dumps(found), encoding="utf-8")
-    assert machine_of(here) == "2 A100, torch 2.15.0"
+    assert describe_machine(here) == "2 A100, torch 2.15.0"

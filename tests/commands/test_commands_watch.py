@@ -16,7 +16,7 @@ from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stop
 
 from lockstep.errors import UsageError
 from lockstep.jobs import reader
-from lockstep.jobs.reader import RunReader, Watch
+from lockstep.jobs.reader import RunReader, RunWatcher
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.page_server import PageServer
 from lockstep.training.events import Event
@@ -118,7 +118,7 @@ def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(
     going = run_folder(tmp_path / "going", started(), stepped(10))
     new = tmp_path / "new"
     with lock(going):
-        seen = Watch([tmp_path], wait=False)
+        seen = RunWatcher([tmp_path], wait=False)
         assert [each.name for each in seen.refresh()] == [str(going)]
         with lock(new):
             found = seen.refresh()
@@ -128,8 +128,8 @@ def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(
             ]
     assert [each.state for each in seen.refresh()] == ["died", "died"]
     with pytest.raises(UsageError, match="no run is in progress"):
-        Watch([tmp_path], wait=False).refresh()
-    assert Watch([tmp_path, tmp_path / "nowhere"], wait=True).refresh() == []
+        RunWatcher([tmp_path], wait=False).refresh()
+    assert RunWatcher([tmp_path, tmp_path / "nowhere"], wait=True).refresh() == []
 
 
 def test_only_what_was_added_is_read_and_another_log_from_its_beginning(

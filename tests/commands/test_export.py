@@ -157,7 +157,9 @@ def test_an_export_of_other_weights_leaves_nothing(saved, trained, monkeypatch):
 
 
 def test_a_model_that_cannot_be_traced_is_told(saved, trained, monkeypatch):
-    monkeypatch.setattr(to_torch.Single, "forward", lambda self, x: x.new_tensor(float(x.sum()) > 1 and x.tolist()))
+    monkeypatch.setattr(
+        to_torch.SingleOutput, "forward", lambda self, x: x.new_tensor(float(x.sum()) > 1 and x.tolist())
+    )
     with pytest.raises(UsageError, match=r"torch.export cannot trace the model: .*; export only the weights with --to"):
         export_saved(saved, "torch")
     assert left(trained) == []
@@ -169,7 +171,7 @@ def test_outputs_are_compared_with_what_roundings_may_do(saved, trained, monkeyp
     monkeypatch.setattr("lockstep.exports.check._run_export", lambda *_: outputs * (1 + 1e-6))
     found = check_export("torch", trained, model, inputs, outputs, {}, exact=False)
     assert 0 < found.difference < found.tolerance < 1e-3
-    assert "the outputs differ by " in found.words
+    assert "the outputs differ by " in found.description
     for wrong in (outputs * (1 + 1e-2), outputs * torch.nan, outputs[:1], outputs.double()):
         monkeypatch.setattr("lockstep.exports.check._run_export", lambda *_, wrong=wrong: wrong)
         with pytest.raises(TrainingError, match="nothing was written"):
@@ -191,7 +193,7 @@ def test_inputs_that_are_a_pair_come_as_they_were(tmp_path: Path) -> None:
     model, inputs, place = OfPair(), ((torch.rand(3, 4), torch.rand(3, 3)),), tmp_path / "net.pt2"
     torch.export.save(torch.export.export(model, inputs), place)
     job = {"threads": 1, "lockstep": False}
-    assert check_export("torch", place, model, inputs, model(*inputs).detach(), job, exact=True).words == EQUAL
+    assert check_export("torch", place, model, inputs, model(*inputs).detach(), job, exact=True).description == EQUAL
 
 
 @pytest.mark.usefixtures("_loaded")

@@ -14,7 +14,7 @@ from forked import imported
 
 from lockstep.config.load import load, to_yaml
 from lockstep.launchers import batch
-from lockstep.runs.runs import Submitted, record_job
+from lockstep.runs.runs import SubmittedJob, record_job
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -40,7 +40,7 @@ def run_folder(folder: Path, name: str, *events: dict[str, Any], tail: str = "",
     (run / "lock").touch()
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + tail, encoding="utf-8")
     if job is not None:
-        record_job(run, Submitted(job, 90.0))
+        record_job(run, SubmittedJob(job, 90.0))
     return run
 
 
@@ -292,7 +292,7 @@ def test_what_slurm_says(folder: Path) -> None:
 def test_a_queue_that_hangs_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_folder(folder, "waits", job=7)
     squeue(folder, "exec /bin/sleep 60")
-    monkeypatch.setattr(batch, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(batch, "_SQUEUE_TIMEOUT_S", 0.3)
     began = time.monotonic()
     found = show()
     assert time.monotonic() - began < 5

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import invoke, put
 
-from lockstep.runs.runs import job_of
+from lockstep.runs.runs import read_job
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -66,7 +66,7 @@ def test_a_job_is_written_submitted_and_job_of(folder: Path) -> None:
     text = (folder / "runs" / "a" / "job.sh").read_text()
     srun = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1"
     assert f"{srun} py -m lockstep train digits run.dir=runs/a placement.processes=2\n" in text
-    submitted = job_of(folder / "runs" / "a")
+    submitted = read_job(folder / "runs" / "a")
     assert submitted.job == 12
 
 
@@ -139,7 +139,7 @@ def test_a_folder_that_was_there_stays(folder: Path) -> None:
     (folder / "a" / "notes").touch()
     submit("--", "train", "digits", "run.dir=a", code=1)
     assert (folder / "a" / "notes").exists()
-    assert job_of(folder / "a") is None
+    assert read_job(folder / "a") is None
 
 
 def test_without_slurm_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,14 +136,17 @@ def test_a_fault_is_found_with_its_place(override, culprit, said, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "facts"),
     [
-        (model("Remembering"), {"attributes": {"forwards": "0 -> 2", "center": "a tensor"}, "alone": "loss"}),
-        (model("Centered"), {"changed_buffers": {"center": "Centered"}, "counting_buffers": ["center"]}),
-        (noisy("python"), {"streams": ["Python's"]}),
-        (noisy("numpy"), {"streams": ["NumPy's"]}),
-        (noisy("clock"), {"repeated": "loss"}),
-        (noisy("system"), {"repeated": "loss"}),
-        (noisy("rank"), {"by_rank": "loss", "repeated": "", "alone": ""}),
-        (noisy("variable"), {"by_rank": "loss", "repeated": "", "alone": ""}),
+        (
+            model("Remembering"),
+            {"attributes": {"forwards": "0 -> 2", "center": "a tensor"}, "differs_without_previous": "loss"},
+        ),
+        (model("Centered"), {"changed_buffers": {"center": "Centered"}, "accumulating_buffers": ["center"]}),
+        (noisy("python"), {"generators": ["Python's"]}),
+        (noisy("numpy"), {"generators": ["NumPy's"]}),
+        (noisy("clock"), {"differs_on_repeat": "loss"}),
+        (noisy("system"), {"differs_on_repeat": "loss"}),
+        (noisy("rank"), {"differs_by_rank": "loss", "differs_on_repeat": "", "differs_without_previous": ""}),
+        (noisy("variable"), {"differs_by_rank": "loss", "differs_on_repeat": "", "differs_without_previous": ""}),
     ],
 )
 def test_what_was_seen_of_it_is_kept(override, facts):
@@ -196,7 +199,8 @@ GPT = (
 def test_a_data_set_that_is_random_for_each_call(model, name, what):
     probed = look(*model, data(name))
     assert probed.random_samples[0].part == "training"
-    assert {what} <= {sample.what for sample in probed.random_samples} <= {what, "random draws"}  # some by chance alike
+    # Some are alike by chance.
+    assert {what} <= {sample.difference for sample in probed.random_samples} <= {what, "random draws"}
     assert list(faults(probed)) == [causes.RANDOM_DATA]
     assert "changes when it is fetched again: it has different " in faults(probed)[causes.RANDOM_DATA]
 

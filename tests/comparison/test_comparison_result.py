@@ -10,8 +10,8 @@ import pytest
 from event_examples import SHA, done, evaluated, started, stepped
 
 from lockstep.comparison.output import Display, write
-from lockstep.comparison.page import sections, title
-from lockstep.comparison.result import Comparison, ResultRow, columns, conclusion, to_json
+from lockstep.comparison.page import make_sections, make_title
+from lockstep.comparison.result import Comparison, ResultRow, conclusion_lines, make_columns, to_json
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import figures
 from lockstep.reporting.page import Table, Words
@@ -69,7 +69,7 @@ def test_without_one_process_nothing_is_compared() -> None:
 
 
 def test_the_table() -> None:
-    found = columns(COMPARISON)
+    found = make_columns(COMPARISON)
     table = [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
     assert table[1] == {
         "placement": "ddp on 2",
@@ -92,14 +92,14 @@ def test_the_table() -> None:
     assert (table[4]["state"], table[4]["time"]) == ("failed", "")
     log = ROWS[5].history.evaluated
     worse = replace(ROWS[5], history=replace(ROWS[5].history, evaluated={**log, "top1": 0.5}))
-    assert columns(Comparison("digits", (worse, ROWS[0])))["best"] == ["", "by top1"]
+    assert make_columns(Comparison("digits", (worse, ROWS[0])))["best"] == ["", "by top1"]
     assert not {"state", "best", "speed-up", "efficiency", "for a core"} & {
-        *columns(Comparison("digits", (ROWS[0], ROWS[5])))
+        *make_columns(Comparison("digits", (ROWS[0], ROWS[5])))
     }
 
 
 def test_what_is_said_below_it() -> None:
-    failed, broken = conclusion(COMPARISON)
+    failed, broken = conclusion_lines(COMPARISON)
     assert failed == "ddp on 4 failed: lost a rank"
     assert broken.startswith("zero3 on 2 has different weights than one process, although strategy zero3 promises the")
 
@@ -122,7 +122,7 @@ def test_how_far_it_is() -> None:
     )
     waiting = ResultRow("ddp", 4, "", "runs/b")
     now = Comparison("digits", (ROWS[0], running, waiting))
-    assert columns(now)["state"][1] == "step 10/40, 0:30 left"
+    assert make_columns(now)["state"][1] == "step 10/40, 0:30 left"
     assert now.left_s == 30.0 + 40.0  # the mean of 40 s, that were taken, and 10 + 30
     assert Comparison("digits", (replace(running, left_s=None), waiting)).left_s is None
     assert Comparison("digits", (waiting,)).left_s is None
@@ -192,13 +192,13 @@ def test_the_files(tmp_path: Path) -> None:
 
 
 def test_a_page_is_called_after_what_it_compares() -> None:
-    placements, sweep, alone = (title(Comparison("digits", rows)) for rows in (ROWS[:5], ROWS[::5], ROWS[:1]))
+    placements, sweep, alone = (make_title(Comparison("digits", rows)) for rows in (ROWS[:5], ROWS[::5], ROWS[:1]))
     assert placements == "digits under 5 placements"
     assert (sweep, alone) == ("2 variants of digits, single on 1", "digits, single on 1")
 
 
 def test_a_page_has_the_table_and_a_chart_for_each_question() -> None:
-    found = sections(COMPARISON)
+    found = make_sections(COMPARISON)
     assert [section.title for section in found] == [
         "",
         "Runs",
@@ -234,7 +234,7 @@ def sweep(*variants: str) -> Comparison:
 
 
 def test_the_page_of_a_sweep_begins_with_results_and_ends_with_seconds() -> None:
-    page = sections(sweep("recipe.optimizer.lr=1.5", "recipe.optimizer.lr=0.01", "recipe.optimizer.lr=0.1"))
+    page = make_sections(sweep("recipe.optimizer.lr=1.5", "recipe.optimizer.lr=0.01", "recipe.optimizer.lr=0.1"))
     names = ["Runs", "loss", "top1 by recipe.optimizer.lr", "Where each second goes", "Peak memory of each rank"]
     assert [section.title for section in page] == names
     table, curves, results, seconds, _ = page
@@ -261,17 +261,17 @@ def test_the_page_of_a_sweep_begins_with_results_and_ends_with_seconds() -> None
     ],
 )
 def test_a_sweep_over_other_things_than_a_number_has_no_chart_of_results(variants: tuple[str, ...]) -> None:
-    assert not [section for section in sections(sweep(*variants)) if " by " in section.title]
+    assert not [section for section in make_sections(sweep(*variants)) if " by " in section.title]
 
 
 def test_where_seconds_go_is_a_mean_of_the_ranks() -> None:
     row = replace(ROWS[1], history=replace(ROWS[1].history, last={**ROWS[1].history.last}))
     row.history.last["seconds_by_rank"] = {"computing": [1.0, 3.0], "waiting": [3.0, 1.0]}  # type: ignore[index]
-    [chart] = [each for each in sections(Comparison("digits", (row,))) if each.title == "Where each second goes"]
+    [chart] = [each for each in make_sections(Comparison("digits", (row,))) if each.title == "Where each second goes"]
     assert isinstance(chart, Chart)
     assert {trace["name"]: trace["x"] for trace in chart.figure["data"]} == {"computing": [2.0], "waiting": [2.0]}
 
 
 def test_one_process_alone_makes_a_page_too() -> None:
-    assert "Throughput" not in [section.title for section in sections(Comparison("digits", ROWS[:1]))]
-    assert sections(Comparison("digits", (ROWS[4],)))[-1].title == "Runs"
+    assert "Throughput" not in [section.title for section in make_sections(Comparison("digits", ROWS[:1]))]
+    assert make_sections(Comparison("digits", (ROWS[4],)))[-1].title == "Runs"

@@ -12,7 +12,7 @@ from component import require
 
 from lockstep.errors import UsageError
 from lockstep.launchers import slurm
-from lockstep.launchers.batch import Batch, check_batch, script, states
+from lockstep.launchers.batch import Batch, check_batch, parse_states, render_script
 from lockstep.launchers.job import Job, Resources
 
 pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
@@ -30,7 +30,7 @@ def directives(text: str) -> list[str]:
 
 
 def test_what_slurm_is_told() -> None:
-    assert directives(script(BATCH)) == [
+    assert directives(render_script(BATCH)) == [
         "--job-name=digits",
         "--chdir=/home/me",
         "--nodes=2",
@@ -48,31 +48,34 @@ def test_what_slurm_is_told() -> None:
 def test_what_is_asked_for_stands_in_the_header_for_all_starts_and_not_in_the_step() -> None:
     """Slurm keeps the header of a job that goes back into the queue."""
     job = replace(JOB, resources=Resources("gpu", "physics", "a100:4", 8), options=("--comment=it's a b",))
-    text = script(check_batch(replace(BATCH, job=job)))
+    text = render_script(check_batch(replace(BATCH, job=job)))
     asked = ["--partition=gpu", "--account=physics", "--gpus-per-node=a100:4", "--cpus-per-task=8"]
     assert [word for word in directives(text) if word in asked] == asked
     assert f"\n{shlex.join(slurm.command(replace(JOB, options=())))}\ncode=$?\n" in text
 
 
 def test_each_start_draws_a_secret_that_only_the_ranks_see(tmp_path: Path) -> None:
-    said = [run(tmp_path, script(BATCH), srun='echo "$LOCKSTEP_JOB_SECRET"').stdout.splitlines()[-1] for _ in range(2)]
+    said = [
+        run(tmp_path, render_script(BATCH), srun='echo "$LOCKSTEP_JOB_SECRET"').stdout.splitlines()[-1]
+        for _ in range(2)
+    ]
     assert all(re.fullmatch("[0-9a-f]{64}", each) for each in said)
     assert said[0] != said[1]
-    own = f"export LOCKSTEP_JOB_SECRET=of-my-own-choosing\n{script(BATCH)}"
+    own = f"export LOCKSTEP_JOB_SECRET=of-my-own-choosing\n{render_script(BATCH)}"
     assert run(tmp_path, own, srun='echo "$LOCKSTEP_JOB_SECRET"').stdout.splitlines()[-1] == "of-my-own-choosing"
 
 
 def test_what_is_left_out_leaves_no_line() -> None:
-    text = script(replace(BATCH, time="", job=replace(JOB, options=())))
+    text = render_script(replace(BATCH, time="", job=replace(JOB, options=())))
     assert "--time" not in text
     assert "--option" not in text
     assert "\n\n\n" not in text
 
 
-@pytest.mark.parametrize("batch", [BATCH, replace(BATCH, on_again=("run.resume=auto",))])
+@pytest.mark.parametrize("batch", [BATCH, replace(BATCH, restart_args=("run.resume=auto",))])
 def test_names_of_any_kind_are_quoted(tmp_path: Path, batch: Batch) -> None:
     job = replace(JOB, words=("train", NASTY), options=(f"--comment={NASTY}",))
-    text = script(replace(batch, job=job, name=NASTY, folder=f"/home/{NASTY}", run=NASTY))
+    text = render_script(replace(batch, job=job, name=NASTY, folder=f"/home/{NASTY}", run=NASTY))
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
     found = directives(text)
     assert f"--chdir=/home/{NASTY}" in found
@@ -85,8 +88,8 @@ def test_names_of_any_kind_are_quoted(tmp_path: Path, batch: Batch) -> None:
 
 def test_a_shell_checker_finds_nothing() -> None:
     require("shellcheck", "shellcheck", "shellcheck")
-    for batch in (BATCH, replace(BATCH, on_again=("run.resume=auto",))):
-        done = subprocess.run(["shellcheck", "-"], input=script(batch), text=True, capture_output=True)
+    for batch in (BATCH, replace(BATCH, restart_args=("run.resume=auto",))):
+        done = subprocess.run(["shellcheck", "-"], input=render_script(batch), text=True, capture_output=True)
         assert done.stdout == ""
 
 
@@ -166,7 +169,7 @@ def test_when_it_goes_back_into_the_queue(tmp_path: Path, code: int, last: str, 
     events.parent.mkdir(parents=True)
     events.write_text(STOPPED + "\n", encoding="utf-8")  # of the start before
     says = f"echo '{last}' >> runs/a/events.jsonl; " if last else ""
-    done = run(tmp_path, script(BATCH), f"{says}exit {code}", f"echo '{queue}    '")
+    done = run(tmp_path, render_script(BATCH), f"{says}exit {code}", f"echo '{queue}    '")
     assert done.returncode == code
     assert ("requeued" in done.stdout) == again
     asked = tmp_path / "asked"
@@ -181,7 +184,7 @@ ASKS = "scontrol requeue 7\n"
 @pytest.mark.parametrize("reason", ["USR1", "TERM"])
 def test_a_slurm_that_does_not_answer_at_once_is_asked_again(tmp_path: Path, reason: str) -> None:
     srun = f"echo '{STOPPED.replace('USR1', reason)}' >> runs/a/events.jsonl; exit 75"
-    done = run(tmp_path, script(BATCH), srun, f"{FAILS.format(times=3)}; echo RUNNING 2026-11-21T19:40:01")
+    done = run(tmp_path, render_script(BATCH), srun, f"{FAILS.format(times=3)}; echo RUNNING 2026-11-21T19:40:01")
     assert (done.returncode, (tmp_path / "asked").read_text()) == (75, "requeue 7\n")
     assert (tmp_path / "slept").read_text().split() == ["0", "5", "10", "20"]
     assert not done.stdout.endswith(ASKS)
@@ -189,7 +192,7 @@ def test_a_slurm_that_does_not_answer_at_once_is_asked_again(tmp_path: Path, rea
 
 def test_a_slurm_that_does_not_take_the_job_back_at_once_is_asked_again(tmp_path: Path) -> None:
     srun = f"echo '{STOPPED}' >> runs/a/events.jsonl; exit 75"
-    done = run(tmp_path, script(BATCH), srun, "echo RUNNING N/A", FAILS.format(times=2))
+    done = run(tmp_path, render_script(BATCH), srun, "echo RUNNING N/A", FAILS.format(times=2))
     assert (done.returncode, (tmp_path / "asked").read_text(), done.stderr) == (75, 3 * "requeue 7\n", "")
     assert not done.stdout.endswith(ASKS)
 
@@ -197,28 +200,28 @@ def test_a_slurm_that_does_not_take_the_job_back_at_once_is_asked_again(tmp_path
 @pytest.mark.parametrize(("squeue", "scontrol"), [("exit 1", "true"), ("echo RUNNING N/A", "exit 1")])
 def test_a_user_whose_slurm_does_not_answer_is_told_what_to_do(tmp_path: Path, squeue: str, scontrol: str) -> None:
     srun = f"echo '{STOPPED}' >> runs/a/events.jsonl; exit 75"
-    done = run(tmp_path, script(BATCH), srun, squeue, scontrol)
+    done = run(tmp_path, render_script(BATCH), srun, squeue, scontrol)
     assert done.returncode == 75
     assert done.stdout.endswith(f"stopped by SIGUSR1 and saved, but Slurm did not requeue it; to continue:\n{ASKS}")
     assert sum(map(int, (tmp_path / "slept").read_text().split())) == 65
 
 
 def test_only_the_first_start_begins_from_a_checkpoint_elsewhere(tmp_path: Path) -> None:
-    batch = replace(BATCH, on_again=("run.resume=auto",))
+    batch = replace(BATCH, restart_args=("run.resume=auto",))
     for words in ("", " run.resume=auto"):
-        assert run(tmp_path, script(batch), 'echo "$@" > said').returncode == 0
+        assert run(tmp_path, render_script(batch), 'echo "$@" > said').returncode == 0
         assert (tmp_path / "said").read_text().endswith(f"train digits recipe.loss={{name: a}}{words}\n")
         (tmp_path / "runs" / "a" / "config.yaml").touch()
 
 
 def test_cores_of_a_task_are_passed_on(tmp_path: Path) -> None:
-    text = script(BATCH)
+    text = render_script(BATCH)
     assert run(tmp_path, f"SLURM_CPUS_PER_TASK=3\n{text}", 'echo "$SRUN_CPUS_PER_TASK" > said').returncode == 0
     assert (tmp_path / "said").read_text() == "3\n"
 
 
 def test_states_in_the_queue() -> None:
-    assert states("12|RUNNING|None\n13|PENDING|BeginTime\nrubbish\n\n") == {
+    assert parse_states("12|RUNNING|None\n13|PENDING|BeginTime\nrubbish\n\n") == {
         12: ("RUNNING", ""),
         13: ("PENDING", "BeginTime"),
     }

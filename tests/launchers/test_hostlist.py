@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launchers.hostlist import counts, hosts
+from lockstep.launchers.hostlist import expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from lockstep.launchers.hostlist import counts, hosts
     ],
 )
 def test_lists_of_hosts(text: str, names: list[str]) -> None:
-    assert list(hosts(text)) == names
+    assert list(expand_hosts(text)) == names
 
 
 @pytest.mark.parametrize(
@@ -35,31 +35,31 @@ def test_lists_of_hosts(text: str, names: list[str]) -> None:
 )
 def test_what_is_no_list_of_hosts(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
-        hosts(text)
+        expand_hosts(text)
 
 
 @pytest.mark.parametrize("text", ["n[0-99999999999]", "n[1-999]a[1-999]b[1-999]", ",".join(["n[1-9999]"] * 9)])
 def test_a_list_that_no_cluster_has_ends_before_it_is_made(text: str) -> None:
     with pytest.raises(ValueError, match="more than 65536 entries"):
-        hosts(text)
+        expand_hosts(text)
 
 
 @pytest.mark.parametrize(
     ("text", "numbers"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2),1(x1)", [1, 2, 2, 1]), ("16(x2)", [16, 16])]
 )
 def test_counts(text: str, numbers: list[int]) -> None:
-    assert list(counts(text)) == numbers
+    assert list(expand_counts(text)) == numbers
 
 
 @pytest.mark.parametrize("text", ["", "a", "2(x)", "2x3", "2(x3", "1,,2", "-1", "2(x3)4"])
 def test_what_are_no_counts(text: str) -> None:
     with pytest.raises(ValueError, match="expected counts"):
-        counts(text)
+        expand_counts(text)
 
 
 def test_counts_without_end_are_refused() -> None:
     with pytest.raises(ValueError, match="more than 65536 entries"):
-        counts("1(x999999999)")
+        expand_counts("1(x999999999)")
 
 
 # As `scontrol show hostlist` writes them: a prefix, ranges of a fixed width, a suffix.
@@ -77,7 +77,7 @@ def test_what_was_shortened_is_found_again(parts: list[tuple[str, list[tuple[int
             inside.append(f"{numbers[0]}-{numbers[-1]}" if more else numbers[0])
             names += [f"{prefix}{number}{suffix}" for number in numbers]
         texts.append(f"{prefix}[{','.join(inside)}]{suffix}")
-    assert list(hosts(",".join(texts))) == names
+    assert list(expand_hosts(",".join(texts))) == names
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200))
@@ -89,12 +89,12 @@ def test_counts_that_were_shortened_are_found_again(numbers: list[int]) -> None:
         else:
             parts.append((number, 1))
     text = ",".join(f"{number}(x{times})" if times > 1 else str(number) for number, times in parts)
-    assert list(counts(text)) == numbers
+    assert list(expand_counts(text)) == numbers
 
 
 @given(st.text(st.sampled_from("n12[]-,(x)"), max_size=30))
 def test_any_text_is_a_list_or_refused(text: str) -> None:
-    for parse in (hosts, counts):
+    for parse in (expand_hosts, expand_counts):
         try:
             found = parse(text)
         except ValueError:

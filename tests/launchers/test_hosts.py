@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import ended, until
 
-from lockstep.launchers.hosts import Ended, run_on_hosts
+from lockstep.launchers.hosts import CommandExit, run_on_hosts
 
 # What stands in for `ssh HOST python -m lockstep.common.follow_parent ...`: it ends when its stdin does.
 WAITS = ("sh", "-c", 'echo $$ > "$0"; cat > /dev/null; exit 9')
@@ -41,7 +41,7 @@ def pid(file: Path) -> int:
 
 def run(
     tmp_path: Path, a: Sequence[str], b: Sequence[str], stop_s: float = 10.0, needed: int | None = None
-) -> tuple[Ended, list[str]]:
+) -> tuple[CommandExit, list[str]]:
     said: list[str] = []
 
     def say(text: str) -> None:
@@ -60,12 +60,12 @@ def test_all_end_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ends", "code"), [("exit 3", 3), ("kill -9 $$", 137)])  # as shells count
 def test_one_that_fails_ends_the_others(tmp_path: Path, ends: str, code: int) -> None:
     end, said = run(tmp_path, WAITS, ["sh", "-c", ends])
-    assert end == Ended("b", code)
+    assert end == CommandExit("b", code)
     assert said == [f"b ended with exit code {code}; ending a"]
 
 
-@pytest.mark.parametrize(("then", "expected"), [("sleep 0.3", Ended("a", 0)), ("exit 4", Ended("b", 3))])
-def test_one_that_fails_leaves_as_many_as_are_needed(tmp_path: Path, then: str, expected: Ended) -> None:
+@pytest.mark.parametrize(("then", "expected"), [("sleep 0.3", CommandExit("a", 0)), ("exit 4", CommandExit("b", 3))])
+def test_one_that_fails_leaves_as_many_as_are_needed(tmp_path: Path, then: str, expected: CommandExit) -> None:
     end, said = run(tmp_path, ["sh", "-c", f"{WHEN_SAID}; {then}"], ["sh", "-c", "exit 3"], 0.1, needed=1)
     assert end == expected
     assert said == ["b ended with exit code 3; continuing with a"]
@@ -74,14 +74,14 @@ def test_one_that_fails_leaves_as_many_as_are_needed(tmp_path: Path, then: str, 
 def test_who_does_not_end_is_killed(tmp_path: Path) -> None:
     began = time.monotonic()
     end, _ = run(tmp_path, STAYS, FAILS_AFTER_A_BEGAN, stop_s=0.3)
-    assert end == Ended("b", 3)
+    assert end == CommandExit("b", 3)
     assert 0.3 < time.monotonic() - began < 5
     assert ended(pid(tmp_path / "a"))
 
 
 def test_who_goes_on_after_another_ended_well_is_killed(tmp_path: Path) -> None:
     end, _ = run(tmp_path, ["true"], STAYS, stop_s=0.3)
-    assert end == Ended("b", 137)
+    assert end == CommandExit("b", 137)
 
 
 def test_a_command_that_is_not_there_leaves_no_other(tmp_path: Path) -> None:

@@ -101,9 +101,9 @@ def test_a_first_node_without_an_address_yet_is_waited_for(
     monkeypatch.setattr(launch, "check_host_resolves", lambda host, timeout_s=5.0: next(answers))
     ran = []
     monkeypatch.setattr(launch, "_run_on_hosts", lambda launcher, lines, job, secret: ran.append(lines.keys()) or 0)
-    assert launch.start("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False) == 0
+    assert launch.start_job("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False) == 0
     assert capfd.readouterr().err == "waiting for an address of 10.0.0.7, at most 10 minutes\n"
     assert ran == [{"rank 1"}]
     monkeypatch.setattr(launch, "check_host_resolves", lambda host, timeout_s=5.0: "no such host")
     with pytest.raises(UsageError, match=r"^no such host; set the variable of the first node to its address$"):
-        launch.start("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False)
+        launch.start_job("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False)

@@ -44,7 +44,7 @@ def stored(kind: str, path: str) -> Any:
 
 
 def test_a_worker_has_the_rank_that_ray_says_and_meets_the_others_at_rays_store() -> None:
-    info = ray.rank_info(Context(), STORE)
+    info = ray.read_rank(Context(), STORE)
     assert (info.rank, info.size, info.local_rank, info.local_size, info.hosted) == (2, 3, 1, 2, True)
     assert rendezvous_address(info, "env://") == "tcp://10.0.0.7:41234"
 
@@ -52,7 +52,7 @@ def test_a_worker_has_the_rank_that_ray_says_and_meets_the_others_at_rays_store(
 def test_a_node_that_is_to_be_taken_is_known_by_rays_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
     for info in (None, "a node"):
         monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_preemption_info=lambda info=info: info))
-        assert ray.preempted() == bool(info)
+        assert ray.is_preempted() == bool(info)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_node_that_is_to_be_taken_is_known_by_rays_own_call(monkeypatch: pytes
 )
 def test_without_rays_store_it_says_what_sets_it(env: Mapping[str, str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        rendezvous_address(ray.rank_info(Context(), env), "env://")
+        rendezvous_address(ray.read_rank(Context(), env), "env://")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, DeprecationWarning])
@@ -75,16 +75,16 @@ def test_neither_the_driver_nor_a_trial_of_tune_is_a_worker(
         raise error
 
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=outside))
-    assert ray.worker() is None
+    assert ray.get_worker() is None
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=Context))
-    assert ray.worker() == Context()
+    assert ray.get_worker() == Context()
     monkeypatch.delitem(sys.modules, "ray.train")
-    assert ray.worker() is None
+    assert ray.get_worker() is None
 
 
 def test_a_relative_run_folder_lies_in_that_of_rays_run() -> None:
-    assert ray.run_folder(Context(), "runs/b") == "/shared/runs/a/runs/b"
-    assert ray.run_folder(Context(), "/elsewhere/b") == "/elsewhere/b"
-    assert ray.run_folder(Context(storage=None), "runs/b") == "runs/b"
+    assert ray.resolve_run_folder(Context(), "runs/b") == "/shared/runs/a/runs/b"
+    assert ray.resolve_run_folder(Context(), "/elsewhere/b") == "/elsewhere/b"
+    assert ray.resolve_run_folder(Context(storage=None), "runs/b") == "runs/b"
     with pytest.raises(UsageError, match=r"run.dir runs/b: .* not a folder but s3; set run.dir to an absolute path"):
-        ray.run_folder(Context(stored("s3", "bucket/a")), "runs/b")
+        ray.resolve_run_folder(Context(stored("s3", "bucket/a")), "runs/b")

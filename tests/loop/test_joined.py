@@ -28,7 +28,7 @@ import lockstep
 from lockstep.errors import UsageError
 from lockstep.loop.model import explain_error
 from lockstep.ranks.signals import stopping
-from lockstep.runs.runs import is_held
+from lockstep.runs.runs import is_locked
 
 
 @pytest.fixture(autouse=True)
@@ -337,9 +337,9 @@ def test_a_cell_of_a_notebook_may_be_run_again_however_it_ended(tmp_path, monkey
 
     with pytest.raises(expected) as _kept:  # with its frames, as a notebook keeps them
         cell(first=True)
-    assert is_held(tmp_path / "run") == (ends != "interrupt")
+    assert is_locked(tmp_path / "run") == (ends != "interrupt")
     cell(first=False)
-    assert not is_held(tmp_path / "run")
+    assert not is_locked(tmp_path / "run")
     assert {signal.getsignal(number) for number in stopping()} == {signal.default_int_handler}
 
 

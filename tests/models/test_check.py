@@ -46,7 +46,7 @@ def check(build: Callable[[], nn.Module], inputs: Tensor, classes: int, smallest
 
 def test_summary_counts_parameters_and_names_buffers() -> None:
     summary = check(digits_convnet, torch.zeros(1, 1, 8, 8), 10)
-    assert (summary.parameters, summary.batchnorm) == (151_274, True)
+    assert (summary.num_parameters, summary.batchnorm) == (151_274, True)
     assert len(summary.buffers) == 24
     assert "4.shortcut.1.running_mean" in summary.buffers
 
@@ -72,7 +72,7 @@ def test_summary_has_the_form_of_each_tensor() -> None:
 
 
 def test_values_are_read_on_the_cpu() -> None:
-    assert check(lambda: _ReadsValues(4, 3), torch.zeros(1, 4), 3).parameters == 15
+    assert check(lambda: _ReadsValues(4, 3), torch.zeros(1, 4), 3).num_parameters == 15
 
 
 def test_nothing_is_computed_where_meta_will_do() -> None:
@@ -80,7 +80,7 @@ def test_nothing_is_computed_where_meta_will_do() -> None:
         assert torch.empty(0).device.type == "meta"
         return nn.Linear(4, 3)
 
-    assert check(build, torch.zeros(1, 4), 3).parameters == 15
+    assert check(build, torch.zeros(1, 4), 3).num_parameters == 15
 
 
 def test_other_number_of_classes() -> None:

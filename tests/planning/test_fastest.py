@@ -14,8 +14,8 @@ from lockstep.device import host
 from lockstep.errors import UsageError
 from lockstep.planning import fastest
 from lockstep.planning import survey as surveying
-from lockstep.planning.fastest import with_fastest
-from lockstep.planning.measure import Figures
+from lockstep.planning.fastest import select_fastest
+from lockstep.planning.measure import Measurements
 from lockstep.planning.survey import Machine, PlacementEstimate, memory_per_rank, open_for_survey, survey
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -25,7 +25,7 @@ Surveyed = Callable[[Sequence[PlacementEstimate]], list[int]]
 
 
 def row(strategy: str, seconds: float, peak: int) -> PlacementEstimate:
-    return PlacementEstimate(strategy, 2, "", Figures(peak // 2, peak, seconds), seconds=seconds)
+    return PlacementEstimate(strategy, 2, "", Measurements(peak // 2, peak, seconds), seconds=seconds)
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def test_all_ranks_are_measured_where_they_have_room(
 
     def largest(resolved, ready, link):
         tried.append(link)
-        return (Figures(5, 10, 1.0, 7, 2) if link else Figures(5, 9, 3.0)), ""
+        return (Measurements(5, 10, 1.0, 7, 2) if link else Measurements(5, 9, 3.0)), ""
 
-    monkeypatch.setattr(surveying, "largest", largest)
-    monkeypatch.setattr(surveying, "REAL", 2)
+    monkeypatch.setattr(surveying, "measure_maxima", largest)
+    monkeypatch.setattr(surveying, "MIN_CPU_RANKS", 2)
     monkeypatch.setattr(surveying, "usable_cores", lambda: 2)
     monkeypatch.setattr(host, "memory", lambda: {"free": free, "limit": None})
     loaded = load("digits", ["placement.device=cpu", *words])
@@ -97,7 +97,7 @@ def test_the_fastest_that_fits_is_written_into_the_configuration(surveyed: Surve
             row("zero1", 1.0, MIB),
         ]
     )
-    loaded, words = with_fastest(load("digits", WORDS), str)
+    loaded, words = select_fastest(load("digits", WORDS), str)
     assert words == "placement.strategy: fastest: zero1, 1 s a step, zero3 4 s"
     assert "  processes: 2                          # measured\n" in to_yaml(loaded)
     config = load_again(loaded).config
@@ -119,7 +119,7 @@ def test_a_run_that_goes_on_keeps_what_was_measured_for_as_many(
     Path("a").mkdir()
     Path("a/config.yaml").write_text(to_yaml(load("digits", [kept])), encoding="utf-8")
     found = surveyed([row("ddp", 1.0, MIB)])
-    loaded, words = with_fastest(load("digits", [*WORDS[:2], f"placement.processes={processes}", "run.dir=a"]), str)
+    loaded, words = select_fastest(load("digits", [*WORDS[:2], f"placement.processes={processes}", "run.dir=a"]), str)
     assert loaded.config.placement.strategy.name == strategy
     assert found == tried
     assert words.endswith("as measured before") == (not tried)
@@ -144,13 +144,13 @@ def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
     surveyed(rows)
     monkeypatch.setattr(fastest, "memory_per_rank", lambda *_: 2**30)
     with pytest.raises(UsageError) as raised:
-        with_fastest(load("digits", WORDS), str)
+        select_fastest(load("digits", WORDS), str)
     assert str(raised.value).startswith(f"placement.strategy: fastest: {error}")
 
 
 def test_what_unpickles_is_measured_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.planning.survey._check_and_measure", lambda strategy, *_: strategy.name)
-    found = partial(survey, load("digits"), None, counts=(2,), machine=Machine(), tell=str)
+    found = partial(survey, load("digits"), None, counts=(2,), machine=Machine(), report=str)
     assert {"ddp", "zero3", "pipeline"} <= {*found(strategies=())}
     assert "parameter_server" not in found(strategies=())
     assert found(strategies=[StrategyConfig(name="parameter_server")]) == ["parameter_server"]
@@ -158,7 +158,7 @@ def test_what_unpickles_is_measured_only_where_it_is_named(monkeypatch: pytest.M
 
 def test_it_has_no_options() -> None:
     with pytest.raises(UsageError, match=r"placement\.strategy\.spokes: fastest has no options"):
-        with_fastest(load("digits", [*WORDS, "placement.strategy.spokes=3"]), str)
+        select_fastest(load("digits", [*WORDS, "placement.strategy.spokes=3"]), str)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from lockstep.ranks import failure, heartbeat, stall
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError
 from lockstep.ranks.heartbeat import Beat, Heartbeat, watched_ranks
 from lockstep.ranks.job_store import JobStore, UntrustedError
-from lockstep.ranks.rendezvous import Rendezvous, differences
+from lockstep.ranks.rendezvous import Rendezvous, describe_differences
 from lockstep.ranks.stall import StallDetector
 
 SECRET = b"of this job, and nobody else's"
@@ -180,7 +180,7 @@ def test_what_ranks_compare_and_tell_is_believed_of_ranks_alone() -> None:
 
 def test_facts_of_ranks_are_shown_without_escapes() -> None:
     facts = {0: {"data": {"a": 1}}, 1: {"data": {"a": "\x1b[2J", "\x1b]0;": 2}}}
-    [line] = differences(facts, ["a", "b"])
+    [line] = describe_differences(facts, ["a", "b"])
     assert "a: \\x1b[2J, not 1" in line
     assert "\x1b" not in line
 

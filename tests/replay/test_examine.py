@@ -15,7 +15,7 @@ from lockstep.core.order import Step
 from lockstep.parallel.engine import Auditable, Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.replay.examine import ObservedTask, examine
+from lockstep.replay.examine import ObservedTask, observe_step
 from lockstep.replay.trace import Trace
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem, Task
@@ -72,7 +72,7 @@ def examined(
     net, task = Net(change), ObservedTask(Classification())
     engine = started(task, net)
     assert isinstance(engine, Auditable)
-    found = examine(engine, net, task, microbatches(), STEP, trace)
+    found = observe_step(engine, net, task, microbatches(), STEP, trace)
     engine.forward_backward(microbatches(), STEP)
     return found, [each.clone() for each in engine.gradients().values()]  # type: ignore[union-attr]
 
@@ -155,4 +155,4 @@ def test_a_loss_over_all_samples_has_none_of_each() -> None:
     net = Net(torch.neg)
     engine = started(task, net)
     assert isinstance(engine, Auditable)
-    assert all(each.loss != each.loss for each in examine(engine, net, task, microbatches(), STEP).losses)
+    assert all(each.loss != each.loss for each in observe_step(engine, net, task, microbatches(), STEP).losses)

@@ -10,16 +10,16 @@ from test_examine import examined
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.replay.trace import Head, Trace, compare
+from lockstep.replay.trace import Trace, TraceHeader, compare
 
-HERE = Head(step=5, numerics={"torch": "2.15.0", "threads": 1}, sources={"nets.py": "0"}, steps={4: "0", 5: "0"})
+HERE = TraceHeader(step=5, numerics={"torch": "2.15.0", "threads": 1}, sources={"nets.py": "0"}, steps={4: "0", 5: "0"})
 ONE_BIT = torch.tensor(1 + 2**-23)
 
 
-def traced(path: Path, change: Callable[[Tensor], Tensor] = torch.neg, head: Head = HERE) -> Path:
+def traced(path: Path, change: Callable[[Tensor], Tensor] = torch.neg, head: TraceHeader = HERE) -> Path:
     trace = Trace(head)
     examined(change, trace)
-    path.write_text(trace.text())
+    path.write_text(trace.to_text())
     return path
 
 
@@ -53,7 +53,7 @@ def in_backward(x: Tensor) -> Tensor:
         ),
     ],
 )
-def test_the_first_tensor_that_differs_is_named(tmp_path: Path, change, head: Head, found: list[str]) -> None:
+def test_the_first_tensor_that_differs_is_named(tmp_path: Path, change, head: TraceHeader, found: list[str]) -> None:
     agree, lines = compare(traced(tmp_path / "a"), traced(tmp_path / "b", change, head))
     for line in found:
         assert any(re.match(line, each) for each in lines), lines

@@ -10,7 +10,7 @@ from component import require_chromium
 from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped, write
 from view_examples import GOING, viewed
 
-from lockstep.jobs.reader import Watch
+from lockstep.jobs.reader import RunWatcher
 from lockstep.reporting import page_server
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.page_server import PageServer
@@ -36,7 +36,7 @@ class Live:
         (self.run / "lock").touch()
         self.time = 100.0
         self.add(started(), *(stepped(step, 3.0 - step / 10) for step in range(1, 11)))
-        self.watch = Watch([self.run], wait=True)
+        self.watch = RunWatcher([self.run], wait=True)
         self.server = PageServer("127.0.0.1", 0)
         self.publish()
 

@@ -61,7 +61,7 @@ def _join(loaded: Loaded, folder: Path, ranks: Any) -> object:
 
 
 def _replay(loaded: Loaded, folder: Path, ranks: Any) -> object:
-    opened = replay.OpenedRun(loaded, None, 0, 1, None, {})
+    opened = replay.RunToReplay(loaded, None, 0, 1, None, {})
     return replay._run_rank(replay.ReplayRequest(folder, 1, 1), print, (opened, None), ranks)  # type: ignore[arg-type]
 
 
@@ -80,8 +80,8 @@ CLIENTS: dict[str, Callable[[Loaded, Path, Any], object]] = {
     "the probe of a verification": lambda loaded, folder, ranks: traced_run.probe_case(
         _traced(loaded, folder), None, ranks
     ),
-    "planning": lambda loaded, folder, ranks: measure.work(resolve(loaded, 2), 1e9, folder, None, ranks),
-    "planning of a save": lambda loaded, folder, ranks: measure.work_saving(resolve(loaded, 2), folder, None, ranks),
+    "planning": lambda loaded, folder, ranks: measure.run_rank(resolve(loaded, 2), 1e9, folder, None, ranks),
+    "planning of a save": lambda loaded, folder, ranks: measure.run_save(resolve(loaded, 2), folder, None, ranks),
     "a loop of the user's own": _join,
 }
 

@@ -21,7 +21,7 @@ ALONE = World(INFO, torch.device("cpu"))
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / digest_file.DIGESTS
-    digest_file.begin(path, 0)
+    digest_file.truncate(path, 0)
     digest_file.append(path, [Digest(step, 2**64 - step) for step in range(1, 11)])
     digest_file.append(path, [Digest(10, 3, weights=True), Digest(11, 4)])
     return path
@@ -35,7 +35,7 @@ def test_a_file_is_read_as_it_was_written(path: Path) -> None:
 def test_a_resumed_run_goes_on_where_it_resumes(path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"torn")
-    digest_file.begin(path, 10, pytest.fail)
+    digest_file.truncate(path, 10, pytest.fail)
     digest_file.append(path, [Digest(11, 5)])
     assert digest_file.read(path)[9:] == [Digest(10, 2**64 - 10), Digest(10, 3, weights=True), Digest(11, 5)]
 
@@ -49,7 +49,7 @@ def test_another_file_is_told_and_begun_anew(path: Path, content: bytes, problem
     with pytest.raises(UsageError, match=problem):
         digest_file.read(path)
     warnings: list[str] = []
-    digest_file.begin(path, 10, warnings.append)
+    digest_file.truncate(path, 10, warnings.append)
     assert [problem in each for each in warnings] == [True]
     assert digest_file.read(path) == []
 

@@ -51,10 +51,10 @@ def command(
     from lockstep.comparison.plan import (
         USUAL_MOVED,
         ComparisonRequest,
-        folder_for,
-        placements_in,
+        make_folder_name,
+        parse_placements,
+        parse_processes,
         plan_runs,
-        processes_in,
     )
     from lockstep.config.load import split
     from lockstep.config.shipped import list_shipped_recipes
@@ -71,8 +71,8 @@ def command(
             f"{source}: expected a YAML file or the name of a recipe, got a folder; to compare runs, use lockstep "
             f"report {folders}"
         )
-    folder = folder or folder_for(source)
-    strategies, counts = placements_in(placements), processes_in(processes)
+    folder = folder or make_folder_name(source)
+    strategies, counts = parse_placements(placements), parse_processes(processes)
     request = ComparisonRequest(source, tuple(overrides), strategies, counts, also, folder)
     if png:
         check_png()

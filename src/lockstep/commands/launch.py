@@ -10,9 +10,9 @@ import click
 from lockstep.commands._script import ScriptCommand
 from lockstep.common.names import choices
 from lockstep.errors import UsageError
-from lockstep.jobs.launch import number_of_hosts, read_hosts, start, startable_launchers
+from lockstep.jobs.launch import parse_host_count, read_hosts, start_job, startable_launchers
 from lockstep.launchers import node
-from lockstep.launchers.job import PORT, RESTARTS, Job, Resources, with_python
+from lockstep.launchers.job import PORT, RESTARTS, Job, Resources, insert_python
 
 # Names that `--on` doesn't accept, each with an alternative.
 _ALTERNATIVES: Final = {
@@ -105,10 +105,10 @@ def command(
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- train imagenet-resnet50 run.dir=runs/a
     """
     host_names = read_hosts(hosts) if hosts else ()
-    min_hosts, count = number_of_hosts(nodes) if nodes else (None, len(host_names) or 1)
+    min_hosts, count = parse_host_count(nodes) if nodes else (None, len(host_names) or 1)
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     job = Job(
-        with_python(arguments),
+        insert_python(arguments),
         python,
         count,
         resources.processes_per_node(processes_per_node),
@@ -133,4 +133,4 @@ def command(
             )
         job = node.node_job(job, os.environ, processes_per_node)
         on, port, node_rank = (on, port, job.host) if job.nodes > 1 else ("local", None, None)
-    raise SystemExit(start(on, job, port, node_rank, dry_run))
+    raise SystemExit(start_job(on, job, port, node_rank, dry_run))

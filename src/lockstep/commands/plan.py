@@ -130,15 +130,15 @@ def command(
     """
     from rich.console import Console
 
-    from lockstep.comparison.plan import placements_in, processes_in
+    from lockstep.comparison.plan import parse_placements, parse_processes
     from lockstep.config.base import values
     from lockstep.config.blame import add_key_positions
     from lockstep.config.document import parse
     from lockstep.config.load import load, split
     from lockstep.config.write import flow
-    from lockstep.planning.costs import Terms, costs
-    from lockstep.planning.survey import Machine, as_predicted, open_for_survey, save_seconds, survey
-    from lockstep.planning.table import best, draw, in_order, refused, to_json
+    from lockstep.planning.costs import CostParameters, estimate_costs
+    from lockstep.planning.survey import Machine, measure_save_time, open_for_survey, survey, to_prediction
+    from lockstep.planning.table import find_best, make_table, sort_rows, to_json, unmeasured_lines
 
     check_alone("plan starts the processes of each placement")
     if file is not None and not file.parent.is_dir():
@@ -149,12 +149,12 @@ def command(
         raise UsageError("--save: requires --mtbf; add --mtbf, or remove --save")
     if price is not None and not 0 < price < math.inf:
         raise UsageError(f"--price: expected a number above 0, such as 2.50, got {price:g}")
-    terms = Terms(price, parse_seconds(mtbf, "--mtbf", "3h"), parse_seconds(save, "--save", "20s") or 0.0)
-    counts, (source, overrides) = processes_in(processes), split(arguments)
+    terms = CostParameters(price, parse_seconds(mtbf, "--mtbf", "3h"), parse_seconds(save, "--save", "20s") or 0.0)
+    counts, (source, overrides) = parse_processes(processes), split(arguments)
     if writes:
         check_writable(source, overrides)
     strategy_overrides = [
-        f"placement.strategy={flow(strategy)}" for strategy in (placements_in(placements) if placements else ())
+        f"placement.strategy={flow(strategy)}" for strategy in (parse_placements(placements) if placements else ())
     ]
     strategies = [load(source, [*overrides, override]).config.placement.strategy for override in strategy_overrides]
     loaded = load(source, overrides)
@@ -163,21 +163,23 @@ def command(
         setup = open_for_survey(loaded)
         rows = survey(loaded, setup, strategies, counts, machine, _recipe.print_measurement)
         if mtbf and not save:
-            terms = replace(terms, save_s=save_seconds(loaded, setup))
+            terms = replace(terms, save_s=measure_save_time(loaded, setup))
     rows = [
-        row if row.seconds is None else replace(row, costs=costs(row.seconds, row.processes, setup.steps, terms))
-        for row in in_order(rows, machine)
+        row
+        if row.seconds is None
+        else replace(row, costs=estimate_costs(row.seconds, row.processes, setup.steps, terms))
+        for row in sort_rows(rows, machine)
     ]
-    Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS).print(draw(rows, machine))
+    Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS).print(make_table(rows, machine))
     if mtbf:
         click.echo(f"a save takes {step_time(terms.save_s)}{'' if save else ', measured on one process'}")
-    for line in refused(rows):
+    for line in unmeasured_lines(rows):
         click.echo(line)
     if file is not None:
         file.write_text(to_json(rows, machine), encoding="utf-8")
     if all(row.figures is None for row in rows):
         raise UsageError("no placement could be measured; see the reasons above")
-    if (best_row := best(rows, machine)) is None:
+    if (best_row := find_best(rows, machine)) is None:
         click.echo(
             "no placement fits; use more processes, strategy zero3, placement.recompute or "
             "placement.offload_activations"
@@ -185,5 +187,5 @@ def command(
         raise SystemExit(EXIT_FAILED)
     click.echo(printable(f"best: {best_row.words}"))
     if writes:
-        write_placement(Path(source), parse(best_row.strategy, source).values, values(as_predicted(best_row)))
+        write_placement(Path(source), parse(best_row.strategy, source).values, values(to_prediction(best_row)))
         click.echo(printable(f"written to {source}"))

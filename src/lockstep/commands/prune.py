@@ -25,17 +25,17 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     resume and evaluate the run, and predict with it. A run that is training, or whose newest checkpoint is damaged,
     keeps all checkpoints.
     """
-    from lockstep.runs.runs import run_folders
+    from lockstep.runs.runs import find_run_folders
     from lockstep.training.checkpoint import store
     from lockstep.training.lock import lock
 
     for folder in folders:
-        if next(run_folders(folder), None) is None:
+        if next(find_run_folders(folder), None) is None:
             raise UsageError(f"{folder}: contains no run; pass a run folder, or a folder of runs")
     surplus: dict[Path, list[Path]] = {}
     problems: list[LockstepError] = []
     with ExitStack() as locks:
-        for run in run_folders(*folders):
+        for run in find_run_folders(*folders):
             try:
                 locks.enter_context(lock(run))
                 surplus[run] = store.find_surplus(run / store.FOLDER, keep)

@@ -6,7 +6,7 @@ import click
 
 from lockstep.commands._script import ScriptCommand
 from lockstep.errors import UsageError
-from lockstep.launchers.job import RESTARTS, Job, Resources, with_python
+from lockstep.launchers.job import RESTARTS, Job, Resources, insert_python
 from lockstep.launchers.kubernetes import KINDS, Cluster
 
 
@@ -74,7 +74,7 @@ def command(
 
     lockstep submit --on kubernetes --image IMAGE --claim runs:/runs -- train imagenet-resnet50 run.dir=/runs/a
     """
-    from lockstep.jobs.submit import batch_script, create, manifest, submit
+    from lockstep.jobs.submit import create_objects, make_batch_script, make_manifest, submit
     from lockstep.runs.runs import JOB_SCRIPT
 
     unsupported: dict[str, object] = {
@@ -92,7 +92,7 @@ def command(
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     per_node = resources.processes_per_node(processes_per_node)
     python = python or (sys.executable if on == "slurm" else "python3")
-    job = Job(with_python(arguments), python, nodes, per_node, options=options, resources=resources)
+    job = Job(insert_python(arguments), python, nodes, per_node, options=options, resources=resources)
     if on == "kubernetes":
         volume, _, mount = claim.partition(":")
         cluster = Cluster(
@@ -106,11 +106,13 @@ def command(
             queue=queue,
             namespace=namespace,
         )
-        objects = manifest(job, cluster)
-        output = objects if dry_run else "".join(f"created {created}\n" for created in create(objects, namespace))
+        objects = make_manifest(job, cluster)
+        output = (
+            objects if dry_run else "".join(f"created {created}\n" for created in create_objects(objects, namespace))
+        )
         click.echo(output, nl=False)
         return
-    run, script = batch_script(job, name, limit, warn_before)
+    run, script = make_batch_script(job, name, limit, warn_before)
     if dry_run:
         click.echo(script, nl=False)
         return

@@ -60,9 +60,9 @@ def _train_here(load: Callable[[], Loaded]) -> int:
     from lockstep.run.training import train_here  # imported lazily, because importing torch takes seconds
 
     if loaded.config.placement.strategy.name == FASTEST:
-        from lockstep.planning.fastest import with_fastest
+        from lockstep.planning.fastest import select_fastest
 
-        loaded, message = with_fastest(loaded, _recipe.print_measurement)
+        loaded, message = select_fastest(loaded, _recipe.print_measurement)
         click.echo(message, err=True)
     return train_here(loaded)
 

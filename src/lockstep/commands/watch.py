@@ -28,14 +28,14 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
     saved and can be resumed, and with code 1 otherwise.
     """
     from lockstep.errors import UsageError
-    from lockstep.jobs.reader import Watch
+    from lockstep.jobs.reader import RunWatcher
     from lockstep.reporting.live_view import LiveView
     from lockstep.reporting.page_server import PageServer
     from lockstep.reporting.run_view import ending, exit_code, is_over
 
     if port is None and host != "127.0.0.1":
         raise UsageError(f"--host {host}: requires --port; add --port 0, or the port to use")
-    watch = Watch([Path(folder) for folder in folders or ("runs",)], wait)
+    watch = RunWatcher([Path(folder) for folder in folders or ("runs",)], wait)
     runs = watch.refresh()
     if watch.warning:
         click.echo(printable_line(f"warning: {watch.warning}"), err=True)

@@ -1,1 +1,1 @@
-"""Compares placements of a recipe: plans and trains them one after another, and shows the results."""
+"""Compares placements of a recipe: plans them, trains on them sequentially, and shows the results."""

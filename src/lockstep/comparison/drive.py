@@ -1,4 +1,4 @@
-"""Trains a recipe to completion on several placements, one after another, and collects the results."""
+"""Trains a recipe to completion on multiple placements sequentially, and collects the results."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +9,26 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.comparison.plan import ComparisonRequest, PlannedRun, Strategy, folder_for, plan_runs, processes_in
+from lockstep.comparison.plan import (
+    ComparisonRequest,
+    PlannedRun,
+    Strategy,
+    make_folder_name,
+    parse_processes,
+    plan_runs,
+)
 from lockstep.comparison.result import Comparison, ResultRow
 from lockstep.errors import LockstepError
 from lockstep.reporting import jsonl
 from lockstep.reporting.run_log import History, history
 from lockstep.run.background import as_words, train_in_background
-from lockstep.runs.runs import machine_of
+from lockstep.runs.runs import describe_machine
 from lockstep.setup.completed import completion_notice
 from lockstep.training.events import Started, Stepped, Stopped
 
 _MAX_REASON_CHARS: Final = 500
 
-Show = Callable[[Comparison], None]
+ShowComparison = Callable[[Comparison], None]
 
 
 def compare(
@@ -47,12 +54,12 @@ def compare(
     starts.
     """
     strategies = tuple({"name": placement} if isinstance(placement, str) else placement for placement in placements)
-    counts = processes_in(",".join(map(str, processes)))
-    folder = folder_for(str(recipe)) if dir is None else Path(dir)
-    each_also = [also] if isinstance(also, Mapping) else also or ()
+    counts = parse_processes(",".join(map(str, processes)))
+    folder = make_folder_name(str(recipe)) if dir is None else Path(dir)
+    variant_overrides = [also] if isinstance(also, Mapping) else also or ()
     override_words, variants = (
         tuple(as_words(overrides)),
-        tuple(word for override in each_also for word in as_words(override)),
+        tuple(word for override in variant_overrides for word in as_words(override)),
     )
     threads = torch.get_num_threads()
     try:
@@ -62,10 +69,10 @@ def compare(
         torch.set_num_threads(threads)
 
 
-def run_all(plans: Sequence[PlannedRun], show: Show) -> Comparison:
+def run_all(plans: Sequence[PlannedRun], show: ShowComparison) -> Comparison:
     """Train on each placement to completion in subprocesses, and return the results. Completed runs are not repeated.
 
-    `show` is called with the comparison after each event. If a run fails, its row contains the reason.
+    `show` is called with the updated comparison after each event. If a run fails, its row contains the reason.
     """
     comparison = Comparison(plans[0].loaded.name, tuple(_initial_row(plan) for plan in plans))
     for number, plan in enumerate(plans):
@@ -78,24 +85,24 @@ def run_all(plans: Sequence[PlannedRun], show: Show) -> Comparison:
             comparison = replace(comparison, rows=rows)
             show(comparison)
 
-        show_row(_run(plan, show_row))
-    return replace(comparison, machine=machine_of(Path(plans[0].row.folder)))
+        show_row(_train_placement(plan, show_row))
+    return replace(comparison, machine=describe_machine(Path(plans[0].row.folder)))
 
 
 def _initial_row(plan: PlannedRun) -> ResultRow:
     if not completion_notice(plan.loaded):
         return plan.row
-    return replace(plan.row, state="done", history=_history(plan.row))
+    return replace(plan.row, state="done", history=_read_history(plan.row))
 
 
-def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
-    """Train on a placement. `show` is called with the row of the placement after each event."""
+def _train_placement(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
+    """Train on a placement, and return its final row. `show` is called with the updated row after each event."""
     row = replace(plan.row, state="running")
     show(row)
     start, first = time.time(), 0
     reason = "it ended without a result"
     try:
-        # If the user interrupts the comparison, `closing` ends the processes immediately.
+        # If the user interrupts the comparison, `closing` ends the processes of the run immediately.
         with closing(train_in_background(plan.loaded, plan.body)) as events:
             for event in events:
                 if isinstance(event, Started):
@@ -109,11 +116,11 @@ def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
                 show(row)
     except LockstepError as error:
         reason = str(error).partition("\n")[0][:_MAX_REASON_CHARS]
-    final_history = _history(plan.row)
+    final_history = _read_history(plan.row)
     if final_history.weights_sha256:
         return replace(row, state="done", left_s=None, history=final_history)
     return replace(row, state="failed", left_s=None, reason=reason, history=final_history)
 
 
-def _history(row: ResultRow) -> History:
+def _read_history(row: ResultRow) -> History:
     return history(jsonl.Tail(Path(row.folder) / jsonl.EVENTS, strict=True).new())

@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.common.text import printable
-from lockstep.comparison.page import sections, title
-from lockstep.comparison.result import Comparison, ResultRow, State, conclusion, drawing, to_json
+from lockstep.comparison.page import make_sections, make_title
+from lockstep.comparison.result import Comparison, ResultRow, State, conclusion_lines, make_table, to_json
 from lockstep.reporting import wording
 from lockstep.reporting.page import page
 from lockstep.reporting.png import write_png
@@ -18,7 +18,7 @@ from lockstep.reporting.terminal import is_moving, make_console, print_unwrapped
 
 JSON: Final = "comparison.json"
 PAGE: Final = "comparison.html"
-_SECONDS_BETWEEN_DRAWINGS: Final = 0.2
+_DRAW_INTERVAL_S: Final = 0.2
 
 
 @final
@@ -31,7 +31,7 @@ class Display:
     def __init__(self, stream: TextIO) -> None:
         self._console = make_console(stream)
         self._live: Live | None = None
-        self._drawn = -float("inf")
+        self._last_draw_s = -float("inf")
         self._states: list[State] = []
 
     def __enter__(self) -> Self:
@@ -50,36 +50,36 @@ class Display:
         if self._live is None:
             if changed:
                 row = [candidate for candidate in comparison.rows if candidate.state != "waiting"][-1]
-                self._console.print(Text(printable(_line(row))), soft_wrap=True)
-        elif changed or time_s - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
-            self._drawn = time_s
+                self._console.print(Text(printable(_format_progress(row))), soft_wrap=True)
+        elif changed or time_s - self._last_draw_s >= _DRAW_INTERVAL_S:
+            self._last_draw_s = time_s
             left_s = comparison.left_s
             remaining = (
                 ""
                 if left_s is None
                 else f"{wording.duration(left_s)} left in total, if the remaining runs take as long"
             )
-            self._live.update(Group(drawing(comparison, self._console), Text(remaining)), refresh=True)
+            self._live.update(Group(make_table(comparison, self._console), Text(remaining)), refresh=True)
 
 
 def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
     """Print the table, write the files, and return their paths."""
     console = make_console(stream)
-    print_unwrapped(console, drawing(comparison, console))
-    for line in conclusion(comparison):
+    print_unwrapped(console, make_table(comparison, console))
+    for line in conclusion_lines(comparison):
         console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     paths = [folder / JSON]
     paths[0].write_text(to_json(comparison), encoding="utf-8")
-    page_sections = sections(comparison)
+    page_sections = make_sections(comparison)
     if with_page:
         paths.append(folder / PAGE)
-        paths[1].write_text(page(title(comparison), page_sections), encoding="utf-8")
+        paths[1].write_text(page(make_title(comparison), page_sections), encoding="utf-8")
     if with_png:
         paths += write_png(page_sections, folder)
     return paths
 
 
-def _line(row: ResultRow) -> str:
+def _format_progress(row: ResultRow) -> str:
     if row.state == "done":
         return f"{row.label}: done in {wording.duration(row.seconds or 0)}"
     return f"... {row.label}" if row.state == "running" else f"{row.label}: {row.state}: {row.reason}"

@@ -8,14 +8,14 @@ from math import isfinite
 from statistics import fmean
 from typing import Final
 
-from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, columns, conclusion
+from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, conclusion_lines, make_columns
 from lockstep.reporting.charts import Chart, bars, lines
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_log import Figure
 from lockstep.reporting.run_page import chart
 
-_MIN_CHART_VALUES: Final = 3  # minimum number of values of a sweep for a chart of the results
-_LOG_AXIS_RATIO: Final = 20  # ratio of the largest to the smallest value above which the axis is logarithmic
+_MIN_CHART_VALUES: Final = 3  # minimum number of values in a sweep to draw a chart of the results
+_LOG_AXIS_RATIO: Final = 20  # minimum ratio of the largest to the smallest value for a logarithmic axis
 _ACTIVITIES: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
 _THROUGHPUT: Final = "Samples per second of training. Setup, evaluations and saves are not counted."
 _SECONDS: Final = (
@@ -27,21 +27,21 @@ _SECONDS: Final = (
 _MEMORY: Final = "On a GPU, the allocated memory. Otherwise, the resident memory, including libraries and shared pages."
 
 
-def title(comparison: Comparison) -> str:
-    """Return a short title with the number of variants, of placements, or of both."""
+def make_title(comparison: Comparison) -> str:
+    """Return a short title. If there are multiple variants or placements, the title contains their number."""
     placements, variants = {row.placement for row in comparison.rows}, {row.variant for row in comparison.rows}
     subject = f"{len(variants)} variants of {comparison.recipe}" if len(variants) > 1 else comparison.recipe
     return f"{subject} under {len(placements)} placements" if len(placements) > 1 else f"{subject}, {placements.pop()}"
 
 
-def sections(comparison: Comparison) -> list[Section]:
+def make_sections(comparison: Comparison) -> list[Section]:
     """Return the sections of the page: the table, the results, and the time and memory.
 
-    For a sweep, the results are the curves of its runs. For several placements, the results are charts over the number
-    of processes, followed by the curves.
+    For a sweep, the results are the metric curves of its runs. For multiple placements, charts over the number of
+    processes come before the metric curves.
     """
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
-    cells = columns(comparison)
+    cells = make_columns(comparison)
     if _is_sweep(comparison):
         del cells["placement"]  # the title already contains the placement
     note = (
@@ -50,46 +50,48 @@ def sections(comparison: Comparison) -> list[Section]:
         else ""
     )
     page_sections: list[Section] = [
-        Words("", [*machine, *conclusion(comparison)]),
+        Words("", [*machine, *conclusion_lines(comparison)]),
         Table("Runs", [*cells], [*zip(*cells.values(), strict=True)], note),
         *_scaling_charts(comparison),
-        *_curves(comparison),
-        *_over_values(comparison),
-        *_inside(comparison),
+        *_metric_charts(comparison),
+        *_sweep_chart(comparison),
+        *_time_and_memory_charts(comparison),
     ]
     return [section for section in page_sections if not isinstance(section, Words) or section.paragraphs]
 
 
 def _is_sweep(comparison: Comparison) -> bool:
-    """Return whether all rows have the same placement but different recipes."""
+    """Return whether all rows have the same placement, but different variants of the recipe."""
     placements, variants = {row.placement for row in comparison.rows}, {row.variant for row in comparison.rows}
     return len(placements) == 1 < len(variants)
 
 
-def _label(comparison: Comparison, row: ResultRow) -> str:
+def _row_label(comparison: Comparison, row: ResultRow) -> str:
     return row.variant if _is_sweep(comparison) else row.label
 
 
 def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
-    """Yield charts over the number of processes, if rows have different numbers."""
+    """Yield charts over the number of processes, if the completed runs have different numbers of processes."""
     numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
         return
     over_processes = partial(lines, x="processes", legend="strategies")
-    time = _series(comparison, lambda row: row.seconds)
+    time = _make_series(comparison, lambda row: row.seconds)
     yield over_processes("Time of the whole training", y="seconds", series=time)
-    throughput = _series(comparison, lambda row: row.samples_per_s)
+    throughput = _make_series(comparison, lambda row: row.samples_per_s)
     yield over_processes("Throughput", y="samples/s", series=throughput, note=_THROUGHPUT)
-    speed_up = _series(comparison, comparison.speed_up)
+    speed_up = _make_series(comparison, comparison.speed_up)
     ideal = {"ideal": [(float(number), float(number)) for number in numbers]}
     yield over_processes("Speed-up over one process", y="times", series=speed_up | ideal, ideal="ideal")
-    efficiency = _series(comparison, comparison.efficiency)
+    efficiency = _make_series(comparison, comparison.efficiency)
     ideal = {"ideal": [(float(number), 1.0) for number in numbers]}
     yield over_processes("Scaling efficiency", y="speed-up / processes", series=efficiency | ideal, ideal="ideal")
 
 
-def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) -> dict[str, list[tuple[float, float]]]:
-    """Return a line for each strategy and recipe. All lines of a recipe start at the run on a single process."""
+def _make_series(
+    comparison: Comparison, get_value: Callable[[ResultRow], float | None]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the points of a line for each strategy and variant. Each line starts at the single-process run."""
     rows = comparison.done
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -100,43 +102,43 @@ def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) 
             continue
         first = [] if reference is None or row is reference or row.processes == 1 else [reference]
         for point_row in [*(first if name not in series else []), row]:
-            if (number := value(point_row)) is not None:
+            if (number := get_value(point_row)) is not None:
                 series.setdefault(name, []).append((float(point_row.processes), number))
     return {name: sorted(points) for name, points in series.items()}
 
 
-def _inside(comparison: Comparison) -> Iterator[Chart]:
-    """Yield charts of the time and memory of each placement."""
+def _time_and_memory_charts(comparison: Comparison) -> Iterator[Chart]:
+    """Yield a chart of how each placement spends its time, and a chart of the peak memory of each rank."""
     spent = [row for row in comparison.done if row.spent]
     parts = [part for part in _ACTIVITIES if any(part in row.spent for row in spent)]
     if parts:
         means = {part: [fmean(row.spent.get(part) or [0.0]) for row in spent] for part in parts}
         yield bars(
-            "Where each second goes", "seconds", means, [_label(comparison, row) for row in spent], note=_SECONDS
+            "Where each second goes", "seconds", means, [_row_label(comparison, row) for row in spent], note=_SECONDS
         )
     with_peak = [row for row in comparison.done if row.peak_bytes]
     if with_peak:
         peaks_by_rank = enumerate(zip_longest(*(row.peak_bytes for row in with_peak), fillvalue=0.0))
         peaks = {f"rank {rank}": [peak / MIB for peak in rank_peaks] for rank, rank_peaks in peaks_by_rank}
-        placements = [_label(comparison, row) for row in with_peak]
+        placements = [_row_label(comparison, row) for row in with_peak]
         yield bars("Peak memory of each rank", "MiB", peaks, placements, stacked=False, note=_MEMORY)
 
 
-def _curves(comparison: Comparison) -> Iterator[Chart]:
-    """Yield charts of the loss and of the monitored metrics, with the curves of all placements."""
-    histories = {_label(comparison, row): row.history for row in comparison.done}
+def _metric_charts(comparison: Comparison) -> Iterator[Chart]:
+    """Yield a chart of the loss and of each monitored metric, with a curve for each placement."""
+    histories = {_row_label(comparison, row): row.history for row in comparison.done}
     for figure in dict.fromkeys(("loss", *(history.monitor for history in histories.values()))):
         if (figure_chart := chart(figure, histories)) is not None:
             yield figure_chart
 
 
-def _over_values(comparison: Comparison) -> Iterator[Chart]:
-    """Yield a chart of the last evaluation over the value that the sweep changes, if this value is a number."""
+def _sweep_chart(comparison: Comparison) -> Iterator[Chart]:
+    """If a sweep changes a number, yield a chart of the final metric over this number."""
     rows = comparison.done if _is_sweep(comparison) else []
     points, keys, figures = [], set(), set()
     for row in rows:
         key, _, text = row.variant.partition("=")
-        value, figure = _number(text), row.history.figure or _last_loss(row)
+        value, figure = _parse_number(text), row.history.figure or _last_loss(row)
         if value is None or figure is None:
             return
         keys.add(key)
@@ -157,8 +159,8 @@ def _over_values(comparison: Comparison) -> Iterator[Chart]:
     )
 
 
-def _number(text: str) -> float | None:
-    """Return the finite number in a text, or None."""
+def _parse_number(text: str) -> float | None:
+    """Parse a finite number. Return None if the text isn't a finite number."""
     with suppress(ValueError):
         if isfinite(number := float(text)):
             return number

@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.run.background import Train
 from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
-from lockstep.runs.folder import fresh_folder
+from lockstep.runs.folder import new_folder_path
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import check_cut
 from lockstep.setup.prepare import check, open_unplaced
@@ -32,19 +32,19 @@ from lockstep.strategies import ON_ONE_PROCESS
 _SINGLE: Final = "single"
 # Keys that a comparison sets itself.
 _RESERVED_KEYS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")
-_USUAL: Final = ("usual script", "usual", "naive_ddp")
+_REMOVED_PLACEMENTS: Final = ("usual script", "usual", "naive_ddp")
 USUAL_MOVED: Final = "the usual script is now a benchmark; run python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
-_MAX_SLUG_CHARS: Final = 80  # maximum number of characters in a slug
+_MAX_SLUG_CHARS: Final = 80  # maximum length of a slug, without its hash
 
-Strategy = Mapping[str, Any]  # `name` and options
+Strategy = Mapping[str, Any]  # the name of a strategy and its options
 
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """A comparison to run: a recipe with overrides, strategies, numbers of processes, and variants.
+    """A request to compare placements: a recipe with overrides, strategies, numbers of processes, and variants.
 
-    Each item in `variants` is an override, such as `recipe.batchnorm=sync`, that defines an additional recipe to
-    compare.
+    Each item of `variants` is an override, such as `recipe.batchnorm=sync`. It defines an additional variant of the
+    recipe to compare.
     """
 
     source: str
@@ -57,15 +57,15 @@ class ComparisonRequest:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A placement that can run: its configuration, its row in the results, and the function that trains it."""
+    """A run of a comparison: its configuration, its row in the results, and the function that trains it."""
 
     loaded: Loaded
     row: ResultRow
     body: Train = train_here
 
 
-def placements_in(text: str) -> tuple[Strategy, ...]:
-    """Return the strategies in a list such as `ddp,zero3,{name: hsdp, replicate: 2}`."""
+def parse_placements(text: str) -> tuple[Strategy, ...]:
+    """Parse a list of strategies such as `ddp,zero3,{name: hsdp, replicate: 2}`."""
     document = parse(f"[{text}]", "--placements")
     items = document.values if isinstance(document.values, list) and not document.problems else []
     strategies = [{"name": item} if isinstance(item, str) else item for item in items]
@@ -75,49 +75,53 @@ def placements_in(text: str) -> tuple[Strategy, ...]:
         raise UsageError(
             f"--placements: expected strategies, such as ddp,zero3,{{name: hsdp, replicate: 2}}, got {text}"
         )
-    if any(strategy["name"] in _USUAL for strategy in strategies):
+    if any(strategy["name"] in _REMOVED_PLACEMENTS for strategy in strategies):
         raise UsageError(f"--placements {text}: {USUAL_MOVED}")
     return tuple(strategies)
 
 
-def processes_in(text: str) -> tuple[int, ...]:
-    """Return the numbers of processes in a list such as `1,2,4`."""
+def parse_processes(text: str) -> tuple[int, ...]:
+    """Parse a list of numbers of processes such as `1,2,4`."""
     numbers = text.split(",")
     if not all(number.strip().isdecimal() and int(number) for number in numbers):
         raise UsageError(f"--processes: expected integers of at least 1, such as 1,2,4, got {text}")
     return tuple(map(int, numbers))
 
 
-def folder_for(source: str) -> Path:
-    """Return a new folder name for a comparison. The folder isn't created."""
-    return fresh_folder(f"compare-{_slug(Path(source).stem)}")
+def make_folder_name(source: str) -> Path:
+    """Return the path of a new folder for a comparison. The folder isn't created."""
+    return new_folder_path(f"compare-{_slug(Path(source).stem)}")
 
 
 def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
-    """Return the runs of a comparison. For each recipe, a single process runs first, as the reference.
+    """Plan the runs of a comparison. For each variant of the recipe, a single process runs first, as the reference.
 
-    On a single process, only `single` runs, and `data_parallel` if it is one of the strategies. If any placement isn't
-    possible, UsageError is raised with all reasons.
+    On a single process, only `single` runs, and `data_parallel` if it is one of the requested strategies. Raises
+    UsageError with all reasons if any placement isn't possible.
     """
     _check_overrides((*request.overrides, *request.variants))
     torch.set_num_threads(1)  # forked processes must not inherit a thread pool
     reference: tuple[Strategy, int] = ({"name": _SINGLE}, 1)
     pairs = [
         reference,
-        *((strategy, count) for strategy in request.placements for count in _counts(strategy, request.processes)),
+        *(
+            (strategy, count)
+            for strategy in request.placements
+            for count in _process_counts(strategy, request.processes)
+        ),
     ]
     unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
     plans: list[PlannedRun] = []
     problems: list[str] = []
     keys = dict.fromkeys(variant.partition("=")[0].strip() for variant in request.variants)
-    for variant, loaded in _variants(request, _placement_overrides(*reference)):
+    for variant, loaded in _load_variants(request, _placement_overrides(*reference)):
         setup = _open_setup(loaded)
         label = variant or ", ".join(_format_value(loaded, key) for key in keys)
         suffix = f", {label}" if label else ""
         for strategy, count in unique:
             name = _strategy_label(strategy)
             try:
-                plan = _plan(request, variant, name, strategy, count, setup)
+                plan = _plan_run(request, variant, name, strategy, count, setup)
                 plans.append(replace(plan, row=replace(plan.row, variant=label)))
             except UsageError as error:
                 problems.append(f"{name} on {count}{suffix}: {error}")
@@ -126,8 +130,8 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     return plans
 
 
-def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
-    """Return the variants and their configurations, starting with the original recipe. Duplicates are removed."""
+def _load_variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
+    """Load the original recipe and its variants. Return each variant with its configuration, without duplicates."""
     variants: list[tuple[str, Loaded]] = []
     for variant in ("", *request.variants):
         loaded = load(request.source, [*_overrides(request, variant), *placement])
@@ -137,7 +141,7 @@ def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tupl
 
 
 def _format_value(loaded: Loaded, key: str) -> str:
-    """Return the value of a key in a recipe in the format of an override.
+    """Format the value of a recipe key as an override, such as `recipe.batchnorm=sync`.
 
     If a section has a shorthand, the value is the shorthand.
     """
@@ -152,16 +156,16 @@ def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
 
 
 def _open_setup(loaded: Loaded) -> Setup:
-    """Run the checks that don't depend on the placement. Return the opened recipe."""
+    """Run the checks that don't depend on the placement, and open the recipe."""
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)
     return open_unplaced(loaded)
 
 
-def _plan(
+def _plan_run(
     request: ComparisonRequest, variant: str, name: str, strategy: Strategy, count: int, setup: Setup
 ) -> PlannedRun:
-    """Return the plan of a placement.
+    """Check a placement and return its planned run.
 
     Raises UsageError if the placement isn't possible, or if its folder contains a run of a different recipe.
     """
@@ -181,7 +185,7 @@ def _placement_overrides(strategy: Strategy, count: int) -> tuple[str, str]:
     return f"placement.strategy={flow(strategy)}", f"placement.processes={count}"
 
 
-def _counts(strategy: Strategy, processes: Sequence[int]) -> Sequence[int]:
+def _process_counts(strategy: Strategy, processes: Sequence[int]) -> Sequence[int]:
     """Return the numbers of processes that a strategy runs on."""
     return (1,) if strategy["name"] in ON_ONE_PROCESS else [count for count in processes if count > 1]
 
@@ -204,6 +208,6 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _slug(text: str) -> str:
-    """Return the text in a form that is valid in a path. If characters are replaced, a hash makes the result unique."""
+    """Convert text to a valid file name. If this changes the text, append a hash to keep the name unique."""
     slug = re.sub(r"[^\w.=-]+", "-", text).strip("-.")[:_MAX_SLUG_CHARS]
     return slug if slug == text else f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -16,8 +16,8 @@ from lockstep.reporting.terminal import table
 
 State = Literal["waiting", "running", "done", "failed"]
 
-# The parts of the training time in the table, with the names that Done uses. `training` is the total, if it isn't split
-# into parts.
+# The parts of the training time in the table, as named in the Done event. If the time isn't split into parts,
+# `training` is the total.
 PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
 _TRAINING: Final = (*PARTS, "training")
 MIB: Final = 1 << 20
@@ -174,10 +174,10 @@ class Comparison:
 _Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and a function that returns the cell of a row
 
 
-def columns(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the cells of all rows by column heading, with the most important columns first.
+def make_columns(comparison: Comparison) -> dict[str, list[str]]:
+    """Return the columns of the results table: the cells of all rows by column heading.
 
-    Columns without information are omitted.
+    The most important columns come first. Columns without information are omitted.
     """
     rows = [row if row.state == "done" else replace(row, history=History()) for row in comparison.rows]
     names = dict.fromkeys(row.history.figure.name for row in rows if row.history.figure)
@@ -188,14 +188,14 @@ def columns(comparison: Comparison) -> dict[str, list[str]]:
     return {heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _UNINFORMATIVE}
 
 
-def drawing(comparison: Comparison, console: Console) -> RenderableType:
+def make_table(comparison: Comparison, console: Console) -> RenderableType:
     """Return the results as a table for a terminal."""
     styles = [_STYLES.get(row.state, "") for row in comparison.rows]
-    return table(console, columns(comparison), styles, ("placement", "recipe", "state"))
+    return table(console, make_columns(comparison), styles, ("placement", "recipe", "state"))
 
 
-def conclusion(comparison: Comparison) -> list[str]:
-    """Return the lines below the table: failed runs, and placements that broke their promise."""
+def conclusion_lines(comparison: Comparison) -> list[str]:
+    """Return the lines below the table about failed runs, and about strategies that broke their promise."""
     lines = [f"{row.label} failed: {row.reason}" for row in comparison.failed]
     return lines + [
         f"{row.label} has different weights than one process, although strategy {row.strategy} promises the same bits; "
@@ -205,12 +205,12 @@ def conclusion(comparison: Comparison) -> list[str]:
 
 
 def to_json(comparison: Comparison) -> str:
-    """Return all values of the rows as JSON. Unknown values are null."""
-    rows = [_to_dict(comparison, row) for row in comparison.rows]
+    """Return the comparison as JSON, with all values of its rows. Unknown values are null."""
+    rows = [_row_to_dict(comparison, row) for row in comparison.rows]
     return json.dumps({"recipe": comparison.recipe, "machine": comparison.machine, "rows": rows}, indent=1) + "\n"
 
 
-def _to_dict(comparison: Comparison, row: ResultRow) -> dict[str, Any]:
+def _row_to_dict(comparison: Comparison, row: ResultRow) -> dict[str, Any]:
     evaluated = {name: points[-1].value for name, points in row.history.curves.items()}
     return {
         "placement": row.placement,
@@ -234,8 +234,8 @@ def _to_dict(comparison: Comparison, row: ResultRow) -> dict[str, Any]:
     }
 
 
-def state(comparison: Comparison, row: ResultRow) -> str:
-    """Return the state or progress of a row as text."""
+def format_state(comparison: Comparison, row: ResultRow) -> str:
+    """Format the state of a row. For the current run, this is its progress."""
     if row.state != "running":
         return row.state
     left_text = "" if row.left_s is None else f", {wording.duration(row.left_s)} left"
@@ -266,7 +266,7 @@ _METRICS_COLUMN: Final = 3
 _COLUMNS: Final[tuple[_Column, ...]] = (
     ("placement", lambda _, row: row.placement),
     ("recipe", lambda _, row: row.variant),
-    ("state", state),
+    ("state", format_state),
     ("loss", lambda _, row: loss(row.history)),
     ("time", lambda _, row: _format_number(row.seconds, "{:,.1f} s")),
     ("weights", lambda _, row: row.history.weights_sha256[:8]),

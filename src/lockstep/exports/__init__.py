@@ -1,1 +1,1 @@
-"""Exports a saved run to file formats of other libraries, with a to_*.py module per format, and checks the export."""
+"""Exports saved runs to file formats of other libraries, and checks each export. Each to_*.py module is a format."""

@@ -1,8 +1,8 @@
-"""A standalone program that loads an export without Lockstep, as a user would, and runs the model.
+"""A standalone program that loads an export without Lockstep, as a user would, and runs its model.
 
-Run it as `python as_user.py FORMAT PLACE JOB`. The folder JOB contains inputs.safetensors and job.json. The program
-writes outputs.safetensors into it. If Lockstep or user code defines the model, the program imports that code to build
-the model.
+Run it as `python as_user.py FORMAT PATH JOB`. The folder JOB contains inputs.safetensors and job.json, and the program
+writes outputs.safetensors into this folder. To build a model that Lockstep or user code defines, the program imports
+that code.
 """
 
 import json
@@ -21,13 +21,13 @@ from torch.utils import _pytree as pytree
 
 
 def main(name: str, path: str, job_folder: str) -> None:
-    """Load the export at `path` with the function of its format, and write the outputs."""
+    """Load the export at `path` in the format `name`, run the model, and write its outputs to `job_folder`."""
     sys.path[0] = os.getcwd()  # replaces the folder of this file
     folder = Path(job_folder)
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     if not job["lockstep"]:
-        sys.modules["lockstep"] = None  # type: ignore[assignment]  # importing lockstep raises ImportError
+        sys.modules["lockstep"] = None  # type: ignore[assignment]  # makes `import lockstep` raise ImportError
     # Clone the tensors, because kernels may sum in a different order if a tensor isn't aligned to a cache line.
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "inputs.safetensors").items()}
     leaves = [tensors[str(number)] for number in range(len(tensors))]
@@ -59,7 +59,7 @@ def safetensors(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
             factory = getattr(factory, part)
         model = factory(*build["arguments"], **build["options"])
     model.load_state_dict(load_file(path))
-    return _single(_call(model.eval(), inputs))
+    return _output_tensor(_run(model.eval(), inputs))
 
 
 def program(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
@@ -84,7 +84,7 @@ def onnx(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
 def transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Load a folder with the Auto classes of transformers, and run the model.
 
-    If there is a tokenizer, this checks its tokens. If there is an image processor, this checks its normalization.
+    If there is a tokenizer or an image processor, also check its tokens or its normalization.
     """
     library = import_module("transformers")
     if job.get("text") is not None:
@@ -94,11 +94,11 @@ def transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     if job.get("pixels") is not None:
         _check_processor(library.AutoImageProcessor.from_pretrained(path), job["pixels"])
     model = getattr(library, job["class"]).from_pretrained(path, dtype=torch.float32)
-    return _single(_call(model.eval(), inputs))
+    return _output_tensor(_run(model.eval(), inputs))
 
 
 def timm(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Build the model using only the folder, and check that its labels and normalization match the run."""
+    """Build the model from the folder alone, run it, and check that its labels and normalization match the run."""
     library = import_module("timm")
     model = library.create_model(f"local-dir:{path}", pretrained=True).eval()
     data = library.data.resolve_model_data_config(model)
@@ -107,7 +107,7 @@ def timm(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
             raise SystemExit(f"{key} is {data[key]}, but the run has {job[key]}")
     if list(model.pretrained_cfg["label_names"] or ()) != job["classes"]:
         raise SystemExit("the class names differ from those of the run")
-    return _single(_call(model, inputs))
+    return _output_tensor(_run(model, inputs))
 
 
 def _check_processor(processor: Any, job: dict[str, Any]) -> None:
@@ -120,11 +120,11 @@ def _check_processor(processor: Any, job: dict[str, Any]) -> None:
         raise SystemExit("the image processor normalizes differently than the run")
 
 
-def _call(model: Any, inputs: Any) -> Any:
+def _run(model: Any, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
-def _single(outputs: Any) -> torch.Tensor:
+def _output_tensor(outputs: Any) -> torch.Tensor:
     if isinstance(outputs, torch.Tensor):
         return outputs
     output: torch.Tensor = outputs["logits"] if "logits" in outputs else outputs["out"]

@@ -1,4 +1,4 @@
-"""The source of an export, and the interface of an export format."""
+"""The interface of an export format, and the source of an export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from lockstep.models.find import origin_of
 class ExportSource:
     """A saved run and its model, which is on the CPU in evaluation mode, with adapters merged into the weights.
 
-    The export is checked with `inputs`. `model_card` contains all other information that users need, in JSON-compatible
-    form.
+    `inputs` are used to check the export. `model_card` is a JSON-compatible dict with everything else that users of the
+    export need to know.
     """
 
     saved: SavedModel
@@ -42,7 +42,7 @@ class Format(Protocol):
     def write(self, export_source: ExportSource, path: Path) -> str:
         """Write the export to `path`, which must not exist yet.
 
-        Return a remark for the user, such as the supported input sizes, or an empty string.
+        Return a note for the user, such as the supported input sizes, or an empty string.
         """
 
 

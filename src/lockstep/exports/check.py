@@ -32,8 +32,8 @@ class Deviation(NamedTuple):
     tolerance: float
 
     @property
-    def words(self) -> str:
-        """A description of the deviation."""
+    def description(self) -> str:
+        """The deviation as text for the user."""
         if self.difference == 0:
             return "the outputs are equal, bit for bit"
         return f"the outputs differ by {self.difference:.2g} of the largest output (tolerance {self.tolerance:.2g})"
@@ -44,9 +44,9 @@ def check_export(
 ) -> Deviation:
     """Run the export at `path` on `inputs` in a separate process, and compare the result with `outputs`.
 
-    `job` contains other settings for that process. With `exact`, the outputs must be equal. Otherwise, they may differ
-    by the rounding errors of two forward passes in fp32. If the export can't be loaded, or if its outputs differ by
-    more, raises TrainingError.
+    `outputs` are the outputs of the run's model. `job` contains further settings for the process. With `exact`, the
+    outputs must be equal. Otherwise, they may differ by the rounding errors of two forward passes in fp32. Raises
+    TrainingError if the export can't be loaded, or if its outputs differ by more.
     """
     actual = _run_export(name, path, inputs, job)
     allowed = 0.0 if exact else _tolerance(model, inputs)
@@ -83,13 +83,13 @@ def _run_export(name: str, path: Path, inputs: Inputs, job: Mapping[str, Any]) -
 
 
 def _plain_tuples(inputs: Inputs) -> Any:
-    """Return the inputs with plain tuples instead of named tuples, whose classes the other process can't import."""
+    """Replace named tuples in the inputs with plain tuples, because the other process may not have their classes."""
     is_namedtuple = pytree.is_namedtuple_instance
     return pytree.tree_map(lambda leaf: tuple(leaf) if is_namedtuple(leaf) else leaf, inputs, is_leaf=is_namedtuple)
 
 
 def _tensors_by_position(inputs: Inputs) -> dict[str, Tensor]:
-    """Return the tensors of the inputs. The keys are their positions, as strings."""
+    """Return the tensors of the inputs by position. The keys are strings, as safetensors requires."""
     non_tensors = [name for name, leaf in leaves_with_paths(inputs) if not isinstance(leaf, Tensor)]
     if non_tensors:
         raise UsageError(
@@ -99,7 +99,7 @@ def _tensors_by_position(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _tolerance(model: nn.Module, inputs: Inputs) -> float:
-    """Return the relative tolerance of two forward passes in fp32 that sum in different orders."""
+    """Return the relative tolerance between two forward passes in fp32 that may sum in different orders."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     positions = max((leaf.shape[1] for _, leaf in leaves_with_paths(inputs) if leaf.ndim > 1), default=1)
     length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])

@@ -1,6 +1,6 @@
-"""Exports a saved run to the file format of a different library.
+"""Exports a saved run to a file format of another library.
 
-The file is written under a temporary name, loaded back, compared, and then renamed.
+The export is written under a temporary name, checked by loading it in a separate process, and then renamed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lockstep.core.batch import Inputs, call, map_tensors
 from lockstep.errors import TrainingError, UsageError, os_error_as
 from lockstep.exports.base import ExportSource, Format
 from lockstep.exports.check import check_export
-from lockstep.exports.sample import sample_of
-from lockstep.exports.to_safetensors import builder_of
-from lockstep.exports.to_transformers import automatic_class, image_processor
+from lockstep.exports.sample import make_sample
+from lockstep.exports.to_safetensors import describe_builder
+from lockstep.exports.to_transformers import auto_class_name, image_settings
 from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.text import tokenizer_for
 from lockstep.models.adapters import merge_adapters
@@ -94,12 +94,12 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     path = out or _default_path(saved, export_format.SUFFIX or f"-{to}")
     if os.path.lexists(path):
         raise UsageError(f"{path}: already exists; remove it, or use a different name in --out")
-    sample = sample_of(saved)
+    sample = make_sample(saved)
     model = saved.model()
     check_saved(saved.path, model, saved.recipe.model, sample.inputs)
-    outputs = _outputs(saved, model, sample.inputs)  # before adapters are merged
+    outputs = _run_model(saved, model, sample.inputs)  # before adapters are merged
     has_adapters = merge_adapters(model)
-    export_source = ExportSource(saved, model, sample.inputs, model_card(saved))
+    export_source = ExportSource(saved, model, sample.inputs, make_model_card(saved))
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}{export_format.SUFFIX}")  # torch requires the suffix
     exact = export_format.SAME_KERNELS and not has_adapters
     try:
@@ -108,15 +108,17 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
             temporary.touch(exist_ok=False)  # raises OSError here, because exporters may raise other exceptions
             temporary.unlink()
             sizes = export_format.write(export_source, temporary)
-            deviation = check_export(to, temporary, model, sample.inputs, outputs, _job(export_source), exact)
+            deviation = check_export(
+                to, temporary, model, sample.inputs, outputs, _check_settings(export_source), exact
+            )
             os.rename(temporary, path)
     finally:
         with suppress(OSError):
             shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
-    return Exported(path, sizes, f"with {sample.origin}: {deviation.words}")
+    return Exported(path, sizes, f"with {sample.origin}: {deviation.description}")
 
 
-def model_card(saved: SavedModel) -> dict[str, Any]:
+def make_model_card(saved: SavedModel) -> dict[str, Any]:
     """Return a JSON-compatible dict with everything that users of the weights need to know."""
     facts, (mean, std) = saved.facts, saved.mean_and_std
     card: Mapping[str, Any] = {
@@ -145,21 +147,21 @@ def _default_path(saved: SavedModel, suffix: str) -> Path:
     return run / FOLDER / f"{saved.path.name}{suffix}"
 
 
-def _outputs(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+def _run_model(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tensor:
     torch.set_num_threads(saved.recipe.threads)
     with torch.no_grad(), UserCode(saved.name):
         return predictions(call(model, map_tensors(torch.clone, inputs)), saved.name)  # cloned, as in the check
 
 
-def _job(export_source: ExportSource) -> dict[str, Any]:
-    """Return the settings of the process that checks the export."""
+def _check_settings(export_source: ExportSource) -> dict[str, Any]:
+    """Return the settings for the process that checks the export, as a JSON-compatible dict."""
     saved, facts = export_source.saved, export_source.saved.facts
     job: dict[str, Any] = {
         "threads": saved.recipe.threads,
-        "lockstep": str(builder_of(saved, export_source.model).get("function", "")).startswith("lockstep."),
-        "class": automatic_class(saved),
+        "lockstep": str(describe_builder(saved, export_source.model).get("function", "")).startswith("lockstep."),
+        "class": auto_class_name(saved),
         "classes": facts.classes,
-        "pixels": image_processor(saved),
+        "pixels": image_settings(saved),
         **{name: export_source.model_card.get(name) for name in ("mean", "std")},
         "input_size": facts.shape,
     }

@@ -1,4 +1,4 @@
-"""Samples for checking an export: validation samples if the data is on this machine, or else synthetic samples."""
+"""Samples for checking an export: samples of the run's dataset if it is on this machine, or else synthetic samples."""
 
 from typing import Any, Final, NamedTuple
 
@@ -10,22 +10,22 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.inference.saved import SavedModel
 from lockstep.setup.examples import transforms_of
 
-_SAMPLES: Final = 3  # different from 2, the number of samples that programs are traced with
+_SAMPLES: Final = 3  # must differ from 2, the number of samples that programs are traced with (to_torch.py)
 _POSITIONS: Final = 16  # number of tokens in a synthetic sample if the context length is unknown
 
 
 class Sample(NamedTuple):
-    """The inputs of a forward pass, and a text about their origin."""
+    """The inputs of a forward pass, and a description of where they come from."""
 
     inputs: Inputs
     origin: str
 
 
-def sample_of(saved: SavedModel) -> Sample:
+def make_sample(saved: SavedModel) -> Sample:
     """Return a few samples, preprocessed as in an evaluation. Data isn't downloaded.
 
-    If there is no validation split, training samples are used. Raises UsageError if there is no data, and the
-    checkpoint doesn't contain enough facts to create synthetic samples.
+    If there is no validation split, training samples are used. If the dataset isn't available, synthetic samples are
+    returned. Raises UsageError if the checkpoint doesn't describe the samples well enough to synthesize them.
     """
     try:
         data = saved.open_data()

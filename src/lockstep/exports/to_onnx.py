@@ -9,7 +9,7 @@ import torch
 
 from lockstep.errors import UsageError
 from lockstep.exports.base import ExportSource
-from lockstep.exports.to_torch import sizes_of, trace_model
+from lockstep.exports.to_torch import describe_sizes, trace_model
 from lockstep.inference.saved import SavedModel
 
 SUFFIX: Final = ".onnx"
@@ -42,4 +42,4 @@ def write(export_source: ExportSource, path: Path) -> str:
         {name: json.dumps(value) for name, value in export_source.model_card.items()}
     )
     onnx_program.save(path, external_data=False)
-    return sizes_of(program)
+    return describe_sizes(program)

@@ -1,4 +1,4 @@
-"""Exports to a torch.export program, which contains operations and weights, and only needs torch to run."""
+"""Exports to a torch.export program, which contains the operations and weights of a model and only needs torch."""
 
 import json
 from pathlib import Path
@@ -17,12 +17,12 @@ from lockstep.tasks.batches import predictions
 SUFFIX: Final = ".pt2"
 SAME_KERNELS: Final = False  # torch.export may decompose operations that have a fused kernel
 
-_TRACED_SAMPLES: Final = 2  # number of samples; with a single sample, torch would specialize on it
-_CARD_FILE: Final = "lockstep.json"  # name of the file with the model card in the program
+_TRACED_SAMPLES: Final = 2  # with a single sample, torch would specialize the program for a batch size of 1
+_CARD_FILE: Final = "lockstep.json"  # name of the model card file within the program
 
 
 def check(saved: SavedModel) -> None:
-    """See Format. Only `write` finds out whether the model can be traced."""
+    """See Format. Accepts all runs, because only `write` can tell whether the model can be traced."""
 
 
 def write(export_source: ExportSource, path: Path) -> str:
@@ -30,14 +30,14 @@ def write(export_source: ExportSource, path: Path) -> str:
     program = trace_model(export_source)
     program.example_inputs = None
     torch.export.save(program, path, extra_files={_CARD_FILE: json.dumps(export_source.model_card)})
-    return sizes_of(program)
+    return describe_sizes(program)
 
 
 def trace_model(export_source: ExportSource) -> torch.export.ExportedProgram:
-    """Return the model as a program with dynamic shapes.
+    """Trace the model with torch.export, and return the program.
 
-    The number of samples is dynamic if the model supports it. For token inputs, the number of positions is dynamic too.
-    Raises UsageError if the model can't be traced.
+    The batch size is dynamic if the model supports this. For token inputs, the sequence length is dynamic too. Raises
+    UsageError if the model can't be traced.
     """
     inputs = export_source.inputs
     arguments = tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
@@ -46,8 +46,8 @@ def trace_model(export_source: ExportSource) -> torch.export.ExportedProgram:
         lambda tensor: torch.zeros_like(tensor[:1]).expand(_TRACED_SAMPLES, *tensor.shape[1:]).clone(), arguments
     )
     has_tokens = export_source.saved.facts.vocabulary is not None
-    shapes = map_tensors(lambda tensor: _dims(tensor, has_tokens), arguments)
-    model = Single(export_source.model, list(inputs) if isinstance(inputs, dict) else None).eval()
+    shapes = map_tensors(lambda tensor: _mark_dynamic(tensor, has_tokens), arguments)
+    model = SingleOutput(export_source.model, list(inputs) if isinstance(inputs, dict) else None).eval()
     try:
         return torch.export.export(model, zeros, dynamic_shapes=(shapes,))
     except Exception as error:  # model code and torch's tracer may raise any exception
@@ -58,15 +58,15 @@ def trace_model(export_source: ExportSource) -> torch.export.ExportedProgram:
         ) from error
 
 
-def sizes_of(program: torch.export.ExportedProgram) -> str:
-    """Return the supported input sizes of a program as text, such as `inputs of shape [any, 3, 8, 8]`."""
+def describe_sizes(program: torch.export.ExportedProgram) -> str:
+    """Describe the input sizes that a program supports, such as `inputs of shape [any, 3, 8, 8]`."""
     names = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     shapes = [", ".join(str(size) if isinstance(size, int) else "any" for size in value.shape) for value in values]
     return f"inputs of shape {' and '.join(f'[{shape}]' for shape in shapes)}"
 
 
-def _dims(tensor: Tensor, has_tokens: bool) -> dict[int, Any]:
+def _mark_dynamic(tensor: Tensor, has_tokens: bool) -> dict[int, Any]:
     dynamic_dims = [0, 1] if has_tokens and tensor.ndim == 2 else [0]
     return {
         dim: torch.export.Dim.AUTO if dim in dynamic_dims else torch.export.Dim.STATIC for dim in range(tensor.ndim)
@@ -74,7 +74,7 @@ def _dims(tensor: Tensor, has_tokens: bool) -> dict[int, Any]:
 
 
 @final
-class Single(nn.Module):
+class SingleOutput(nn.Module):
     """Wraps a model so that it takes positional inputs and returns a single tensor, as exported programs require."""
 
     def __init__(self, model: nn.Module, names: list[str] | None) -> None:

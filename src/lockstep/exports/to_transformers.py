@@ -38,15 +38,15 @@ def write(export_source: ExportSource, path: Path) -> str:
         library = tokenizer_for(saved).library
         longest = {"model_max_length": saved.facts.context} if saved.facts.context else {}
         kind(tokenizer_object=library, **longest).save_pretrained(str(path))
-    if processor := image_processor(saved):
-        _processor(saved, processor).save_pretrained(str(path))
+    if processor := image_settings(saved):
+        _make_processor(saved, processor).save_pretrained(str(path))
     return ""
 
 
-def image_processor(saved: SavedModel) -> dict[str, Any] | None:
-    """Return the size, the mean and the std of the run's images.
+def image_settings(saved: SavedModel) -> dict[str, Any] | None:
+    """Return the size, mean and std of the run's images, or None if an image processor doesn't support them.
 
-    Return None if the images aren't square, don't have three channels, or have no mean and std.
+    Images must be square, and have three channels, a mean and a std.
     """
     (mean, std), shape = saved.mean_and_std, saved.facts.shape or []
     if len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2] or not (mean and std):
@@ -54,12 +54,12 @@ def image_processor(saved: SavedModel) -> dict[str, Any] | None:
     return {"size": shape[1], "mean": mean, "std": std}
 
 
-def automatic_class(saved: SavedModel) -> str:
+def auto_class_name(saved: SavedModel) -> str:
     """Return the name of the Auto class that loads the model of a run."""
     return f"AutoModelFor{kind_of(saved.known)}"
 
 
-def _processor(saved: SavedModel, processor: dict[str, Any]) -> Any:
+def _make_processor(saved: SavedModel, processor: dict[str, Any]) -> Any:
     from PIL.Image import Resampling
     from transformers import ViTImageProcessor
 

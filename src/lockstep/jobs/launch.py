@@ -25,7 +25,7 @@ from lockstep.ranks.secret import job_secret, new_secret
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
-_FIRST_NODE_TIMEOUT_S: Final = 600.0  # maximum time to wait for the name of the first node
+_FIRST_NODE_TIMEOUT_S: Final = 600.0  # how long to wait until the name of the first node can be resolved
 
 
 def startable_launchers() -> dict[str, Launcher]:
@@ -33,21 +33,21 @@ def startable_launchers() -> dict[str, Launcher]:
     return {launcher.name: launcher for launcher in ORDER if launcher.command or launcher.commands}
 
 
-def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run: bool) -> int:
+def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_run: bool) -> int:
     """Start a job with a launcher, and return its exit code. With `dry_run`, only print the commands.
 
     `port` and `node_rank` are None if the user didn't set them. Raises UsageError if the job can't be started.
     """
     launcher = startable_launchers()[name]
-    job = _with_id(launcher, _check_launcher(launcher, job, port))
+    job = _add_id(launcher, _check_launcher(launcher, job, port))
     _check_node_rank(launcher, job, node_rank)
-    if (job.restarts or job.fewest) and job.words[0] == "train" and not _loaded(job).config.run.dir:
+    if (job.restarts or job.fewest) and job.words[0] == "train" and not _load_config(job).config.run.dir:
         raise UsageError(
             "run.dir: not set, but with --restarts or --nodes MIN:MAX the run can be restarted, and each start would "
             "begin a new run; set it, for example run.dir=runs/a"
         )
     if dry_run or name not in ("local", "node"):  # otherwise, the ranks on this host report it immediately
-        _check_work(job)
+        _check_strategy(job)
     # Use the user's secret. If there is none, generate a secret, but only if this command starts all ranks, because all
     # ranks need it.
     user_secret = os.fsdecode(job_secret(os.environ))
@@ -65,7 +65,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
 
         return start_script(job.words[1], job.words[2:], job.processes)
     if job.first:
-        _wait_for(job.first)
+        _wait_for_host(job.first)
     if lines:
         return _run_on_hosts(launcher, lines, job, secret)
     if launcher.elastic and not job.standalone and (problem := check_host_resolves(job.rendezvous_host)):
@@ -91,8 +91,11 @@ def read_hosts(file: Path) -> tuple[str, ...]:
     return names
 
 
-def number_of_hosts(text: str) -> tuple[int | None, int]:
-    """Return the minimum and the maximum number of hosts. The minimum is None if all hosts are required."""
+def parse_host_count(text: str) -> tuple[int | None, int]:
+    """Parse the value of --nodes.
+
+    Return the minimum and maximum number of hosts, or None and N if all N are required.
+    """
     numbers = text.split(":")
     if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
         raise UsageError(f"--nodes: expected a number such as 2, or MIN:MAX such as 1:3, got {text}")
@@ -100,7 +103,7 @@ def number_of_hosts(text: str) -> tuple[int | None, int]:
 
 
 def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
-    """Return the job. If the launcher doesn't support an option of the job, raise UsageError."""
+    """Return the job unchanged. If the launcher doesn't support an option of the job, raise UsageError."""
     unsupported, options = f"not supported with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
         *names, last = [starter.name for starter in startable_launchers().values() if starter.elastic]
@@ -114,8 +117,8 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     return job
 
 
-def _with_id(launcher: Launcher, job: Job) -> Job:
-    """Return the job with a rendezvous ID, if the job needs an ID and this command starts all hosts."""
+def _add_id(launcher: Launcher, job: Job) -> Job:
+    """If the job needs a rendezvous ID and this command starts all hosts, add a new ID. Return the job."""
     if job.id or job.rendezvous_backend == "static":
         return job
     if launcher.starts_all(job):
@@ -139,19 +142,19 @@ def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> Non
         )
 
 
-def _check_work(job: Job) -> None:
-    """Raise UsageError if `lockstep train` would reject this number of ranks."""
+def _check_strategy(job: Job) -> None:
+    """Raise UsageError if the strategy of a training job doesn't support the number of ranks."""
     if job.words[0] != "train" or job.fewest is not None or any(word.startswith("-") for word in job.words[1:]):
         return
     from lockstep.setup.strategy import check_strategy, find_strategy  # imported lazily, because torch takes seconds
 
-    config = _loaded(job).config
+    config = _load_config(job).config
     name, strategy = find_strategy(config.placement, job.processes)
     check_strategy(name, strategy, job.processes, config.recipe.microbatches)
 
 
-def _loaded(job: Job) -> Loaded:
-    """Return the configuration of a training job. Raise ConfigError if its arguments are invalid."""
+def _load_config(job: Job) -> Loaded:
+    """Load the configuration of a training job. Raises ConfigError if its arguments are invalid."""
     from lockstep.config.load import load, split
 
     return load(*split(job.words[1:]))
@@ -160,7 +163,7 @@ def _loaded(job: Job) -> Loaded:
 def _exec_launcher(line: list[str], launcher: Launcher, secret: str) -> None:
     """Replace this process with the launcher, so that the launcher receives all signals.
 
-    The secret is in the environment of the processes that the launcher starts.
+    The launcher passes the secret to the processes that it starts in an environment variable.
     """
     env = {**os.environ, SECRET: secret} if secret else dict(os.environ)
     if shutil.which(line[0]) is None:
@@ -174,51 +177,51 @@ def _exec_launcher(line: list[str], launcher: Launcher, secret: str) -> None:
 def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     """Run a command for each host and return an exit code, by default the exit code of the first command that failed.
 
-    torchrun exits with 1 even if the run saved a checkpoint and can be resumed, or if a retry is pointless. In these
-    cases, the exit code comes from the run folder, if this host can read the run folder.
+    torchrun exits with 1 even if the run saved a checkpoint and can be resumed, or if restarting the run would fail
+    again. In these cases, the exit code is read from the run folder, if this host can access the run folder.
     """
     from lockstep.launchers.hosts import run_on_hosts
 
-    program = next(iter(lines.values()))[0]  # the same on all hosts
+    program = next(iter(lines.values()))[0]  # all command lines start with the same program
     if shutil.which(program) is None:
         raise UsageError(f"{program} not found; install it, or use a different --on")
-    before = _result(job) if launcher.elastic else {}
+    before = _read_result(job) if launcher.elastic else {}
     # Without torchrun's agents, each command is a rank on this host, so its exit code is the exit code of the rank.
-    ended = run_on_hosts(lines, _report, required=job.fewest, secret=secret, is_local=not launcher.elastic)
+    ended = run_on_hosts(lines, _print_message, required=job.fewest, secret=secret, is_local=not launcher.elastic)
     code = ended.code
-    if code and launcher.elastic and (result := _result(job)) != before:
+    if code and launcher.elastic and (result := _read_result(job)) != before:
         code = result.get("exit_code", code)
     if code in (EXIT_SAVED, EXIT_INTERRUPTED):
         return EXIT_INTERRUPTED if ended.stop_signal == signal.SIGINT else EXIT_SAVED
     return code if code in PERSISTENT_EXITS else ended.code
 
 
-def _wait_for(host: str) -> None:
+def _wait_for_host(host: str) -> None:
     """Wait until the name of the first node can be resolved.
 
-    Platforms only register the name once the node is up.
+    Platforms register the name only when the node is up.
     """
     if check_host_resolves(host):
-        _report(f"waiting for an address of {host}, at most {_FIRST_NODE_TIMEOUT_S / 60:.0f} minutes")
+        _print_message(f"waiting for an address of {host}, at most {_FIRST_NODE_TIMEOUT_S / 60:.0f} minutes")
         if problem := check_host_resolves(host, _FIRST_NODE_TIMEOUT_S):
             raise UsageError(f"{problem}; set the variable of the first node to its address")
 
 
-def _report(text: str) -> None:
-    with suppress(OSError):  # the terminal may be closed, and SIGHUP follows
+def _print_message(text: str) -> None:
+    with suppress(OSError):  # the terminal may have been closed; SIGHUP then ends the job
         print(text, file=sys.stderr, flush=True)
 
 
-def _result(job: Job) -> dict[str, Any]:
-    """Return the result that a training job wrote to its run folder.
+def _read_result(job: Job) -> dict[str, Any]:
+    """Return the content of result.json in the run folder of a training job.
 
-    Returns an empty dict if the job hasn't ended, or if there is no run folder.
+    Returns an empty dict if there is no result.json, or if the job has no run folder.
     """
     from lockstep.runs.runs import RESULT, read_json_dict
 
     if job.words[0] != "train":
         return {}
     with suppress(LockstepError):  # the ranks report invalid arguments
-        folder = _loaded(job).config.run.dir
+        folder = _load_config(job).config.run.dir
         return read_json_dict(Path(folder, RESULT)) if folder else {}
     return {}

@@ -1,6 +1,6 @@
 """Reads run folders and the Slurm queue for `jobs`, `watch` and `report`.
 
-This module doesn't write files, run code of a run folder or import torch.
+This module doesn't write files, doesn't run code from a run folder, and doesn't import torch.
 """
 
 import time
@@ -13,17 +13,17 @@ from typing import Final, final
 from lockstep.common.text import printable_line
 from lockstep.config.recorded import CONFIG, RecordedConfig, read_recorded_config
 from lockstep.errors import UsageError
-from lockstep.launchers.batch import queue_states
+from lockstep.launchers.batch import query_states
 from lockstep.reporting import jsonl
 from lockstep.reporting.notices import Notice, notice
 from lockstep.reporting.run_log import History, RunLog, RunStart
 from lockstep.reporting.run_view import RunView, state
-from lockstep.runs.runs import Submitted, failure, is_held, job_of, machine_of, run_folders
+from lockstep.runs.runs import SubmittedJob, describe_machine, failure_reason, find_run_folders, is_locked, read_job
 
-_EVENTS_PER_REFRESH: Final = 20_000  # maximum number of events per refresh (about half a second), so that Ctrl-C works
-_NOTICES: Final = 50  # maximum number of notices that are kept for a run
-_QUERY_S: Final = 30.0  # seconds between two queries to Slurm
-_SEARCH_S: Final = 3.0  # seconds between two searches for new runs
+_EVENTS_PER_REFRESH: Final = 20_000  # limits a refresh to about half a second, so that Ctrl-C is handled quickly
+_NOTICES: Final = 50  # number of most recent notices to keep for each run
+_QUERY_S: Final = 30.0  # minimum time between two queries to Slurm
+_SEARCH_S: Final = 3.0  # minimum time between two searches for new runs
 
 Queue = Mapping[int, tuple[str, str]] | None  # state and reason by job ID; None if Slurm isn't available
 
@@ -39,20 +39,20 @@ class RunReader:
     def __init__(self, folder: Path, *, strict: bool = False) -> None:
         self.folder = folder
         self._strict = strict
-        self._submitted: Submitted | None = None
+        self._submitted: SubmittedJob | None = None
         self._configuration = RecordedConfig({}, {})
         self.problem = ""
-        self._begin()
+        self._reset()
 
     @property
     def time(self) -> float:
-        """The time of the last event or submission, in seconds since 1970."""
+        """The time of the last event or submission, or else of the last change to the folder, in seconds since 1970."""
         submitted = self._submitted.time if self._submitted else 0
         return max(self._log.status().time or 0, submitted) or self.folder.stat().st_mtime
 
     @property
     def job(self) -> int | None:
-        """The Slurm ID of the last job, or None."""
+        """The Slurm job ID of the last submitted job, or None."""
         return self._submitted.job if self._submitted else None
 
     def refresh(self) -> None:
@@ -63,11 +63,13 @@ class RunReader:
         """
         limit = None if self._strict else _EVENTS_PER_REFRESH
         if self._tail.is_replaced():
-            self._begin()
-        self._is_in_use = is_held(self.folder)  # check this first: if the run ends now, its last events are read below
+            self._reset()
+        self._is_in_use = is_locked(
+            self.folder
+        )  # check this first: if the run ends now, its last events are read below
         number, problem = 0, ""
         try:
-            self._submitted = job_of(self.folder)
+            self._submitted = read_job(self.folder)
             for event in islice(self._tail.new(), limit):
                 number += 1
                 self._add_event(event)
@@ -83,30 +85,30 @@ class RunReader:
             self._configuration = read_recorded_config(self.folder / CONFIG)
 
     def view(self, queue: Queue) -> RunView:
-        """Return the state of the run after all events so far. `queue` has the state and reason of each Slurm job."""
+        """Return the state of the run after all events read so far. `queue` contains the state of each Slurm job."""
         history = History() if self.problem and self._strict else self._log.history()
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
-        judged = state(history.status, self._is_in_use or not self.is_whole, submitted, job)
-        # A saved run counts as failed if the run was started again and ended before its first event.
-        has_ended = judged in ("died", "saved")
-        failed = failure(self.folder, ignore_transient=judged == "saved") if has_ended else ""
+        run_state = state(history.status, self._is_in_use or not self.is_whole, submitted, job)
+        # If a saved run was started again and failed before its first event, it counts as failed.
+        has_ended = run_state in ("died", "saved")
+        failed = failure_reason(self.folder, ignore_transient=run_state == "saved") if has_ended else ""
         return RunView(
             str(self.folder),
-            "unreadable" if self.problem else "failed" if failed else judged,
+            "unreadable" if self.problem else "failed" if failed else run_state,
             history,
             self.job,
             f"{job} ({reason})" if job and reason else job or "",
             self._configuration.recipe,
             _actual_placement(self._configuration.placement, history.starts),
             failed,
-            machine_of(self.folder),
+            describe_machine(self.folder),
             tuple(self._notices),
             self._notice_count,
             self.is_whole,
         )
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._tail = jsonl.Tail(self.folder / jsonl.EVENTS, strict=self._strict)
         self._log = RunLog()
         self._notices: deque[Notice] = deque(maxlen=_NOTICES)
@@ -126,18 +128,18 @@ class RunReader:
         if event.get("event") == "started":
             self._configuration = RecordedConfig({}, {})  # read again, because the placement may have changed
         if (new_notice := notice(event, self._log.fractions)) is not None:
-            self._note(new_notice)
+            self._add_notice(new_notice)
 
     def _warn(self, text: str) -> None:
-        self._note(Notice(None, "warning", printable_line(text)))
+        self._add_notice(Notice(None, "warning", printable_line(text)))
 
-    def _note(self, notice: Notice) -> None:
+    def _add_notice(self, notice: Notice) -> None:
         self._notices.append(notice)
         self._notice_count += 1
 
 
 def _actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
-    """Return the placement with the actual strategy and number of processes of the last start of the run."""
+    """Return the configured placement, with the strategy and number of processes that the last start actually used."""
     if not placement or not starts:
         return placement
     started = {"strategy.name": starts[-1].strategy, "processes": str(starts[-1].processes or "")}
@@ -145,12 +147,12 @@ def _actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) 
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
-    """Return the runs in the folders, with the most recently active first, and warnings. Duplicates are removed."""
-    readers = [RunReader(run, strict=True) for run in run_folders(*folders)]
+    """Return the runs in the folders without duplicates, with the most recently active first, and warnings."""
+    readers = [RunReader(run, strict=True) for run in find_run_folders(*folders)]
     for reader in readers:
         reader.refresh()
     readers.sort(key=lambda reader: reader.time, reverse=True)
-    queue, warning = queue_states({reader.job for reader in readers if reader.job})
+    queue, warning = query_states({reader.job for reader in readers if reader.job})
     warnings = [*(reader.problem for reader in readers), warning]
     return [reader.view(queue) for reader in readers], [text for text in warnings if text]
 
@@ -167,11 +169,11 @@ def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
 
 
 @final
-class Watch:
+class RunWatcher:
     """Watches the runs in some folders.
 
-    A run folder that you name is always watched. In a folder of runs, only runs that are in progress or start later are
-    watched. With `wait`, the folders don't have to exist yet.
+    A run folder in `folders` is always watched. In a folder of runs, only runs that are queued, in progress or start
+    later are watched. With `wait`, the folders don't have to exist yet.
     """
 
     def __init__(self, folders: Sequence[Path], wait: bool) -> None:
@@ -180,7 +182,7 @@ class Watch:
         self._readers: dict[Path, RunReader] = {}
         self._queue: Queue = None
         self._last_query_s = self._last_search_s = -float("inf")
-        self.warning = ""  # set if Slurm didn't respond
+        self.warning = ""  # set if the last query to Slurm failed
 
     def refresh(self) -> list[RunView]:
         """Read new events. Return the runs in the order in which they were found.
@@ -196,13 +198,13 @@ class Watch:
         return [reader.view(self._queue) for reader in self._readers.values()]
 
     def _find_runs(self, first: bool) -> None:
-        """Find new runs, and start to watch these runs."""
-        runs = [run for folder in self._folders for run in self._runs(folder, first and not self._wait)]
+        """Find runs that aren't watched yet, and start to watch them."""
+        runs = [run for folder in self._folders for run in self._find_in_folder(folder, first and not self._wait)]
         unwatched = {run: is_named for run, is_named in runs if run not in self._readers}
-        jobs = {run: job for run in (*unwatched, *self._readers) if (job := _job(run))}
+        jobs = {run: job for run in (*unwatched, *self._readers) if (job := _read_job_id(run))}
         self._query_slurm({*jobs.values()})
         queued = {run for run, job in jobs.items() if self._queue and job in self._queue}
-        to_watch = [run for run, is_named in unwatched.items() if is_named or is_held(run) or run in queued]
+        to_watch = [run for run, is_named in unwatched.items() if is_named or is_locked(run) or run in queued]
         self._readers |= {run: RunReader(run) for run in to_watch}
         if not self._readers and not self._wait:
             raise UsageError(
@@ -210,10 +212,10 @@ class Watch:
                 "list all runs with lockstep jobs, or wait for the next run with --wait"
             )
 
-    def _runs(self, folder: Path, must_exist: bool) -> Iterator[tuple[Path, bool]]:
-        """Yield each run in a folder, and whether the run is the folder itself."""
+    def _find_in_folder(self, folder: Path, must_exist: bool) -> Iterator[tuple[Path, bool]]:
+        """Yield each run folder in a folder, and whether it is the folder itself. The folder may not exist yet."""
         try:
-            for run in run_folders(folder):
+            for run in find_run_folders(folder):
                 yield run, run == folder
         except UsageError as error:
             if must_exist:
@@ -222,13 +224,13 @@ class Watch:
     def _query_slurm(self, jobs: set[int]) -> None:
         time_s = time.monotonic()
         if jobs and time_s - self._last_query_s >= _QUERY_S:
-            self._queue, self.warning = queue_states(jobs)
+            self._queue, self.warning = query_states(jobs)
             self._last_query_s = time_s
 
 
-def _job(run: Path) -> int | None:
+def _read_job_id(run: Path) -> int | None:
     try:
-        submitted = job_of(run)
+        submitted = read_job(run)
     except UsageError:  # reported when the run is read
         return None
     return submitted.job if submitted else None

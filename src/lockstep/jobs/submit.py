@@ -1,4 +1,4 @@
-"""Implements `lockstep submit`: checks the training, builds the batch script or the manifest, and submits it."""
+"""Implements `lockstep submit`: checks a training job, builds its batch script or manifest, and submits it."""
 
 import re
 import shlex
@@ -12,33 +12,33 @@ from pathlib import Path
 from lockstep.config.load import Loaded, load, split
 from lockstep.errors import LockstepError, UsageError, os_error_as
 from lockstep.launchers import batch, kubernetes
-from lockstep.launchers.job import Job, check_job, other_processes
+from lockstep.launchers.job import Job, check_job, check_processes
 from lockstep.ranks.secret import new_secret
-from lockstep.runs.runs import JOB_SCRIPT, Submitted, record_job
+from lockstep.runs.runs import JOB_SCRIPT, SubmittedJob, record_job
 from lockstep.training.checkpoint import durable
 
 
-def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> tuple[Path, str]:
-    """Return the run folder and the batch script of a training job. Raise UsageError if the job can't run.
+def make_batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> tuple[Path, str]:
+    """Check a training job, and return its run folder and its batch script. Raises UsageError if the job can't run.
 
-    `name` is the name of the job, which defaults to the name of the recipe. `limit` and `warn_before_s` are the fields
-    `time` and `warn_before_s` of Batch.
+    `name` is the name of the job, which defaults to the name of the recipe. `limit` is its time limit in Slurm's
+    format. Ranks receive a warning signal `warn_before_s` seconds before the limit.
     """
     loaded = _check_training(job)
     from lockstep.setup import recipe_folder
 
     run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.new_run_folder(loaded)
-    # Set everything explicitly that could change when the job is started again.
+    # Add overrides for all settings that could change when the job is started again.
     folder = () if loaded.config.run.dir else (f"run.dir={run}",)
     fixed = () if loaded.config.placement.processes != "auto" else (f"placement.processes={job.processes}",)
     resume = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)
     resolved_job = replace(job, words=(*job.words, *folder, *fixed))
     request = batch.Batch(resolved_job, name or loaded.name, str(Path.cwd()), str(run), limit, warn_before_s, resume)
-    return run, batch.script(batch.check_batch(request))
+    return run, batch.render_script(batch.check_batch(request))
 
 
 def submit(run: Path, script: str) -> int:
-    """Write the batch script into the run folder and submit it. Record the job ID and return it."""
+    """Write the batch script into the run folder and submit it. Return the job ID, and record it in the run folder."""
     if shutil.which("sbatch") is None:
         raise UsageError("sbatch not found; submit from a host of the cluster, or load Slurm's module")
     new_folders = [folder for folder in (run, run / "logs") if not folder.exists()]
@@ -57,14 +57,14 @@ def submit(run: Path, script: str) -> int:
             with suppress(OSError):
                 folder.rmdir()
         raise
-    record_job(run, Submitted(job, submitted))
+    record_job(run, SubmittedJob(job, submitted))
     return job
 
 
-def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
-    """Return the Kubernetes objects of a training job as YAML. Raise UsageError if the job can't run.
+def make_manifest(job: Job, cluster: kubernetes.Cluster) -> str:
+    """Check a training job, and return its Kubernetes manifest as YAML. Raises UsageError if the job can't run.
 
-    The objects contain a new secret. Their name defaults to the name of the recipe or script.
+    The manifest contains a new secret. The name of the objects defaults to the name of the recipe or script.
     """
     if job.is_script:
         name, run = Path(job.words[1]).stem, None
@@ -78,11 +78,11 @@ def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
     name = cluster.name or re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
     cluster = replace(cluster, name=name, secret=new_secret())
     kubernetes.check_cluster(check_job(job), cluster, run)
-    return kubernetes.manifest(job, cluster)
+    return kubernetes.render_manifest(job, cluster)
 
 
-def create(objects: str, namespace: str) -> list[str]:
-    """Create all objects of a manifest, and return their names. If an object fails, all objects are deleted."""
+def create_objects(objects: str, namespace: str) -> list[str]:
+    """Create the objects of a manifest, and return their names. If any object fails, delete all objects."""
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl not found; install it, or create the output of --dry-run on a host that has kubectl")
     options = ["--namespace", namespace] if namespace else []
@@ -99,10 +99,9 @@ def create(objects: str, namespace: str) -> list[str]:
 
 
 def _check_training(job: Job) -> Loaded:
-    """Return the configuration of a training job.
+    """Check a training job, and return its configuration.
 
-    Raises UsageError for everything that `lockstep train` would reject with this number of processes, except for
-    problems with the data.
+    Raises UsageError if `lockstep train` would reject the job with its number of processes. The data isn't checked.
     """
     if not job.words or job.words[0] != "train":
         raise UsageError(
@@ -110,7 +109,7 @@ def _check_training(job: Job) -> Loaded:
             "script, write a batch script (docs/launchers.md); for other commands, use lockstep launch"
         )
     loaded = load(*split(job.words[1:]))
-    if problems := other_processes(loaded.config.placement.processes, job.processes):
+    if problems := check_processes(loaded.config.placement.processes, job.processes):
         raise UsageError(*problems)
     # Imported lazily, because torch takes seconds.
     from lockstep.setup import recipe_folder

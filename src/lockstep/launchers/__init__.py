@@ -1,4 +1,4 @@
-"""Launcher detection. Each launcher has a file of pure functions, and side effects are here. Never imports torch."""
+"""Detects the launcher of this process. The files of the launchers contain only pure functions. Never imports torch."""
 
 import os
 from collections.abc import Mapping
@@ -39,8 +39,9 @@ ORDER: Final = (
 def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that a launcher assigned to this process, or None if no launcher started it.
 
-    Raises UsageError if a launcher's variables are invalid. Setting only one of RANK and WORLD_SIZE is also an error,
-    unless a launcher is detected, because Slurm scripts often set WORLD_SIZE and leave the rank to srun.
+    Raises UsageError if a launcher's variables are invalid. If no launcher is detected, setting only one of RANK and
+    WORLD_SIZE is an error too. Otherwise it isn't, because Slurm scripts often set WORLD_SIZE and leave the rank to
+    srun.
     """
     for launcher in ORDER:
         info = launcher.detect(env) if launcher.detect else None
@@ -51,13 +52,19 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def check_alone(work: str) -> None:
-    """Raise UsageError if a launcher started this process. Used by commands that start their own processes."""
+    """Raise UsageError if a launcher started this process. Commands that start their own processes call this function.
+
+    `work` is the beginning of the message, such as `plan starts the processes of each placement`.
+    """
     if detect(os.environ):
         raise UsageError(f"{work} itself; run it once, without a launcher")
 
 
 def detect_rank() -> RankInfo | None:
-    """Return the rank of this process, or None without a launcher. The process is set up to exit with its launcher."""
+    """Return the rank of this process, or None without a launcher.
+
+    Also arrange for the process to end with its launcher.
+    """
     info = detect(os.environ)
     if info is None:
         return None
@@ -66,12 +73,12 @@ def detect_rank() -> RankInfo | None:
 
 
 def detect_all(env: Mapping[str, str]) -> tuple[Detection, ...]:
-    """Return the detection results of all launchers, in order. The first result with a rank or a problem applies."""
-    looks = []
+    """Return the detection results of all launchers in order. The first result with a rank or a problem decides."""
+    detections = []
     for launcher in ORDER:
         if launcher.detect:
             try:
-                looks.append(Detection(launcher, launcher.detect(env), None))
+                detections.append(Detection(launcher, launcher.detect(env), None))
             except UsageError as error:
-                looks.append(Detection(launcher, None, str(error)))
-    return tuple(looks)
+                detections.append(Detection(launcher, None, str(error)))
+    return tuple(detections)

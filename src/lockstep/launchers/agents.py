@@ -5,20 +5,22 @@ from typing import Final
 from lockstep.errors import UsageError
 from lockstep.launchers.job import Job
 
-# If ranks share the store of the agents and rank 0 moves to a different host, the agents continue to pass the old
-# address (pytorch#182375 only fixed the opposite case). With this setting, rank 0 opens a new store whenever the agents
-# start the ranks.
+# By default, the ranks share the store of the agents. If rank 0 then moves to a different host, the agents still pass
+# the old address (pytorch#182375 only fixed the opposite case). With this setting, rank 0 opens a new store whenever
+# the agents start the ranks.
 OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-# Time to wait for more hosts once there are enough hosts; torch waits 30 s before each start of the ranks.
+# How long to wait for more hosts once there are enough hosts. By default, torch waits 30 s before each start of the
+# ranks.
 _LAST_CALL_S: Final = 5
 _SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's defaults, and the warning signal of batch systems
 
 
-def command(job: Job) -> list[str]:
-    """Return the command line for host number `job.host`. With static rendezvous, rank 0 is on the first host.
+def agent_command(job: Job) -> list[str]:
+    """Return the command line of the agent on host number `job.host`.
 
-    If the number of hosts is fixed, the command line includes the expected number of processes. If clocks differ, an
-    agent may consider the other agents dead and start alone.
+    With a static rendezvous, rank 0 is on the first host. If the number of hosts is fixed, the command line includes
+    the expected number of processes, because an agent whose clock differs may consider all other agents dead and start
+    alone.
     """
     words = [job.python, "-m", "torch.distributed.run", *_rendezvous(job), f"--nproc-per-node={job.processes_per_node}"]
     if job.fewest is not None:

@@ -1,4 +1,4 @@
-"""The interface of a launcher. Each file in this folder with a `LAUNCHER` implements it."""
+"""The interface of a launcher. Each file in this folder that defines `LAUNCHER` implements the interface."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,11 +21,10 @@ class Launcher:
     Fields for launchers that `lockstep launch --on` can start. These have a `command` or `commands`:
 
     - `command`: Returns the command line that starts the job.
-    - `commands`: Returns several command lines that start the job together, by host or rank. Like `command`, it raises
+    - `commands`: Returns a command line for each host or rank, which together start the job. Both functions raise
       UsageError if the launcher can't start the job.
     - `starts_all`: Whether a single `lockstep launch` starts all ranks of the job. If so, this command generates the
-      secret and the rendezvous ID of the job. Otherwise, you must pass these values, which must be the same on all
-      hosts.
+      secret and the rendezvous ID of the job. Otherwise, you must pass the same secret and ID on all hosts.
     - `unused_port`: Returns the reason why the launcher doesn't use --port, or "" if it does.
     - `elastic`: Whether the launcher starts torchrun agents, and therefore accepts --rendezvous, --endpoint, --id,
       --restarts and MIN:MAX hosts.

@@ -11,12 +11,12 @@ from typing import Final
 
 from lockstep.common.rank import SECRET
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launchers.job import Job, Resources, resource_problems, template
+from lockstep.launchers.job import Job, Resources, check_resources, load_template
 from lockstep.launchers.slurm import command
 
 _SCRIPT: Final = Path(__file__).with_name("batch.sh")
 _MAX_WARNING_S: Final = 65_535  # limit in Slurm
-_PATIENCE_S: Final = 5.0  # timeout of squeue, which can take minutes if the controller is overloaded
+_SQUEUE_TIMEOUT_S: Final = 5.0  # if Slurm's controller is overloaded, squeue can take minutes
 _TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
 
 
@@ -26,7 +26,7 @@ class Batch:
 
     The options of `job` are passed to sbatch. Relative paths are relative to `folder`. `time` is the time limit in
     Slurm's format, or empty for the default of the partition. Ranks receive a warning signal `warn_before_s` seconds
-    before the limit. `on_again` contains extra arguments that are used if the folder already contains the run.
+    before the limit. `restart_args` are extra arguments that are used if the folder already contains the run.
     """
 
     job: Job
@@ -35,18 +35,18 @@ class Batch:
     run: str
     time: str
     warn_before_s: int
-    on_again: tuple[str, ...] = ()
+    restart_args: tuple[str, ...] = ()
 
     @property
-    def log(self) -> str:
-        """The absolute path of the job's log. Slurm replaces %j with the job ID. Other % signs are escaped."""
+    def log_path(self) -> str:
+        """The absolute path of the job's log. Slurm replaces %j with the job ID. All other % signs are escaped."""
         folder = self.run if self.run.startswith("/") else f"{self.folder}/{self.run}"
         return f"{folder.replace('%', '%%')}/logs/slurm-%j.log"
 
 
 def check_batch(batch: Batch) -> Batch:
-    """Return the batch. If Slurm can't run it, raise UsageError with all problems."""
-    limit = _seconds(batch.time) if batch.time else None
+    """Return the batch job unchanged. If Slurm can't run it, raise UsageError with all problems."""
+    limit = _parse_time(batch.time) if batch.time else None
     problems = []
     if batch.time and limit is None:
         problems.append(f"--time: expected minutes, HH:MM:SS, D-HH or D-HH:MM:SS, got {batch.time}")
@@ -56,7 +56,7 @@ def check_batch(batch: Batch) -> Batch:
         problems.append(
             f"--warn-before: {batch.warn_before_s} s must be less than --time {batch.time}; reduce it, or raise --time"
         )
-    problems += resource_problems(batch.job)
+    problems += check_resources(batch.job)
     texts = {"--name": batch.name, "run.dir": batch.run, "the current folder": batch.folder}
     texts |= batch.job.resources.named
     texts |= {f"--option {word!r}": word for word in batch.job.options}
@@ -70,12 +70,12 @@ def check_batch(batch: Batch) -> Batch:
     return batch
 
 
-def script(batch: Batch) -> str:
-    """Return the bash script of a batch job. Its comments explain the script to users who find it in the run folder."""
+def render_script(batch: Batch) -> str:
+    """Return the bash script of a batch job. Comments in the script explain it to users who find it in a run folder."""
     # A job step inherits the resources of the job, so srun must not request them again.
     call = shlex.join(command(replace(batch.job, options=(), resources=Resources())))
     words = {"quote": shlex.quote, "join": shlex.join, "call": call, "secret": SECRET}
-    return template(_SCRIPT).render(batch=batch, job=batch.job, **words)
+    return load_template(_SCRIPT).render(batch=batch, job=batch.job, **words)
 
 
 def submit(file: Path) -> int:
@@ -92,27 +92,30 @@ def submit(file: Path) -> int:
     return int(job_id)
 
 
-def queue_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
-    """Return the state and reason of each job that Slurm knows, and a warning or an empty string.
+def query_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
+    """Query Slurm for jobs by ID. Return the state and reason of each known job, and a warning or an empty string.
 
-    The states are None if there are no jobs, if squeue isn't installed, or if squeue fails. In case of a failure, the
-    warning contains the reason.
+    If `jobs` is empty, if squeue isn't installed, or if squeue fails, None is returned instead of the states. If squeue
+    fails, the warning contains the reason.
     """
     if not jobs or shutil.which("squeue") is None:
         return None, ""
-    # Pass each ID twice. squeue fails for a single unknown job, but not for several jobs.
+    # Pass each ID twice, because squeue fails for a single unknown job, but not for multiple jobs.
     line = ["squeue", "--noheader", "--format=%i|%T|%r", f"--jobs={','.join(map(str, 2 * sorted(jobs)))}"]
     try:
-        result = subprocess.run(line, capture_output=True, text=True, timeout=_PATIENCE_S)
+        result = subprocess.run(line, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return None, f"squeue did not answer within {_PATIENCE_S:.0f} s: states from the queue of Slurm are omitted"
+        return (
+            None,
+            f"squeue did not answer within {_SQUEUE_TIMEOUT_S:.0f} s: states from the queue of Slurm are omitted",
+        )
     if result.returncode:
         cause = result.stderr.strip() or f"exit code {result.returncode}"
         return None, f"squeue failed: states from the queue of Slurm are omitted: {cause}"
-    return states(result.stdout), ""
+    return parse_states(result.stdout), ""
 
 
-def states(text: str) -> dict[int, tuple[str, str]]:
+def parse_states(text: str) -> dict[int, tuple[str, str]]:
     """Parse the output of `squeue --noheader --format=%i|%T|%r` into the state and reason of each job."""
     states_by_job = {}
     for line in text.splitlines():
@@ -123,7 +126,7 @@ def states(text: str) -> dict[int, tuple[str, str]]:
     return states_by_job
 
 
-def _seconds(time: str) -> int | None:
+def _parse_time(time: str) -> int | None:
     """Parse a Slurm time: minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]."""
     match = _TIME.fullmatch(time)
     if match is None:

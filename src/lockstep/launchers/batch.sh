@@ -11,7 +11,7 @@
 #SBATCH {{ quote(option ~ "=" ~ value) }}
 {% endfor %}
 # The output of Slurm and the ranks. A later start appends to it.
-#SBATCH --output={{ quote(batch.log) }}
+#SBATCH --output={{ quote(batch.log_path) }}
 #SBATCH --open-mode=append
 # Slurm warns the ranks, not this script, before the time is over (up to a minute earlier, because it rarely checks).
 # They finish the step, save and exit with 75.
@@ -28,17 +28,17 @@ if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS
 # The ranks sign their messages with this secret. Each start draws a new one, so it is in no file or command line.
 if [ -z "${ {{- secret }}:-}" ]; then {{ secret }}=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n'); fi
 export {{ secret }}
-{% if batch.on_again %}
+{% if batch.restart_args %}
 
 # The initial checkpoint is only for the first start.
 words=()
-if [ -e {{ quote(batch.run) }}/config.yaml ]; then words=({{ join(batch.on_again) }}); fi
+if [ -e {{ quote(batch.run) }}/config.yaml ]; then words=({{ join(batch.restart_args) }}); fi
 {% endif %}
 
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 size=$(stat --format=%s {{ quote(batch.run ~ "/events.jsonl") }} 2> /dev/null)
 # One failed rank ends all ranks. The run folder is named, so that each start continues in it.
-{{ call }}{% if batch.on_again %} "${words[@]}"{% endif %}
+{{ call }}{% if batch.restart_args %} "${words[@]}"{% endif %}
 
 code=$?
 

@@ -1,4 +1,4 @@
-"""RANK and WORLD_SIZE, set manually or by any launcher that uses the variable names of torch."""
+"""Detects ranks from RANK and WORLD_SIZE, as set manually or by any launcher that uses torch's variable names."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -23,7 +23,7 @@ def check_half_set(env: Mapping[str, str]) -> None:
 
 
 def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
-    """Return the rank from the variables of torch. LOCAL_RANK defaults to 0, which means one process per host.
+    """Return the rank from torch's variables. LOCAL_RANK defaults to 0, i.e. one process per host.
 
     Raises UsageError with all missing and invalid values.
     """

@@ -1,4 +1,4 @@
-"""Slurm's compact notation: `n[1-2,5],gpu[001-004]x` for hosts and `2(x3),1` for the number of tasks per host."""
+"""Expands Slurm's compact lists: `n[1-2,5],gpu[001-004]x` for hosts, and `2(x3),1` for the number of tasks per host."""
 
 import re
 from collections.abc import Iterator
@@ -6,20 +6,20 @@ from itertools import product
 from math import prod
 from typing import Final
 
-MOST: Final = 65_536  # maximum number of entries in a list, as in Slurm
+MAX_ENTRIES: Final = 65_536  # maximum number of entries in a list, as in Slurm
 
 _BRACKETS: Final = re.compile(r"\[([^\[\]]*)\]")
 _RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
-def hosts(text: str) -> tuple[str, ...]:
+def expand_hosts(text: str) -> tuple[str, ...]:
     """Expand a host list, keeping the order and leading zeros. Raises ValueError if the list is invalid.
 
-    If a name has several brackets, the last bracket varies fastest: `a[1-2]b[3-4]` is a1b3, a1b4, a2b3, a2b4.
+    If a name has multiple brackets, the last bracket varies fastest: `a[1-2]b[3-4]` is a1b3, a1b4, a2b3, a2b4.
     """
     names: list[str] = []
-    for part in _parts(text):
+    for part in _split_at_commas(text):
         pieces = _BRACKETS.split(part)  # alternates between text and the content of brackets
         if not part or any(mark in piece for piece in pieces[::2] for mark in "[]"):
             raise ValueError("expected host names such as n[1-2,5],login")
@@ -29,7 +29,7 @@ def hosts(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def counts(text: str) -> tuple[int, ...]:
+def expand_counts(text: str) -> tuple[int, ...]:
     """Expand a list of task counts per host: `2(x3),1` is 2, 2, 2, 1. Raises ValueError if the list is invalid."""
     numbers: list[int] = []
     for part in text.split(","):
@@ -42,8 +42,8 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _parts(text: str) -> Iterator[str]:
-    """Split a text at commas that aren't in brackets."""
+def _split_at_commas(text: str) -> Iterator[str]:
+    """Split text at commas that aren't in brackets."""
     begin = depth = 0
     for index, character in enumerate(text):
         depth += (character == "[") - (character == "]")
@@ -67,5 +67,5 @@ def _expand_numbers(text: str) -> list[str]:
 
 
 def _check_length(length: int) -> None:
-    if length > MOST:
-        raise ValueError(f"more than {MOST} entries")
+    if length > MAX_ENTRIES:
+        raise ValueError(f"more than {MAX_ENTRIES} entries")

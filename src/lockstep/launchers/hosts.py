@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 
 _POLL_S: Final = 0.1
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STOP_S: Final = 75.0  # slightly longer than lockstep.common.follow_parent allows a command
+STOP_S: Final = 75.0  # slightly longer than STOP_S of follow_parent.py, which stops a remote command
 
 
-class Ended(NamedTuple):
+class CommandExit(NamedTuple):
     """The exit of a command: its exit code in shell convention, and the signal that ended all commands, if any."""
 
     host: str
@@ -25,73 +25,81 @@ class Ended(NamedTuple):
 
 def run_on_hosts(
     commands: Mapping[str, Sequence[str]],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     stop_s: float = STOP_S,
     required: int | None = None,
     secret: str = "",
     is_local: bool = False,
-) -> Ended:
-    """Run `commands`, keyed by host or rank, until all of them have exited. Return the first failure, if any.
+) -> CommandExit:
+    """Run a command for each host or rank until all commands have exited. Return the exit of the first failed command.
 
-    The stdin of a command stays open while the command should run. Closing stdin asks the command to end. stdin is
-    closed if a different command fails, and on SIGINT, SIGTERM, SIGHUP and SIGUSR1. If a command exits successfully,
-    the other commands have time to finish. A command that takes longer than `stop_s`, or that is still running at a
-    second SIGINT, is killed.
+    If the commands succeeded, the first exit is returned.
 
-    If `secret` is set, it is the first line of each command's stdin. Commands that run without ssh (`is_local`) receive
-    signals directly, and the sender of the signal decides how long they may take.
+    Closing the stdin of a command asks the command to end. If a command fails, or on SIGINT, SIGTERM, SIGHUP or
+    SIGUSR1, stdin is closed for all remaining commands. Once a command has exited or was asked to end, the remaining
+    commands have `stop_s` seconds to exit before they are killed. A second SIGINT kills them immediately.
 
-    If `required` is set, a failed command doesn't end the other commands as long as at least `required` commands are
-    running or have succeeded. If these commands succeed, the failure isn't returned.
+    If `secret` is set, it is sent as the first line of each command's stdin. Set `is_local` if the commands run on this
+    host without ssh. In this case, signals are forwarded to the commands, which may take any time to exit.
+
+    If `required` is set, a failed command doesn't end the remaining commands as long as at least `required` commands
+    are running or have succeeded. If `required` commands succeed, the failure isn't returned.
     """
     required = len(commands) if required is None else required
-    events: SimpleQueue[Ended | signal.Signals] = SimpleQueue()
+    events: SimpleQueue[CommandExit | signal.Signals] = SimpleQueue()
     processes: dict[str, subprocess.Popen[bytes]] = {}
-    exits: list[Ended] = []
+    exits: list[CommandExit] = []
     signals: list[signal.Signals] = []
     deadline: float | None = None
-    with _signals_to(events):
+    with _queue_signals(events):
         try:
             for host, command in commands.items():
                 processes[host] = _start(host, command, events)
                 if secret:
                     _send_secret(processes[host], secret)
             while processes:
-                event = _next(events, deadline)
-                if isinstance(event, Ended):
-                    _ask_to_end({event.host: processes.pop(event.host)})
+                event = _next_event(events, deadline)
+                if isinstance(event, CommandExit):
+                    _close_stdin({event.host: processes.pop(event.host)})
                     exits.append(event)
                 elif event is not None:
                     signals.append(event)
                 if event is None or signals.count(signal.SIGINT) > 1:
                     _kill(processes)
                     deadline = None
-                elif _stops(event) and processes and not signals and len(processes) + _successes(exits) >= required:
-                    say(f"{_reason(event)}; continuing with {', '.join(processes)}")
+                elif (
+                    _should_stop(event)
+                    and processes
+                    and not signals
+                    and len(processes) + _count_successes(exits) >= required
+                ):
+                    report(f"{_describe_event(event)}; continuing with {', '.join(processes)}")
                     continue
-                elif _stops(event) and processes:
-                    say(f"{_reason(event)}; ending {', '.join(processes)}")
-                    if is_local and not isinstance(event, Ended):
+                elif _should_stop(event) and processes:
+                    report(f"{_describe_event(event)}; ending {', '.join(processes)}")
+                    if is_local and not isinstance(event, CommandExit):
                         for process in processes.values():
                             process.send_signal(event)
                         continue
-                    _ask_to_end(processes)
+                    _close_stdin(processes)
                 deadline = deadline or time.monotonic() + stop_s
         finally:
             _kill(processes)
             for process in processes.values():
                 process.wait()
-    first = next((exited for exited in exits if bool(exited.code) == (_successes(exits) < required)), exits[0])
+    first = next((exited for exited in exits if bool(exited.code) == (_count_successes(exits) < required)), exits[0])
     return first._replace(stop_signal=signals[0] if signals else None)
 
 
-def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal.Signals]) -> subprocess.Popen[bytes]:
-    # In a separate process group, the command doesn't receive Ctrl-C, so that the run has time to save.
+def _start(
+    host: str, command: Sequence[str], events: SimpleQueue[CommandExit | signal.Signals]
+) -> subprocess.Popen[bytes]:
+    # A separate process group keeps Ctrl-C from killing the command, so that the run has time to save.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
 
     def wait() -> None:
         code = process.wait()
-        events.put(Ended(host, code if code >= 0 else 128 - code))
+        events.put(CommandExit(host, code if code >= 0 else 128 - code))
 
     threading.Thread(target=wait, daemon=True).start()
     return process
@@ -99,15 +107,17 @@ def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal
 
 def _send_secret(process: subprocess.Popen[bytes], secret: str) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # the command has exited, which its `Ended` event reports
+    with suppress(BrokenPipeError):  # the command has exited; its CommandExit event reports this
         process.stdin.write(os.fsencode(f"{secret}\n"))
         process.stdin.flush()
 
 
-def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -> Ended | signal.Signals | None:
+def _next_event(
+    events: SimpleQueue[CommandExit | signal.Signals], deadline: float | None
+) -> CommandExit | signal.Signals | None:
     """Return the next event, or None if there is no event before the deadline.
 
-    This polls, because a signal that the kernel delivers to a different thread doesn't wake up this thread.
+    This polls, because a signal that the kernel delivers to a different thread doesn't interrupt a blocking `get`.
     """
     while deadline is None or time.monotonic() < deadline:
         with suppress(Empty):
@@ -115,19 +125,19 @@ def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -
     return None
 
 
-def _successes(exits: Sequence[Ended]) -> int:
+def _count_successes(exits: Sequence[CommandExit]) -> int:
     return sum(not exited.code for exited in exits)
 
 
-def _stops(event: Ended | signal.Signals) -> bool:
-    return not isinstance(event, Ended) or event.code != 0
+def _should_stop(event: CommandExit | signal.Signals) -> bool:
+    return not isinstance(event, CommandExit) or event.code != 0
 
 
-def _reason(event: Ended | signal.Signals) -> str:
-    return f"{event.host} ended with exit code {event.code}" if isinstance(event, Ended) else event.name
+def _describe_event(event: CommandExit | signal.Signals) -> str:
+    return f"{event.host} ended with exit code {event.code}" if isinstance(event, CommandExit) else event.name
 
 
-def _ask_to_end(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
+def _close_stdin(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
     for process in running.values():
         if process.stdin is not None:
             with suppress(BrokenPipeError):
@@ -135,14 +145,14 @@ def _ask_to_end(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 
 def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    _ask_to_end(running)
+    _close_stdin(running)
     for process in running.values():
         process.kill()
 
 
 @contextmanager
-def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
-    """Put termination signals into the queue while the block runs."""
+def _queue_signals(events: SimpleQueue[CommandExit | signal.Signals]) -> Iterator[None]:
+    """Put termination signals into the queue while the block runs, instead of ending this process."""
     # If SIGHUP is ignored, as under nohup, keep ignoring it.
     signal_numbers = [
         signal_number
@@ -150,7 +160,7 @@ def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
         if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN
     ]
     before = {
-        signal_number: signal.signal(signal_number, lambda got, _: events.put(signal.Signals(got)))
+        signal_number: signal.signal(signal_number, lambda received, _: events.put(signal.Signals(received)))
         for signal_number in signal_numbers
     }
     try:

@@ -17,7 +17,7 @@ RESTARTS: Final = 10  # number of restarts after failures, if the job restarts a
 _GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
 _TRAINING: Final = ("train", "eval")  # commands that accept placement.processes
 _PROCESSES: Final = "placement.processes"
-_PYTHON: Final = ("python", "python3")  # both names mean the Python interpreter of the job
+_PYTHON: Final = ("python", "python3")  # replaced with the Python interpreter of the job
 _OTHER_PYTHON: Final = re.compile(r".*/python[0-9.]*|python[0-9.]+")  # a path, or a name with a version
 
 
@@ -94,7 +94,10 @@ class Job:
 
     @property
     def standalone(self) -> bool:
-        """Whether there is only one agent. It needs no rendezvous and chooses a free port itself."""
+        """Whether torchrun's agent runs standalone, without a rendezvous with other hosts.
+
+        It chooses a free port itself.
+        """
         return self.nodes == 1 and not self.endpoint and self.rendezvous in ("", "c10d")
 
     @property
@@ -130,21 +133,21 @@ class Job:
         return [self.python, *self.module]
 
 
-def followed(job: Job, line: Sequence[str]) -> list[str]:
-    """Wrap a command line so that the command ends when its stdin is closed (follow_parent.py).
+def follow_stdin(job: Job, line: Sequence[str]) -> list[str]:
+    """Wrap a command line so that the command ends when its stdin closes (follow_parent.py).
 
-    If the job has a secret, the first line of stdin contains it.
+    If the job has a secret, the command reads the secret from the first line of stdin.
     """
     secret = [SECRET_FLAG] if job.signed else []
     return [job.python, "-m", "lockstep.common.follow_parent", *secret, *line]
 
 
-def with_python(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Insert `python` if a command starts with a script, which torchrun also accepts."""
+def insert_python(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Insert `python` if a command starts with a script. torchrun accepts such commands too."""
     return (_PYTHON[0], *words) if words and words[0].endswith(".py") else words
 
 
-def template(file: Path) -> "Template":
+def load_template(file: Path) -> "Template":
     """Load the Jinja template of a batch script or manifest."""
     from jinja2 import Environment  # imported lazily, so that other commands start faster
 
@@ -152,7 +155,7 @@ def template(file: Path) -> "Template":
 
 
 def check_job(job: Job) -> Job:
-    """Return the job. If its options are incomplete or contradict each other, raise UsageError with all problems."""
+    """Return the job unchanged. If its options are incomplete or contradictory, raise UsageError with all problems."""
     problems = []
     if not job.words or (job.is_script and len(job.words) == 1):
         problems.append("no command to start; pass one after --, such as -- train digits")
@@ -178,17 +181,17 @@ def check_job(job: Job) -> Job:
             f"--hosts: named more than once: {', '.join(duplicates)}; name each host once, and set --processes-per-node"
         )
     problems += [f"--hosts: {host} is not a valid host name; remove it" for host in job.hosts if host.startswith("-")]
-    problems += resource_problems(job)
+    problems += check_resources(job)
     processes = [word.partition("=")[2] for word in job.words if word.startswith(f"{_PROCESSES}=")]
     if processes and job.trains and job.fewest is None:
-        problems += other_processes(processes[-1], job.processes)
+        problems += check_processes(processes[-1], job.processes)
     if problems:
         raise UsageError("\n".join(problems))
     return job
 
 
-def resource_problems(job: Job) -> list[str]:
-    """Return the problems of the resources that are requested from Slurm."""
+def check_resources(job: Job) -> list[str]:
+    """Return a list of the problems with the resources that a job requests from Slurm."""
     problems, gpus = [], job.resources.gpus_per_node
     if not _GPUS.fullmatch(gpus):
         problems.append(f"--gpus-per-node: expected a number such as 4, or a100:4, got {gpus}")
@@ -199,8 +202,8 @@ def resource_problems(job: Job) -> list[str]:
     return problems
 
 
-def other_processes(requested: str | int, processes: int) -> list[str]:
-    """Return a problem if placement.processes isn't the number of processes of the job."""
+def check_processes(requested: str | int, processes: int) -> list[str]:
+    """Return a problem if the requested placement.processes differs from the number of processes of the job."""
     if str(requested) in ("auto", str(processes)):
         return []
     started = f"--nodes and --processes-per-node start {processes}"

@@ -10,7 +10,7 @@ from typing import Final
 
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_SAVED, PERSISTENT_EXITS, UsageError
-from lockstep.launchers.job import Job, template
+from lockstep.launchers.job import Job, load_template
 from lockstep.launchers.node import FIRST_NODE, NODES
 
 KINDS: Final = ("jobset", "trainjob", "job")
@@ -67,10 +67,10 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
         raise UsageError("\n".join(problems))
 
 
-def manifest(job: Job, cluster: Cluster) -> str:
-    """Return the manifest as YAML. Objects appear in the order in which they must be created."""
+def render_manifest(job: Job, cluster: Cluster) -> str:
+    """Return the manifest of a job as YAML, with its objects in the order in which they must be created."""
     arguments = ("launch", "--on", "node", "--processes-per-node", str(job.processes_per_node), "--", *job.words)
-    return template(_MANIFEST).render(
+    return load_template(_MANIFEST).render(
         job=job,
         cluster=cluster,
         words=[word.replace("$(", "$$(") for word in arguments],  # Kubernetes expands $(NAME)

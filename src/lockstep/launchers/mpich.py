@@ -5,10 +5,10 @@ from typing import Final
 
 from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
-from lockstep.launchers.variables import rank_info
+from lockstep.launchers.variables import read_rank
 
 VARIABLES: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT")
-PORT: Final = 29_500  # torch's default port, because Hydra passes no job ID from which a port could be derived
+PORT: Final = 29_500  # torch's default port; Hydra provides no job ID from which a port could be derived
 _MISSING_ADVICE: Final = "mpiexec of MPICH and Intel MPI sets it in each process"
 _ADVICE: Final = "mpiexec does not provide the host of rank 0: mpiexec -genv MASTER_ADDR HOST ..."
 
@@ -20,7 +20,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """
     if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
         return None
-    return rank_info(env, "mpich", VARIABLES[:4], port=PORT, missing=_MISSING_ADVICE, advice=_ADVICE)
+    return read_rank(env, "mpich", VARIABLES[:4], port=PORT, missing_advice=_MISSING_ADVICE, advice=_ADVICE)
 
 
 LAUNCHER: Final = Launcher("mpich", detect, VARIABLES)

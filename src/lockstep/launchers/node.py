@@ -1,7 +1,7 @@
-"""A node of a job, on platforms that start the same command on every node. The command starts the ranks of its node.
+"""Starts the ranks of a node, on platforms that start the same command on every node of a job.
 
-The platform sets variables with the index of the node, the number of nodes and the address of the first node. It
-restarts one node or all nodes depending on the exit code of the command, which is the exit code of the ranks.
+The platform sets environment variables with the index of the node, the number of nodes and the address of the first
+node. The command exits with the exit code of the ranks, and the platform uses it to decide which nodes to restart.
 """
 
 import socket
@@ -13,7 +13,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import environment
 from lockstep.launchers.base import Launcher
-from lockstep.launchers.job import Job, followed
+from lockstep.launchers.job import Job, follow_stdin
 
 _STARTED: Final = "LOCKSTEP_NODE_STARTED"  # index of the node that started this rank
 VARIABLES: Final = (_STARTED, *environment.VARIABLES)
@@ -23,7 +23,7 @@ FIRST_NODE: Final = "LOCKSTEP_FIRST_NODE"
 
 @dataclass(frozen=True)
 class Platform:
-    """The names of the variables that a platform sets.
+    """A platform, with the names of the environment variables that it sets on each node.
 
     `rank` is the variable with the index of the node. `main` is the variable with the index of the first node, for
     platforms on which it isn't always 0. `first` is the variable with the address of the first node. More addresses may
@@ -68,7 +68,10 @@ PLATFORMS: Final = (
 
 
 def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> Job:
-    """Return the job for this node, using the variables in `env`. Raises UsageError if any is missing or invalid."""
+    """Complete a job for this node from the variables in `env`.
+
+    Raises UsageError if a variable is missing or invalid.
+    """
     platform = next((entry for entry in PLATFORMS if entry.rank in env and entry.nodes in env), None)
     if platform is None:
         known_names = "; ".join(f"{entry.name}: {entry.rank} and {entry.nodes}" for entry in PLATFORMS)
@@ -84,7 +87,8 @@ def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -
             f"nodes from 0"
         )
     rank %= nodes
-    # The first node may not know its own address. In a job with a single node, no other node needs the address.
+    # The platform may not tell the first node its address. In a job with a single node, no other node needs the
+    # address.
     addresses = env.get(platform.first, "").split() or ([socket.gethostname()] if rank == 0 else [])
     if not addresses:
         raise UsageError(f"--on node: {platform.first} is not set, so node {rank} cannot find the first node; set it")
@@ -114,7 +118,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def commands(job: Job) -> dict[str, list[str]]:
-    """Return the command line of each rank on this node. Each command ends when its stdin is closed."""
+    """Return the command line of each rank on this node. Each command ends when its stdin closes."""
     if job.options:
         raise UsageError(f"--on node: there is no launcher to pass {' '.join(job.options)} to; remove --option")
     processes_per_node = job.processes_per_node
@@ -129,7 +133,7 @@ def commands(job: Job) -> dict[str, list[str]]:
     for local, rank in enumerate(range(job.host * processes_per_node, (job.host + 1) * processes_per_node)):
         variables = shared_variables | {"RANK": rank, "LOCAL_RANK": local}
         line = ["env", *(f"{name}={value}" for name, value in variables.items()), *job.program]
-        lines[f"rank {rank}"] = followed(job, line)
+        lines[f"rank {rank}"] = follow_stdin(job, line)
     return lines
 
 

@@ -8,11 +8,11 @@ from lockstep.common.hashing import SEED_VARIABLE
 from lockstep.common.rank import SECRET, RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
-from lockstep.launchers.variables import MASTER, PLACE, port_of, rank_info
+from lockstep.launchers.variables import MASTER, RANK_SUFFIXES, derive_port, read_rank
 
-VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{suffix}" for suffix in PLACE), "PMIX_NAMESPACE", *MASTER)
+VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{suffix}" for suffix in RANK_SUFFIXES), "PMIX_NAMESPACE", *MASTER)
 _MISSING_ADVICE: Final = "mpirun of Open MPI sets it in each process"
-# OMPI_MCA_orte_hnp_uri is the host that runs mpirun, which may not be a host of the job.
+# OMPI_MCA_orte_hnp_uri can't be used, because it is the host of mpirun, which may not be a host of the job.
 _ADVICE: Final = "mpirun does not provide the host of rank 0: mpirun -x MASTER_ADDR=HOST ..."
 
 
@@ -20,12 +20,12 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that mpirun assigned to this process, or None."""
     if "OMPI_COMM_WORLD_RANK" not in env and "OMPI_COMM_WORLD_SIZE" not in env:
         return None
-    port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # job ID, which is the same on all ranks
-    return rank_info(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING_ADVICE, advice=_ADVICE)
+    port = derive_port(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # job ID, which is the same on all ranks
+    return read_rank(env, "openmpi", VARIABLES[:4], port=port, missing_advice=_MISSING_ADVICE, advice=_ADVICE)
 
 
 def command(job: Job) -> list[str]:
-    """Return the command line of mpirun. Without host names, mpirun uses this host or the hosts of a batch system."""
+    """Return the command line of mpirun. Without host names, mpirun uses the hosts of a batch system, or this host."""
     per_node = job.processes_per_node
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
     host_words = ["--host", ",".join(f"{host}:{per_node}" for host in hosts)] if hosts else []

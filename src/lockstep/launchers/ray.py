@@ -1,4 +1,4 @@
-"""Ray Train, whose workers are actors. Ranks come from Ray's API, and the workers rendezvous in Ray's store."""
+"""Ray Train, whose workers are Ray actors. Ranks come from Ray's API, and the workers rendezvous in Ray's store."""
 
 import sys
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Worker(Protocol):
     def get_storage(self) -> Any: ...
 
 
-def worker() -> Worker | None:
+def get_worker() -> Worker | None:
     """Return the train context if this process is a Ray Train worker, or else None."""
     train = sys.modules.get("ray.train")  # a worker has already imported it
     if train is None:
@@ -38,7 +38,7 @@ def worker() -> Worker | None:
     return context
 
 
-def rank_info(worker: Worker, env: Mapping[str, str]) -> RankInfo:
+def read_rank(worker: Worker, env: Mapping[str, str]) -> RankInfo:
     """Return the rank of a worker. The store of Ray's process group listens on MASTER_ADDR and MASTER_PORT."""
     variables = Variables(env, _ADVICE)
     port = variables.port(None)
@@ -47,13 +47,13 @@ def rank_info(worker: Worker, env: Mapping[str, str]) -> RankInfo:
     return RankInfo(*numbers, "ray", env.get("MASTER_ADDR"), port, _ADVICE, hosted=True)
 
 
-def preempted() -> bool:
-    """Return whether a node of this run will be preempted soon. All workers must call it, which synchronizes them."""
+def is_preempted() -> bool:
+    """Return whether Ray will soon preempt a node of this run. This synchronizes the workers, so all must call it."""
     return sys.modules["ray.train"].get_preemption_info() is not None
 
 
-def run_folder(worker: Worker, folder: str) -> str:
-    """Return the path of a run folder. A relative path is relative to the folder of the Ray run, `Result.path`."""
+def resolve_run_folder(worker: Worker, folder: str) -> str:
+    """Resolve the path of a run folder. A relative path is relative to the folder of the Ray run (`Result.path`)."""
     if Path(folder).is_absolute():
         return folder
     try:

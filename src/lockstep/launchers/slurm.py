@@ -10,9 +10,9 @@ from typing import Final
 
 from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
-from lockstep.launchers.hostlist import counts, hosts
+from lockstep.launchers.hostlist import expand_counts, expand_hosts
 from lockstep.launchers.job import Job
-from lockstep.launchers.variables import MASTER, Variables, check_range, port_of
+from lockstep.launchers.variables import MASTER, Variables, check_range, derive_port
 
 VARIABLES: Final = (
     *(f"SLURM_{suffix}" for suffix in ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID")),
@@ -21,7 +21,7 @@ VARIABLES: Final = (
 )
 _PSEUDO_STEPS: Final = 4_294_967_290  # step IDs of batch scripts, shells and so on are at least this (0xfffffffa)
 _SCONTROL_TIMEOUT_S: Final = 5.0
-_STEPS: Final = 16  # port distance of consecutive jobs, so that their first steps use different ports
+_STEPS: Final = 16  # ports per job, so that the first job steps of consecutive jobs use different ports
 _MISSING_ADVICE: Final = "srun sets it in each task; start lockstep directly with srun, and do not change its variables"
 
 
@@ -32,16 +32,16 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     scripts even have SLURM_PROCID=0. A step with a single task, such as `srun --pty bash`, is treated as if there were
     no launcher.
     """
-    if not _is_one_of_several_tasks(env):
+    if not _is_task_of_multiple(env):
         return None
     variables = Variables(env, _MISSING_ADVICE)
     rank = variables.number("SLURM_PROCID")
     size = variables.number("SLURM_STEP_NUM_TASKS")
     local_rank = variables.number("SLURM_LOCALID")
     node = variables.number("SLURM_NODEID")
-    on_nodes = variables.parse("SLURM_STEP_TASKS_PER_NODE", counts)
-    nodes = variables.parse("SLURM_STEP_NODELIST", hosts)
-    port = variables.port(port_of(variables.number("SLURM_JOB_ID") * _STEPS + variables.number("SLURM_STEP_ID")))
+    on_nodes = variables.parse("SLURM_STEP_TASKS_PER_NODE", expand_counts)
+    nodes = variables.parse("SLURM_STEP_NODELIST", expand_hosts)
+    port = variables.port(derive_port(variables.number("SLURM_JOB_ID") * _STEPS + variables.number("SLURM_STEP_ID")))
     if not variables.problems:
         _check_consistency(variables, rank, size, local_rank, node, on_nodes, len(nodes))
     if (
@@ -59,7 +59,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
-    """Return a warning if no launcher started this process in a job with several tasks, or else an empty string.
+    """Return a warning if this process is in a Slurm job with multiple tasks but wasn't started by srun, or else "".
 
     `processes` is the number of processes that Lockstep starts on this host. If it equals the number of tasks and all
     tasks are on this host, there is no warning.
@@ -97,7 +97,7 @@ def node_address(text: str) -> str:
 
 
 def _show_node(name: str) -> str:
-    # Raised if scontrol isn't installed, or if Slurm doesn't respond.
+    # These errors mean that scontrol isn't installed, or that Slurm doesn't respond.
     with suppress(OSError, subprocess.TimeoutExpired):
         command = ["scontrol", "show", "node", name]
         return subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False).stdout
@@ -106,7 +106,7 @@ def _show_node(name: str) -> str:
 
 def _first_host(nodes: str) -> tuple[str, ...]:
     with suppress(ValueError):
-        return hosts(nodes)[:1]
+        return expand_hosts(nodes)[:1]
     return ()
 
 
@@ -118,7 +118,10 @@ def _can_resolve(host: str) -> bool:
 
 
 def command(job: Job) -> list[str]:
-    """Return the command line of srun, for an existing or new allocation. If a task fails, srun ends all tasks."""
+    """Return the command line of srun, which uses the current allocation or requests one.
+
+    A failed task ends all tasks.
+    """
     per_node = job.processes_per_node
     layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={per_node}"]
     host_words = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
@@ -132,7 +135,7 @@ LAUNCHER: Final = Launcher(
 )
 
 
-def _is_one_of_several_tasks(env: Mapping[str, str]) -> bool:
+def _is_task_of_multiple(env: Mapping[str, str]) -> bool:
     step = env.get("SLURM_STEP_ID", "")
     pseudo = step.isdecimal() and int(step) >= _PSEUDO_STEPS
     return bool(step) and not pseudo and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
@@ -141,7 +144,7 @@ def _is_one_of_several_tasks(env: Mapping[str, str]) -> bool:
 def _check_consistency(
     variables: Variables, rank: int, size: int, local_rank: int, node: int, on_nodes: tuple[int, ...], nodes: int
 ) -> None:
-    """Record a problem if the values contradict each other."""
+    """Record a problem if Slurm's variables contradict each other."""
     check_range(variables, "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
     if not len(on_nodes) == nodes > node or sum(on_nodes) != size:
         variables.problems.append(

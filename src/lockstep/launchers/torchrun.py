@@ -9,7 +9,7 @@ from typing import Final
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import environment
-from lockstep.launchers.agents import OWN_STORE, command
+from lockstep.launchers.agents import OWN_STORE, agent_command
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
 
@@ -25,13 +25,13 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def check_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise UsageError if torchrun started with fewer hosts than its command line `agent_argv` requests.
+    """Raise UsageError if torchrun started on fewer hosts than its command line `agent_argv` requests.
 
-    An agent whose clock is ahead considers the other agents dead as soon as they join, and starts alone. Agents tell
-    their workers the actual number of agents. The requested number is only on the command line (--nnodes, which
+    An agent whose clock is ahead considers all other agents dead as soon as they join, and starts alone. Workers only
+    know the actual number of agents (GROUP_WORLD_SIZE). The requested number is on the command line (--nnodes, which
     defaults to 1).
     """
-    (fewest, _), hosts = _hosts(agent_argv, env), int(env.get("GROUP_WORLD_SIZE", "1"))
+    (fewest, _), hosts = _requested_hosts(agent_argv, env), int(env.get("GROUP_WORLD_SIZE", "1"))
     if hosts < fewest:
         raise UsageError(
             f"torchrun: --nnodes requests {fewest} hosts, but torchrun started with {hosts} "
@@ -43,7 +43,7 @@ def check_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
 def check_restarts(agent_argv: Sequence[str], env: Mapping[str, str], folder: str | None) -> None:
     """Raise UsageError if torchrun may restart a training run, but there is no run `folder` to resume from."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    fewest, most = _hosts(agent_argv, env)
+    fewest, most = _requested_hosts(agent_argv, env)
     if not folder and (restarts != "0" or fewest < most):
         option = f"--nnodes={fewest}:{most}" if fewest < most else f"--max-restarts={restarts}"
         raise UsageError(
@@ -53,8 +53,8 @@ def check_restarts(agent_argv: Sequence[str], env: Mapping[str, str], folder: st
 
 
 def check_leaving(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise UsageError if no host can leave the job, or if the remaining hosts can't restart without it."""
-    fewest, most = _hosts(agent_argv, env)
+    """Raise UsageError if the job can't continue without a host, because its size is fixed or it never restarts."""
+    fewest, most = _requested_hosts(agent_argv, env)
     if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or fewest == most:
         raise UsageError(
             "placement.on_corruption: go_on requires a torchrun that restarts and in which a host can leave; pass "
@@ -68,8 +68,8 @@ def leave() -> None:
 
 
 def warning(agent_argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return a warning if the environment of an elastic torchrun isn't suitable, or else an empty string."""
-    fewest, most = _hosts(agent_argv, env)
+    """Return a warning if an elastic torchrun runs without `OWN_STORE` in its environment, or else an empty string."""
+    fewest, most = _requested_hosts(agent_argv, env)
     if fewest == most or env.get(_AGENT_LISTENS) != "True":
         return ""
     return (
@@ -78,8 +78,8 @@ def warning(agent_argv: Sequence[str], env: Mapping[str, str]) -> str:
     )
 
 
-def _hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
-    """Return the minimum and maximum number of hosts that torchrun was asked for."""
+def _requested_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
+    """Return the minimum and maximum number of hosts that torchrun was asked to run on."""
     values = [env.get("PET_NNODES", "")]
     for word, next_word in zip(agent_argv, [*agent_argv[1:], ""], strict=True):
         option, _, value = word.partition("=")
@@ -98,5 +98,11 @@ def unused_port(job: Job) -> str:
 
 
 LAUNCHER: Final = Launcher(
-    "torchrun", detect, VARIABLES, command, starts_all=lambda job: job.nodes == 1, unused_port=unused_port, elastic=True
+    "torchrun",
+    detect,
+    VARIABLES,
+    agent_command,
+    starts_all=lambda job: job.nodes == 1,
+    unused_port=unused_port,
+    elastic=True,
 )

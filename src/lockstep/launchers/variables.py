@@ -8,38 +8,46 @@ from lockstep.errors import UsageError
 
 Parsed = TypeVar("Parsed")
 
-PLACE: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # suffixes of the variable names of a launcher
+RANK_SUFFIXES: Final = (
+    "RANK",
+    "SIZE",
+    "LOCAL_RANK",
+    "LOCAL_SIZE",
+)  # suffixes of the variables in which a launcher sets the rank
 MASTER: Final = ("MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT: Final = 20_000  # all ports must be below the ephemeral ports, which start at 32768 on Linux
-PORTS: Final = 8_999  # number of ports; a prime, so that job IDs with any stride spread over all ports
+PORTS: Final = 8_999  # number of ports; prime, so that job IDs with a common factor still use all ports
 
 
 @final
 class Variables:
-    """Reads environment variables and collects `problems`. `missing` is advice that is shown for an unset variable."""
+    """Reads environment variables and collects `problems`. `missing_advice` is shown for variables that aren't set."""
 
-    def __init__(self, env: Mapping[str, str], missing: str) -> None:
+    def __init__(self, env: Mapping[str, str], missing_advice: str) -> None:
         self._env = env
-        self._missing = missing
+        self._missing_advice = missing_advice
         self.problems: list[str] = []
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a non-negative integer, or `default` if the variable isn't set. If there is a problem, returns 0."""
+        """Read a non-negative integer.
+
+        If the variable isn't set, return `default`. Record a problem and return 0 on error.
+        """
         text = self._env.get(name)
         if text is not None and text.isdecimal():
             return int(text)
         if text is None and default is not None:
             return default
         self.problems.append(
-            f"{name} is not set; {self._missing}" if text is None else f"{name}={text}: expected an integer"
+            f"{name} is not set; {self._missing_advice}" if text is None else f"{name}={text}: expected an integer"
         )
         return 0
 
     def parse(self, name: str, parse: Callable[[str], tuple[Parsed, ...]]) -> tuple[Parsed, ...]:
-        """Return the result of `parse` for a variable. If `parse` raises ValueError, record a problem and return ()."""
+        """Parse a variable with the function `parse`. If it raises ValueError, record a problem and return ()."""
         text = self._env.get(name)
         if text is None:
-            self.problems.append(f"{name} is not set; {self._missing}")
+            self.problems.append(f"{name} is not set; {self._missing_advice}")
             return ()
         try:
             return parse(text)
@@ -62,17 +70,18 @@ class Variables:
             raise UsageError("\n".join(self.problems))
 
 
-def rank_info(
-    env: Mapping[str, str], launcher: str, names: Sequence[str], *, port: int, missing: str, advice: str = ""
+def read_rank(
+    env: Mapping[str, str], launcher: str, names: Sequence[str], *, port: int, missing_advice: str, advice: str = ""
 ) -> RankInfo:
-    """Return the rank of this process. `names` are the variables of rank, world size, local rank and local size.
+    """Read the rank of this process.
 
-    MASTER_ADDR and MASTER_PORT take precedence if they are set. Otherwise, if all processes are on one host, rank 0
-    listens on 127.0.0.1. On several hosts, the address of rank 0 is unknown, and `advice` says how to set it.
+    `names` are the variables of its rank, world size, local rank and local world size. If MASTER_ADDR is set, it is the
+    address of rank 0. Otherwise, if all processes are on one host, rank 0 listens on 127.0.0.1. On multiple hosts, the
+    address is unknown, and `advice` says how to set it. `port` is used if MASTER_PORT isn't set.
 
     Raises UsageError with all missing and invalid values.
     """
-    variables = Variables(env, missing)
+    variables = Variables(env, missing_advice)
     rank, size, local_rank, local_size = map(variables.number, names)
     master_port = variables.port(port)
     if not variables.problems:
@@ -86,11 +95,14 @@ def rank_info(
 
 
 def check_range(variables: Variables, rank_name: str, rank: int, size_name: str, size: int) -> None:
-    """Record a problem if the rank isn't less than the size."""
+    """Record a problem if a rank isn't less than its world size."""
     if rank >= size:
         variables.problems.append(f"{rank_name}={rank} with {size_name}={size}: expected a rank from 0 to {size - 1}")
 
 
-def port_of(number: int) -> int:
-    """Map a job ID to a port from 20000 to 28998. All ranks of a job get the same port. Jobs rarely share a port."""
+def derive_port(number: int) -> int:
+    """Derive a port from 20000 to 28998 from a job ID.
+
+    All ranks of a job get the same port. Jobs rarely share a port.
+    """
     return FIRST_PORT + number % PORTS

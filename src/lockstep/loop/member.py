@@ -70,7 +70,7 @@ class Member:
         An error ends this process. On a single rank, or in a worker of Ray Train, the error is raised instead.
         """
         context, resources = WORKER_CONTEXT.get(), ExitStack()
-        worker = ray.worker() if context is None else None
+        worker = ray.get_worker() if context is None else None
         info = None
         if context is None and worker is None:
             launched = detect_rank()
@@ -88,10 +88,10 @@ class Member:
                 run_config = run_config.model_copy(update={"dir": str(context.folder)})
         elif worker is not None:
             run_config = run_config.model_copy(
-                update={"dir": run_config.dir and ray.run_folder(worker, run_config.dir), "save_async": False}
+                update={"dir": run_config.dir and ray.resolve_run_folder(worker, run_config.dir), "save_async": False}
             )
             # Ray monitors its workers and ends all of them if one fails. Therefore the ranks need no heartbeats.
-            rendezvous = join_ranks(ray.rank_info(worker, os.environ), placement.rendezvous, placement.timeout_s)
+            rendezvous = join_ranks(ray.read_rank(worker, os.environ), placement.rendezvous, placement.timeout_s)
             resources.callback(rendezvous.leave)
         elif info is not None:
             rank_membership = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)

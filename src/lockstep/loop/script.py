@@ -15,7 +15,7 @@ from lockstep.loop.model import explain_errors
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.start import on_ranks
-from lockstep.runs.folder import settle
+from lockstep.runs.folder import write_exit
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 
 _MAX_PATH_BYTES: Final = 4096  # PATH_MAX of Linux
@@ -31,7 +31,7 @@ def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     work = partial(_run_worker, path, [path, *arguments], claimed)
     code = on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
     if failures and claimed.value:  # write the end status of the run, because the script couldn't write it
-        settle(Path(os.fsdecode(claimed.value)), code, failures[-1])
+        write_exit(Path(os.fsdecode(claimed.value)), code, failures[-1])
     return code
 
 

@@ -46,7 +46,7 @@ class Form(NamedTuple):
 class Summary:
     """The properties of a model that `check_model` determined."""
 
-    parameters: int  # total number of elements in all parameters
+    num_parameters: int  # total number of elements in all parameters
     tensors: Mapping[str, Form]  # all tensors in the state_dict
     trained: Mapping[str, Form]  # all parameters with requires_grad, in the order of model.named_parameters()
     batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
@@ -258,7 +258,7 @@ def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, de
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training
     }
     summary = Summary(
-        parameters=sum(parameter.numel() for parameter in parameters),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
         tensors={
             name: _describe_tensor(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
         },

@@ -10,8 +10,8 @@ _HOUR: Final = 3600.0
 
 
 @dataclass(frozen=True)
-class Terms:
-    """The parameters of a cost estimate.
+class CostParameters:
+    """The parameters of a cost estimate. A parameter is None if the cost wasn't requested.
 
     `price` is the price of a device per hour. `mtbf_s` is the mean time between failures of the run, and `save_s` is
     the duration of a save, both in seconds.
@@ -24,11 +24,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class Costs:
-    """The estimated costs of a placement. A field is None if it wasn't requested.
+    """The estimated costs of a placement. A field is None if the cost wasn't requested.
 
-    `epoch` and `run` are the prices of the training steps of an epoch and of the full run. If the run is saved every
-    `save_every` steps, `kept` is the fraction of the time that is spent on steps that aren't lost. Restarts are assumed
-    to take no time.
+    `epoch` and `run` are the prices of all training steps in an epoch and in the full run. `save_every` is the optimal
+    number of steps between two saves. With this number, `kept` is the fraction of time spent on steps that aren't lost,
+    assuming that restarts take no time.
     """
 
     epoch: float | None = None
@@ -37,20 +37,20 @@ class Costs:
     kept: float | None = None
 
 
-def costs(step_s: float, processes: int, steps: Steps, terms: Terms) -> Costs:
-    """Return the costs of a placement with a step time of `step_s` seconds and one device per process."""
-    epoch = run = every = share = None
-    if terms.price is not None:
-        step = step_s * processes * terms.price / _HOUR
+def estimate_costs(step_s: float, processes: int, steps: Steps, parameters: CostParameters) -> Costs:
+    """Estimate the costs of a placement from its step time in seconds, with one device per process."""
+    epoch = run = save_every = share = None
+    if parameters.price is not None:
+        step = step_s * processes * parameters.price / _HOUR
         epoch, run = step * steps.per_epoch, step * steps.total
-    if terms.mtbf_s is not None:
-        every = max(1, round(interval(terms.save_s, terms.mtbf_s) / step_s))
-        share = kept_fraction(every * step_s, terms.save_s, terms.mtbf_s)
-    return Costs(epoch, run, every, share)
+    if parameters.mtbf_s is not None:
+        save_every = max(1, round(optimal_interval_s(parameters.save_s, parameters.mtbf_s) / step_s))
+        share = kept_fraction(save_every * step_s, parameters.save_s, parameters.mtbf_s)
+    return Costs(epoch, run, save_every, share)
 
 
-def interval(save_s: float, mtbf_s: float) -> float:
-    """Return the training time between two saves that minimizes the lost time, in seconds.
+def optimal_interval_s(save_s: float, mtbf_s: float) -> float:
+    """Return the training time between two saves that minimizes the total run time, in seconds.
 
     Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
     Computer Systems 22 (2006), equation 37. Its first term is due to J. W. Young (Communications of the ACM 17, 1974).
@@ -62,9 +62,9 @@ def interval(save_s: float, mtbf_s: float) -> float:
 
 
 def kept_fraction(interval_s: float, save_s: float, mtbf_s: float) -> float:
-    """Return the fraction of the time that is spent on steps that aren't lost, assuming a constant failure rate.
+    """Return the fraction of time that is spent on steps that aren't lost, assuming a constant failure rate.
 
-    This uses Daly's complete cost function, with restarts that take no time.
+    This uses the complete cost function of Daly (see `optimal_interval_s`), with restarts that take no time.
     """
     ratio = (interval_s + save_s) / mtbf_s
     return interval_s / mtbf_s * math.exp(-ratio) / -math.expm1(-ratio)

@@ -1,4 +1,4 @@
-"""Implements `placement.strategy: fastest`, which selects the strategy with the shortest step on this machine."""
+"""Implements `placement.strategy: fastest`, which selects the strategy with the shortest step time on this machine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,24 +17,24 @@ from lockstep.errors import UsageError
 from lockstep.planning.survey import (
     Machine,
     PlacementEstimate,
-    as_predicted,
     memory_per_rank,
     open_for_survey,
     survey,
+    to_prediction,
     with_strategy,
 )
-from lockstep.planning.table import in_order, refused
+from lockstep.planning.table import sort_rows, unmeasured_lines
 from lockstep.setup.resolved import local_processes
 
 _KEY: Final = "placement.strategy: fastest"
-_MAX_CONFIG_BYTES: Final = 1 << 18  # maximum size of a config.yaml in bytes
+_MAX_CONFIG_BYTES: Final = 1 << 18  # maximum size of a config.yaml file to read
 
 
-def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, str]:
-    """Return the configuration with the fastest strategy and its prediction, and a message about the choice.
+def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loaded, str]:
+    """Select the fastest strategy. Return the configuration with this strategy and its prediction, and a message.
 
-    A resumed run keeps the strategy that was selected before, if the number of processes is the same. `tell` is
-    called with each placement that is measured. Raises UsageError if no strategy fits into memory.
+    A resumed run keeps the strategy that was selected before, if the number of processes is the same. `report` is
+    called with each placement before it is measured. Raises UsageError if no strategy fits into memory.
     """
     with add_key_positions(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
@@ -45,12 +45,12 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
             message = f"{_KEY}: {predicted.strategy}, as measured before"
         else:
             machine = Machine(memory=memory_per_rank(loaded.config.placement, count))
-            rows = in_order(survey(loaded, open_for_survey(loaded), (), (count,), machine, tell), machine)
+            rows = sort_rows(survey(loaded, open_for_survey(loaded), (), (count,), machine, report), machine)
             fitting_rows = [row for row in rows if row.fits(machine)]
             if not fitting_rows:
                 raise UsageError(_no_fit_message(rows, machine.memory or 0))
             best, *slower_rows = fitting_rows
-            predicted = as_predicted(best)
+            predicted = to_prediction(best)
             compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in slower_rows)
             message = f"{_KEY}: {best.strategy}, {step_time(predicted.step_s)} a step{compared}"
     configuration = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count)
@@ -61,9 +61,9 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
 
 
 def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
-    """Return the recorded prediction of the run that is resumed.
+    """Return the prediction that was recorded when the resumed run was started.
 
-    Returns None if there is no prediction, or if it is for a different number of processes.
+    Returns None for a new run, without a prediction, or if the number of processes has changed.
     """
     file = _recorded_config(loaded.config.run)
     if file is None:
@@ -92,7 +92,7 @@ def _recorded_config(run: RunConfig) -> Path | None:
 def _no_fit_message(rows: Sequence[PlacementEstimate], memory: int) -> str:
     peaks = {row.figures.peak: row for row in rows if row.figures is not None}
     if not peaks:
-        return "\n".join([f"{_KEY}: no strategy could be measured:", *refused(rows)])
+        return "\n".join([f"{_KEY}: no strategy could be measured:", *unmeasured_lines(rows)])
     nearest = peaks[min(peaks)]
     return (
         f"{_KEY}: no strategy fits on {nearest.processes} processes; {nearest.strategy} needs the least memory, "

@@ -1,4 +1,4 @@
-"""Measures the memory and time of a rank: its real engine runs a few steps of the recipe, in a separate process.
+"""Measures the memory and step time of a rank, by running a few steps with its real engine in a separate process.
 
 If the strategy supports simulated peers (comm/simulated_peers.py), a single process can measure any number of ranks.
 Otherwise, all ranks run on this machine.
@@ -34,19 +34,20 @@ from lockstep.training.loop import take_step
 from lockstep.training.progress import Progress
 from lockstep.training.turn import Turn
 
-TIMED: Final = 5  # number of timed steps, whose median time is used
-# The steps whose memory is measured. The highest peak is used. With simulated peers, each number is the duration of the
-# communication relative to a step. In a real run, the communication ends at a different time in each step, and buffers
-# are held until then.
+TIMED_STEPS: Final = 5  # number of timed steps; the step time is their median
+# Steps for measuring the peak memory, which is the highest peak of these steps. In a real run, communication takes a
+# different time in each step, and its buffers are held until it ends. Therefore, the simulated peers use these
+# durations of the communication, relative to the step time.
 _COMMUNICATION_STEPS: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
-class Figures:
-    """The measurements of a rank. `held` is the memory between two steps, and `peak` the peak during a step, in bytes.
+class Measurements:
+    """The measurements of a rank.
 
-    `seconds` is the time of a step without loading the input. A step sends `sent` bytes in `messages` messages. With
-    simulated peers, the time assumes a link with the given speed, and that each rank has its own cores.
+    `held` and `peak` are its memory between two steps and at the peak of a step, in bytes. `seconds` is the step time
+    without loading data. In each step, the rank sends `sent` bytes in `messages` messages. With simulated peers, the
+    step time assumes a link with the given speed, and separate cores for each rank.
     """
 
     held: int
@@ -56,13 +57,13 @@ class Figures:
     messages: int = 0
 
 
-def work(resolved: ResolvedConfig, link: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Run a rank, and write its measurements to `folder`.
+def run_rank(resolved: ResolvedConfig, link: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
+    """Run a rank of a placement, and write its measurements to a JSON file in `folder`. Return the exit code.
 
-    With simulated peers, `rendezvous` has a single process. A spawned process receives no `setup`, so this function
-    opens the recipe.
+    With simulated peers, `rendezvous` has a single process, and `link` is the simulated speed in bytes per second. If
+    `setup` is None, as in a spawned process, the recipe is opened here.
     """
-    gc.freeze()  # garbage collections before each measurement then skip existing objects, which saves 0.25 s each
+    gc.freeze()  # the garbage collection before each measurement then skips existing objects, which saves 0.25 s
     with ExitStack() as stack:
         session = stack.enter_context(open_recipe_rank(rendezvous, resolved.loaded))
         traffic = None
@@ -75,40 +76,40 @@ def work(resolved: ResolvedConfig, link: float, folder: Path, setup: Setup | Non
     return EXIT_DONE
 
 
-def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Figures:
-    """Run steps with the first batch of the recipe, and return the measurements of this rank.
+def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Measurements:
+    """Repeat a step with the first batch of the recipe, and return the measurements of this rank.
 
-    Memory is counted from before the model is built.
+    The measured memory includes the model and the optimizer state.
     """
     memory = _Memory(world.device)
-    engine, run_step = _start(prepared, world)
-    digested = prepared.run.digest_every != "off" and prepared.strategy.traits.exactness == "bits"
-    digests = StepDigests(world, engine.gradients, lambda _: None, every=1) if digested else None
+    engine, run_step = _start_engine(prepared, world)
+    has_digests = prepared.run.digest_every != "off" and prepared.strategy.traits.exactness == "bits"
+    digests = StepDigests(world, engine.gradients, lambda _: None, every=1) if has_digests else None
     with traffic or nullcontext():
         run_step()  # creates the optimizer state
         held_bytes = memory.current()
         before = (traffic.bytes, traffic.messages) if traffic else (0, 0)
-        run_step(digests)  # creates the keys of the digests
+        run_step(digests)  # also creates the keys of the digests
         after = (traffic.bytes, traffic.messages) if traffic else (0, 0)
         sent, messages = after[0] - before[0], after[1] - before[1]
-        seconds = statistics.median(_seconds(run_step, world) for _ in range(TIMED))
+        seconds = statistics.median(_time_step(run_step, world) for _ in range(TIMED_STEPS))
         peak = 0
         for steps in _COMMUNICATION_STEPS:
             if traffic and sent * steps:
                 traffic.late = max(1.0, steps * seconds * traffic.link / sent)
             peak = max(peak, memory.peak(lambda: run_step(digests)))
     engine.close()
-    return Figures(held_bytes, peak, seconds, sent, messages)
+    return Measurements(held_bytes, peak, seconds, sent, messages)
 
 
-def work_saving(resolved: ResolvedConfig, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Like `work`, but write the number of seconds that training waits for a save. There is only a single rank."""
+def run_save(resolved: ResolvedConfig, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
+    """Run a single rank, and write to `folder` how many seconds training waits for a save. Return the exit code."""
     save_times = []
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
-        engine, run_step = _start(_prepare(resolved, setup), world)
+        engine, run_step = _start_engine(_prepare(resolved, setup), world)
         run_step()  # creates the optimizer state
         checkpoints = Checkpoints(Rank(rendezvous, world, folder, {}, {}), resolved.run, engine, dict)
-        for _ in range(TIMED):
+        for _ in range(TIMED_STEPS):
             start = time.perf_counter()
             checkpoints.save()
             save_times.append(time.perf_counter() - start)
@@ -120,11 +121,11 @@ def work_saving(resolved: ResolvedConfig, folder: Path, setup: Setup | None, ren
 
 
 def _prepare(resolved: ResolvedConfig, setup: Setup | None) -> PreparedRun:
-    """Return the prepared recipe. A spawned process receives no `setup`, so this function opens the recipe."""
+    """Return the prepared recipe. If `setup` is None, as in a spawned process, the recipe is opened here."""
     return PreparedRun(resolved, setup or open_unplaced(resolved.loaded))
 
 
-def _start(prepared: PreparedRun, world: World) -> tuple[Engine, Callable[..., None]]:
+def _start_engine(prepared: PreparedRun, world: World) -> tuple[Engine, Callable[..., None]]:
     """Start the engine of this rank. Return the engine, and a function that runs a step with the first batch."""
     engine, loader = start_engine(prepared, world)
     step, microbatches = next(iter(loader.training(0)))
@@ -153,7 +154,7 @@ class _Memory:
         return torch.cuda.max_memory_allocated(self._device)
 
 
-def _seconds(run_step: Callable[[], None], world: World) -> float:
+def _time_step(run_step: Callable[[], None], world: World) -> float:
     world.barrier()
     start = time.perf_counter()
     run_step()

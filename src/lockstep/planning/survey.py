@@ -20,7 +20,7 @@ from lockstep.config.write import flow
 from lockstep.device import host
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.planning.costs import Costs
-from lockstep.planning.measure import Figures, work, work_saving
+from lockstep.planning.measure import Measurements, run_rank, run_save
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.start import import_for_all, run_in_workers
 from lockstep.setup.build import Setup
@@ -30,10 +30,12 @@ from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.strategy import find_strategy
 from lockstep.strategies import ON_ONE_PROCESS, names
 
-LINK: Final = 1e9  # bytes per second
-REAL: Final = 8  # number of ranks that a CPU can run at once; with more cores, one rank per core
-Tell = Callable[[str], None]  # called with a message about the current measurement
-_SINGLE, _MESH = "single", "mesh"  # without options, mesh is the same as ddp
+DEFAULT_LINK: Final = 1e9  # speed of a simulated link in bytes per second
+MIN_CPU_RANKS: Final = (
+    8  # a machine without GPUs runs this many ranks at once, or one rank per core if it has more cores
+)
+ReportProgress = Callable[[str], None]  # called with a message about the current measurement
+_SINGLE, _MESH = "single", "mesh"  # mesh isn't measured by default, because it equals ddp without options
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class PlacementEstimate:
-    """A placement with the measurements of its largest rank, or with the reason why there are none.
+    """A placement with the maximum measurements of its ranks, or with the reason why it couldn't be measured.
 
-    `pretended` is whether the peers of the measured rank were simulated. Otherwise, all ranks ran.
+    `pretended` is whether a single rank ran with simulated peers. Otherwise, all ranks ran on this machine.
     """
 
     strategy: str
     processes: int
     words: str = ""  # overrides that select this placement
-    figures: Figures | None = None
+    figures: Measurements | None = None
     pretended: bool = False
     reason: str = ""
     seconds: float | None = None  # step time
@@ -70,8 +72,8 @@ class PlacementEstimate:
         return self.figures.peak <= machine.memory
 
 
-def as_predicted(row: PlacementEstimate) -> PredictedConfig:
-    """Return the prediction for a measured placement. At the end of a run, the prediction is compared with the run."""
+def to_prediction(row: PlacementEstimate) -> PredictedConfig:
+    """Convert a measured placement to a prediction, which is compared with the actual run when the run ends."""
     assert row.figures is not None
     strategy = parse(row.strategy, "").values
     return PredictedConfig(
@@ -88,22 +90,22 @@ def survey(
     strategies: Sequence[StrategyConfig],
     counts: Sequence[int],
     machine: Machine,
-    tell: Tell,
+    report: ReportProgress,
 ) -> list[PlacementEstimate]:
     """Measure each strategy on each number of processes.
 
     If `strategies` is empty, this measures all strategies that promise the same bits, except for strategies that
-    unpickle received data. `setup` is the result of `open_for_survey`. `tell` is called with each placement that is
-    measured.
+    unpickle received data. `setup` is the result of `open_for_survey`. `report` is called with each placement before it
+    is measured.
     """
-    pairs = _pairs(loaded, strategies, counts)
-    return [_check_and_measure(strategy, processes, loaded, setup, machine, tell) for strategy, processes in pairs]
+    pairs = _list_placements(loaded, strategies, counts)
+    return [_check_and_measure(strategy, processes, loaded, setup, machine, report) for strategy, processes in pairs]
 
 
 def open_for_survey(loaded: Loaded) -> Setup:
     """Run the checks that don't depend on the placement, and open the recipe before processes are forked.
 
-    A mistake in the recipe raises UsageError.
+    Raises UsageError if the recipe is invalid.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     setup = open_unplaced(loaded)
@@ -111,12 +113,13 @@ def open_for_survey(loaded: Loaded) -> Setup:
     return setup
 
 
-def _pairs(
+def _list_placements(
     loaded: Loaded, strategies: Sequence[StrategyConfig], counts: Sequence[int]
 ) -> Iterator[tuple[StrategyConfig, int]]:
-    """Yield the placements to measure.
+    """Yield the strategies and numbers of processes to measure.
 
-    On one process, all strategies are the same, so only `single` is measured, and `data_parallel` if it is named.
+    On one process, most strategies are the same as `single`, so only `single` is measured, and `data_parallel` if it is
+    requested.
     """
     candidates = [*strategies]
     if not candidates:
@@ -154,9 +157,9 @@ def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> L
 
 
 def _check_and_measure(
-    strategy: StrategyConfig, processes: int, loaded: Loaded, setup: Setup, machine: Machine, tell: Tell
+    strategy: StrategyConfig, processes: int, loaded: Loaded, setup: Setup, machine: Machine, report: ReportProgress
 ) -> PlacementEstimate:
-    """Check and measure a placement."""
+    """Check and measure a placement. If the checks fail, the estimate contains the reason."""
     options = strategy.model_dump(exclude={"name"}, exclude_unset=True)
     name = flow({"name": strategy.name, **options}) if options else strategy.name
     overrides = f"{shlex.quote(f'placement.strategy={name}')} placement.processes={processes}"
@@ -167,7 +170,7 @@ def _check_and_measure(
         check_cut(resolved, setup)
     except UsageError as error:
         return replace(row, reason=str(error))
-    figures, pretended, reason = _measure(resolved, setup, machine, tell)
+    figures, pretended, reason = _measure(resolved, setup, machine, report)
     if figures is None:
         return replace(row, reason=reason)
     takes_turns = pretended and not machine.link and not _gpu_count(resolved.placement)
@@ -175,16 +178,18 @@ def _check_and_measure(
     return replace(row, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
 
 
-def _measure(resolved: ResolvedConfig, setup: Setup, machine: Machine, tell: Tell) -> tuple[Figures | None, bool, str]:
-    """Return the measurements of the largest rank, whether its peers were simulated, and the reason if there are none.
+def _measure(
+    resolved: ResolvedConfig, setup: Setup, machine: Machine, report: ReportProgress
+) -> tuple[Measurements | None, bool, str]:
+    """Measure a placement. Return the measurements, whether peers were simulated, and the reason if it wasn't measured.
 
     A single rank with simulated peers runs first, because this machine may not have enough memory for all ranks.
     """
     processes, max_ranks, single = resolved.processes, _max_ranks(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
     if not resolved.strategy.traits.by_peers and setup.recipe.batchnorm != "sync":  # sync needs all ranks
-        tell(name)
-        single, reason = largest(resolved, setup, machine.link or LINK)
+        report(name)
+        single, reason = measure_maxima(resolved, setup, machine.link or DEFAULT_LINK)
         all_can_run = (
             single is not None
             and 1 < processes <= max_ranks
@@ -194,17 +199,19 @@ def _measure(resolved: ResolvedConfig, setup: Setup, machine: Machine, tell: Tel
             return single, True, reason
     elif processes > max_ranks:
         return None, False, f"a rank depends on messages of the other ranks, and at most {max_ranks} ranks can run here"
-    tell(f"{name}, all ranks")
-    every, reason = largest(resolved, setup, None)
-    if every is not None and single is not None:
-        every = replace(every, peak=max(every.peak, single.peak), sent=single.sent, messages=single.messages)
-    return every, False, reason
+    report(f"{name}, all ranks")
+    all_ranks, reason = measure_maxima(resolved, setup, None)
+    if all_ranks is not None and single is not None:
+        all_ranks = replace(
+            all_ranks, peak=max(all_ranks.peak, single.peak), sent=single.sent, messages=single.messages
+        )
+    return all_ranks, False, reason
 
 
 def _max_ranks(placement: Placement) -> int:
-    """Return the number of ranks that can run on this machine at once: one per GPU, unless the backend is gloo."""
+    """Return how many ranks can run on this machine at once. With the NCCL backend, each rank needs a GPU."""
     cards = _gpu_count(placement)
-    return cards if cards and placement.backend != "gloo" else max(REAL, usable_cores())
+    return cards if cards and placement.backend != "gloo" else max(MIN_CPU_RANKS, usable_cores())
 
 
 def _gpu_count(placement: Placement) -> int:
@@ -212,7 +219,7 @@ def _gpu_count(placement: Placement) -> int:
 
 
 def memory_per_rank(placement: Placement, processes: int) -> int:
-    """Return the available memory of each rank in bytes: its GPU memory, or an equal share of the free CPU memory."""
+    """Return the available memory of each rank in bytes: a share of a GPU's memory, or of the free CPU memory."""
     if cards := _gpu_count(placement):
         least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
         return int(least) // -(-processes // cards)  # ranks may share a GPU
@@ -221,42 +228,44 @@ def memory_per_rank(placement: Placement, processes: int) -> int:
     return min(free_bytes, free_bytes if limit is None else limit) // processes
 
 
-def largest(resolved: ResolvedConfig, setup: Setup, link: float | None) -> tuple[Figures | None, str]:
-    """Measure a rank with simulated peers behind a `link`, or all ranks if `link` is None.
+def measure_maxima(resolved: ResolvedConfig, setup: Setup, link: float | None) -> tuple[Measurements | None, str]:
+    """Measure a rank whose simulated peers are connected by a link of this speed, or all ranks if `link` is None.
 
-    Return the maximum of each measurement over the ranks, or the reason why there are none.
+    Return the maximum of each measurement over the ranks, or None and the reason if there are no measurements.
     """
     ranks = 1 if link else resolved.processes
-    results, reason = _results(partial(work, resolved, link or LINK), setup, resolved, ranks)
-    rank_figures = [Figures(**result) for result in results]
+    results, reason = _run_and_read(partial(run_rank, resolved, link or DEFAULT_LINK), setup, resolved, ranks)
+    rank_figures = [Measurements(**result) for result in results]
     maxima = (max(values) for values in zip(*(vars(item).values() for item in rank_figures), strict=True))
-    return (Figures(*maxima), "") if rank_figures else (None, reason)
+    return (Measurements(*maxima), "") if rank_figures else (None, reason)
 
 
-def save_seconds(loaded: Loaded, setup: Setup) -> float:
+def measure_save_time(loaded: Loaded, setup: Setup) -> float:
     """Return the number of seconds that training waits for a save to the disk of the run folder.
 
-    Only a single process is measured, because it writes the same files. Raises UsageError if it can't run.
+    This only runs a single process, because any number of processes writes the same files. Raises UsageError if the
+    measurement fails.
     """
     resolved = check(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
     folder = Path(resolved.run.dir or ".").absolute()
     disk = next(candidate for candidate in (folder, *folder.parents) if candidate.is_dir())
-    results, reason = _results(partial(work_saving, resolved), setup, resolved, 1, disk)
+    results, reason = _run_and_read(partial(run_save, resolved), setup, resolved, 1, disk)
     if not results:
         raise UsageError(f"--mtbf: cannot measure a save: {reason}; set its time with --save")
     return float(results[0])
 
 
-def _results(
+def _run_and_read(
     body: Callable[[Path, Setup | None, Rendezvous], int],
     setup: Setup,
     resolved: ResolvedConfig,
     ranks: int,
     disk: Path | None = None,
 ) -> tuple[list[Any], str]:
-    """Return the JSON values that the ranks wrote to a temporary folder, which is passed to `body`.
+    """Run `body` on each rank with a temporary folder, and return the JSON values that the ranks wrote to the folder.
 
-    The folder is on `disk` if it is set. After a failure, the list is empty and the text is the reason.
+    If `disk` is set, the temporary folder is created in this folder. After a failure, returns an empty list and the
+    reason.
     """
     with TemporaryDirectory(prefix="lockstep-plan-", dir=disk) as name:
         folder = Path(name)

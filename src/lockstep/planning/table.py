@@ -1,4 +1,4 @@
-"""Formats a survey as a table, and selects its best placement."""
+"""Formats the results of a survey as a table or JSON, and selects the best placement."""
 
 import json
 from collections.abc import Sequence
@@ -15,25 +15,25 @@ _HEADINGS: Final = ("strategy", "processes", "peak memory", "between steps", "se
 _COSTS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save every, steps", "kept": "kept"}
 
 
-def in_order(rows: Sequence[PlacementEstimate], machine: Machine) -> list[PlacementEstimate]:
-    """Return the rows sorted by step time, followed by rows that don't fit and rows without measurements."""
+def sort_rows(rows: Sequence[PlacementEstimate], machine: Machine) -> list[PlacementEstimate]:
+    """Sort placements by step time. Placements that don't fit into memory or have no measurements come last."""
     return sorted(rows, key=lambda row: (row.figures is None, row.fits(machine) is False, row.seconds or 0.0))
 
 
-def draw(rows: Sequence[PlacementEstimate], machine: Machine) -> Table:
-    """Return a table of the measured rows."""
+def make_table(rows: Sequence[PlacementEstimate], machine: Machine) -> Table:
+    """Return a table of the measured placements."""
     table = Table(box=None, pad_edge=False, header_style="")
     measured_rows = [row for row in rows if row.figures is not None]
     cost_keys = [key for key in _COSTS if any(getattr(row.costs, key) is not None for row in measured_rows)]
     for number, heading in enumerate([*_HEADINGS, *(_COSTS[key] for key in cost_keys)]):
         table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
     for row in measured_rows:
-        costs = [_cost(key, getattr(row.costs, key)) for key in cost_keys]
+        costs = [_format_cost(key, getattr(row.costs, key)) for key in cost_keys]
         table.add_row(*map(Text, [*_cells(row, machine), *costs]))
     return table
 
 
-def refused(rows: Sequence[PlacementEstimate]) -> list[str]:
+def unmeasured_lines(rows: Sequence[PlacementEstimate]) -> list[str]:
     """Return a line for each strategy that couldn't be measured on some numbers of processes.
 
     Each line lists these numbers, and the reason for the first number.
@@ -45,12 +45,12 @@ def refused(rows: Sequence[PlacementEstimate]) -> list[str]:
     lines = []
     for name, strategy_rows in unmeasured.items():
         numbers = ", ".join(str(row.processes) for row in strategy_rows)
-        lines.append(printable_line(f"not measured: {name} on {numbers}: {_first(strategy_rows[0].reason)}"))
+        lines.append(printable_line(f"not measured: {name} on {numbers}: {_first_line(strategy_rows[0].reason)}"))
     return lines
 
 
-def best(rows: Sequence[PlacementEstimate], machine: Machine) -> PlacementEstimate | None:
-    """Return the first measured row, skipping rows that are known not to fit. Return None if there is none."""
+def find_best(rows: Sequence[PlacementEstimate], machine: Machine) -> PlacementEstimate | None:
+    """Return the first measured placement that isn't known to exceed the memory, or None if there is none."""
     return next((row for row in rows if row.figures is not None and row.fits(machine) is not False), None)
 
 
@@ -60,11 +60,11 @@ def to_json(rows: Sequence[PlacementEstimate], machine: Machine) -> str:
     return json.dumps({"machine": asdict(machine), "placements": content}, indent=1) + "\n"
 
 
-def _first(reason: str) -> str:
+def _first_line(reason: str) -> str:
     return reason.strip().partition("\n")[0]
 
 
-def _cost(key: str, value: float) -> str:
+def _format_cost(key: str, value: float) -> str:
     if key == "kept":
         return f"{100 * value:.2f} %"
     return f"{value:,.0f}" if value >= 100 or key == "save_every" else f"{value:.3g}"

@@ -55,7 +55,7 @@ def check_in_background(setup: Setup) -> Iterator[GetFindings]:
     if is_part_of_lockstep(setup):
         yield list
         return
-    parameters = setup.summary.parameters
+    parameters = setup.summary.num_parameters
     if parameters > _MAX_PARAMETERS:
         yield lambda: [_unchecked_finding(f"the model has {parameters:,} parameters, more than the check copies")]
         return

@@ -1,1 +1,1 @@
-"""Repeats steps of a run on any placement, to check that the results are the same and to examine them."""
+"""Repeats steps of a run on any placement, to check that the results match the run, and to examine the steps."""

@@ -1,4 +1,4 @@
-"""Implements `lockstep replay`: selects the steps, runs the replays one after another, and writes the results."""
+"""Implements `lockstep replay`: selects the steps, runs the replays sequentially, and writes the results."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from lockstep.config.recorded import CONFIG
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError, os_error_as
 from lockstep.replay import page
 from lockstep.replay.own import replay_script
-from lockstep.replay.run import Replay, ReplayRequest, checkpoint_before, list_samples, replay_here
+from lockstep.replay.run import Replay, ReplayRequest, find_checkpoint_before, list_samples, replay_here
 from lockstep.reporting.jsonl import EVENTS, last_step
 from lockstep.reporting.page import page as html
 from lockstep.runs import digest_file
@@ -34,7 +34,7 @@ class Options:
     script: Sequence[str] = ()  # command that runs a custom training loop
 
 
-def replay(options: Options, tell: Callable[[str], None]) -> int:
+def replay(options: Options, print_line: Callable[[str], None]) -> int:
     """Run `lockstep replay`, and return the exit code."""
     if [options.step, options.steps, options.check].count(None) != 2:
         raise UsageError("replay: pass exactly one of --step N, --steps A:B and --check K")
@@ -50,12 +50,12 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
             "--steps"
         )
     if options.check is not None:
-        return _check(options, options.check, tell)
-    first, last = _span(options)
-    request = _request(options, first, last, examined=options.step is not None)
+        return _replay_random_steps(options, options.check, print_line)
+    first, last = _parse_steps(options)
+    request = _make_request(options, first, last, with_observations=options.step is not None)
     if options.samples:
         for name in list_samples(request):
-            tell(name)
+            print_line(name)
         return EXIT_DONE
     out = options.out or Path(f"replay-{last}.html" if first == last else f"replay-{first}-{last}.html")
     for path in filter(None, (out, options.trace)):
@@ -63,40 +63,42 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
             raise UsageError(f"{path}: inside the run folder, which a replay does not change; use a path outside of it")
 
     def report(result: Replay) -> None:
-        _tell(tell, result)
-        contents = {out: html(f"Replay of {options.folder}", [*page.sections(result)])}
+        _print_result(print_line, result)
+        contents = {out: html(f"Replay of {options.folder}", [*page.make_sections(result)])}
         if options.trace is not None and result.trace is not None:
-            contents[options.trace] = result.trace.text()
+            contents[options.trace] = result.trace.to_text()
         for path, content in contents.items():
             with os_error_as(UsageError, f"{path}: cannot write"):
                 durable.replace(path, content.encode(errors="backslashreplace"))
-            tell(f"written {path}")
+            print_line(f"written {path}")
 
-    return _script(request, options.script, report) if options.script else replay_here(request, report)
+    return _replay_script(request, options.script, report) if options.script else replay_here(request, report)
 
 
-def _script(request: ReplayRequest, command: Sequence[str], report: Callable[[Replay], None]) -> int:
-    """Replay steps of a custom training loop, and return the exit code.
+def _replay_script(request: ReplayRequest, command: Sequence[str], report: Callable[[Replay], None]) -> int:
+    """Replay steps of a custom training loop by running its script with `command`, and return the exit code.
 
     Raises UsageError if the script ended too early.
     """
     if (request.folder / CONFIG).exists():
         raise UsageError(f"{request.folder}: contains a run of a recipe, which needs no command; remove the command")
-    result = replay_script(request.folder, request.first, request.last, command, examined=request.examined)
+    result = replay_script(
+        request.folder, request.first, request.last, command, with_observations=request.with_observations
+    )
     report(result)
-    if result.ended:
-        raise UsageError(result.ended)
-    return EXIT_DONE if result.different is None else EXIT_VERIFICATION
+    if result.end_reason:
+        raise UsageError(result.end_reason)
+    return EXIT_DONE if result.first_difference is None else EXIT_VERIFICATION
 
 
-def _request(options: Options, first: int, last: int, *, examined: bool = False) -> ReplayRequest:
-    has_trace = options.trace is not None
+def _make_request(options: Options, first: int, last: int, *, with_observations: bool = False) -> ReplayRequest:
+    with_trace = options.trace is not None
     return ReplayRequest(
-        options.folder, first, last, options.overrides, options.changes, options.trust, examined, has_trace
+        options.folder, first, last, options.overrides, options.changes, options.trust, with_observations, with_trace
     )
 
 
-def _span(options: Options) -> tuple[int, int]:
+def _parse_steps(options: Options) -> tuple[int, int]:
     if options.step is not None:
         return options.step, options.step
     assert options.steps is not None
@@ -106,8 +108,8 @@ def _span(options: Options) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
-    """Replay a random selection of the steps with a recorded digest."""
+def _replay_random_steps(options: Options, count: int, print_line: Callable[[str], None]) -> int:
+    """Select up to `count` random steps with a recorded digest, replay them, and return the exit code."""
     if options.changes:
         raise UsageError("--check: compares with the run, so --change is not supported; remove --change")
     path = options.folder / digest_file.DIGESTS
@@ -118,13 +120,16 @@ def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
             f"{path}: contains no digest of the {steps_done} steps, so there is nothing to compare; use --step N"
         )
     sample = sorted(random.SystemRandom().sample(steps, min(count, len(steps))))
-    tell(f"chosen: step{'s' if len(sample) > 1 else ''} {', '.join(map(str, sample))}")
-    spans: dict[int, list[int]] = {}  # replayed steps by the step of the checkpoint that the replay starts from
+    print_line(f"chosen: step{'s' if len(sample) > 1 else ''} {', '.join(map(str, sample))}")
+    spans: dict[int, list[int]] = {}  # steps to replay, by the step of the checkpoint that their replay starts from
     for step in sample:
-        spans.setdefault(checkpoint_before(options.folder, step)[0], []).append(step)
-    return max(replay_here(_request(options, span[0], span[-1]), partial(_tell, tell)) for span in spans.values())
+        spans.setdefault(find_checkpoint_before(options.folder, step)[0], []).append(step)
+    return max(
+        replay_here(_make_request(options, span[0], span[-1]), partial(_print_result, print_line))
+        for span in spans.values()
+    )
 
 
-def _tell(tell: Callable[[str], None], result: Replay) -> None:
-    for line in page.lines(result):
-        tell(line)
+def _print_result(print_line: Callable[[str], None], result: Replay) -> None:
+    for line in page.format_lines(result):
+        print_line(line)

@@ -1,6 +1,6 @@
-"""Examines a step of a recipe: its micro-batches are run a second time under an observer.
+"""Examines a step of a recipe by running its micro-batches a second time with an observer.
 
-This runs in a single process, with the random numbers of the step, and doesn't affect the step itself.
+The second run uses a single process and the random numbers of the step, and doesn't affect the step.
 """
 
 from dataclasses import replace
@@ -19,13 +19,13 @@ from lockstep.training.observer import Observer, StepObservations
 
 @final
 class ObservedTask:
-    """Wraps a task, and forwards all attributes to the task.
+    """Wraps a task so that an observer sees its losses. Forwards all other attributes to the task.
 
-    If `see` is set, `loss` first calls `see` with the loss function of the task, the outputs and the batch.
+    If `on_loss` is set, `loss` first calls `on_loss` with the loss function of the task, the outputs and the batch.
     """
 
     def __init__(self, task: Task) -> None:
-        self.see: Any = None
+        self.on_loss: Any = None
         self._task = task
 
     def __getattr__(self, name: str) -> Any:
@@ -33,12 +33,12 @@ class ObservedTask:
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """See Task."""
-        if self.see is not None:
-            self.see(self._task.loss, outputs, batch)
+        if self.on_loss is not None:
+            self.on_loss(self._task.loss, outputs, batch)
         return self._task.loss(outputs, batch)
 
 
-def examine(
+def observe_step(
     engine: Auditable,
     model: nn.Module,
     task: ObservedTask,
@@ -48,16 +48,16 @@ def examine(
 ) -> StepObservations:
     """Run the micro-batches of a step again in a single process, and return the observations.
 
-    The step itself isn't affected. `trace` records the tensors of the micro-batches, and the results of all modules and
-    operations.
+    This doesn't affect the step. If `trace` is passed, it records the tensors of the micro-batches and the results of
+    all modules and operations.
     """
     observations = StepObservations()
     for microbatch in microbatches:
         observer = Observer(microbatch, observations, trace)
-        task.see = observer.note_losses
+        task.on_loss = observer.note_losses
         try:
             with observer.observing(model):
                 engine.repeat(replace(microbatch, note=lambda *_: None), step)
         finally:
-            task.see = None
+            task.on_loss = None
     return observations

@@ -10,27 +10,27 @@ from tempfile import TemporaryDirectory
 from lockstep.errors import UsageError
 from lockstep.loop.examination import read_observations
 from lockstep.loop.replaying import Replaying
-from lockstep.replay.run import Replay, check_done, checkpoint_before, recorded_digests
+from lockstep.replay.run import Replay, check_step_reached, find_checkpoint_before, read_recorded_digests
 from lockstep.reporting.jsonl import EVENTS, read
 from lockstep.training.checkpoint import store
 
 
-def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *, examined: bool) -> Replay:
-    """Run the script from the checkpoint before step `first` until step `last` is complete.
+def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *, with_observations: bool) -> Replay:
+    """Run a script from the checkpoint before step `first` until step `last` is complete, and return the result.
 
-    The script uses a temporary folder with that checkpoint instead of its run folder. With `examined`, the script may
-    end before step `last` is complete, for example with its own error if a loss is NaN. In this case, the result
-    contains the observations up to that point, and `ended` is set. Raises UsageError if the script fails earlier or
-    doesn't reach that step.
+    The script uses a temporary folder with that checkpoint instead of its run folder. Raises UsageError if the script
+    ends before step `last` is complete. With `with_observations`, the script may end within step `last`, for example
+    with its own error if a loss is NaN. In this case, the result contains the observations up to that point, and
+    `end_reason` is set.
     """
-    check_done(folder, last)
-    start, checkpoint = checkpoint_before(folder, first)
+    check_step_reached(folder, last)
+    start, checkpoint = find_checkpoint_before(folder, first)
     with TemporaryDirectory(prefix="lockstep-replay-") as temporary:
         run_folder = Path(temporary, "run")
         (run_folder / store.FOLDER).mkdir(parents=True)
         if checkpoint is not None:
             shutil.copytree(checkpoint, run_folder / store.FOLDER / checkpoint.name, copy_function=_link)
-        variables = Replaying(run_folder, last, examined).variables
+        variables = Replaying(run_folder, last, with_observations).variables
         completed = subprocess.run(
             command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
         )
@@ -44,12 +44,12 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
             )
             if observations is None:
                 raise UsageError(end_reason)
-        digests = recorded_digests(run_folder)
-    recorded = recorded_digests(folder)
+        digests = read_recorded_digests(run_folder)
+    recorded = read_recorded_digests(folder)
     [start_event] = [event for event in events if event["event"] == "started"]
-    replay = Replay(folder, start, start_event["strategy"], start_event["processes"], ended=end_reason)
+    replay = Replay(folder, start, start_event["strategy"], start_event["processes"], end_reason=end_reason)
     if observations is not None:
-        replay.samples, replay.examined, replay.layers = (
+        replay.samples, replay.observations, replay.layers = (
             observations.samples,
             observations.examined,
             observations.layers,
@@ -61,7 +61,7 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
 
 
 def _link(source: str, target: str) -> None:
-    """Hard-link a file of a checkpoint. If this isn't possible, copy it. Nothing writes to the file."""
+    """Hard-link a checkpoint file, which is never modified. If hard links aren't possible, copy the file."""
     try:
         os.link(source, target)
     except OSError:  # on a different file system

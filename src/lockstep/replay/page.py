@@ -1,4 +1,4 @@
-"""Formats the findings of a replay as lines for a terminal and as sections of a page."""
+"""Formats the results of a replay as lines for a terminal and as sections of an HTML page."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,27 +13,29 @@ from lockstep.training.observer import BATCH, LOSS, NonFinite, StepObservations
 
 _MAX_LISTED: Final = 3  # maximum number of samples and layers shown on a terminal
 _MAX_ROWS: Final = 200  # maximum number of rows in a table
-_CONTEXT_STEPS: Final = 50  # number of steps in the chart before and after the replay
+_CONTEXT_STEPS: Final = 50  # number of logged steps to show in the chart before and after the replayed steps
 
 
-def lines(replay: Replay) -> Iterator[str]:
-    """Yield the lines to print on a terminal."""
+def format_lines(replay: Replay) -> Iterator[str]:
+    """Yield the lines about a replay to print on a terminal."""
     steps = [step.step for step in replay.steps]
     start = f"after step {replay.start}" if replay.start else "from the initial weights"
     placement = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
-    yield f"{replay.folder}  {_span(steps)}  started {start}  {placement}"
-    yield from _verdict(replay)
-    if replay.ended:
+    yield f"{replay.folder}  {_steps_text(steps)}  started {start}  {placement}"
+    yield from _verdict_lines(replay)
+    if replay.end_reason:
         yield "loss      unknown: the script ended before the step was done"
     else:
         yield f"loss      {replay.steps[-1].loss:.6g} at step {steps[-1]}, learning rate {replay.steps[-1].lr:.6g}"
-    observations = replay.examined
+    observations = replay.observations
     if observations is not None and observations.losses:
-        losses = ", ".join(f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _samples(replay)[:_MAX_LISTED])
+        losses = ", ".join(
+            f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _sorted_samples(replay)[:_MAX_LISTED]
+        )
         yield f"samples   {len(observations.losses)}; largest losses: {losses}"
     if observations is not None and observations.microbatches:
         losses = ", ".join(
-            f"micro-batch {index} {loss:.4g}" for index, loss in _microbatches(observations)[:_MAX_LISTED]
+            f"micro-batch {index} {loss:.4g}" for index, loss in _sorted_microbatches(observations)[:_MAX_LISTED]
         )
         yield f"samples   {sum(map(len, replay.samples))}; largest losses: {losses}"
     if replay.layers:
@@ -47,22 +49,22 @@ def lines(replay: Replay) -> Iterator[str]:
         yield f"weights   {nonfinite[0]}{suffix} not finite before the step; replay an earlier step"
 
 
-def _span(steps: Sequence[int]) -> str:
+def _steps_text(steps: Sequence[int]) -> str:
     if not steps:
         return "no step done"
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def _verdict(replay: Replay) -> Iterator[str]:
+def _verdict_lines(replay: Replay) -> Iterator[str]:
     compared = [step for step in replay.steps if step.recorded is not None]
-    first_difference = replay.different
-    if replay.same_start is False:
+    first_difference = replay.first_difference
+    if replay.start_matches is False:
         yield f"weights   after step {replay.start} do not match the digest of the run"
     if first_difference is not None:
         before = max((step.step for step in compared if step.step < first_difference.step), default=None)
         suffix = "" if before is None else f"; step {before} is still the same"
         yield f"digests   step {first_difference.step} differs from the run{suffix}"
-        yield from (f"          {line}" for line in replay.differences)
+        yield from (f"          {line}" for line in replay.machine_differences)
     elif compared:
         yield f"digests   {len(compared)} of {len(compared)} match the run: the same bits"
     else:
@@ -70,21 +72,21 @@ def _verdict(replay: Replay) -> Iterator[str]:
 
 
 def _sort_key(value: float) -> float:
-    """Return a sort key that sorts the largest value first. NaN sorts like infinity."""
+    """Return a sort key for descending order. NaN sorts like infinity."""
     return -math.inf if math.isnan(value) else -value
 
 
-def _samples(replay: Replay) -> list[tuple[int, int, float]]:
-    """Return the index, micro-batch and loss of each sample, with the largest loss first."""
-    assert replay.examined is not None
+def _sorted_samples(replay: Replay) -> list[tuple[int, int, float]]:
+    """Return the sample index, micro-batch index and loss of each sample, with the largest loss first."""
+    assert replay.observations is not None
     rows = [
         (replay.samples[sample.microbatch][sample.place], sample.microbatch, sample.loss)
-        for sample in replay.examined.losses
+        for sample in replay.observations.losses
     ]
     return sorted(rows, key=lambda row: _sort_key(row[2]))
 
 
-def _microbatches(observations: StepObservations) -> list[tuple[int, float]]:
+def _sorted_microbatches(observations: StepObservations) -> list[tuple[int, float]]:
     """Return the index and loss of each micro-batch, with the largest loss first."""
     return sorted(observations.microbatches.items(), key=lambda row: _sort_key(row[1]))
 
@@ -100,19 +102,19 @@ def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
     return f"{nonfinite.what} in the {nonfinite.phase} of {module}, by {nonfinite.operation}, {location}"
 
 
-def sections(replay: Replay) -> Iterator[Section]:
-    """Yield the sections of a page about a replay."""
-    yield Words("", [*lines(replay)])
-    yield from _curve(replay)
-    if len(replay.steps) > 1 or replay.examined is None:
+def make_sections(replay: Replay) -> Iterator[Section]:
+    """Yield the sections of an HTML page about a replay."""
+    yield Words("", [*format_lines(replay)])
+    yield from _loss_chart(replay)
+    if len(replay.steps) > 1 or replay.observations is None:
         rows = [
-            [str(step.step), f"{step.loss:.6g}", f"{step.lr:.6g}", f"{step.digest:016x}", _match(step)]
+            [str(step.step), f"{step.loss:.6g}", f"{step.lr:.6g}", f"{step.digest:016x}", _match_text(step)]
             for step in replay.steps[-_MAX_ROWS:]
         ]
         yield Table("Steps", ("step", "loss", "learning rate", "digest", "matches the run"), rows)
-    observations = replay.examined
+    observations = replay.observations
     if observations is not None:
-        yield from _examined(replay, observations)
+        yield from _observation_tables(replay, observations)
     if replay.layers:
         rows = [
             [layer.name, f"{layer.weight:.4g}", f"{layer.gradient:.4g}", f"{layer.update:.4g}"]
@@ -122,19 +124,22 @@ def sections(replay: Replay) -> Iterator[Section]:
         yield Table("Parameters", ("name", "before the step", "gradient", "update"), rows, note)
 
 
-def _match(step: ReplayedStep) -> str:
+def _match_text(step: ReplayedStep) -> str:
     return "unknown" if step.recorded is None else "no" if step.differs else "yes"
 
 
-def _examined(replay: Replay, observations: StepObservations) -> Iterator[Section]:
+def _observation_tables(replay: Replay, observations: StepObservations) -> Iterator[Section]:
     note = "Sorted by loss, largest first."
     if observations.microbatches:
         names = [", ".join(map(replay.name_of, numbers)) for numbers in replay.samples]
-        rows = [[str(index), f"{loss:.6g}", names[index]] for index, loss in _microbatches(observations)[:_MAX_ROWS]]
+        rows = [
+            [str(index), f"{loss:.6g}", names[index]] for index, loss in _sorted_microbatches(observations)[:_MAX_ROWS]
+        ]
         yield Table("Micro-batches", ("micro-batch", "loss", "samples"), rows, note)
     if observations.losses:
         rows = [
-            [replay.name_of(number), str(index), f"{loss:.6g}"] for number, index, loss in _samples(replay)[:_MAX_ROWS]
+            [replay.name_of(number), str(index), f"{loss:.6g}"]
+            for number, index, loss in _sorted_samples(replay)[:_MAX_ROWS]
         ]
         yield Table("Samples", ("sample", "micro-batch", "loss"), rows, note)
     largest = sorted(observations.activations.items(), key=lambda activation: _sort_key(activation[1]))[:_MAX_ROWS]
@@ -142,8 +147,8 @@ def _examined(replay: Replay, observations: StepObservations) -> Iterator[Sectio
     yield Table("Activations", ("module", "largest absolute value"), rows)
 
 
-def _curve(replay: Replay) -> Iterator[Section]:
-    """Yield a chart of the replayed losses, and of the losses that the run logged before and after these steps."""
+def _loss_chart(replay: Replay) -> Iterator[Section]:
+    """Yield a chart that compares the replayed losses with the losses that the run logged around these steps."""
     steps = [step.step for step in replay.steps]
     if not steps:
         return

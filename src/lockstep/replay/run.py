@@ -1,7 +1,7 @@
-"""Runs the steps of `lockstep replay` on any placement, and compares them with the digests of the run.
+"""Replays steps of a run on any placement, and compares their digests with the digests that the run recorded.
 
-A replay starts from the nearest checkpoint before its first step, or from the initial weights. It doesn't write to the
-run folder.
+A replay starts from the last checkpoint before its first step, or from the initial weights. It doesn't write to the run
+folder.
 """
 
 import json
@@ -32,8 +32,8 @@ from lockstep.parallel.engine import Auditable, Engine, Sums, Update
 from lockstep.parallel.layouts.base import wholes
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
-from lockstep.replay.examine import ObservedTask, examine
-from lockstep.replay.trace import Head, Trace
+from lockstep.replay.examine import ObservedTask, observe_step
+from lockstep.replay.trace import Trace, TraceHeader
 from lockstep.reporting.jsonl import EVENTS, last
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.evaluation import EvalRequest, check_code
@@ -55,8 +55,9 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.training.update_norms import measure_update
 
-_DIGEST_INTERVAL: Final = Interval(steps=64)  # interval at which the digests of the ranks are summed
-# Prefixes of keys that set where and how the steps are computed. All other keys must match the run.
+_DIGEST_INTERVAL: Final = Interval(steps=64)  # how often the digests of all ranks are summed
+# Prefixes of keys that may differ from the run, because they don't affect results. Keys that set the location of data
+# or user code may differ too.
 _OVERRIDABLE_PREFIXES: Final = ("placement.", "run.key_file")
 
 
@@ -67,9 +68,9 @@ DigestKey = tuple[int, bool]  # the step of a digest, and whether the digest is 
 class ReplayRequest:
     """A request to replay steps `first` to `last` of the run in `folder`, counted from 1.
 
-    `overrides` set how to compute the steps. `changes` set keys of the recipe to different values. With `changes`,
-    the replay isn't compared with the run. `examined` requests observations of the last step, and `traced` requests a
-    trace of all tensors of the last step.
+    `overrides` set keys that may differ from the run, such as the placement. `changes` set any key of the recipe.
+    With `changes`, the replay isn't compared with the run. `with_observations` requests observations of the last step,
+    and `with_trace` requests a trace of all tensors of the last step.
     """
 
     folder: Path
@@ -78,8 +79,8 @@ class ReplayRequest:
     overrides: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     trust: bool = False
-    examined: bool = False
-    traced: bool = False
+    with_observations: bool = False
+    with_trace: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,17 @@ class ReplayedStep:
 
     @property
     def differs(self) -> bool:
-        """Whether the step is known to differ from the recorded step."""
+        """Whether the digest differs from the recorded digest. False if the run recorded no digest."""
         return self.recorded not in (None, self.digest)
 
 
 @dataclass
 class Replay:
-    """The findings of a replay. `start` is the step of the checkpoint that the replay started from.
+    """The result of a replay. `start` is the step of the checkpoint that the replay started from.
 
-    `differences` lists the differences between this machine and the machine of the run. For an examined step, `samples`
-    contains its sample indices by micro-batch, and `name_of` returns the name of a sample. If a script ended before its
-    last step was complete, `ended` describes how.
+    If a digest differs, `machine_differences` lists the differences between this machine and the machine of the run.
+    For an examined step, `samples` contains the sample indices of each micro-batch, and `name_of` returns the name of a
+    sample. If a script ended before its last step was complete, `end_reason` describes how.
     """
 
     folder: Path
@@ -112,14 +113,14 @@ class Replay:
     strategy: str
     processes: int
     steps: list[ReplayedStep] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-    same_start: bool | None = None  # whether the starting weights match the digest, or None without a digest
+    machine_differences: list[str] = field(default_factory=list)
+    start_matches: bool | None = None  # whether the initial weights match the recorded digest; None without a digest
     layers: list[LayerNorms] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
-    examined: StepObservations | None = None
+    observations: StepObservations | None = None
     name_of: Callable[[int], str] = "sample {}".format
     trace: Trace | None = None
-    ended: str = ""
+    end_reason: str = ""
 
     def add_step(
         self,
@@ -130,39 +131,39 @@ class Replay:
         recorded: Mapping[DigestKey, int],
         first: int,
     ) -> None:
-        """Add a replayed step if it was requested (starting at `first`), or if it can be compared."""
+        """Add a replayed step. Steps before `first` are only added if the run recorded their digest."""
         if step >= first or (step, False) in recorded:
             self.steps.append(ReplayedStep(step, loss, lr, digests.get((step, False), 0), recorded.get((step, False))))
 
     @property
-    def different(self) -> ReplayedStep | None:
-        """The first step that differs from the recorded step, or None."""
+    def first_difference(self) -> ReplayedStep | None:
+        """The first step whose digest differs from the recorded digest, or None."""
         return next((step for step in self.steps if step.differs), None)
 
 
-class OpenedRun(NamedTuple):
+class RunToReplay(NamedTuple):
     """A run to replay: its configuration, and the checkpoint to start from, or None to start at step 0."""
 
     loaded: Loaded
     checkpoint: Path | None
     start: int  # step of the checkpoint
     last: int  # last step to replay
-    machine: Path | None  # checkpoint that records the machine of the run
+    machine: Path | None  # checkpoint that describes the machine of the run
     digests: Mapping[DigestKey, int]
 
 
 def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int:
-    """Replay the steps, in this process or in processes that it starts. Return the exit code.
+    """Replay the steps in this process or in child processes, and return the exit code.
 
     `report` is called on rank 0. Raises UsageError if the run didn't reach the steps, or if a required file is missing.
     """
     torch.set_num_threads(1)  # see run/start.py
     run = open_run(request)
-    prepared = _prepare(run)
+    prepared = _prepare_replay(run)
     return on_ranks(partial(_run_rank, request, report), (run, prepared), prepared.placement, prepared.processes)
 
 
-def open_run(request: ReplayRequest) -> OpenedRun:
+def open_run(request: ReplayRequest) -> RunToReplay:
     """Read the configuration of a run, and find the checkpoint before the steps. Raises UsageError on failure."""
     folder, config = request.folder, request.folder / CONFIG
     if not config.is_file():
@@ -171,7 +172,7 @@ def open_run(request: ReplayRequest) -> OpenedRun:
             if (folder / EVENTS).exists()
             else f"{folder}: not a run folder; pass the folder of a run"
         )
-    check_done(folder, request.last)
+    check_step_reached(folder, request.last)
     text = json.dumps({"recipe": values(read_run_recipe(config))})
     override_words = ["placement.processes=1", *request.overrides, *request.changes]
     loaded = load_text(text, str(config), folder.name, override_words)
@@ -181,18 +182,18 @@ def open_run(request: ReplayRequest) -> OpenedRun:
         key = word.partition("=")[0]
         if not (key.startswith(_OVERRIDABLE_PREFIXES) or key in data_keys or key in code):
             raise UsageError(f"{key}: would change the run; to see its effect, pass it with --change")
-    checkpoints = _checkpoints(folder)
-    start, checkpoint = checkpoint_before(folder, request.first)
+    checkpoints = _list_checkpoints(folder)
+    start, checkpoint = find_checkpoint_before(folder, request.first)
     if checkpoint is None and loaded.config.recipe.start is not None:
         later = f"; replay steps after {min(checkpoints)[0]}" if checkpoints else ""
         raise UsageError(f"{folder}: started from the weights of another run, which are not in it{later}")
-    digests = recorded_digests(folder)
-    return OpenedRun(
+    digests = read_recorded_digests(folder)
+    return RunToReplay(
         loaded, checkpoint, start, request.last, checkpoint or max(checkpoints, default=(0, None))[1], digests
     )
 
 
-def check_done(folder: Path, step: int) -> None:
+def check_step_reached(folder: Path, step: int) -> None:
     """Raise UsageError if the run never reached a step."""
     end = last(folder / EVENTS)
     # A run that was killed or failed may have run more steps than it logged.
@@ -200,25 +201,25 @@ def check_done(folder: Path, step: int) -> None:
         raise UsageError(f"step {step}: the run in {folder} did {end.get('step', 0)} steps; use one of these steps")
 
 
-def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
+def find_checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
     """Return the step and the path of the last checkpoint before a step. If there is none, return 0 and None."""
     return max(
-        (checkpoint for checkpoint in _checkpoints(folder) if checkpoint[0] < step),
+        (checkpoint for checkpoint in _list_checkpoints(folder) if checkpoint[0] < step),
         default=(0, None),
         key=itemgetter(0),
     )
 
 
-def recorded_digests(folder: Path) -> dict[DigestKey, int]:
-    """Return the digests that a run has recorded."""
+def read_recorded_digests(folder: Path) -> dict[DigestKey, int]:
+    """Return the digests in a run folder by step and kind."""
     return {(digest.step, digest.weights): digest.value for digest in digest_file.read(folder / digest_file.DIGESTS)}
 
 
-def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+def _list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return [(store.step_of(path) or 0, path) for path in store.checkpoints(folder / store.FOLDER)]
 
 
-def _prepare(run: OpenedRun, processes: int | None = None) -> PreparedRun:
+def _prepare_replay(run: RunToReplay, processes: int | None = None) -> PreparedRun:
     prepared = prepare(run.loaded, processes)
     total = prepared.ready.steps.total
     if run.last > total:
@@ -229,17 +230,21 @@ def _prepare(run: OpenedRun, processes: int | None = None) -> PreparedRun:
 def _run_rank(
     request: ReplayRequest,
     report: Callable[[Replay], None],
-    shared: tuple[OpenedRun, PreparedRun] | None,
+    shared: tuple[RunToReplay, PreparedRun] | None,
     rendezvous: Rendezvous,
 ) -> int:
     run = shared[0] if shared else open_run(request)
     with open_recipe_rank(rendezvous, run.loaded) as session:
-        prepared = shared[1] if shared else _prepare(run, rendezvous.info.size)
+        prepared = shared[1] if shared else _prepare_replay(run, rendezvous.info.size)
         progress = Progress()
         with session.open_world() as world:
             rendezvous.status = lambda: RankStatus("training", progress.step)
             result = _StepReplayer(request, run, prepared, world, progress).run()
-            code = EXIT_DONE if result.different is None and result.same_start is not False else EXIT_VERIFICATION
+            code = (
+                EXIT_DONE
+                if result.first_difference is None and result.start_matches is not False
+                else EXIT_VERIFICATION
+            )
             code = int(world.tell(str(code)))  # only rank 0 has the digests
     if rendezvous.info.rank == 0:
         report(result)
@@ -248,10 +253,10 @@ def _run_rank(
 
 @final
 class _StepReplayer:
-    """Replays the steps on a rank. The training loop calls this object as an engine. It wraps the real engine."""
+    """Replays steps on a rank. Wraps the engine that computes the steps, and is passed to the training loop instead."""
 
     def __init__(
-        self, request: ReplayRequest, run: OpenedRun, prepared: PreparedRun, world: World, progress: Progress
+        self, request: ReplayRequest, run: RunToReplay, prepared: PreparedRun, world: World, progress: Progress
     ) -> None:
         self._request = request
         self._opened_run = run
@@ -269,9 +274,9 @@ class _StepReplayer:
         prepared = replace(prepared, ready=self._setup)
         self._engine, self._loader = start_engine(prepared, world, resumes=run.checkpoint is not None)
         self._replay = Replay(request.folder, run.start, prepared.resolved.strategy_name, world.size)
-        if request.traced:
+        if request.with_trace:
             numerics = machine.numerics(world.device, compiled=setup.recipe.compile)
-            self._replay.trace = Trace(Head(step=request.last, numerics=numerics, sources=setup.source))
+            self._replay.trace = Trace(TraceHeader(step=request.last, numerics=numerics, sources=setup.source))
         self._new_digests: list[Digest] = []
         self._digests = StepDigests(world, self._engine.gradients, self._new_digests.extend, every=1)
         self._sums: list[Sums] = []
@@ -279,7 +284,7 @@ class _StepReplayer:
         self._step: Step
 
     def run(self) -> Replay:
-        """Run the steps and return the findings. They are only complete on rank 0."""
+        """Replay the steps and return the result, which is only complete on rank 0."""
         self._resume()
         self._digests.add_weights(self._opened_run.start, self._engine.state().model)
         plan = replace(self._setup.plan(log=_DIGEST_INTERVAL, save=NEVER), figures=None, stop_on_nonfinite=False)
@@ -314,7 +319,7 @@ class _StepReplayer:
         return update
 
     def _trace_tensors(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full value of each tensor. If there is a trace, add the tensor to the trace."""
+        """Yield the name and the unsharded value of each tensor. If there is a trace, add the tensor to the trace."""
         for name, tensor in wholes(self._world, tensors()):
             if self._replay.trace is not None:
                 self._replay.trace.add(part, "", name, tensor)
@@ -322,7 +327,7 @@ class _StepReplayer:
 
     @property
     def _is_examined(self) -> bool:
-        return self._request.examined and self._step.number + 1 == self._request.last
+        return self._request.with_observations and self._step.number + 1 == self._request.last
 
     def _record_models(self, build: Build) -> Build:
         def build_and_record() -> nn.Module:
@@ -345,14 +350,16 @@ class _StepReplayer:
         return islice(self._loader.training(first), self._request.last - first)
 
     def _examine(self, microbatches: MicroBatches, step: Step) -> None:
-        """Examine the step in addition to training it, if a single process runs the full model."""
+        """Record the samples of the step. If a single process runs the full model, also observe the step."""
         self._replay.samples = self._loader.samples(step)
         self._replay.name_of = self._setup.data.name_of
         trace = self._replay.trace
         if self._world.size == 1 and isinstance(self._engine, Auditable) and not self._setup.recipe.compile:
             for _ in self._trace_tensors("the weights before the step", lambda: self._engine.state().model):
                 pass
-            self._replay.examined = examine(self._engine, self._models[-1], self._task, microbatches, step, trace)
+            self._replay.observations = observe_step(
+                self._engine, self._models[-1], self._task, microbatches, step, trace
+            )
         elif trace is not None:
             raise UsageError(
                 "--trace: requires one process that computes the whole model; use placement.processes=1, --change "
@@ -364,16 +371,16 @@ class _StepReplayer:
         digests = {(digest.step, digest.weights): digest.value for digest in self._new_digests}
         start_key = self._opened_run.start, True
         if start_key in recorded and start_key in digests:
-            self._replay.same_start = recorded[start_key] == digests[start_key]
+            self._replay.start_matches = recorded[start_key] == digests[start_key]
         for step, (sums, lr) in enumerate(zip(self._sums, self._rates, strict=True), self._opened_run.start + 1):
             self._replay.add_step(step, float(sums.loss), lr, digests, recorded, self._request.first)
             if self._replay.trace is not None:
                 self._replay.trace.head.steps[step] = f"{digests.get((step, False), 0):016x}"
-        if self._replay.different is not None:
-            self._replay.differences = self._differences()
+        if self._replay.first_difference is not None:
+            self._replay.machine_differences = self._differences()
 
     def _differences(self) -> list[str]:
-        """Return the differences from the machine of the run: libraries, hardware, and the user's source files."""
+        """Compare this machine with the machine of the run: libraries, hardware, and the user's source files."""
         path = self._opened_run.machine
         if path is None:
             return []
@@ -386,7 +393,7 @@ class _StepReplayer:
 
 
 def list_samples(request: ReplayRequest) -> Iterator[str]:
-    """Yield the samples of the first requested step and their micro-batches, without running the step."""
+    """Yield a line for each sample of the first requested step, with its micro-batch. Doesn't run the step."""
     recipe = open_run(request).loaded.config.recipe
     data = open_recipe_data(recipe)
     steps = planning.steps(recipe, len(data.train))

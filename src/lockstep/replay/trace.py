@@ -1,4 +1,4 @@
-"""A trace of a step: an ordered list of the digests of its tensors, to compare two machines.
+"""A trace of a training step: the digests of its tensors in order, for comparing two machines.
 
 `lockstep replay RUN --step N --trace FILE` writes a trace. `lockstep bisect` finds the first tensor that differs
 between two traces.
@@ -20,12 +20,12 @@ from lockstep.core.digest import Digests
 from lockstep.device.machine import numerics_differences
 from lockstep.errors import UsageError
 
-_MAX_TRACE_BYTES: Final = 1 << 30  # maximum size in bytes of a file to read
+_MAX_TRACE_BYTES: Final = 1 << 30  # maximum size of a trace file to read
 _ShortText = Annotated[str, Field(max_length=1000)]
 
 
 class TracedTensor(NamedTuple):
-    """A tensor of a step: its part of the step, its module, its name, its kind, its digest and its L2 norm.
+    """A traced tensor: its part of the step, module, name, dtype and shape (`kind`), digest and L2 norm.
 
     The norm is stored as text, because it may be infinite or NaN.
     """
@@ -42,11 +42,11 @@ class TracedTensor(NamedTuple):
         return f"{self.part}: {self.name}{within}, {self.kind}"
 
 
-class Head(BaseModel):
-    """The first line of a trace: the step, the settings that affect its results, and the earlier steps of the replay.
+class TraceHeader(BaseModel):
+    """The first line of a trace file: the step, the settings that affect its results, and the earlier replayed steps.
 
-    `sources` contains the hashes of the user's source files by name. `steps` contains the digests of the gradients by
-    step number.
+    `sources` contains the hashes of the user's source files by name. `steps` contains the gradient digest of each
+    replayed step by step number.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -61,7 +61,7 @@ class Head(BaseModel):
 class Trace:
     """The tensors of a step, in the order in which they were computed."""
 
-    head: Head
+    head: TraceHeader
     tensors: list[TracedTensor] = field(default_factory=list)
     _digests: Digests = field(default_factory=Digests)
 
@@ -74,17 +74,17 @@ class Trace:
             TracedTensor(part, module, name, kind, f"{int(self._digests.digest(tensor)):x}", f"{norm:.9g}")
         )
 
-    def text(self) -> str:
-        """Return the content of the trace file, in the JSON Lines format."""
+    def to_text(self) -> str:
+        """Return the content of a trace file, in JSON Lines format."""
         return "".join(f"{line}\n" for line in (self.head.model_dump_json(), *map(json.dumps, self.tensors)))
 
 
-def read(path: Path) -> tuple[Head, list[TracedTensor]]:
-    """Read a trace. Raises UsageError if the file isn't a trace."""
+def read(path: Path) -> tuple[TraceHeader, list[TracedTensor]]:
+    """Read a trace file. Raises UsageError if it can't be read or isn't a trace."""
     try:
         first, *lines = plainfile.content(path, _MAX_TRACE_BYTES).decode().splitlines()
         tensors = f"[{','.join(lines)}]"
-        return Head.model_validate_json(first), TypeAdapter(list[TracedTensor]).validate_json(tensors)
+        return TraceHeader.model_validate_json(first), TypeAdapter(list[TracedTensor]).validate_json(tensors)
     except OSError as error:
         raise UsageError(f"{path}: cannot read: {error.strerror}") from error
     except (ValidationError, UnicodeError, ValueError) as error:
@@ -92,52 +92,52 @@ def read(path: Path) -> tuple[Head, list[TracedTensor]]:
 
 
 def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
-    """Return whether two traces agree, and the lines of a report. Raises UsageError if their steps differ."""
+    """Return whether two traces are equal, and the lines of a report. Raises UsageError if the steps differ."""
     (head, tensors), (right_head, right_tensors) = read(left), read(right)
     if head.step != right_head.step:
         raise UsageError(
             f"{left} traces step {head.step}, but {right} traces step {right_head.step}; trace the same step"
         )
-    differences = [*_earlier_steps(head, right_head), *_differences(tensors, right_tensors)]
+    differences = [*_compare_earlier_steps(head, right_head), *_compare_tensors(tensors, right_tensors)]
     report = differences or [f"all {len(tensors):,} tensors have the same bits"]
     return not differences, [
         f"step {head.step}  {left} before, {right} now",
-        *_machine_differences(head, right_head),
+        *_compare_machines(head, right_head),
         *report,
     ]
 
 
-def _machine_differences(head: Head, other_head: Head) -> Iterator[str]:
+def _compare_machines(head: TraceHeader, other_head: TraceHeader) -> Iterator[str]:
     yield from numerics_differences(head.numerics, other_head.numerics)
     names = sorted({*head.sources, *other_head.sources})
     yield from (f"{name}: different file" for name in names if head.sources.get(name) != other_head.sources.get(name))
 
 
-def _earlier_steps(head: Head, other_head: Head) -> Iterator[str]:
+def _compare_earlier_steps(head: TraceHeader, other_head: TraceHeader) -> Iterator[str]:
     steps = (step for step in sorted({*head.steps} & {*other_head.steps}) if step < head.step)
     first_step = next((step for step in steps if head.steps[step] != other_head.steps[step]), None)
     if first_step is not None:
         yield f"step {first_step} already differs; trace step {first_step}"
 
 
-def _differences(before: Sequence[TracedTensor], after: Sequence[TracedTensor]) -> Iterator[str]:
-    """Yield lines that name the first tensor in only one trace, and the first tensor with different values."""
-    after_tensors = dict(_with_keys(after))
-    before_tensors = dict(_with_keys(before))
+def _compare_tensors(before: Sequence[TracedTensor], after: Sequence[TracedTensor]) -> Iterator[str]:
+    """Yield lines that name the first tensor that is only in one trace, and the first tensor whose value differs."""
+    after_tensors = dict(_add_keys(after))
+    before_tensors = dict(_add_keys(before))
     for side, tensors, opposite in (("before", before_tensors, after_tensors), ("now", after_tensors, before_tensors)):
         if unmatched := next((tensor for key, tensor in tensors.items() if key not in opposite), None):
             yield f"only {side}: {unmatched}, and {len(tensors.keys() - opposite.keys()) - 1:,} more"
     pairs = [(tensor, after_tensors[key]) for key, tensor in before_tensors.items() if key in after_tensors]
-    agree = [before_tensor.digest == after_tensor.digest for before_tensor, after_tensor in pairs]
-    if not all(agree):
-        first = agree.index(False)
+    is_equal = [before_tensor.digest == after_tensor.digest for before_tensor, after_tensor in pairs]
+    if not all(is_equal):
+        first = is_equal.index(False)
         yield f"first difference, after {first:,} tensors that agree: {pairs[first][0]}"
         yield f"  norm {pairs[first][0].norm} before, {pairs[first][1].norm} now"
-        yield f"{agree.count(False):,} of {len(pairs):,} tensors differ"
+        yield f"{is_equal.count(False):,} of {len(pairs):,} tensors differ"
 
 
-def _with_keys(tensors: Sequence[TracedTensor]) -> Iterator[tuple[tuple[str, int], TracedTensor]]:
-    """Yield each tensor with a key: its description, and the number of earlier tensors with the same description."""
+def _add_keys(tensors: Sequence[TracedTensor]) -> Iterator[tuple[tuple[str, int], TracedTensor]]:
+    """Yield each tensor with a unique key: its description, and the number of earlier tensors with this description."""
     count: Counter[str] = Counter()
     for tensor in tensors:
         yield (str(tensor), count[str(tensor)]), tensor

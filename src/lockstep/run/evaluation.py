@@ -27,7 +27,7 @@ from lockstep.run.checkpoints import engine_state
 from lockstep.run.events import evaluation_event
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import Work, on_ranks
-from lockstep.runs.folder import say
+from lockstep.runs.folder import print_message
 from lockstep.setup.data_facts import collect_comparison_facts
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check, prepare_config
@@ -78,12 +78,12 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     torch.set_num_threads(1)  # see run/start.py
     checkpoint, loaded = open_checkpoint(request)
     for note in loaded.notes:
-        say(f"note: {note}")
+        print_message(f"note: {note}")
     prepared = _prepare_evaluation(loaded, checkpoint)
     _check_run(checkpoint)
     checked_state(checkpoint.path, checkpoint.snapshot, prepared.ready)
     for problem in checkpoint.problems:
-        say(f"warning: {problem}")
+        print_message(f"warning: {problem}")
     return on_ranks(
         partial(_evaluate_checkpoint_on_rank, request, report),
         (checkpoint, prepared),
@@ -96,7 +96,7 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     """Evaluate the initial weights of a recipe in this process or in new processes. Return the exit code."""
     torch.set_num_threads(1)  # see run/start.py
     for note in loaded.notes:
-        say(f"note: {note}")
+        print_message(f"note: {note}")
     prepared = _prepare_evaluation(loaded, None)
     return on_ranks(partial(_evaluate_on_rank, loaded, None, report), prepared, prepared.placement, prepared.processes)
 
@@ -113,7 +113,7 @@ def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResul
     """
     _, loaded = open_checkpoint(request)
     for note in loaded.notes if info.rank == 0 else ():
-        say(f"note: {note}")
+        print_message(f"note: {note}")
     return loaded.config.placement, partial(_evaluate_checkpoint_on_rank, request, report, None)
 
 

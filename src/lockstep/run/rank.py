@@ -53,7 +53,7 @@ class Rank:
         self.progress = Progress()
         self.digests: StepDigests | None = None  # None if no digests are saved
         self.phase: Phase = "setting up"
-        self.preempted = ray.preempted if self.rendezvous.info.launcher == "ray" else None
+        self.preempted = ray.is_preempted if self.rendezvous.info.launcher == "ray" else None
         self._start_time = time.perf_counter()
         self.rendezvous.status = lambda: RankStatus(self.phase, self.progress.step)
 
@@ -93,7 +93,7 @@ class Rank:
             verdict: dict[str, Any] = {"exit_code": EXIT_DONE}
             if isinstance(event, Stopped):
                 verdict = {"exit_code": EXIT_CODES[event.reason], "cause": "transient"}
-            run_folder.conclude(self.folder, {**figures(event, now), **verdict})
+            run_folder.write_result(self.folder, {**figures(event, now), **verdict})
 
     def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
         """Save a digest of the gradient every `every` steps from now on, if `exactness` is `bits`.
@@ -105,7 +105,7 @@ class Rank:
         path = self.folder / digest_file.DIGESTS
         is_off = every == "off" or exactness != "bits"
         if self.world.rank == 0 and (path.exists() or not is_off):
-            digest_file.begin(path, self.progress.step, self.warn)
+            digest_file.truncate(path, self.progress.step, self.warn)
         if is_off or every == "off":
             return
         append, period = partial(digest_file.append, path), None if every == "auto" else every

@@ -174,7 +174,7 @@ class RankTraining:
     def _keep(self, report: Report) -> None:
         """Write the detailed report of the last evaluation to the run folder. Only rank 0 writes it."""
         if report and self.world.rank == 0:
-            run_folder.keep_last_evaluation(self.start.folder, report)
+            run_folder.write_last_evaluation(self.start.folder, report)
 
     def _run_settings(self) -> dict[str, Any]:
         """Return the settings and dataset properties that affect the results. They are saved in checkpoints."""

@@ -63,7 +63,7 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     claim = recipe_folder.claim(prepared.loaded)
     with claim.hold():
         for note in claim.notes:
-            run_folder.say(note)
+            run_folder.print_message(note)
         if claim.checkpoint is None and not claim.done_message:
             with add_key_positions(loaded):
                 check_start(prepared.ready)
@@ -76,7 +76,7 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     reduced = without(loaded, wrong_ranks, resolved.processes, claim.folder)
     with error_as(TrainingError, UsageError, f"placement.on_corruption: cannot continue {without_text}"):
         check(reduced)
-    run_folder.say(f"placement.on_corruption: continuing {without_text}")
+    run_folder.print_message(f"placement.on_corruption: continuing {without_text}")
     return train_here(reduced, extra_sink)
 
 
@@ -90,7 +90,7 @@ def run_on_placement(
     logs = folder / run_folder.LOGS
     code = on_ranks(work, prepared, prepared.placement, prepared.processes, logs, failures.append)
     if prepared.processes > 1:
-        run_folder.settle(folder, code, *failures[-1:])
+        run_folder.write_exit(folder, code, *failures[-1:])
     return code
 
 
@@ -199,7 +199,7 @@ def run_rank(
 def warn(prepared: PreparedRun) -> None:
     """Print warnings about settings that are valid but probably unintended."""
     for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
-        run_folder.say(f"warning: {warning}")
+        run_folder.print_message(f"warning: {warning}")
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:
@@ -210,7 +210,7 @@ def _check_launch(config: Config, info: RankInfo) -> None:
         torchrun.check_hosts(agent, os.environ)
         warning = torchrun.warning(agent, os.environ)
         if warning and info.rank == 0:
-            run_folder.say(warning)
+            run_folder.print_message(warning)
         torchrun.check_restarts(agent, os.environ, config.run.dir)
         if continues:
             torchrun.check_leaving(agent, os.environ)

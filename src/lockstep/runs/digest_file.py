@@ -1,9 +1,9 @@
-"""Reads and writes digests.bin, which contains digests of the reduced gradients of steps and of saved weights.
+"""Reads and writes digests.bin, which contains digests of each step's reduced gradients and of saved weights.
 
 All numbers are 64-bit little-endian integers. The file starts with b"lockstep" and the version of the format. Records
-of 16 bytes follow, in the order of the steps. A record consists of the number of completed updates and the digest. The
-highest bit of the first number is set for a digest of weights. A resumed run first removes the records of the
-steps that it repeats.
+of 16 bytes follow, ordered by step. A record consists of the number of completed updates and the digest. The highest
+bit of the first number is set if the digest is of weights. A resumed run first removes the records of steps that it
+repeats.
 """
 
 import os
@@ -25,13 +25,13 @@ _RECORD: Final = 16  # bytes per record
 _WEIGHTS: Final = 1 << 63
 
 
-def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
-    """Truncate the file after the digests of `step`, so that a run can continue from there. Create the file if needed.
+def truncate(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
+    """Remove all digests after `step`, so that a run can resume from this step. If the file doesn't exist, create it.
 
     An invalid file is replaced with an empty file, with a warning. Raises HostError if the file can't be written.
     """
     try:
-        records = _records(path)
+        records = _read_records(path)
     except UsageError as error:
         records = _parse_records(b"")
         warn(f"{error}; replaced by a new file")
@@ -43,7 +43,7 @@ def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
 
 
 def append(path: Path, digests: Sequence[Digest]) -> None:
-    """Append digests, whose steps must follow the steps in the file. Raise HostError if the file can't be written."""
+    """Append digests of later steps to the file. Raises HostError if the file can't be written."""
     records = np.array([(digest.step | digest.weights * _WEIGHTS, digest.value) for digest in digests], "<u8")
     writing = os_error_as(HostError, f"{path}: digests not written")
     with writing, os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
@@ -51,12 +51,12 @@ def append(path: Path, digests: Sequence[Digest]) -> None:
 
 
 def read(path: Path) -> list[Digest]:
-    """Return the digests of a run in order. Raise UsageError if the file can't be read or isn't a digest file."""
-    return [Digest(step % _WEIGHTS, value, step >= _WEIGHTS) for step, value in _records(path).tolist()]
+    """Return all digests in the file in order. Raises UsageError if the file can't be read or isn't a digest file."""
+    return [Digest(step % _WEIGHTS, value, step >= _WEIGHTS) for step, value in _read_records(path).tolist()]
 
 
-def _records(path: Path) -> NDArray[np.uint64]:
-    """Return the records in a file, or no records if it doesn't exist. Ignores an incomplete last record."""
+def _read_records(path: Path) -> NDArray[np.uint64]:
+    """Read the records of a file. A missing file has no records. Ignores an incomplete record at the end."""
     head, data = _HEAD, b""
     reading = os_error_as(UsageError, f"{path}: cannot be read")
     with reading, suppress(FileNotFoundError), plainfile.reader(path) as file:

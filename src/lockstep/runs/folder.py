@@ -1,4 +1,4 @@
-"""The run folder: how a run claims the folder, whether the run resumes, and the files written before the first step.
+"""The run folder: how a run claims the folder, whether the run resumes, and the files at the start and end of the run.
 
 runs/<recipe>-<model>-<time>/
 ├── config.yaml         the resolved configuration with the origin of each value; not written for a custom loop
@@ -63,7 +63,7 @@ class Claim:
     - `checkpoint`: The checkpoint to resume from, if any.
     - `notes`: Messages for the user.
     - `done_message`: The message if the run is already complete, or else an empty string.
-    - `before`: The state of the folder after the previous start of the run.
+    - `last_start`: The state of the folder after the previous start of the run.
     """
 
     folder: Path
@@ -72,42 +72,43 @@ class Claim:
     checkpoint: Path | None = None
     notes: list[str] = field(default_factory=list)
     done_message: str = ""
-    before: "LastStart" = field(default_factory=lambda: LastStart(None, 0))
+    last_start: "LastStart" = field(default_factory=lambda: LastStart(None, 0))
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock while the block runs. If an error is raised, write its exit code and reason to result.json.
+        """Hold the lock while the block runs.
 
-        If the error is a user mistake and training hasn't begun, the folder is restored: folders that this process
-        created are removed, and result.json is restored from the previous start of the run.
+        If the block raises an error, write its exit code and reason to result.json. If the error is a usage error and
+        training hasn't begun, restore the folder instead: remove the folders that this process created, or restore the
+        result.json of the previous start.
         """
-        with self.lock, _settle_on_error(self.folder, self.created, self.before):
+        with self.lock, _write_failure_on_error(self.folder, self.created, self.last_start):
             yield
 
     def keep_failure(self, failure: Failure) -> None:
-        """Write result.json for a failure of any rank, unless the failure prevented the run from starting.
+        """Write result.json for a failure of any rank, unless a usage error prevented the run from starting.
 
-        See `is_refused`.
+        See `LastStart.is_rejected`.
         """
-        if not self.before.is_refused(self.folder, failure):
-            keep_failure(self.folder, failure)
+        if not self.last_start.is_rejected(self.folder, failure):
+            write_failure(self.folder, failure)
 
 
 @dataclass(frozen=True)
 class LastStart:
-    """The state of a run folder after the previous start of the run: result.json, and the bytes in events.jsonl."""
+    """The state of a run folder after the previous start of the run: result.json, and the size of events.jsonl."""
 
     result: bytes | None
     events: int
 
     @classmethod
     def read(cls, folder: Path) -> "LastStart":
-        """Read the state. Call this function before the run changes the folder."""
+        """Read the state of a folder. Call this function before the run changes the folder."""
         result, events = folder / RESULT, folder / EVENTS
         return cls(result.read_bytes() if result.exists() else None, events.stat().st_size if events.exists() else 0)
 
-    def is_refused(self, folder: Path, failure: Failure) -> bool:
-        """Return whether a failure is a usage error that was found before this start of the run wrote an event."""
+    def is_rejected(self, folder: Path, failure: Failure) -> bool:
+        """Return whether a failure is a usage error, and this start of the run hasn't written an event yet."""
         return failure.cause == "usage" and LastStart.read(folder).events <= self.events
 
 
@@ -122,11 +123,14 @@ class RunStart:
 
 @contextmanager
 def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> Iterator[RunStart]:
-    """Hold the run folder while the block runs. Rank 0 claims the folder. All ranks must call this."""
+    """Hold the run folder while the block runs.
+
+    Rank 0 claims the folder with `make_claim`. All ranks must call this.
+    """
     claim = make_claim() if rendezvous.info.rank == 0 else None
     with claim.hold() if claim else nullcontext():
         for note in claim.notes if claim else []:
-            say(note)
+            print_message(note)
         path = rendezvous.tell(str(claim.checkpoint or "") if claim else "")
         folder = rendezvous.tell(str(claim.folder) if claim else "")
         done = rendezvous.tell(claim.done_message if claim else "")
@@ -138,10 +142,10 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
 
 
 def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tuple[Path | None, list[str]]]) -> Claim:
-    """Lock `folder`. Create it if needed.
+    """Claim a run folder by locking it. If the folder doesn't exist, create it.
 
-    `done` returns a message if the run is complete, or else an empty string. `begin` returns the checkpoint to resume
-    from, if any, and messages for the user. Raises UsageError if the folder is in use or isn't usable.
+    `done` returns a message if the run is already complete, or else an empty string. `begin` returns the checkpoint to
+    resume from, if any, and messages for the user. Raises UsageError if the folder is in use or can't be used.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     _check_paths(folder)
@@ -150,18 +154,18 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
     try:
         if done_words := done():
             return Claim(folder, folder_lock, created, done_message=done_words)
-        before = LastStart.read(folder)
-        with _settle_on_error(folder, created, before):
+        last_start = LastStart.read(folder)
+        with _write_failure_on_error(folder, created, last_start):
             checkpoint_path, notes = begin()
         (folder / RESULT).unlink(missing_ok=True)  # otherwise, scripts could read an outdated result
     except BaseException:
         folder_lock.release()
         raise
-    return Claim(folder, folder_lock, created, checkpoint_path, notes, before=before)
+    return Claim(folder, folder_lock, created, checkpoint_path, notes, last_start=last_start)
 
 
 def claim_loop_folder(folder: Path, key: bytes | None) -> Claim:
-    """Lock the run folder of a custom training loop, which resumes from the newest checkpoint in the folder."""
+    """Claim the run folder of a custom training loop. The run resumes from the newest checkpoint in the folder."""
 
     def begin() -> tuple[Path | None, list[str]]:
         if os.path.lexists(folder / CONFIG):
@@ -173,12 +177,12 @@ def claim_loop_folder(folder: Path, key: bytes | None) -> Claim:
 
 
 def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
-    """Return a warning for each newer checkpoint that is damaged."""
+    """Return a warning for each damaged checkpoint that is newer than `checkpoint`."""
     return [f"warning: {problem}" for problem in checkpoint.problems]
 
 
 def record_config(folder: Path, config: str, engine_files: Mapping[str, str]) -> None:
-    """Write config.yaml, and the configuration files of an external engine, by file name."""
+    """Write config.yaml, and the configuration files of an external engine, which are passed by file name."""
     _write(folder / CONFIG, config)
     (folder / _ENGINE_CONFIG).unlink(missing_ok=True)  # left over from a run started with a different strategy
     for name, text in engine_files.items():
@@ -204,32 +208,35 @@ def record_environment(
     _write(folder / ENVIRONMENT, json.dumps(machine.environment() | placed, indent=1, sort_keys=True) + "\n")
 
 
-def keep_last_evaluation(folder: Path, report: Report) -> None:
+def write_last_evaluation(folder: Path, report: Report) -> None:
     """Write the report of a task about the last evaluation. Raise HostError if the file can't be written."""
     _write(folder / LAST_EVALUATION, json.dumps(report, indent=1))
 
 
-def conclude(folder: Path, result: Mapping[str, Any]) -> None:
-    """Write result.json when the run ends. While the run is in progress, the file doesn't exist."""
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write result.json.
+
+    Call this function when the run ends, because the file must not exist while a run is in progress.
+    """
     _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message for the user to stderr."""
     print(printable(text), file=sys.stderr)
 
 
-def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
+def write_exit(folder: Path, code: int, failure: Failure | None = None) -> None:
     """Write result.json for a run that ends with a nonzero exit code, unless the file exists.
 
-    If there is no `failure`, a signal ended the run before training began.
+    If `failure` is None, a signal ended the run before training began.
     """
     if code and not (folder / RESULT).exists():
         stopped = Failure(0, 1, socket.gethostname(), "ended by a signal", code, cause="transient")
-        keep_failure(folder, failure or stopped)
+        write_failure(folder, failure or stopped)
 
 
-def keep_failure(folder: Path, failure: Failure) -> None:
+def write_failure(folder: Path, failure: Failure) -> None:
     """Write result.json for a failed run, with the first line of the error, its cause, its ranks and its host."""
     reason = failure.line if failure.size > 1 else failure.first_line.removeprefix("error: ")
     outcome = {"exit_code": failure.exit_code, "reason": reason[:_MAX_REASON_CHARS], "cause": failure.cause}
@@ -237,28 +244,28 @@ def keep_failure(folder: Path, failure: Failure) -> None:
     # that reports the failure.
     location = {"ranks": failure.wrong} if failure.wrong else {"ranks": [failure.rank], "host": failure.host}
     with suppress(TrainingError):  # an error while writing the file must not hide the original error
-        conclude(folder, {"event": "failed", "time": time.time(), **outcome, **location})
+        write_result(folder, {"event": "failed", "time": time.time(), **outcome, **location})
 
 
 @contextmanager
-def _settle_on_error(folder: Path, created: Sequence[Path], before: LastStart) -> Iterator[None]:
+def _write_failure_on_error(folder: Path, created: Sequence[Path], last_start: LastStart) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         failure = failure_of(error, ALONE, RankLog(ALONE))
         if isinstance(error, ConfigError):  # the text of a ConfigError starts with the number of problems
             failure = replace(failure, text=str(error))
-        if not before.is_refused(folder, failure):
-            settle(folder, failure.exit_code, failure)
+        if not last_start.is_rejected(folder, failure):
+            write_exit(folder, failure.exit_code, failure)
         elif created and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
-            _remove(folder, created)
-        elif before.result is not None:  # restore the result of the previous start of the run
-            _write(folder / RESULT, before.result.decode(errors="replace"))
+            _remove_created(folder, created)
+        elif last_start.result is not None:  # restore the result of the previous start of the run
+            _write(folder / RESULT, last_start.result.decode(errors="replace"))
         raise
 
 
-def _remove(folder: Path, created: Sequence[Path]) -> None:
-    """Remove the folders and files that a run created before it was rejected. All other files are kept."""
+def _remove_created(folder: Path, created: Sequence[Path]) -> None:
+    """Remove the folders and files that a rejected start of a run has created. Keep all other files."""
     with suppress(OSError):
         for log in (folder / LOGS).glob("rank-*.log"):
             log.unlink()
@@ -274,15 +281,15 @@ def _write(path: Path, text: str) -> None:
         durable.replace(path, text.encode())
 
 
-def fresh_folder(name: str) -> Path:
-    """Return a path runs/NAME-TIME that doesn't exist yet. If needed, a number is appended to the time."""
+def new_folder_path(name: str) -> Path:
+    """Return a path runs/NAME-TIME that doesn't exist yet. If the path exists, append a number."""
     dated = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (f"{dated}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
 def _check_paths(folder: Path) -> None:
-    """Raise UsageError if a path in the run folder isn't a regular file as expected, or links to a path outside.
+    """Raise UsageError if a file in the run folder isn't a regular file, or if a path links out of the run folder.
 
     The folder itself may be a link, because the user named it.
     """

@@ -22,24 +22,24 @@ JOB: Final = "job.json"
 _ENVIRONMENT: Final = "environment.json"
 _MARKER_FILES: Final = (EVENTS, JOB, LOCK)  # a folder with any of these files is a run folder
 _MAX_DEPTH: Final = 4
-_MAX_JSON_BYTES: Final = 1 << 20  # maximum size of a JSON file in bytes
-_MAX_REASON_CHARS: Final = 500  # maximum number of characters in a reason
+_MAX_JSON_BYTES: Final = 1 << 20  # maximum size of a JSON file to read
+_MAX_REASON_CHARS: Final = 500  # longer reasons are truncated
 _MAX_MACHINE_CHARS: Final = 200
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """The last job of a run. `time` is the time of its submission in seconds since 1970."""
+class SubmittedJob:
+    """The last submitted Slurm job of a run: its ID, and the time of its submission in seconds since 1970."""
 
     job: int
     time: float
 
 
-def run_folders(*folders: Path) -> Iterator[Path]:
+def find_run_folders(*folders: Path) -> Iterator[Path]:
     """Yield the run folders among `folders` and in their subfolders, up to four levels deep.
 
-    A run is only yielded once, even if several links point to it. Raises UsageError if a folder doesn't exist or can't
-    be read.
+    Each run is only yielded once, even if multiple links point to it. Raises UsageError if a folder doesn't exist or
+    can't be read.
     """
     real_paths = set()
     for folder in folders:
@@ -54,17 +54,20 @@ def run_folders(*folders: Path) -> Iterator[Path]:
             raise UsageError(f"{error.filename}: cannot be searched: {error.strerror}") from error
 
 
-def record_job(folder: Path, submitted: Submitted) -> None:
-    """Write the job record of a run folder atomically."""
+def record_job(folder: Path, submitted: SubmittedJob) -> None:
+    """Record the last submitted job in the run folder. Writes the file atomically."""
     durable.replace(folder / JOB, (json.dumps(asdict(submitted)) + "\n").encode())
 
 
-def job_of(folder: Path) -> Submitted | None:
-    """Return the last job of a run folder, or None if there is none. Raise UsageError if the record can't be read."""
+def read_job(folder: Path) -> SubmittedJob | None:
+    """Return the last submitted job of a run, or None if there is none.
+
+    Raises UsageError if the record can't be read.
+    """
     try:
         match plainfile.parse_json(plainfile.content(folder / JOB, _MAX_JSON_BYTES)):
             case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
-                return Submitted(job, float(submitted))
+                return SubmittedJob(job, float(submitted))
         raise ValueError("not a job record")
     except FileNotFoundError:
         return None
@@ -72,10 +75,10 @@ def job_of(folder: Path) -> Submitted | None:
         raise UsageError(f"{folder / JOB}: cannot be read ({error!r}); it should contain the job ID") from error
 
 
-def failure(folder: Path, *, ignore_transient: bool = False) -> str:
-    """Return the reason why a run failed, from result.json, or an empty string if the run didn't fail.
+def failure_reason(folder: Path, *, ignore_transient: bool = False) -> str:
+    """Return the reason in result.json why a run failed, or an empty string if the run didn't fail.
 
-    With `ignore_transient`, a failure after which a scheduler restarts the run doesn't count.
+    With `ignore_transient`, also return an empty string for a transient failure, after which a scheduler restarts runs.
     """
     result = read_json_dict(folder / RESULT)
     is_failure = result.get("event") == "failed" and not (ignore_transient and result.get("cause") == "transient")
@@ -83,8 +86,8 @@ def failure(folder: Path, *, ignore_transient: bool = False) -> str:
     return printable_line(reason)[:_MAX_REASON_CHARS] if isinstance(reason, str) else ""
 
 
-def machine_of(folder: Path) -> str:
-    """Return a description of the CPU cores, GPUs and torch version of a run, or "" if it can't be read.
+def describe_machine(folder: Path) -> str:
+    """Describe the CPU cores, GPUs and torch version that a run uses. Returns "" if the description can't be read.
 
     The description is read from environment.json.
     """
@@ -97,11 +100,11 @@ def machine_of(folder: Path) -> str:
     return printable_line(", ".join(parts))[:_MAX_MACHINE_CHARS]
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Return whether a process holds the lock of a run folder.
 
-    The only way to check a lock is to acquire it. This function briefly acquires a shared lock, so that several
-    processes can check at the same time. A run that starts at that moment retries (training/lock.py).
+    The only way to check a lock is to acquire it. Therefore, this briefly acquires a shared lock, which other processes
+    can acquire too. A run that starts at the same moment tries again (training/lock.py).
     """
     # OSError means that there is no lock file, or that the file system doesn't support locks. In both cases, no run can
     # be active.
@@ -114,7 +117,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
-    # Links come last, so that a run is found under its own name.
+    # Links come last, so that a run is found in its own folder first.
     entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))
     if any(entry.name in _MARKER_FILES for entry in entries):
         yield folder

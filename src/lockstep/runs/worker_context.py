@@ -1,4 +1,4 @@
-"""The context of a worker process in which Lockstep calls a user's function: the ranks, and overriding settings."""
+"""The context in which Lockstep calls a user's function in a worker process: the ranks, and overriding settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -11,16 +11,16 @@ from torch import nn
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.sink import Sink
 
-# Called with the number of a step (from 1), its loss, and a digest of each tensor of the model after the step.
+# Called after each step with the step number (from 1), the loss, and a digest of each tensor of the model by name.
 Observe = Callable[[int, float, Mapping[str, str]], None]
 
 
 class OpenRun(Protocol):
-    """A run in a custom training loop. When the function that joined the run returns, the run must be closed."""
+    """A run of a custom training loop that must be closed when the user's function returns."""
 
     @property
     def _computing(self) -> int:
-        """A number that changes when random generators are seeded for a new batch, or 0 if no batch is in progress."""
+        """A number that changes whenever generators are seeded for a new batch. 0 if no batch is in progress."""
 
     @property
     def _model(self) -> nn.Module | None:
@@ -36,11 +36,11 @@ class OpenRun(Protocol):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The ranks, which have already joined, and settings that override the arguments of the user's function.
+    """The ranks, which have already joined, and settings that override arguments that the user's function passes.
 
-    - `strategy`: Replaces the strategy that the function requests.
-    - `folder`: Replaces its run folder. A run without a folder still has no folder, unless it is the first run and
-      `keeps` is set.
+    - `strategy`: Replaces the strategy that the function passes.
+    - `folder`: Replaces the run folder that the function passes. If the function passes no folder, the run has none,
+      unless it is the first run and `keeps` is set.
     - `guarded`: If False, code that makes results depend on the placement isn't rejected (loop/guard.py).
     """
 

@@ -49,7 +49,7 @@ def check_plan(ready: Setup) -> list[str]:
 
     If a layer computes a different function, raises UsageError with the name of the first such layer.
     """
-    config, parameters = ready.recipe.model, ready.summary.parameters
+    config, parameters = ready.recipe.model, ready.summary.num_parameters
     if config.chunks == 1 and config.sequence_chunks == 1:
         return []
     if parameters > LARGEST:

@@ -9,7 +9,7 @@ from lockstep.config.load import Loaded, read_run_recipe
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import CONFIG
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runs.folder import EVENTS, Claim, checkpoint_warnings, claim_folder, fresh_folder
+from lockstep.runs.folder import EVENTS, Claim, checkpoint_warnings, claim_folder, new_folder_path
 from lockstep.setup.completed import completion_notice
 from lockstep.setup.resume import check_recipe, checkpoint_recipe, list_recipe_differences
 from lockstep.training.checkpoint import store
@@ -41,7 +41,7 @@ def new_run_folder(loaded: Loaded) -> Path:
     suffix = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
     name = f"{loaded.name}-{suffix}" if suffix else loaded.name
     name = name.encode(errors="surrogateescape")[:_MAX_NAME_BYTES].decode(errors="ignore")
-    return fresh_folder(name)
+    return new_folder_path(name)
 
 
 def _find_start(
