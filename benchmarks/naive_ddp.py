@@ -348,7 +348,7 @@ class NaiveDDP:
             processes=world.size,
             strategy=NAIVE,
             device=str(world.device),
-            parameters=ready.summary.parameters,
+            parameters=ready.summary.num_parameters,
             base_lr=planning.base_rate(ready.recipe),
             task=ready.task_line,
             monitor=ready.task.monitor.name,

@@ -6,7 +6,7 @@ from lockstep.comparison import plan
 from lockstep.config.load import load
 from lockstep.config.placement import StrategyConfig
 from lockstep.planning.survey import _list_placements
-from lockstep.verification.own_loop import _list_placements
+from lockstep.verification.own_loop import _list_placements as list_placements_of_loop
 
 
 def pairs(*names: str) -> list[tuple[str, int]]:
@@ -23,6 +23,6 @@ def test_replicas_are_measured_on_one_process_if_they_are_named() -> None:
 @pytest.mark.parametrize("processes", [(1, 2), (2,)])
 def test_they_are_verified_and_compared_on_one_process(processes: tuple[int, ...]) -> None:
     single = [("single", 1)] if 1 in processes else []
-    assert _list_placements(processes, ("ddp", "data_parallel")) == [*single, ("data_parallel", 1), ("ddp", 2)]
+    assert list_placements_of_loop(processes, ("ddp", "data_parallel")) == [*single, ("data_parallel", 1), ("ddp", 2)]
     assert list(plan._process_counts({"name": "data_parallel"}, processes)) == [1]
     assert list(plan._process_counts({"name": "ddp"}, processes)) == [2]

@@ -17,10 +17,10 @@ from lockstep.errors import UsageError
 from lockstep.parallel.layouts.base import (
     GathersWeights,
     GradientSum,
+    HasRowSpans,
     Layout,
     MakeLayout,
     Span,
-    HasRowSpans,
     norms_of_rows,
 )
 from lockstep.parallel.tensor.chunks import Region
