@@ -32,7 +32,7 @@ from lockstep.models.gpt import gpt
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.tensor.built_in import built_in_plan
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
 
@@ -54,7 +54,7 @@ class Work:
         torch.manual_seed(0)
         model = gpt(context=self.tokens, layers=self.layers, heads=HEADS, width=self.width)
         if self.features > 1:
-            cut_into_chunks(model, built_in_plan(model), self.features)
+            split_into_chunks(model, built_in_plan(model), self.features)
         return model
 
 

@@ -31,9 +31,9 @@ from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.blocks import find_units
-from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layerwise import full_norms
 from lockstep.setup.build import Setup
-from lockstep.setup.prepare import open_unplaced
+from lockstep.setup.prepare import open_recipe_without_placement
 
 
 def estimates(ready: Setup, strategy: str, processes: int) -> dict[str, float]:
@@ -66,7 +66,7 @@ def _tracked(ready: Setup, model: torch.nn.Module, processes: int) -> float:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)).train()
         for unit in (*find_units(model), model):
             fully_shard(unit, mesh=mesh)
-        optimizer = ready.optimizer([*model.named_parameters()], whole_norms)
+        optimizer = ready.optimizer([*model.named_parameters()], full_norms)
         batch = tree_map(lambda each: torch.empty_like(each) if isinstance(each, Tensor) else each, microbatch.batch)
         with FSDPMemTracker(model, optimizer) as tracker:
             for _ in range(2):  # the first makes the optimizer's state
@@ -81,5 +81,5 @@ def _tracked(ready: Setup, model: torch.nn.Module, processes: int) -> float:
 if __name__ == "__main__":
     file, strategy, processes = sys.argv[1:]
     with redirect_stdout(sys.stderr):
-        said = estimates(open_unplaced(load(file, ["placement.device=cpu"])), strategy, int(processes))
+        said = estimates(open_recipe_without_placement(load(file, ["placement.device=cpu"])), strategy, int(processes))
     print(json.dumps(said))

@@ -22,7 +22,7 @@ from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.engine_recipe import PlainRecipe
-from lockstep.core.order import Step, cut
+from lockstep.core.order import Step, split_range
 from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
 from lockstep.parallel.numerics import Numerics
@@ -66,7 +66,7 @@ def _lockstep(microbatches: int, world: World) -> Turn:
         world,
         Numerics(PlainRecipe(microbatches=microbatches)),
     )
-    own = [_microbatch(index) for index in cut(microbatches, world.size)[world.rank]]
+    own = [_microbatch(index) for index in split_range(microbatches, world.size)[world.rank]]
     step = Step(0, 0, 0, microbatches * SAMPLES, 0, False)
 
     def do() -> None:
@@ -80,7 +80,7 @@ def _torch(microbatches: int, world: World) -> Turn:
     keep_freed_memory()
     model = DistributedDataParallel(_model())
     optimizer = _optimizer(model.named_parameters())
-    own = [_microbatch(index) for index in cut(microbatches, world.size)[world.rank]]
+    own = [_microbatch(index) for index in split_range(microbatches, world.size)[world.rank]]
 
     def do() -> None:
         for microbatch in own:

@@ -24,7 +24,7 @@ from lockstep.device.memory import keep_freed_memory
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialise
 from lockstep.parallel.tensor.built_in import built_in_plan
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 
 PROCESSES: Final = 2
 WHOLE: Final = "ddp"
@@ -54,7 +54,7 @@ class Mixture(Work):
         model = initialise(build, 0)
         if self.chunks > 1:
             plan = {name: kind for name, kind in built_in_plan(model).items() if kind == "experts"}
-            cut_into_chunks(model, plan, self.chunks)
+            split_into_chunks(model, plan, self.chunks)
         return model
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.gpu_uses import EXACT, REFUSED, Make, Work
 from benchmarks.turns import Answer, Turn, take_turns
 from lockstep.device import kernels
-from lockstep.device.precision import attention, fix_kernels, fix_workspace
+from lockstep.device.precision import attention_backends, fix_kernels, fix_workspace
 
 DEFAULT, RUN, FILLED = "torch's defaults", "the settings of a run", "these, and memory filled"
 NOT_MEASURED: Final = "not measured yet"
@@ -98,7 +98,7 @@ def contestant(settings: str, device: str, repeats: int | None = None) -> Turn:
         started = not first
         lines = {name: _measured(name, each, first, repeats or (8 if card else 2)) for name, each in work.items()}
         refused = dict(_refusals(where)) if started and card and settings == RUN else {}
-        return {"lines": lines, "refused": refused, "attention": attention()}
+        return {"lines": lines, "refused": refused, "attention": attention_backends()}
 
     return turn
 

@@ -22,9 +22,9 @@ from lockstep.comm.world import World, choose_device, open_world
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
-from lockstep.core.order import Step, cut
+from lockstep.core.order import Step, split_range
 from lockstep.core.precision import Precision
-from lockstep.device.precision import attention, fix_kernels
+from lockstep.device.precision import attention_backends, fix_kernels
 from lockstep.errors import UsageError
 from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
@@ -161,7 +161,7 @@ def _tried(world: World, precision: Precision) -> Result:
         found["kernels"] = _kernels(world.device, precision)
         found["settings"] = {
             "products of fp32 on CUDA": torch.backends.cuda.matmul.fp32_precision,
-            "attention": attention(),
+            "attention": attention_backends(),
         }
     world.barrier()
     return found
@@ -176,7 +176,7 @@ def _reference(device: torch.device) -> float:
     for number in range(STEPS):
         inputs, targets = _batch(number, device)
         loss = 0.0
-        for part in cut(SAMPLES, MICROBATCHES):
+        for part in split_range(SAMPLES, MICROBATCHES):
             share = nn.functional.cross_entropy(
                 model(inputs[list(part)].double()), targets[list(part)], reduction="sum"
             )
@@ -200,7 +200,7 @@ def _trained(world: World, strategy: Any, precision: Precision, steps: int = STE
     loss = float("nan")
     for number in range(steps):
         inputs, targets = _batch(number, world.device)
-        parts = cut(SAMPLES, MICROBATCHES)
+        parts = split_range(SAMPLES, MICROBATCHES)
         own = [
             MicroBatch(index, (inputs[list(own)], targets[list(own)]), len(own), len(own), dummy)
             for own, index, dummy in ((parts[index], index, dummy) for index, dummy in data_rank.indices(MICROBATCHES))

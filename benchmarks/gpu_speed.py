@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from benchmarks.turns import Answer, Turn, take_turns
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.device.peak import peak_flops
-from lockstep.models.flops import FlopCounter, backward_flops
+from lockstep.models.flops import FlopCounter, count_backward_flops
 from lockstep.models.gpt import gpt
 
 FAST, DETERMINISTIC, OURS, COMPILED = (
@@ -119,7 +119,7 @@ def cost(work: Work, device: torch.device) -> dict[str, Any]:
         model = build(work, device)
         with counter:
             outputs = model(inputs)
-    flops = backward_flops(counter, outputs)
+    flops = count_backward_flops(counter, outputs)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     assert flops is not None
     return {"flops_per_sample": flops // work.samples, "peak_flops_per_s": peak_flops(name, "bf16")}

@@ -36,14 +36,14 @@ from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import fix_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.ranks.external import alone
+from lockstep.ranks.external import single_process_rendezvous
 from lockstep.ranks.signals import StopRequest
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
 from lockstep.training.events import Evaluated, Saved
-from lockstep.training.loop import train, turns
+from lockstep.training.loop import train, training_steps
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -176,7 +176,7 @@ def _lockstep(steps: int, world: World) -> Turn:
     def turn() -> float:
         began = time.perf_counter()
         reports = StepReports(world, plan, Progress())
-        following = turns(loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest())
+        following = training_steps(loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest())
         for _ in train(engine, reports, following):
             pass
         return time.perf_counter() - began
@@ -186,7 +186,7 @@ def _lockstep(steps: int, world: World) -> Turn:
 
 def _own_loop(steps: int, _: World) -> Turn:
     """Be a loop of the user's own, which joins a run that keeps nothing, and prints a line each 10 steps."""
-    WORKER_CONTEXT.set(WorkerContext(alone()))
+    WORKER_CONTEXT.set(WorkerContext(single_process_rendezvous()))
     with redirect_stdout(Path(os.devnull).open("w", encoding="utf-8")):
         run = lockstep.join(seed=0)
     model, _optimizer = run.place(*_learner())

@@ -47,19 +47,19 @@ from lockstep.config.blame import add_key_positions
 from lockstep.config.load import Loaded, load, read_run_recipe, split, to_yaml
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import CONFIG
-from lockstep.config.write import flow
+from lockstep.config.write import format_flow
 from lockstep.core import random
-from lockstep.core.batch import Batch, call, length, map_tensors
+from lockstep.core.batch import Batch, call_model, get_batch_size, map_tensors
 from lockstep.data.base import Request, Split
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layerwise import full_norms
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.reporting import wording
 from lockstep.reporting.jsonl import JsonLines
-from lockstep.reporting.run_log import count, evaluation_curve
+from lockstep.reporting.run_log import evaluation_curve, get_count
 from lockstep.reporting.sink import Sink
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.training import run_on_placement
@@ -115,7 +115,7 @@ def plan(source: str, overrides: Sequence[str], processes: Sequence[int], folder
     for size in processes:
         own = folder / f"usual-script-{size}"
         placed = (f"placement.strategy={'ddp' if size > 1 else 'single'}", f"placement.processes={size}")
-        loaded = load(source, [*overrides, *placed, f"run.dir={flow(str(own))}", "run.resume=auto"])
+        loaded = load(source, [*overrides, *placed, f"run.dir={format_flow(str(own))}", "run.resume=auto"])
         if (own / CONFIG).exists():
             check_recipe(own, read_run_recipe(own / CONFIG), loaded.config.recipe)
         _prepare(loaded)
@@ -131,8 +131,8 @@ def table_of(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     return headings, [
         [
             row.label.removeprefix(f"{NAIVE} "),
-            f"{count(row.history.started, 'batch') or 0:,}",
-            f"{count(row.history.started, 'steps') or 0:,}",
+            f"{get_count(row.history.started, 'batch') or 0:,}",
+            f"{get_count(row.history.started, 'steps') or 0:,}",
             _words(row, f"{PRINTED}loss/train"),
             _words(row, OF_ALL),
             _words(row, f"{PRINTED}{figure}/validation", figure),
@@ -147,7 +147,7 @@ def table_of(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 def _words(row: ResultRow, curve: str, figure: str = "") -> str:
     """Return where a curve ends; empty where there is none."""
     value = row.history.last_value(curve)
-    return "" if value is None else wording.figure(value, figure in row.history.fractions)
+    return "" if value is None else wording.format_value(value, figure in row.history.fractions)
 
 
 def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:
@@ -220,7 +220,7 @@ class NaiveDDP:
         alone = world.size == 1
         self._ddp: nn.Module = self._model if alone else DistributedDataParallel(self._model, device_ids=cards)
         trained = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
-        self._optimizer = ready.optimizer(trained, whole_norms)
+        self._optimizer = ready.optimizer(trained, full_norms)
         self._rate = find_rate(ready.recipe, ready.steps)
         self._change = transforms_of(ready.recipe, ready.data)
         self._meter = Meter(world.device)
@@ -287,12 +287,12 @@ class NaiveDDP:
         recipe, task = self._ready.recipe, self._ready.task
         request = Request(np.array(indices), random.key(random.AUGMENT, recipe.seed, epoch))
         fetched = self._ready.data.train.fetch(*request)
-        weight = max(1, length(fetched) if task.counts_samples else task.weight(fetched))
+        weight = max(1, get_batch_size(fetched) if task.counts_samples else task.weight(fetched))
         prepared = self._change.prepare(fetched, request)
         batch = self._change.transform_training_batch(self._to_device(prepared), self.step, self._world.rank)
         self._ddp.train()
         self._optimizer.zero_grad()
-        loss = task.loss(call(self._ddp, task.inputs(batch)), batch) / weight
+        loss = task.loss(call_model(self._ddp, task.inputs(batch)), batch) / weight
         loss.backward()  # type: ignore[no-untyped-call]
         if recipe.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), recipe.clip_norm)
@@ -309,9 +309,9 @@ class NaiveDDP:
         with torch.no_grad():
             for number, part in enumerate(batches):
                 fetched = self._validation.fetch(np.array(part), None)
-                weight = length(fetched) if task.counts_samples else task.weight(fetched)
+                weight = get_batch_size(fetched) if task.counts_samples else task.weight(fetched)
                 batch = self._change.transform_evaluation_batch(self._to_device(fetched))
-                added.add(number, batch_sums(task, call(self._model, task.inputs(batch)), batch, weight))
+                added.add(number, batch_sums(task, call_model(self._model, task.inputs(batch)), batch, weight))
         return task_metrics(task, added.total(World(ALONE, self._world.device), len(batches)))
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -349,7 +349,7 @@ class NaiveDDP:
             strategy=NAIVE,
             device=str(world.device),
             parameters=ready.summary.num_parameters,
-            base_lr=planning.base_rate(ready.recipe),
+            base_lr=planning.compute_base_rate(ready.recipe),
             task=ready.task_line,
             monitor=ready.task.monitor.name,
             higher=ready.task.monitor.higher,

@@ -33,7 +33,7 @@ from lockstep.models.gpt import GPT, gpt
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.tensor.built_in import built_in_plan
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
 
@@ -69,7 +69,7 @@ class Work:
         model = gpt(self.vocabulary, context=self.tokens, layers=self.layers, heads=HEADS, width=self.width)
         assert isinstance(model, GPT)
         if self.chunks > 1:
-            cut_into_chunks(model, built_in_plan(model) | (VOCAB if self.by_rows else {}), self.chunks)
+            split_into_chunks(model, built_in_plan(model) | (VOCAB if self.by_rows else {}), self.chunks)
         return model
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from lockstep.core.order import Step
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.strategies import ddp, single, zero1, zero3
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import MicroBatch, Problem
@@ -85,5 +85,5 @@ def _model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 
 
-def _optimizer(trained: Sequence[Named], norms: Norms) -> Optimizer:
+def _optimizer(trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
     return make_optimizer(trained, name="nmuon", lr=0.01, norms=norms)

@@ -19,9 +19,9 @@ from lockstep.errors import EXIT_DONE, TrainingError, UsageError
 from lockstep.launchers import ray as launcher
 from lockstep.ranks.external import join_ranks
 from lockstep.reporting.ray import RayReport
-from lockstep.run.background import as_words
+from lockstep.run.background import to_arguments
 from lockstep.run.training import training_as_rank
-from lockstep.setup.completed import completed
+from lockstep.setup.completed import find_completed_run
 
 if TYPE_CHECKING:
     from ray.train import Result, RunConfig
@@ -55,7 +55,7 @@ def train(
     # Ray waits for a report from all ranks, but with background saves, ranks would notice the end of a save at
     # different steps.
     keys = {"run.dir": "run", **(overrides or {}), "run.save_async": False}
-    loaded = load_recipe(str(recipe), as_words(keys))
+    loaded = load_recipe(str(recipe), to_arguments(keys))
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -76,7 +76,9 @@ def _run_worker(config: Mapping[str, Loaded]) -> None:
     placement, work = training_as_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)
     code = work(rendezvous)
-    if report.reported < 0 and (completed_event := completed(loaded)) is not None:  # the run was already complete
+    if (
+        report.reported < 0 and (completed_event := find_completed_run(loaded)) is not None
+    ):  # the run was already complete
         report.write(completed_event, time.time())
     rendezvous.leave()
     if code != EXIT_DONE:

@@ -17,7 +17,7 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.fsdp import whole
+from lockstep.comm.fsdp import to_full_tensor
 from lockstep.comm.world import choose_device, open_lone_group, open_world
 from lockstep.common.patterns import list_some
 from lockstep.config.placement import Placement
@@ -86,7 +86,7 @@ class Trace:
         self._add(EVALUATION, name, _to_tensor(value), step=-2 if ended else -1)
 
     def _add(self, gate: str, name: str, value: Tensor, step: int = -1) -> None:
-        self._steps[step].setdefault(gate, {})[name] = whole(value.detach()).cpu().clone()
+        self._steps[step].setdefault(gate, {})[name] = to_full_tensor(value.detach()).cpu().clone()
 
 
 def _to_tensor(value: float | Tensor) -> Tensor:

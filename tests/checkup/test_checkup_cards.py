@@ -9,7 +9,7 @@ import pytest
 from lockstep.checkup import cards
 from lockstep.checkup.cards import gpu_findings
 from lockstep.checkup.finding import Finding
-from lockstep.device.cards import Card, Device, Driver, Evidence
+from lockstep.device.cards import Card, Device, Driver, GpuFacts
 
 FILES = {"/dev/nvidia0": True, "/dev/nvidia-uvm": True, "/dev/nvidiactl": True}
 CARD = Card(
@@ -25,7 +25,7 @@ CARD = Card(
     link_width_max=16,
 )
 USED = replace(CARD, users=("pid 7 (python)", "pid 8 (x)"))
-GOOD = Evidence(
+GOOD = GpuFacts(
     driver=Driver("590.44.01", "13.1", (CARD,)),
     libraries={"torch": "2.15.0", "CUDA": "13.2", "cuDNN": "9", "NCCL": "2.28"},
     kernel="NVIDIA UNIX x86_64 Kernel Module  590.44.01",
@@ -44,7 +44,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def found(evidence: Evidence, level: str) -> list[Finding]:
+def found(evidence: GpuFacts, level: str) -> list[Finding]:
     return [each for each in gpu_findings(evidence, "fp32", None) if each.level == level]
 
 

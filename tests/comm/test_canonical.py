@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.comm.world import World
 from lockstep.core.mesh import Axis, DataRank, Mesh
-from lockstep.core.order import cut
+from lockstep.core.order import split_range
 from lockstep.core.reduction import FAN_OUT
 from lockstep.core.tree import LeafBlock, total
 
@@ -36,7 +36,7 @@ def held(numbers: range, length: int, dtype: torch.dtype) -> dict[LeafBlock, Ten
 
 
 def added(world: World, leaves: int, length: int, dtype: torch.dtype) -> Tensor:
-    pieces = held(cut(leaves, world.size)[world.rank], length, dtype)
+    pieces = held(split_range(leaves, world.size)[world.rank], length, dtype)
     return world.canonical(Mesh(world.size), "replicate")(pieces, leaves, torch.empty(length, dtype=dtype))
 
 

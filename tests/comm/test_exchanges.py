@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import all_reduce  # as users have it: before anything watches
 
-from lockstep.comm.exchanges import intercept
+from lockstep.comm.exchanges import intercept_collectives
 from lockstep.comm.world import World
 
 
@@ -64,7 +64,7 @@ FUNCTIONAL: dict[str, Callable[[], Any]] = {
 def each_is_refused(world: World) -> list[tuple[str, str]]:
     """Return what is said of each call; not all ranks need to call it, since none waits."""
     found = []
-    with intercept(refuse):
+    with intercept_collectives(refuse):
         for name, call in (*CALLS.items(), *FUNCTIONAL.items()) if not world.rank else ():
             try:
                 call()
@@ -85,7 +85,7 @@ def test_each_of_torch_is_refused_by_its_name_and_questions_are_not() -> None:
 
 def of_ours(world: World) -> list[float]:
     told: list[str] = []
-    with intercept(told.append):
+    with intercept_collectives(told.append):
         total = world.add_(torch.ones(1))
         within = torch.ones(1)
         all_reduce(within)
@@ -103,7 +103,7 @@ def test_one_that_is_let_through_does_its_work_and_afterwards_none_is_seen() -> 
 
 def test_a_process_that_is_alone_is_told_the_same() -> None:
     for call in (lambda: all_reduce(one()), dist.barrier, dist.new_group):
-        with intercept(refuse), pytest.raises(SeenError):
+        with intercept_collectives(refuse), pytest.raises(SeenError):
             call()
     with pytest.raises(ValueError, match="not been initialized"):
         all_reduce(one())

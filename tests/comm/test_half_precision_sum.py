@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.comm.canonical import HalfPrecisionSum
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.core.order import cut
+from lockstep.core.order import split_range
 from lockstep.core.tolerance import unit_roundoff, worst_case_bound
 
 pytestmark = pytest.mark.slow("several ranks")
@@ -25,7 +25,7 @@ def leaf(number: int) -> Tensor:
 
 def summed(world: World, leaves: int, dtype: torch.dtype) -> Tensor:
     add = HalfPrecisionSum(world.canonical(Mesh(world.size), "replicate"), dtype)
-    return add(held(cut(leaves, world.size)[world.rank], leaf), leaves, torch.empty(LENGTH))
+    return add(held(split_range(leaves, world.size)[world.rank], leaf), leaves, torch.empty(LENGTH))
 
 
 def all_summed(world: World) -> list[Tensor]:

@@ -11,7 +11,7 @@ import worlds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.links import MAX_ROUNDS, links, rounds, schedule_tournament
+from lockstep.comm.links import MAX_ROUNDS, measure_links, schedule_rounds, schedule_tournament
 from lockstep.comm.world import World
 
 
@@ -23,13 +23,13 @@ def test_in_a_tournament_each_meets_each_once_and_nobody_two_at_a_time(count: in
 
 
 def test_few_ranks_meet_pair_by_pair() -> None:
-    assert rounds(["a", "a", "b"]) == [[(0, 1)], [(0, 2)], [(1, 2)]]
-    assert rounds(["a"]) == []
+    assert schedule_rounds(["a", "a", "b"]) == [[(0, 1)], [(0, 2)], [(1, 2)]]
+    assert schedule_rounds(["a"]) == []
 
 
 def test_of_many_ranks_one_of_each_host_meets_each_other_host() -> None:
     hosts = [f"h{rank // 8}" for rank in range(64)]
-    planned = rounds(hosts)
+    planned = schedule_rounds(hosts)
     pairs = [pair for each in planned for pair in each]
     within = [pair for pair in pairs if hosts[pair[0]] == hosts[pair[1]]]
     assert within[:2] == [(0, 1), (2, 3)]
@@ -39,12 +39,12 @@ def test_of_many_ranks_one_of_each_host_meets_each_other_host() -> None:
 
 
 def test_of_very_many_hosts_each_meets_a_stated_number() -> None:
-    planned = rounds([f"h{rank}" for rank in range(400)])
+    planned = schedule_rounds([f"h{rank}" for rank in range(400)])
     assert len(planned) == MAX_ROUNDS
 
 
 def measured(world: World) -> list[dict[str, Any]]:
-    return [asdict(link) for link in links(world, rounds(["a"] * world.size))]
+    return [asdict(link) for link in measure_links(world, schedule_rounds(["a"] * world.size))]
 
 
 def measured_with_a_slow_rank(world: World, slow_rank: int) -> list[dict[str, Any]]:

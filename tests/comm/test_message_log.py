@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.comm.carrier import Addressed, Carrier, Transfer, renumber_ranks
-from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
+from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, group_by_peer
 
 
 def carrier(asked: list[tuple[str, int]]) -> Carrier:
@@ -51,6 +51,10 @@ def test_ranks_have_other_numbers_for_who_calls_them_otherwise() -> None:
 def test_both_ends_of_a_link_call_a_message_the_same() -> None:
     sent = {"rows to 2 #1": "a", "along tensor, context to 2 #1": "b", "rows to 1 #1": "c", "the loss #1": "d"}
     received = {"rows from 0 #1": "a", "along tensor, context from 0 #1": "b"}
-    assert by_peer(sent, SENT)[2] == by_peer(received, RECEIVED)[0] == ["along tensor, context #1: b", "rows #1: a"]
-    assert by_peer(sent, SENT).keys() == {1, 2}
-    assert by_peer(sent, RECEIVED) == {}
+    assert (
+        group_by_peer(sent, SENT)[2]
+        == group_by_peer(received, RECEIVED)[0]
+        == ["along tensor, context #1: b", "rows #1: a"]
+    )
+    assert group_by_peer(sent, SENT).keys() == {1, 2}
+    assert group_by_peer(sent, RECEIVED) == {}

@@ -202,7 +202,7 @@ def as_rank(rank: int, size: int, port: int, hosts: int = 1) -> dict[str, str]:
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
     """Return the events of a run that bear a name."""
-    return [event for event in jsonl.read(run / jsonl.EVENTS) if event["event"] == name]
+    return [event for event in jsonl.read_events(run / jsonl.EVENTS) if event["event"] == name]
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:

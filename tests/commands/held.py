@@ -116,7 +116,9 @@ class _Leaving:
 def _is_held() -> bool:
     try:
         run, step = json.loads(HOLD.read_text(encoding="utf-8"))
-        return any(event["event"] == "step" and event["step"] == step for event in jsonl.read(Path(run) / jsonl.EVENTS))
+        return any(
+            event["event"] == "step" and event["step"] == step for event in jsonl.read_events(Path(run) / jsonl.EVENTS)
+        )
     except (FileNotFoundError, jsonl.UsageError):  # not held, or nothing logged so far
         return False
 

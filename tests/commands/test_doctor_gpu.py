@@ -7,12 +7,12 @@ import pytest
 from conftest import invoke
 
 from lockstep.checkup import cards
-from lockstep.device.cards import Card, Device, Driver, Evidence
+from lockstep.device.cards import Card, Device, Driver, GpuFacts
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
 CARD = Card("NVIDIA RTX A5000", "GPU-3", "0000:81:00.0", uncorrected=2)
-GOOD = Evidence(
+GOOD = GpuFacts(
     driver=Driver("590.44.01", "13.1", (CARD,)),
     libraries={"torch": "2.15.0", "CUDA": "13.2"},
     kernel="Kernel Module 590.44.01",

@@ -20,7 +20,7 @@ from lockstep.probe import findings as causes
 from lockstep.probe import first_look as looking
 from lockstep.probe.first_look import check_in_background, is_part_of_lockstep, is_plain
 from lockstep.setup.build import Setup, build_setup
-from lockstep.tasks.facts import facts
+from lockstep.tasks.facts import make_dataset_properties
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -125,7 +125,9 @@ def test_a_look_that_takes_too_long_or_fails_is_told_and_ends_no_run(monkeypatch
 @pytest.mark.parametrize(("name", "plain"), [("resnet18", True), ("swin_tiny_patch4_window7_224", True)])
 def test_models_of_timm_are_known_by_their_layers(name, plain):
     with torch.device("meta"):
-        model = build_model(name=name, source="timm", facts=facts([*map(str, range(10))], (3, 224, 224)))
+        model = build_model(
+            name=name, source="timm", facts=make_dataset_properties([*map(str, range(10))], (3, 224, 224))
+        )
     assert is_plain(model)
 
 

@@ -100,7 +100,7 @@ def everything(training: Engine, progress: Progress) -> tuple[Any, ...]:
 
 def resume(path: Path, ready: Setup, loaded: Any) -> tuple[Any, ...]:
     """Do what a start does in a folder with this checkpoint."""
-    found = store.newest(path.parent)
+    found = store.load_newest(path.parent)
     state = resume_state(found.path, found.snapshot, ready)
     training, _ = engine(ready, loaded)
     training.load(engine_state(found.snapshot))
@@ -124,7 +124,7 @@ def test_what_is_genuine_resumes_under_every_kind_of_optimizer(tmp_path: Path, o
     loaded = load_text(text, "recipe.yaml", "recipe", ["recipe.optimizer.lr=0.01", f"recipe.model.name={model}"])
     ready = build_setup(loaded.config.recipe)
     path = save(ready, loaded, tmp_path)
-    found = store.read(path)
+    found = store.read_checkpoint(path)
     state = resume_state(path, found, ready)
     assert state.progress.step == 3
     assert resume(path, ready, loaded)[1] == store.weights_sha256(found.optimizer)
@@ -295,11 +295,11 @@ def test_no_forgery_resumes_wrong_where_that_can_be_seen(
 
 def test_with_a_key_every_forgery_is_refused(genuine: Path, tmp_path: Path) -> None:
     key = b"k" * 32
-    signed = store.save(tmp_path / "signed", 3, store.read(genuine), keep=1, best=False, key=key)
+    signed = store.save(tmp_path / "signed", 3, store.read_checkpoint(genuine), keep=1, best=False, key=key)
 
     def judge(path: Path) -> str:
         with pytest.raises(LockstepError):
-            store.newest(path.parent, key)
+            store.load_newest(path.parent, key)
         return "refused"
 
     state = json.loads((genuine / STATE).read_bytes())

@@ -14,7 +14,7 @@ from lockstep.comm.world import open_world
 from lockstep.common.own_code import convert_user_error
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
-from lockstep.ranks.external import alone
+from lockstep.ranks.external import single_process_rendezvous
 from lockstep.run.events import evaluation_event
 from lockstep.setup.build import build_setup
 from lockstep.setup.engine import start_engine
@@ -84,7 +84,7 @@ def train(folder: Path, code: str) -> None:
     words = ["recipe.model={name: 'M:net'}", "recipe.data={name: 'M:data'}", f"recipe.loss={{name: '{loss}'}}"]
     resolved = resolve(load("digits", [*words, "recipe.batch=4", "recipe.microbatches=2", "recipe.epochs=1"]), 1)
     ready = build_setup(resolved.recipe)
-    world = open_world(alone(), torch.device("cpu"))
+    world = open_world(single_process_rendezvous(), torch.device("cpu"))
     engine, loader = start_engine(PreparedRun(resolved, ready), world)
     for step, microbatches in islice(loader.training(0), 3):
         engine.forward_backward(microbatches, step)

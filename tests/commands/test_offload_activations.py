@@ -11,7 +11,7 @@ from lockstep.common.rank import ALONE
 from lockstep.config.load import load
 from lockstep.parallel import data_parallel
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import prepare
+from lockstep.setup.prepare import prepare_run
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -26,5 +26,5 @@ def test_the_engine_is_told(words: list[str], monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(data_parallel, "training_forward_context", note)
     loaded = load("digits", words)
-    start_engine(prepare(loaded, 1), World(ALONE, torch.device("cpu")))
+    start_engine(prepare_run(loaded, 1), World(ALONE, torch.device("cpu")))
     assert told == [bool(words)]

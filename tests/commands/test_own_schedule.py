@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.common.own_code import location
 from lockstep.config.load import load
-from lockstep.config.plan import steps
+from lockstep.config.plan import compute_steps
 from lockstep.core.rate import Rate
 from lockstep.errors import UsageError
 from lockstep.setup.schedule import check_rate, find_rate
@@ -21,7 +21,7 @@ FILE = own_schedules.__file__
 
 def rate(*words: str) -> Rate:
     recipe = load("digits", ["recipe.epochs=2", *words]).config.recipe
-    run = steps(recipe, 1000)
+    run = compute_steps(recipe, 1000)
     check_rate(recipe, run)
     return find_rate(recipe, run)
 
@@ -73,7 +73,7 @@ def test_curves_of_ours_take_no_options() -> None:
 
 def test_a_rate_that_fails_later_names_the_epoch() -> None:
     recipe = load("digits", ["recipe.schedule=own_schedules:gone", "recipe.epochs=2"]).config.recipe
-    found = find_rate(recipe, steps(recipe, 1000))
+    found = find_rate(recipe, compute_steps(recipe, 1000))
     assert math.isfinite(found.at(0))
     with pytest.raises(UsageError, match="returned nan at epoch 2 of 2"):
         found.at(2000)

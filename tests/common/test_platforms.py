@@ -59,14 +59,14 @@ def test_macos_names_the_rank_that_failed(tmp_path: Path) -> None:
     body = """
 import os, sys
 from lockstep.config.placement import Placement
-from lockstep.run.start import on_ranks
+from lockstep.run.start import run_on_ranks
 
 def work(_, rendezvous):
     if rendezvous.info.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return len(rendezvous.tell())
 
-sys.exit(on_ranks(work, None, Placement(), 3))
+sys.exit(run_on_ranks(work, None, Placement(), 3))
 """
     found = run(tmp_path, MACOS, body=body)
     assert found.returncode == 1

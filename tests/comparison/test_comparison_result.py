@@ -13,9 +13,9 @@ from lockstep.comparison.output import Display, write
 from lockstep.comparison.page import make_sections, make_title
 from lockstep.comparison.result import Comparison, ResultRow, conclusion_lines, make_columns, to_json
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.jsonl import figures
+from lockstep.reporting.jsonl import to_json_fields
 from lockstep.reporting.page import Table, Words
-from lockstep.reporting.run_log import History, history
+from lockstep.reporting.run_log import History, build_history
 
 OTHER = "f" * 64
 
@@ -30,7 +30,7 @@ def a_history(seconds: float, weights: str = SHA, ranks: int = 1) -> History:
         peak_bytes_by_rank=[(rank + 1) << 20 for rank in range(ranks)],
     )
     events = [(started(), 0.0), (stepped(23), 1.0), (stepped(), 1.5), (evaluated(), 2.0), (end, seconds)]
-    return history([figures(event, time) for event, time in events])
+    return build_history([to_json_fields(event, time) for event, time in events])
 
 
 def a_row(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lockstep.config.document import parse
 from lockstep.config.edit import set_values
-from lockstep.config.write import flow
+from lockstep.config.write import format_flow
 from lockstep.errors import UsageError
 
 STRATEGY = ("placement", "strategy")
@@ -45,7 +45,7 @@ def test_all_else_stays(before: str, after: str) -> None:
     st.booleans(),
 )
 def test_what_is_read_back_has_the_values_alone_changed(inner: object, block: bool) -> None:
-    text = f"run: {flow(inner)}  # one\n" + ("placement:\n  workers: 1 # two\n  # three\n" if block else "")
+    text = f"run: {format_flow(inner)}  # one\n" + ("placement:\n  workers: 1 # two\n  # three\n" if block else "")
     found = set_values(text, "mine.yaml", {STRATEGY: {"name": "hsdp", "replicate": 2}})
     values = parse(found, "").values
     assert values["placement"].pop("strategy") == {"name": "hsdp", "replicate": 2}

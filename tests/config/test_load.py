@@ -494,10 +494,10 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=
     options=st.dictionaries(words, st.none() | st.booleans() | words | st.lists(words, max_size=2), max_size=3),
 )
 def test_every_configuration_reads_back(numbers, word, options, tmp_path_factory):
-    from lockstep.config.write import flow
+    from lockstep.config.write import format_flow
 
     given_values = numbers | {"run.dir": word, "recipe.model.options": options}
-    loaded = load("digits", [f"{key}={flow(value)}" for key, value in given_values.items()])
+    loaded = load("digits", [f"{key}={format_flow(value)}" for key, value in given_values.items()])
     assert loaded.config.run.dir == word
     assert loaded.config.recipe.model.options == options
     assert reloaded(to_yaml(loaded), tmp_path_factory.getbasetemp()) == loaded.config

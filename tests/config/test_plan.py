@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.config.load import load
-from lockstep.config.plan import base_rate, rate, rule, steps, warm_up_steps
+from lockstep.config.plan import compute_base_rate, compute_steps, count_warm_up_steps, make_rate, rule
 from lockstep.errors import UsageError
 
 
@@ -13,26 +13,26 @@ def recipe(name, *overrides):
 
 def test_the_linear_scaling_rule_is_said():
     assert rule(recipe("imagenet-resnet50")) == "0.2 = 0.1 x 256 / 128"
-    assert base_rate(recipe("imagenet-resnet50")) == 0.2
+    assert compute_base_rate(recipe("imagenet-resnet50")) == 0.2
     assert rule(recipe("imagenet-resnet50", "recipe.optimizer.lr=0.3")) == "0.3"
 
 
 def test_steps_of_epochs_and_of_a_number_of_steps():
-    assert steps(recipe("digits", "recipe.epochs=25"), 1437).total == 25 * 23
-    assert steps(recipe("digits", "recipe.epochs=", "recipe.steps=100"), 1437).total == 100
+    assert compute_steps(recipe("digits", "recipe.epochs=25"), 1437).total == 25 * 23
+    assert compute_steps(recipe("digits", "recipe.epochs=", "recipe.steps=100"), 1437).total == 100
 
 
 def test_dropping_the_last_batch_of_too_few_samples_leaves_nothing():
     small = recipe("digits", "recipe.last_batch=drop")
-    assert steps(small, 64).total_samples == 64 * small.epochs
+    assert compute_steps(small, 64).total_samples == 64 * small.epochs
     with pytest.raises(UsageError, match="63 training samples do not fill a batch of 64"):
-        steps(small, 63)
+        compute_steps(small, 63)
 
 
 def test_the_rate_of_the_imagenet_recipes_is_the_published_one():
     chosen = recipe("imagenet-resnet50")
-    run = steps(chosen, 1_281_167)
-    at = rate(chosen, run).at
+    run = compute_steps(chosen, 1_281_167)
+    at = make_rate(chosen, run).at
     assert [f"{at(run[epoch * run.per_epoch].samples_seen):.6f}" for epoch in (0, 1, 5, 10, 50, 99)] == [
         "0.020000",
         "0.055986",
@@ -45,26 +45,26 @@ def test_the_rate_of_the_imagenet_recipes_is_the_published_one():
 
 def test_a_run_of_steps_ends_its_curve_with_its_last_step():
     chosen = recipe("digits", "recipe.epochs=", "recipe.steps=30", "recipe.schedule.warmup_epochs=0")
-    run = steps(chosen, 1437)
-    assert rate(chosen, run).at(run.total_samples) == pytest.approx(0, abs=1e-15)
+    run = compute_steps(chosen, 1437)
+    assert make_rate(chosen, run).at(run.total_samples) == pytest.approx(0, abs=1e-15)
 
 
 @pytest.mark.parametrize(("epochs", "each"), [(2, "step"), (0.5, "step"), (1.3, "step"), (0.5, "epoch"), (0, "epoch")])
 def test_the_first_step_after_warm_up_is_the_first_at_the_full_rate(epochs, each):
     changes = ["recipe.schedule.name=constant", f"recipe.schedule.each={each}"]
     chosen = recipe("digits", f"recipe.schedule.warmup_epochs={epochs}", *changes)
-    run = steps(chosen, 1437)
-    rates = [rate(chosen, run).at(run[number].samples_seen) for number in range(run.total)]
-    full = base_rate(chosen)
-    assert warm_up_steps(chosen, run) == next(number for number, each in enumerate(rates) if each == full)
+    run = compute_steps(chosen, 1437)
+    rates = [make_rate(chosen, run).at(run[number].samples_seen) for number in range(run.total)]
+    full = compute_base_rate(chosen)
+    assert count_warm_up_steps(chosen, run) == next(number for number, each in enumerate(rates) if each == full)
 
 
 def test_a_warm_up_of_steps_rises_evenly_and_ends_with_them():
     flat = ["recipe.schedule.name=constant", "recipe.schedule.warmup_steps=100", "recipe.schedule.warmup_factor=0.01"]
     chosen = recipe("digits", *flat)
-    run = steps(chosen, 1437)
-    base = base_rate(chosen)
-    rates = [rate(chosen, run).at(number * chosen.batch) / base for number in (0, 1, 50, 99, 100, 101)]
+    run = compute_steps(chosen, 1437)
+    base = compute_base_rate(chosen)
+    rates = [make_rate(chosen, run).at(number * chosen.batch) / base for number in (0, 1, 50, 99, 100, 101)]
     assert rates == pytest.approx([0.01, 0.0199, 0.505, 0.9901, 1, 1])
     assert rates[-2:] == [1, 1]
-    assert warm_up_steps(chosen, run) == 100
+    assert count_warm_up_steps(chosen, run) == 100

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config.document import parse
-from lockstep.config.write import block, flow, format_value, leaves
+from lockstep.config.write import block, format_flow, format_value, leaves
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(
     [
@@ -37,10 +37,10 @@ nested = st.recursive(
 
 @given(nested)
 def test_flow_reads_back(value):
-    document = parse(flow(value), "r.yaml")
+    document = parse(format_flow(value), "r.yaml")
     assert document.problems == []
     assert document.values == value
-    assert flow(document.values) == flow(value)  # 1 == 1.0 == True, but they are not written alike
+    assert format_flow(document.values) == format_flow(value)  # 1 == 1.0 == True, but they are not written alike
 
 
 @given(st.dictionaries(texts, nested, max_size=4), texts)
@@ -52,7 +52,7 @@ def test_block_reads_back_whatever_the_origins_say(tree, origin):
 
 
 def test_not_a_number_reads_back():
-    assert math.isnan(parse(flow(math.nan), "r.yaml").values)
+    assert math.isnan(parse(format_flow(math.nan), "r.yaml").values)
 
 
 def test_leaves_are_values_without_keys():

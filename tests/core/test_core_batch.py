@@ -17,7 +17,7 @@ NESTED: dict[str, Any] = {"x": (torch.ones(3, 2), "name"), "y": [torch.zeros(3)]
 def test_tensors_come_out_in_order_and_go_back() -> None:
     first, second = batch.tensors_of(NESTED)
     assert (first.shape, second.shape) == ((3, 2), (3,))
-    assert batch.length(NESTED) == 3
+    assert batch.get_batch_size(NESTED) == 3
     back = batch.like(NESTED, [torch.full((1,), 5.0), torch.full((1,), 6.0)])
     assert (back["x"][0].item(), back["x"][1], back["y"][0].item()) == (5.0, "name", 6.0)
 
@@ -40,8 +40,8 @@ class Difference(nn.Module):
 
 def test_a_model_takes_inputs_by_position_or_by_name() -> None:
     one, two = torch.ones(()), torch.full((), 2.0)
-    assert batch.call(Difference(), (one, two)).item() == -1.0
-    assert batch.call(Difference(), {"b": one, "a": two}).item() == 1.0
+    assert batch.call_model(Difference(), (one, two)).item() == -1.0
+    assert batch.call_model(Difference(), {"b": one, "a": two}).item() == 1.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from card import DEVICE, Card
 from torch import Tensor
 
-from lockstep.core.digest import Digests, differing_bit
+from lockstep.core.digest import Digests, find_flipped_bit
 
 DIGESTS = Digests()
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
@@ -31,7 +31,7 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
     for byte, bit in bits:
         element, within = divmod(byte, dtype.itemsize)
         other = DIGESTS.noted(flipped(tensor, byte, bit)).text()
-        assert differing_bit(one, other) == f"bit {8 * within + bit} of element [{element}]"
+        assert find_flipped_bit(one, other) == f"bit {8 * within + bit} of element [{element}]"
 
 
 def test_bits_count_in_every_block_of_a_large_tensor() -> None:
@@ -39,7 +39,7 @@ def test_bits_count_in_every_block_of_a_large_tensor() -> None:
     places = [0, 4 * 32_767 + 3, 4 * 32_768, 4 * 65_536 + 1, tensor.nbytes - 1]
     assert len({digest(flipped(tensor, place, 7)) for place in places} | {digest(tensor)}) == len(places) + 1
     one, other = (DIGESTS.noted(each.view(2, -1)).text() for each in (tensor, flipped(tensor, 4 * 165_536 + 2, 3)))
-    assert differing_bit(one, other) == differing_bit(other, one) == "bit 19 of element [1, 65536]"
+    assert find_flipped_bit(one, other) == find_flipped_bit(other, one) == "bit 19 of element [1, 65536]"
     swapped = tensor.clone()
     swapped[5], swapped[32_768 + 5] = 1.0, -1.0
     assert digest(swapped) != digest(-swapped)
@@ -51,7 +51,7 @@ def test_two_flipped_signs_do_not_cancel() -> None:
         both = tensor.clone()
         both[[0, other]] = -1.0
         assert digest(both) != digest(tensor)
-    assert differing_bit(DIGESTS.noted(tensor).text(), DIGESTS.noted(both).text()) == ""
+    assert find_flipped_bit(DIGESTS.noted(tensor).text(), DIGESTS.noted(both).text()) == ""
 
 
 def test_zeros_of_both_signs_and_nans_are_told_apart() -> None:

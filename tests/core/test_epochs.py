@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.epochs import in_words
+from lockstep.core.epochs import format_epochs
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ from lockstep.core.epochs import in_words
     ],
 )
 def test_epochs_are_counted_as_a_person_does(epochs: float, words: str) -> None:
-    assert in_words(epochs) == words
+    assert format_epochs(epochs) == words

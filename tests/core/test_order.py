@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.order import Step, Steps, cut, part
+from lockstep.core.order import Step, Steps, part, split_range
 
 
 @given(st.integers(0, 500), st.integers(1, 70))
 def test_a_cut_is_contiguous_complete_and_even(length: int, parts: int) -> None:
-    ranges = cut(length, parts)
+    ranges = split_range(length, parts)
     assert len(ranges) == parts
     assert [element for part in ranges for element in part] == list(range(length))
     sizes = [len(part) for part in ranges]

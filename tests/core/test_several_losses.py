@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.core.several_losses import loss_means, loss_sums, sum_of_losses, with_total
+from lockstep.core.several_losses import add_total, loss_means, loss_sums, sum_of_losses
 from lockstep.errors import UsageError
 from lockstep.tasks.own import OwnTask, compute_metric_values
 from lockstep.training.evaluate import batch_sums, task_metrics
@@ -60,13 +60,13 @@ def test_the_figures_have_the_mean_of_each_loss() -> None:
 def test_a_loss_of_weight_0_has_the_mean_0() -> None:
     sums = loss_sums({"a": torch.tensor(3.0), "b": torch.tensor(0.0)}, {"a": 2, "b": 0})
     assert loss_means(sums) == {"loss/a": 1.5, "loss/b": 0.0}
-    assert with_total(sums)["loss"] == 1.5
+    assert add_total(sums)["loss"] == 1.5
 
 
 def test_a_single_loss_has_no_means_of_names() -> None:
     sums = loss_sums(torch.tensor(3.0), 2)
     assert {name: float(value) for name, value in sums.items()} == {"loss": 3.0, "weight": 2.0}
-    assert (loss_means(sums), with_total(sums)) == ({}, sums)
+    assert (loss_means(sums), add_total(sums)) == ({}, sums)
     assert float(sum_of_losses({"a": torch.tensor(3.0), "b": torch.tensor(2.0)})) == 5.0
 
 

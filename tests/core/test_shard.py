@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.core.shard import Chunked, Segment, Shard, local_tensor, piece, shard_like, slice_of, whole_tensors
+from lockstep.core.shard import (
+    Chunked,
+    Segment,
+    Shard,
+    local_tensor,
+    make_shard,
+    select_rows,
+    shard_like,
+    unsharded_tensors,
+)
 
 
 @st.composite
@@ -38,7 +47,7 @@ def pieces(draw: st.DrawFn) -> tuple[Tensor, Shard]:
     whole = torch.arange(float(prod(shape))).reshape(shape)
     first = draw(st.integers(0, whole.numel()))
     length = draw(st.integers(0, whole.numel() - first))
-    return whole, piece(whole.flatten()[first : first + length], first, whole.shape)
+    return whole, make_shard(whole.flatten()[first : first + length], first, whole.shape)
 
 
 @given(plain_rows() | chunked_rows() | pieces())
@@ -52,7 +61,7 @@ def test_runs_put_rows_where_they_are_in_the_whole(drawn: tuple[Tensor, Shard]) 
         found[run.at : run.at + run.length] = own[run.own : run.own + run.length]
         taken += run.length
     assert taken == own.numel()
-    assert torch.equal(slice_of(found.reshape(whole.shape), shard), shard.tensor)
+    assert torch.equal(select_rows(found.reshape(whole.shape), shard), shard.tensor)
     assert int((found < 0).sum()) == whole.numel() - taken
 
 
@@ -87,4 +96,4 @@ def test_what_is_like_a_shard_is_the_same_rows() -> None:
     assert (rows.first, rows.shape, rows.primary) == (1, torch.Size((4, 5)), False)
     assert shard_like(other, torch.zeros(2, 1)) is other
     assert local_tensor(shard) is shard.tensor
-    assert whole_tensors({"cut": shard, "whole": other}) == {"whole": other}
+    assert unsharded_tensors({"cut": shard, "whole": other}) == {"whole": other}

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.data.base import Split
 from lockstep.data.request import DataRequest
-from lockstep.data.sources import open_data, training_samples
+from lockstep.data.sources import count_training_samples, open_data
 from lockstep.errors import UsageError
 
 # Of mnist1d_data.pkl in the authors' repository: signals as float32, targets as int64, training before validation.
@@ -30,7 +30,7 @@ def test_the_signals_are_those_that_were_published() -> None:
     before = random.getstate(), np.random.get_state()[1].tolist()
     data = open_data(DataRequest("mnist1d"))
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-    assert (len(data.train), len(data.validation)) == (training_samples("mnist1d", "", {}), 1000)
+    assert (len(data.train), len(data.validation)) == (count_training_samples("mnist1d", "", {}), 1000)
     assert (len(data.facts["classes"]), data.facts["shape"]) == (10, [40])
     assert hashlib.sha256(_content(data.train) + _content(data.validation)).hexdigest() == PUBLISHED
 

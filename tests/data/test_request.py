@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.config.base import values
 from lockstep.config.recipe import DataConfig, Recipe
-from lockstep.data.images.device_transforms import ImageTransforms, device_transforms
+from lockstep.data.images.device_transforms import ImageTransforms, make_device_transforms
 from lockstep.data.request import DataRequest, make_data_request
 from lockstep.errors import UsageError
 
@@ -35,23 +35,23 @@ def test_every_key_reaches_the_source() -> None:
 
 
 def test_nothing_is_done_where_nothing_is_asked() -> None:
-    assert device_transforms(recipe(), FACTS) is None
-    assert device_transforms(recipe(), {}) is None
+    assert make_device_transforms(recipe(), FACTS) is None
+    assert make_device_transforms(recipe(), {}) is None
 
 
 def test_every_key_reaches_the_device() -> None:
     data = {"name": "d", "augment": {"crop_padding": 1, "flip": True}, "mean": [0.1, 0.2, 0.3], "std": [1.0, 1.0, 2.0]}
     mix = {"mixup": 0.2, "cutmix": 0.3, "probability": 0.4}
-    found = device_transforms(recipe(data=data, mix=mix, seed=7), FACTS | {"mean": [0.0] * 3})
+    found = make_device_transforms(recipe(data=data, mix=mix, seed=7), FACTS | {"mean": [0.0] * 3})
     assert found == ImageTransforms(2, 7, [0.1, 0.2, 0.3], [1.0, 1.0, 2.0], 1, True, 0.2, 0.3, 0.4)
 
 
 def test_the_datas_own_mean_is_taken_where_the_recipe_has_none() -> None:
     own = {"mean": [0.5] * 3, "std": [0.25] * 3}
-    assert device_transforms(recipe(), FACTS | own) == ImageTransforms(2, mean=own["mean"], std=own["std"])
+    assert make_device_transforms(recipe(), FACTS | own) == ImageTransforms(2, mean=own["mean"], std=own["std"])
 
 
 @pytest.mark.parametrize("facts", [{"shape": [3, 8, 8]}, {**FACTS, "pixels": True}])
 def test_only_classes_of_whole_samples_are_mixed(facts: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="require a class for each sample; remove mixup and cutmix"):
-        device_transforms(recipe(mix={"mixup": 0.2}), facts)
+        make_device_transforms(recipe(mix={"mixup": 0.2}), facts)

@@ -8,7 +8,7 @@ from PIL import Image
 
 from lockstep.data.base import DataSet
 from lockstep.data.request import SYNTHETIC, DataRequest
-from lockstep.data.sources import open_data, training_samples
+from lockstep.data.sources import count_training_samples, open_data
 from lockstep.errors import UsageError
 
 OF_FILES = "is only supported by the datasets folder and webdataset"
@@ -26,13 +26,13 @@ def test_digits() -> None:
 def test_synthetic_has_its_defaults_and_options() -> None:
     data = _open("synthetic")
     assert (len(data.train), len(data.validation)) == (SYNTHETIC["samples"], SYNTHETIC["validation_samples"])
-    assert len(data.train) == training_samples("synthetic", "", {})
+    assert len(data.train) == count_training_samples("synthetic", "", {})
     assert data.facts["shape"] == [3, 32, 32]
     assert len(data.facts["classes"]) == 10
     options = {"samples": 6, "validation_samples": 2, "classes": 3, "channels": 1}
     data = _open("synthetic", image_size=9, options=options)
     assert (len(data.train), len(data.validation), len(data.facts["classes"])) == (6, 2, 3)
-    assert training_samples("synthetic", "", options) == 6
+    assert count_training_samples("synthetic", "", options) == 6
     assert data.facts["shape"] == [1, 9, 9]
 
 
@@ -97,4 +97,4 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     ],
 )
 def test_by_name(name, samples):
-    assert training_samples(name, "nowhere", {}) == samples
+    assert count_training_samples(name, "nowhere", {}) == samples

@@ -110,14 +110,14 @@ def test_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("nvidia0", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / "dev" / name).touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    evidence = cards.look(Driver(), tmp_path)
+    evidence = cards.collect_evidence(Driver(), tmp_path)
     assert evidence.kernel == "NVIDIA UNIX x86_64 Kernel Module  515.105.01  Fri Apr  7"
     assert evidence.files == {"/dev/nvidia-uvm": True, "/dev/nvidia0": True, "/dev/nvidiactl": True}
     assert evidence.visible == "0"
 
 
 def test_a_host_without_a_driver(tmp_path: Path) -> None:
-    evidence = cards.look(Driver(), tmp_path)
+    evidence = cards.collect_evidence(Driver(), tmp_path)
     assert (evidence.kernel, evidence.files) == ("", {})
     assert evidence.libraries["torch"] == torch.__version__
     assert bool(evidence.devices) == bool(torch.cuda.device_count())

@@ -244,7 +244,7 @@ def test_a_loop_of_ones_own_warns_in_a_job_of_several_tasks(
 ) -> None:
     for name, value in {"JOB_ID": "7", "NTASKS": "2", "JOB_NUM_NODES": "2"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr("lockstep.loop.member.alone", _end)  # what comes after the warning
+    monkeypatch.setattr("lockstep.loop.member.single_process_rendezvous", _end)  # what comes after the warning
     with pytest.raises(KeyboardInterrupt):
         lockstep.join(seed=0)
     assert "warning: this Slurm job has 2 tasks" in capsys.readouterr().err

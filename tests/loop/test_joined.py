@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.loop.model import explain_error
-from lockstep.ranks.signals import stopping
+from lockstep.ranks.signals import get_stop_signals
 from lockstep.runs.runs import is_locked
 
 
@@ -314,7 +314,7 @@ def assert_resumes(train: Callable[[Any, int], object], folder: Path) -> None:
 def test_a_cell_of_a_notebook_may_be_run_again_however_it_ended(tmp_path, monkeypatch, ends):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     gc.collect()  # loops that other tests have left, which give their signals back
-    for number in stopping():
+    for number in get_stop_signals():
         signal.signal(number, signal.default_int_handler)
     expected = {"interrupt": KeyboardInterrupt, "end": SystemError}.get(ends, KeyError)
 
@@ -340,7 +340,7 @@ def test_a_cell_of_a_notebook_may_be_run_again_however_it_ended(tmp_path, monkey
     assert is_locked(tmp_path / "run") == (ends != "interrupt")
     cell(first=False)
     assert not is_locked(tmp_path / "run")
-    assert {signal.getsignal(number) for number in stopping()} == {signal.default_int_handler}
+    assert {signal.getsignal(number) for number in get_stop_signals()} == {signal.default_int_handler}
 
 
 def test_a_step_is_reported_before_its_evaluation(tmp_path):
@@ -360,10 +360,10 @@ def test_a_loop_in_another_thread_leaves_signals_alone(tmp_path):
             assert steps(run, model, epochs=1) == [1, 2, 3]
             return run.fingerprint()
 
-    before = [signal.getsignal(number) for number in stopping()]
+    before = [signal.getsignal(number) for number in get_stop_signals()]
     with ThreadPoolExecutor(1) as pool:
         threaded = pool.submit(trained, tmp_path / "there").result()
-    assert [signal.getsignal(number) for number in stopping()] == before
+    assert [signal.getsignal(number) for number in get_stop_signals()] == before
     assert threaded == trained(tmp_path / "here")
 
 

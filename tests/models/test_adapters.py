@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.models.adapters import Lora, add_adapters, has_adapters, merge_adapters, peft_names
+from lockstep.models.adapters import Lora, add_adapters, has_adapters, merge_adapters, to_peft_names
 from lockstep.models.digits_convnet import digits_convnet
 
 LORA = Lora(["convolutions.0", "convolutions.3"], r=2, alpha=4.0, train=["9.*"])
@@ -49,7 +49,7 @@ def test_names_are_those_of_pefts_files() -> None:
     state = adapted().state_dict()
     assert has_adapters(state)
     assert not has_adapters(digits_convnet().state_dict())
-    names = peft_names(state, ["9"])
+    names = to_peft_names(state, ["9"])
     assert {"base_model.model.9.weight", "base_model.model.9.bias"} <= names.keys()
     assert "base_model.model.4.convolutions.3.lora_B.weight" in names
     assert len(names) == 2 + 3 * 2 * 2

@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.models.check import Summary, check_dtype, check_model, check_weights
 from lockstep.models.digits_convnet import digits_convnet
 from lockstep.parallel.weights import convert_compute_dtype
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 from lockstep.tasks.classification import check_outputs
 
 
@@ -40,7 +40,7 @@ def check(build: Callable[[], nn.Module], inputs: Tensor, classes: int, smallest
         name="m",
         evaluation=(inputs[rows[:2]],),
         training=(inputs[rows[:smallest]],),
-        check=lambda outputs, samples: check_outputs("m", classes, predictions(outputs, "model m"), samples),
+        check=lambda outputs, samples: check_outputs("m", classes, get_predictions(outputs, "model m"), samples),
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.common.importing import import_object
 from lockstep.errors import UsageError
 from lockstep.models.find import OURS, build_model, make_construction
-from lockstep.tasks.facts import facts
+from lockstep.tasks.facts import make_dataset_properties
 
 
 class Plain(nn.Linear):
@@ -45,7 +45,7 @@ def not_a_module() -> int:
 
 
 def _build(name: str, **changes: Any) -> nn.Module:
-    own = facts([*map(str, range(changes.pop("classes", 10)))], changes.pop("shape", (3, 32, 32)))
+    own = make_dataset_properties([*map(str, range(changes.pop("classes", 10)))], changes.pop("shape", (3, 32, 32)))
     with torch.device("meta"):
         return build_model(name=name, facts=own, **changes)
 
@@ -163,9 +163,11 @@ def test_a_model_of_tokens_gets_the_sizes_of_the_data_and_options_win() -> None:
 )
 def test_the_call_that_builds_a_model_is_known(name: str, function: str) -> None:
     options = {"depth": 2} if ":" in name else {}
-    made = make_construction(name=name, source="auto", options=options, facts=facts(["a", "b"], (3, 32, 32)))
+    made = make_construction(
+        name=name, source="auto", options=options, facts=make_dataset_properties(["a", "b"], (3, 32, 32))
+    )
     assert made.function == function
     with torch.device("meta"):
         built = import_object(made.function, "model")(*made.arguments, **made.options)
-        own = build_model(name=name, options=options, facts=facts(["a", "b"], (3, 32, 32)))
+        own = build_model(name=name, options=options, facts=make_dataset_properties(["a", "b"], (3, 32, 32)))
     assert [each.shape for each in built.parameters()] == [each.shape for each in own.parameters()]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.models.check import check_model
-from lockstep.models.flops import FlopCounter, backward_flops
+from lockstep.models.flops import FlopCounter, count_backward_flops
 
 
 class Attention(nn.Module):
@@ -22,7 +22,7 @@ def counted(model: nn.Module, *shape: int, grad: bool = True) -> int | None:
     counter = FlopCounter()
     with counter:
         outputs = model.to("meta")(torch.empty(*shape, device="meta", requires_grad=grad))
-    return backward_flops(counter, outputs)
+    return count_backward_flops(counter, outputs)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.models.hugging_face import check_weights_exist, kind_of, transformers_model
+from lockstep.models.hugging_face import check_weights_exist, get_kind, transformers_model
 
 TOKENS: dict[str, Any] = {"vocabulary": 65}
 IMAGES: dict[str, Any] = {"classes": [str(digit) for digit in range(10)], "shape": [1, 8, 8]}
@@ -49,7 +49,9 @@ def test_sizes_follow_from_the_data(
     assert outputs.logits.shape == shape
     assert "past_key_values" not in outputs
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert type(model).__name__.endswith({"CausalLM": ("CausalLM", "LMHeadModel")}.get(kind_of(facts), kind_of(facts)))
+    assert type(model).__name__.endswith(
+        {"CausalLM": ("CausalLM", "LMHeadModel")}.get(get_kind(facts), get_kind(facts))
+    )
 
 
 def test_ids_beyond_the_vocabulary_are_none() -> None:

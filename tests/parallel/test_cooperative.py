@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 
 
 class _Pass(torch.autograd.Function):
@@ -30,7 +30,7 @@ def _passed(given: Sequence[Tensor]) -> Sequence[Tensor]:
     return _Pass.apply(*given)
 
 
-def _run(functions: Sequence[Callable[[], Any]], together: Cooperative) -> list[Any]:
+def _run(functions: Sequence[Callable[[], Any]], together: CooperativeScheduler) -> list[Any]:
     return together.run(functions, lambda number: None)
 
 
@@ -39,7 +39,7 @@ def _threads() -> int:
 
 
 def test_they_take_turns_in_their_order() -> None:
-    together, seen, before = Cooperative([]), list[str](), list[int]()
+    together, seen, before = CooperativeScheduler([]), list[str](), list[int]()
 
     def function(number: int) -> int:
         seen.append(f"{number} begins")
@@ -54,7 +54,7 @@ def test_they_take_turns_in_their_order() -> None:
 
 
 def test_one_alone_runs_where_it_is_called() -> None:
-    together = Cooperative([])
+    together = CooperativeScheduler([])
     own = threading.current_thread()
 
     def function() -> str:
@@ -65,7 +65,7 @@ def test_one_alone_runs_where_it_is_called() -> None:
 
 
 def test_each_draws_what_it_would_draw_alone() -> None:
-    together = Cooperative([torch.default_generator])
+    together = CooperativeScheduler([torch.default_generator])
 
     def function(seed: int) -> list[float]:
         torch.manual_seed(seed)
@@ -78,7 +78,7 @@ def test_each_draws_what_it_would_draw_alone() -> None:
 
 
 def test_each_keeps_the_state_that_torch_has_by_thread() -> None:
-    together = Cooperative([])
+    together = CooperativeScheduler([])
 
     def function(number: int) -> tuple[bool, bool, bool]:
         with torch.set_grad_enabled(number == 1), torch.autocast("cpu", torch.bfloat16, enabled=number == 2):
@@ -94,7 +94,7 @@ def test_each_keeps_the_state_that_torch_has_by_thread() -> None:
 @pytest.mark.parametrize("count", [2, 3])
 def test_gradients_are_added_in_the_order_in_which_they_are_alone(count: int) -> None:
     """What several exchanges use gets gradients whose sum shows their order; what uses these comes in another."""
-    together = Cooperative([])
+    together = CooperativeScheduler([])
 
     def function(x: Tensor) -> Tensor:
         y = x * 1.0
@@ -113,7 +113,7 @@ def test_gradients_are_added_in_the_order_in_which_they_are_alone(count: int) ->
 
 
 def test_what_one_raises_ends_all_and_is_what_is_raised() -> None:
-    together, ended = Cooperative([]), list[int]()
+    together, ended = CooperativeScheduler([]), list[int]()
 
     def function(number: int) -> None:
         try:
@@ -133,7 +133,7 @@ def test_what_one_raises_ends_all_and_is_what_is_raised() -> None:
 
 
 def test_what_a_joint_computation_raises_is_raised() -> None:
-    together = Cooperative([])
+    together = CooperativeScheduler([])
 
     def joint(given: Sequence[int]) -> Sequence[int]:
         raise ZeroDivisionError("in the exchange")
@@ -145,7 +145,7 @@ def test_what_a_joint_computation_raises_is_raised() -> None:
 
 @pytest.mark.parametrize("ways", [("here", "there"), ("here", None)])
 def test_other_ways_are_refused(ways: tuple[str, str | None]) -> None:
-    together = Cooperative([])
+    together = CooperativeScheduler([])
 
     def function(place: str | None) -> None:
         if place is not None:
@@ -160,7 +160,7 @@ def test_other_ways_are_refused(ways: tuple[str, str | None]) -> None:
 
 
 def test_an_interrupt_ends_all() -> None:
-    together = Cooperative([])
+    together = CooperativeScheduler([])
 
     def before(number: int) -> None:
         if number == 1:

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from lockstep.errors import UsageError
 from lockstep.parallel.groups import GroupSettings, distinct, settings
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_step import keep_ratios
+from lockstep.parallel.optimizer_step import store_lr_ratios
 
 NAMES = ["stem.weight", "stem.bias", "block.weight", "block.bias", "head.weight"]
 
@@ -20,7 +20,7 @@ def made(special: dict[str, dict[str, Any]], **changes: Any) -> list[tuple[list[
     optimizer = make_optimizer(
         parameters, name="sgd", lr=0.1, weight_decay=0.5, settings=lambda name: special.get(name, {}), **changes
     )
-    keep_ratios(optimizer)
+    store_lr_ratios(optimizer)
     return [
         (group["param_names"], group["lr"], group["weight_decay"], group.get("lr_scale"))
         for group in optimizer.param_groups

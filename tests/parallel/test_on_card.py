@@ -13,7 +13,7 @@ from streams import Streams
 from torch import Tensor, nn
 from worlds import run
 
-from lockstep.comm.fsdp import Sharded
+from lockstep.comm.fsdp import ShardedModel
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
@@ -215,10 +215,10 @@ class WithoutLastBlock(wayward.LayerDrop):
 def blocks_left_out(world: World, case: toys.Case, anywhere: bool) -> list[str]:
     """Return the races of a training; gradients are passed on on whichever stream is current if `anywhere`."""
 
-    def pass_on(self: Sharded, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
+    def pass_on(self: ShardedModel, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
         self.receive(unit, gradients, output, may_wait)
 
-    with mock.patch.object(Sharded, "_deliver", pass_on) if anywhere else nullcontext(), Streams() as streams:
+    with mock.patch.object(ShardedModel, "_deliver", pass_on) if anywhere else nullcontext(), Streams() as streams:
         toys.whole_trace(world, case)
     return streams.races
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.optimize import make_optimizer, unwrap_step
-from lockstep.parallel.optimizer_trials import check_optimizer, check_stored, check_updates, needs_full_tensors
+from lockstep.parallel.optimizer_trials import check_optimizer, check_stored_dtype, check_updates, needs_full_tensors
 
 
 def _make(name: str, **changes: Any) -> torch.optim.Optimizer:
@@ -186,7 +186,7 @@ def _options(asked: dict[str, Any]) -> partial[torch.optim.Optimizer]:
     [{"name": "sgd", "momentum": 0.9}, {"name": "lars"}, {"name": "lion"}, {"name": "adamw", "options": {"eps": 0.01}}],
 )
 def test_what_steps_over_any_gradient_in_fp16_may_have_its_weights_there(asked: dict[str, Any]) -> None:
-    check_stored(_options(asked), torch.float16)
+    check_stored_dtype(_options(asked), torch.float16)
     assert not needs_full_tensors(_options(asked), torch.float16)
 
 
@@ -203,8 +203,8 @@ def test_what_steps_over_any_gradient_in_fp16_may_have_its_weights_there(asked: 
 )
 def test_what_divides_by_what_fp16_rounds_to_zero_may_not(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        check_stored(_options(asked), torch.float16)
-    check_stored(_options(asked), torch.float32)
+        check_stored_dtype(_options(asked), torch.float16)
+    check_stored_dtype(_options(asked), torch.float32)
 
 
 def test_what_cannot_step_at_all_is_told_so_first() -> None:

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_state import NamedParameter, load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates
 from lockstep.parallel.weights import Weights
 
@@ -21,11 +21,11 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
 
 
-def with_rates_of_their_own(trained: Sequence[Named], norms: Norms) -> Optimizer:
+def with_rates_of_their_own(trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
     return SGD([{"params": [p], "lr": 0.4 if name.startswith("0") else 0.1} for name, p in trained], lr=0.1)
 
 
-def with_timms_scales(trained: Sequence[Named], norms: Norms) -> Optimizer:
+def with_timms_scales(trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
     """As timm.optim.param_groups_layer_decay makes groups, for timm's schedules to apply."""
     return SGD([{"params": [p], "lr_scale": 0.5 if name.startswith("0") else 1.0} for name, p in trained], lr=0.1)
 

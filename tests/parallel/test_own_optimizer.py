@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep.common.own_code import location
 from lockstep.errors import UsageError, UserCodeError
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_updates
+from lockstep.parallel.optimizer_trials import check_custom_optimizer, check_optimizer, check_updates
 
 FILE = Path(own_optimizers.__file__)
 
@@ -45,7 +45,7 @@ def place(text: str) -> str:
 )
 def test_what_works_may_also_be_cut(make: Any) -> None:
     check_optimizer(make)
-    check_own("x:y", make)
+    check_custom_optimizer("x:y", make)
     assert not check_updates(make, "zero1", lends_wholes=False)
 
 
@@ -61,7 +61,7 @@ def test_torchs_own_form_is_chosen_here_for_a_class_that_has_forms() -> None:
 
 
 def test_an_optimizer_that_updates_rows_differently_needs_whole_tensors() -> None:
-    check_own("x:y", named("Centered"))
+    check_custom_optimizer("x:y", named("Centered"))
     with pytest.raises(UsageError, match=r"its step fails if a tensor has no gradient, .*; skip such tensors"):
         check_updates(named("Centered"), "zero2", lends_wholes=True)
     assert check_updates(named("CenteredIfAny"), "zero2", lends_wholes=True)
@@ -106,7 +106,7 @@ def test_what_cannot_be_made_is_told(name: str, changes: dict[str, Any], told: s
 def test_what_would_not_go_on_to_the_same_bits_is_refused(name: str, told: str) -> None:
     check_optimizer(named(name))
     with pytest.raises(UsageError, match=re.escape(f"optimizer own_optimizers:{name}: {told}")):
-        check_own(f"own_optimizers:{name}", named(name))
+        check_custom_optimizer(f"own_optimizers:{name}", named(name))
 
 
 def test_an_error_in_a_step_has_its_line() -> None:
@@ -114,4 +114,4 @@ def test_an_error_in_a_step_has_its_line() -> None:
     with pytest.raises(UsageError, match=re.escape(told)):
         check_optimizer(named("Broken"))
     with pytest.raises(UserCodeError, match=re.escape(f"({place('exp_avg')})")):
-        check_own("own_optimizers:Broken", named("Broken"))
+        check_custom_optimizer("own_optimizers:Broken", named("Broken"))

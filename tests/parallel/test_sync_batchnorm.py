@@ -17,7 +17,7 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.order import part
 from lockstep.errors import UsageError
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.isolated_grads import IsolatedGradients
 from lockstep.parallel.sync_batchnorm import StepSums, synchronize
 
@@ -55,7 +55,7 @@ def _synced(
     leaves: int,
 ) -> list[Tensor]:
     """Return the same of a layer that normalizes over a step of `leaves` micro-batches, of which `own` are here."""
-    together, sums = Cooperative([]), StepSums(canonical)
+    together, sums = CooperativeScheduler([]), StepSums(canonical)
     synchronize(layer, together, sums)
     sums.begin(leaves, own)
     given = [each.clone().requires_grad_() for each in inputs]
@@ -129,7 +129,7 @@ def test_what_a_layer_of_timm_adds_is_kept(make: type[nn.Module]) -> None:
 
 def test_in_evaluation_it_is_that_of_torch() -> None:
     layer, plain = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-    synchronize(layer, Cooperative([]), StepSums(ALONE))
+    synchronize(layer, CooperativeScheduler([]), StepSums(ALONE))
     inputs = torch.randn(3, CHANNELS, 2, 2)
     layer(inputs)
     plain(inputs)
@@ -153,7 +153,7 @@ class Own(nn.BatchNorm2d):
 @pytest.mark.parametrize(("make", "times"), [(MetaModel, 2), (Own, 0)])
 def test_a_layer_that_does_not_call_torchs_function_once_is_refused(make: type[nn.Module], times: int) -> None:
     layer = make(CHANNELS)
-    synchronize(layer, Cooperative([]), StepSums(ALONE))
+    synchronize(layer, CooperativeScheduler([]), StepSums(ALONE))
     with pytest.raises(
         UsageError, match=rf"torch.nn.functional.batch_norm once in its forward method, got {times} calls"
     ):

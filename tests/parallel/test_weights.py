@@ -14,7 +14,7 @@ from toys import Case
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.core.order import cut
+from lockstep.core.order import split_range
 from lockstep.core.precision import Precision
 from lockstep.core.shard import local_tensor
 from lockstep.parallel.weights import Weights, convert_compute_dtype
@@ -29,7 +29,7 @@ def by_hand(case: Case) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(weights.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True)
     for step, images, targets in toys.steps(case):
         leaves = []
-        for part in cut(step.samples, min(case.microbatches, step.samples)):
+        for part in split_range(step.samples, min(case.microbatches, step.samples)):
             copy = toys.build(case).to(BF16)
             copy.load_state_dict(weights.state_dict())
             copy.dropout.p = 0.0  # type: ignore[union-attr]

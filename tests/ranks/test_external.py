@@ -75,7 +75,7 @@ def test_a_lost_exchange_is_told_where_no_rank_knows_why(capfd: pytest.CaptureFi
 
     def one(rank: int) -> None:
         info = RankInfo(rank, 2, rank, 2, "slurm", "127.0.0.1", store.port, hosted=True)
-        with pytest.raises(Ended, match="1"), external.membership(info, "env://", 20.0, 30.0, QUICK):
+        with pytest.raises(Ended, match="1"), external.join_job(info, "env://", 20.0, 30.0, QUICK):
             raise PeerLostError("lost another rank during a collective (timed out)")
 
     with ThreadPoolExecutor(2) as pool:

@@ -20,7 +20,7 @@ from lockstep.errors import (
     UserCodeError,
 )
 from lockstep.ranks.external import _failure_lines
-from lockstep.ranks.failure import Failure, PeerFailedError, failure_of, from_json
+from lockstep.ranks.failure import Failure, PeerFailedError, from_json, make_failure
 from lockstep.ranks.rank_log import RankLog
 
 OWN = RankInfo(1, 4, 1, 2, "slurm")
@@ -43,7 +43,7 @@ def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
     lost = PeerLostError("lost another rank")
     lost.__cause__ = error
     for each in (error, lost):
-        failure = failure_of(each, OWN, RankLog(OWN))
+        failure = make_failure(each, OWN, RankLog(OWN))
         assert failure.text.startswith(
             "error: Too many open files: this process has reached its limit on open files (ulimit -n); the"
         )
@@ -75,7 +75,7 @@ def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
 def test_a_failure_says_in_words_and_by_its_code_what_kind_of_cause_it_had(
     error: Exception, text: str, code: int, cause: str
 ) -> None:
-    failure = failure_of(error, OWN, RankLog(OWN))
+    failure = make_failure(error, OWN, RankLog(OWN))
     assert re.fullmatch(text, failure.text)
     assert (failure.exit_code, failure.cause, failure.rank) == (code, cause, 1)
     assert failure.secondary == isinstance(error, PeerLostError | PeerFailedError)
@@ -109,6 +109,6 @@ def test_the_same_failure_of_several_ranks_is_told_once_unless_they_have_termina
 
 
 def test_a_loader_process_that_died_is_told_in_a_line_whatever_was_running() -> None:
-    failure = failure_of(RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. "), OWN, RankLog(OWN))
+    failure = make_failure(RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. "), OWN, RankLog(OWN))
     assert failure.text.startswith("error: loader process 17 was killed by SIGKILL; probably out of memory")
     assert (failure.exit_code, failure.cause, failure.secondary) == (1, "host", False)

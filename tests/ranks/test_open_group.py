@@ -16,7 +16,7 @@ from torch.optim import SGD
 import lockstep
 from lockstep.comm.world import open_world
 from lockstep.errors import UsageError
-from lockstep.ranks.external import alone
+from lockstep.ranks.external import single_process_rendezvous
 from lockstep.ranks.open_group import rank_in_open_group
 
 
@@ -41,7 +41,7 @@ def spawned(rank: int, port: int, folder: Path) -> None:
 def refused(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     texts = []
-    for ask in (rank_in_open_group, lambda: open_world(alone(), torch.device("cpu"))):
+    for ask in (rank_in_open_group, lambda: open_world(single_process_rendezvous(), torch.device("cpu"))):
         try:
             ask()
         except UsageError as error:

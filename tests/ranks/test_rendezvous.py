@@ -20,7 +20,7 @@ from lockstep.comm.peer_errors import PeerLostError
 from lockstep.common.rank import RankInfo
 from lockstep.errors import LockstepError, TrainingError, UsageError
 from lockstep.ranks import rendezvous as rendezvous_module
-from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, failure_of
+from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, make_failure
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
@@ -62,7 +62,7 @@ def each(infos: Any, work: Callable[[Rendezvous], Any], timeout_s: float = 20.0,
             rendezvous.join(infos[1])
             result = work(rendezvous)
         except LockstepError as error:
-            rendezvous.fail(failure_of(error, info, rendezvous.rank_log))
+            rendezvous.fail(make_failure(error, info, rendezvous.rank_log))
             result = error
         rendezvous.leave()
         return result

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
-from lockstep.ranks.signals import EXIT_CODES, STOP_LEVELS, StopRequest, stopping
+from lockstep.ranks.signals import EXIT_CODES, STOP_LEVELS, StopRequest, get_stop_signals
 
 TRAINER = """
 import time
@@ -30,7 +30,7 @@ while True:
 
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
-    before = {number: signal.getsignal(number) for number in stopping()}
+    before = {number: signal.getsignal(number) for number in get_stop_signals()}
     yield StopRequest()
     for number, action in before.items():
         signal.signal(number, action)
@@ -70,10 +70,10 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
     """As nohup has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signal.SIGHUP not in stopping()
+        assert signal.SIGHUP not in get_stop_signals()
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert signal.SIGHUP in stopping()
+    assert signal.SIGHUP in get_stop_signals()
 
 
 @pytest.fixture
@@ -97,12 +97,12 @@ def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> No
 
 
 def test_what_another_has_taken_since_is_left_to_it() -> None:
-    before = [signal.getsignal(number) for number in stopping()]
+    before = [signal.getsignal(number) for number in get_stop_signals()]
     first = StopRequest()
     second = StopRequest()
-    own = [signal.getsignal(number) for number in stopping()]
+    own = [signal.getsignal(number) for number in get_stop_signals()]
     first.release()
-    assert [signal.getsignal(number) for number in stopping()] == own
+    assert [signal.getsignal(number) for number in get_stop_signals()] == own
     second.release()
-    for number, action in zip(stopping(), before, strict=True):
+    for number, action in zip(get_stop_signals(), before, strict=True):
         signal.signal(number, action)

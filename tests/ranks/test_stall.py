@@ -18,7 +18,7 @@ from waiting import QUICK
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.ranks import stall
-from lockstep.ranks.external import alone, join_ranks
+from lockstep.ranks.external import join_ranks, single_process_rendezvous
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import StallDetector, ThreadState, make_stall_report
 from lockstep.ranks.status import RankStatus
@@ -207,7 +207,7 @@ def test_a_place_to_meet_that_is_gone_ends_the_watch_and_nothing_else() -> None:
         def clone(self) -> None:
             raise RuntimeError("Connection was likely closed")
 
-    ranks = alone()
+    ranks = single_process_rendezvous()
     ranks.store = Gone()
     with StallDetector(ranks, STALL_S, pytest.fail) as watch:
         watch._threads[1].join()  # an error of a thread fails a test

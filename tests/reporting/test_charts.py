@@ -5,7 +5,14 @@ import math
 
 import pytest
 
-from lockstep.reporting.charts import Chart, bars, lines, make_curve_chart, make_matrix_chart, make_scatter_chart
+from lockstep.reporting.charts import (
+    Chart,
+    lines,
+    make_bar_chart,
+    make_curve_chart,
+    make_matrix_chart,
+    make_scatter_chart,
+)
 from lockstep.reporting.thinning import Point
 
 POINTS = [Point(1, 64, 0.5, 2.0), Point(2, 128, 1.0, math.nan), Point(3, 192, 1.5, 1.0)]
@@ -66,7 +73,9 @@ def test_percentages_and_rates_begin_at_zero() -> None:
 
 def test_a_legend_of_one_name_or_of_repeated_colors_is_left_out() -> None:
     shown = [
-        bars("t", "x", {f"rank {rank}": [1.0] for rank in range(ranks)}, ["a"], stacked=False).figure["layout"]
+        make_bar_chart("t", "x", {f"rank {rank}": [1.0] for rank in range(ranks)}, ["a"], stacked=False).figure[
+            "layout"
+        ]
         for ranks in (1, 8, 9)
     ]
     assert [layout["showlegend"] for layout in shown] == [False, True, False]
@@ -77,7 +86,7 @@ def test_names_are_text() -> None:
     escaped = '&lt;a href="https://example.org"&gt;x&lt;/a&gt; &amp; &lt;b&gt;'
     assert make_curve_chart("t", {name: POINTS}, "y").figure["data"][0]["name"] == escaped
     assert lines("t", "x", "y", {name: [(1, 2)]}).figure["data"][0]["name"] == escaped
-    [trace] = bars("t", "x", {name: [1.0]}, [name]).figure["data"]
+    [trace] = make_bar_chart("t", "x", {name: [1.0]}, [name]).figure["data"]
     assert (trace["name"], trace["y"]) == (escaped, [escaped])
 
 
@@ -118,8 +127,8 @@ def test_lines_over_many_places_have_no_tick_for_each_and_need_not_begin_at_zero
     [
         make_curve_chart("t", {"a": POINTS}, "y", training={"a": POINTS}, percent=True),
         lines("t", "x", "y", {"a": [(1, 2.0), (2, math.inf)], "ideal": [(1, 1.0), (2, 2.0)]}, ideal="ideal"),
-        bars("t", "x", {"a": [1.0, 2.0], "b": [3.0, 4.0]}, ["one", "two"]),
-        bars("t", "x", {"a": [1.0]}, ["one"], stacked=False),
+        make_bar_chart("t", "x", {"a": [1.0, 2.0], "b": [3.0, 4.0]}, ["one", "two"]),
+        make_bar_chart("t", "x", {"a": [1.0]}, ["one"], stacked=False),
         make_matrix_chart("t", "x", "y", ["one", "two"], [[3, 1], [0, 0]]),
         make_scatter_chart("t", "x", "y", [(1.0, 2.0), (math.nan, 1.0)]),
     ],

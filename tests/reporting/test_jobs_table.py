@@ -8,12 +8,12 @@ import pytest
 from event_examples import evaluated, started, stepped
 from view_examples import logged
 
-from lockstep.reporting.jobs_table import format_age, format_cells, overview
-from lockstep.reporting.run_log import history
+from lockstep.reporting.jobs_table import format_age, format_cells, print_overview
+from lockstep.reporting.run_log import build_history
 from lockstep.reporting.run_view import RunView
 
 EVENTS = [(0.0, started()), (10.0, evaluated()), (60.0, stepped(60, loss=0.5))]
-RUNNING = RunView("runs/a", "running", history(logged(*EVENTS)), 12, "RUNNING")
+RUNNING = RunView("runs/a", "running", build_history(logged(*EVENTS)), 12, "RUNNING")
 QUEUED = RunView("runs/a-name-that-is-long", "queued", job=13, queued="PENDING (Resources)")
 
 HEADINGS = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
@@ -21,7 +21,7 @@ HEADINGS = ("run", "state", "figure", "loss", "step", "job", "left", "last", "sa
 
 def lines(*runs: RunView, terminal: bool = False) -> list[str]:
     stream = io.StringIO()
-    overview(runs, 100.0, stream, terminal)
+    print_overview(runs, 100.0, stream, terminal)
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
@@ -42,8 +42,8 @@ def test_each_run_is_a_line_of_words_and_figures() -> None:
 
 
 def test_the_best_is_marked_and_a_loss_of_training_is_called_so() -> None:
-    better = history(logged((0.0, started()), (1.0, replace(evaluated(), figures={"top1": 0.99}))))
-    training = history(logged((0.0, started()), (60.0, stepped(60, loss=0.5))))
+    better = build_history(logged((0.0, started()), (1.0, replace(evaluated(), figures={"top1": 0.99}))))
+    training = build_history(logged((0.0, started()), (60.0, stepped(60, loss=0.5))))
     runs = (RUNNING, RunView("runs/b", "running", better), RunView("runs/c", "running", training))
     head, *rows = lines(*runs)
     at = head.index("best")

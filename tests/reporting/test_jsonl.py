@@ -15,7 +15,7 @@ from lockstep.training.events import UNITS
 
 
 def log(path: Path) -> list[dict[str, Any]]:
-    return list(jsonl.read(path))
+    return list(jsonl.read_events(path))
 
 
 def append(path: Path, *steps: int) -> None:
@@ -33,20 +33,20 @@ def test_every_event_comes_back_flat(tmp_path: Path) -> None:
     assert [line["event"] for line in lines] == ["started", "step", "evaluated", "saved", "stopped", "done"]
     assert [line["time"] for line in lines] == [1000.5, 1001.5, 1002.5, 1003.5, 1004.5, 1005.5]
     assert all({"step", "epoch", "samples"} < set(line) for line in lines)
-    assert lines == [jsonl.figures(event, 1000.5 + number) for number, event in enumerate(every())]
+    assert lines == [jsonl.to_json_fields(event, 1000.5 + number) for number, event in enumerate(every())]
 
 
 def test_the_figures_of_a_task_are_lifted_out() -> None:
-    line = jsonl.figures(evaluated(), 0.0)
+    line = jsonl.to_json_fields(evaluated(), 0.0)
     assert (line["top1"], line["top5"]) == (355 / 360, 1.0)
     assert not {"figures", "name"} & set(line)
-    line = jsonl.figures(done(), 0.0)
+    line = jsonl.to_json_fields(done(), 0.0)
     assert (line["top1"], line["best_top1"], line["weights_sha256"]) == (0.98333, 355 / 360, SHA)
-    assert jsonl.figures(saved(), 0.0)["best"] is True
+    assert jsonl.to_json_fields(saved(), 0.0)["best"] is True
 
 
 def test_only_the_started_line_carries_units() -> None:
-    assert [jsonl.figures(event, 0.0).get("units") for event in every()] == [UNITS, *[None] * 5]
+    assert [jsonl.to_json_fields(event, 0.0).get("units") for event in every()] == [UNITS, *[None] * 5]
 
 
 @pytest.mark.parametrize(

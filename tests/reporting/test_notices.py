@@ -6,7 +6,7 @@ import pytest
 from event_examples import RESUMED_FROM, SHA, done, evaluated, saved, started, stepped, stopped
 from view_examples import logged
 
-from lockstep.reporting.notices import notice
+from lockstep.reporting.notices import make_notice
 from lockstep.training.events import Corrupted, Event, Skipped, Warned
 
 WARNED = Warned(step=0, epoch=0, samples=0, culprit="x", text="the \x1b[2Jnumbers\nmay differ")
@@ -30,13 +30,13 @@ SKIPPED = Skipped(step=0, epoch=0, samples=0, files=("a.jpg", "b\x1b.jpg"))
 )
 def test_what_is_told_of_an_event(event: Event, kind: str, words: str) -> None:
     [line] = logged((7.0, event))
-    found = notice(line, frozenset({"top1", "top5"}))
+    found = make_notice(line, frozenset({"top1", "top5"}))
     assert (found.time, found.kind) == (7.0, kind)
     assert found.words.startswith(words)
 
 
 def test_of_a_step_nothing_is_told() -> None:
-    assert notice(*logged((7.0, stepped()))) is None
+    assert make_notice(*logged((7.0, stepped()))) is None
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,6 @@ def test_of_a_step_nothing_is_told() -> None:
 @pytest.mark.parametrize("value", [None, [1], "x\x1b", -1, 10**400, {"a": 1}, True])
 def test_events_of_others_are_told_as_text(kind: str, value: object) -> None:
     names = ("time", "step", "text", "files", "path", "strategy", "processes", "reason", "again", "loss", "weights")
-    found = notice({"event": kind, **dict.fromkeys(names, value)})
+    found = make_notice({"event": kind, **dict.fromkeys(names, value)})
     assert "\x1b" not in found.words
     assert found.time is None or found.time >= 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from event_examples import started, stepped, write
 
-from lockstep.reporting.optional import Optional
+from lockstep.reporting.optional import OptionalSink
 
 
 class Fragile:
@@ -30,7 +30,7 @@ class Fragile:
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SystemExit(3), RuntimeError("no route")])
 def test_after_an_error_it_is_closed_and_gets_nothing_more(error: BaseException) -> None:
     inner, said = Fragile("step", error), []
-    sink = Optional("sink mine:Sink", inner, said.append)
+    sink = OptionalSink("sink mine:Sink", inner, said.append)
     write(sink, started(), stepped(), stepped())
     assert inner.calls == ["started", "step", "close"]
     (warning,) = said
@@ -40,7 +40,7 @@ def test_after_an_error_it_is_closed_and_gets_nothing_more(error: BaseException)
 
 def test_an_error_in_close_is_said_once_too() -> None:
     inner, said = Fragile("close", RuntimeError("late")), []
-    sink = Optional("sink mine:Sink", inner, said.append)
+    sink = OptionalSink("sink mine:Sink", inner, said.append)
     write(sink, started())
     assert inner.calls == ["started", "close"]
     assert len(said) == 1
@@ -48,13 +48,13 @@ def test_an_error_in_close_is_said_once_too() -> None:
 
 def test_one_that_works_says_nothing() -> None:
     inner, said = Fragile("", RuntimeError()), []
-    sink = Optional("sink mine:Sink", inner, said.append)
+    sink = OptionalSink("sink mine:Sink", inner, said.append)
     write(sink, started())
     assert (inner.calls, said) == (["started", "close"], [])
 
 
 def test_ctrl_c_is_no_failure_of_a_sink() -> None:
-    sink = Optional("sink mine:Sink", Fragile("started", KeyboardInterrupt()), [].append)
+    sink = OptionalSink("sink mine:Sink", Fragile("started", KeyboardInterrupt()), [].append)
     with pytest.raises(KeyboardInterrupt):
         sink.write(started(), 1.0)
 
@@ -68,5 +68,5 @@ def test_what_a_sink_draws_is_not_seen_by_the_loop() -> None:
             random.seed(0)
 
     drawn = random.getstate()
-    write(Optional("sink mine:Sink", Drawing(), [].append), started(), stepped())
+    write(OptionalSink("sink mine:Sink", Drawing(), [].append), started(), stepped())
     assert random.getstate() == drawn

@@ -10,13 +10,20 @@ from event_examples import SHA, done, evaluated, saved, started, stepped, stoppe
 from view_examples import logged
 
 from lockstep.reporting.curves import select_metrics
-from lockstep.reporting.run_log import RunLog, RunStatus, best, by_rank, history, peaks
+from lockstep.reporting.run_log import (
+    RunLog,
+    RunStatus,
+    build_history,
+    describe_best_run,
+    get_peak_bytes_by_rank,
+    get_seconds_by_rank,
+)
 from lockstep.reporting.thinning import Point
 from lockstep.training.events import Event, Logged
 
 
 def test_a_run_from_its_start_to_its_end() -> None:
-    found = history(
+    found = build_history(
         logged((100.0, started()), (103.0, stepped(10)), (104.0, evaluated()), (105.0, saved()), (106.0, done()))
     )
     assert found.curves["loss/train"] == [Point(10, 640, 3.0, 0.43214)]
@@ -42,23 +49,23 @@ def test_the_best_of_runs_by_what_they_are_judged(
     how: dict[str, Any], figures: Sequence[float], marks: list[str]
 ) -> None:
     ends = [replace(evaluated(), figures={"top1": each, "top5": 1.0}, loss=each) for each in figures]
-    runs = [history(logged((0.0, replace(started(), **how)), (1.0, each))) for each in ends]
-    assert best(runs) == marks
+    runs = [build_history(logged((0.0, replace(started(), **how)), (1.0, each))) for each in ends]
+    assert describe_best_run(runs) == marks
     assert {run.figure and run.figure.name for run in runs} == {"top1"}  # the task's first where the loss decides
 
 
 def test_the_names_are_those_of_the_other_sinks() -> None:
     step = replace(stepped(), figures={"top1": 0.5, "mae": 2.0}, loss_scale=8.0, flops_per_s=1e9, mfu=0.5)
     for event in (step, evaluated(), replace(evaluated(), weights="ema")):
-        found = history(logged((0.0, started()), (1.0, event)))
+        found = build_history(logged((0.0, started()), (1.0, event)))
         named = {name: points[-1].value for name, points in found.curves.items() if name != "peak_bytes"}
         assert named == select_metrics(event)
     own = Logged(step=3, epoch=0, samples=192, figures={"accuracy": 0.75})
-    assert history(logged((0.0, started()), (1.0, own))).last_value("accuracy") == 0.75
+    assert build_history(logged((0.0, started()), (1.0, own))).last_value("accuracy") == 0.75
 
 
 def test_steps_that_are_recomputed_count_once_and_pauses_not_at_all() -> None:
-    found = history(
+    found = build_history(
         logged(
             (100.0, started()),
             (110.0, stepped(10, 1.0)),
@@ -79,9 +86,9 @@ def test_steps_that_are_recomputed_count_once_and_pauses_not_at_all() -> None:
 def test_where_seconds_and_memory_went() -> None:
     last = replace(done(), seconds_by_rank={"data": [1.0, 2.0]}, peak_bytes_by_rank=[10, 20])
     [line] = logged((1.0, last))
-    assert (by_rank(line), peaks(line)) == ({"data": [1.0, 2.0]}, [10.0, 20.0])
+    assert (get_seconds_by_rank(line), get_peak_bytes_by_rank(line)) == ({"data": [1.0, 2.0]}, [10.0, 20.0])
     [line] = logged((1.0, done()))
-    assert (by_rank(line), peaks(line)) == ({}, [])
+    assert (get_seconds_by_rank(line), get_peak_bytes_by_rank(line)) == ({}, [])
 
 
 def test_events_that_are_none_of_this_version_are_refused_and_change_nothing() -> None:
@@ -104,7 +111,7 @@ def test_events_that_are_none_of_this_version_are_refused_and_change_nothing() -
 
 
 def test_a_log_that_lies_harms_nothing() -> None:
-    found = history(
+    found = build_history(
         [
             {},
             {"event": "started", "time": 5, "step": 0, "samples": 0, "strategy": 7, "fractions": 3},
@@ -115,13 +122,13 @@ def test_a_log_that_lies_harms_nothing() -> None:
     )
     assert list(found.curves) == ["loss/train", r"x\x1b[2J/train"]
     assert (found.monitor, found.fractions, found.starts[0].strategy) == ("loss", frozenset(), "")
-    assert (found.saves[0].took_s, by_rank(found.last), found.seconds) == (0.0, {}, 3.0)
+    assert (found.saves[0].took_s, get_seconds_by_rank(found.last), found.seconds) == (0.0, {}, 3.0)
     many = {"event": "logged", "time": 1, "step": 1, "samples": 1, **{f"figure {number}": 1 for number in range(500)}}
-    assert len(history([many]).curves) == 100
+    assert len(build_history([many]).curves) == 100
 
 
 def status(*events: tuple[float, Event]) -> RunStatus:
-    return history(logged(*events)).status
+    return build_history(logged(*events)).status
 
 
 def test_before_the_first_report_there_is_a_length_and_no_speed() -> None:
@@ -166,13 +173,13 @@ def test_a_clock_that_was_set_back_gives_no_speed() -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_read(loss: float) -> None:
-    found = history(logged((0.0, started()), (1.0, stepped(1, loss=loss))))
+    found = build_history(logged((0.0, started()), (1.0, stepped(1, loss=loss))))
     assert repr(found.status.loss) == repr(found.curves["loss/train"][0].value) == repr(loss)
 
 
 def test_an_event_of_another_version_does_no_harm() -> None:
     other = {"event": "rested", "time": 2.0, "step": 10}
-    found = history([*logged((0.0, started()), (1.0, stepped(10))), other]).status
+    found = build_history([*logged((0.0, started()), (1.0, stepped(10))), other]).status
     assert (found.last, found.step, found.left_s) == ("rested", 10, 68.0)
 
 

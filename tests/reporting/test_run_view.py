@@ -4,16 +4,16 @@ import pytest
 from event_examples import SHA, done, started, stepped, stopped
 from view_examples import GOING, logged, viewed
 
-from lockstep.reporting.run_log import RunStatus, history
+from lockstep.reporting.run_log import RunStatus, build_history
 from lockstep.reporting.run_view import (
     State,
-    ending,
-    exit_code,
+    describe_ending,
     format_eta,
     format_headline,
     format_line,
     format_metrics,
     format_progress,
+    get_exit_code,
     is_over,
     select_latest_notices,
     state,
@@ -64,16 +64,16 @@ def test_when_a_run_is_over(state: State, over: bool, waiting_over: bool) -> Non
     [(["done"], 0), (["done", "saved"], 75), (["saved", "died", "done"], 1), (["unreadable"], 1)],
 )
 def test_the_exit_code_is_that_of_the_worst_run(states: list[str], code: int) -> None:
-    assert exit_code(states) == code
+    assert get_exit_code(states) == code
 
 
 def test_how_a_run_ended() -> None:
-    assert ending(viewed(*GOING, (162.0, done()), state="done")).endswith(f"\nweights sha256 {SHA}")
+    assert describe_ending(viewed(*GOING, (162.0, done()), state="done")).endswith(f"\nweights sha256 {SHA}")
     saved = viewed(*GOING, (162.0, stopped()), state="saved")
-    assert ending(saved) == "runs/a stopped by SIGTERM; start it again to resume"
-    assert ending(viewed(*GOING, state="failed", failure="loss is nan")) == "runs/a failed: loss is nan"
-    assert ending(viewed(*GOING, state="died")).startswith("runs/a ended without recording a reason")
-    assert ending(viewed(state="unreadable")) == "runs/a cannot be read: its log is damaged"
+    assert describe_ending(saved) == "runs/a stopped by SIGTERM; start it again to resume"
+    assert describe_ending(viewed(*GOING, state="failed", failure="loss is nan")) == "runs/a failed: loss is nan"
+    assert describe_ending(viewed(*GOING, state="died")).startswith("runs/a ended without recording a reason")
+    assert describe_ending(viewed(state="unreadable")) == "runs/a cannot be read: its log is damaged"
 
 
 def test_what_happened_is_told_in_the_order_of_time() -> None:
@@ -82,9 +82,9 @@ def test_what_happened_is_told_in_the_order_of_time() -> None:
     assert names == ["runs/a", "runs/b", "runs/a", "runs/b"]
 
 
-TRAINING = history(logged((0.0, started()), (100.0, stepped(10)))).status
-STOPPED = history(logged((0.0, started()), (100.0, stopped()))).status
-DONE = history(logged((0.0, started()), (100.0, done()))).status
+TRAINING = build_history(logged((0.0, started()), (100.0, stepped(10)))).status
+STOPPED = build_history(logged((0.0, started()), (100.0, stopped()))).status
+DONE = build_history(logged((0.0, started()), (100.0, done()))).status
 
 
 @pytest.mark.parametrize(

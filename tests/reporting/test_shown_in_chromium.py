@@ -9,8 +9,8 @@ from browser import Browse, Tab, chromium
 from component import require_chromium
 from PIL import Image
 
-from lockstep.reporting.charts import bars, lines, make_curve_chart, make_matrix_chart, make_scatter_chart
-from lockstep.reporting.page import Passage, Passages, Table, Tile, Tiles, Words, page
+from lockstep.reporting.charts import lines, make_bar_chart, make_curve_chart, make_matrix_chart, make_scatter_chart
+from lockstep.reporting.page import Passage, Passages, Table, Tile, Tiles, Words, render_page
 from lockstep.reporting.thinning import Point
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
@@ -42,7 +42,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Table("Runs", ["run", *("a column" for _ in range(12))], [[EVIL, *("12,345" for _ in range(12))]], LONG),
         make_curve_chart("loss/train", {EVIL: POINTS, LONG: POINTS[:2]}, "loss", noisy=True),
         lines("Time", "processes", "seconds", {"ddp": [(1, 8.0), (2, 4.0)]}),
-        bars("Seconds", "seconds", {"data": [1.0, 2.0]}, ["ddp on 2", LONG]),
+        make_bar_chart("Seconds", "seconds", {"data": [1.0, 2.0]}, ["ddp on 2", LONG]),
         make_matrix_chart("Counts", "predicted", "true", [EVIL, LONG, *map(str, range(8))], COUNTS),
         make_scatter_chart("Predicted", "true", "predicted", [(1.0, 2.0), (3.0, 2.5)]),
         Tiles("Mistakes", [Tile(PIXEL, [EVIL, LONG])] * 24, LONG),
@@ -51,7 +51,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_curve_chart("top1", {LONG: POINTS}, "top1", training={EVIL: POINTS}, names=[EVIL, LONG], from_zero=True),
     ]
     path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(page("Two runs", sections), encoding="utf-8")
+    path.write_text(render_page("Two runs", sections), encoding="utf-8")
     return path
 
 

@@ -13,10 +13,10 @@ from lockstep.reporting.verification import (
     Mismatch,
     VerdictRow,
     Verification,
-    against,
     describe_location,
-    draw,
     explain_row,
+    format_failures,
+    print_verification,
     to_json,
 )
 
@@ -35,7 +35,7 @@ def verification(*rows: VerdictRow, findings: tuple[CodeFinding, ...] = ()) -> V
 
 def drawn(found: Verification) -> list[str]:
     console = Console(file=io.StringIO(), width=80)
-    draw(found, console)
+    print_verification(found, console)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
@@ -131,7 +131,7 @@ def test_faults_where_placements_agree_are_no_disagreement(rows, faults, last):
 
 
 def test_what_speaks_against_the_placements_has_cause_and_line():
-    assert against(verification(SAME, OTHER, findings=(FAULT, NOTE))).splitlines() == [
+    assert format_failures(verification(SAME, OTHER, findings=(FAULT, NOTE))).splitlines() == [
         f"fault: {FAULT.text}",
         *explain_row(OTHER, (FAULT,)),
         "not the same: 1 of 2 placements agree; 1 fault in the recipe's own code",

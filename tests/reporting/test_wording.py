@@ -79,7 +79,7 @@ def test_a_speed_is_in_samples_unless_the_weight_has_a_name(unit: str, speed: st
 
 def test_lines() -> None:
     of_average = dataclasses.replace(evaluated(), weights="ema", figures={}, loss=255344221184.0)
-    assert wording.evaluation_line(of_average) == "evaluated 360 of 360  loss 2.553e+11  ema weights"
+    assert wording.format_evaluation_line(of_average) == "evaluated 360 of 360  loss 2.553e+11  ema weights"
     expected = "stopped by SIGTERM after step 690; the same command with run.dir=runs/a resumes"
     assert wording.stop_line(stopped(), "runs/a") == expected
     assert wording.stop_line(stopped(), "runs/a", of_recipe=False).endswith("; the same script resumes in runs/a")
@@ -113,7 +113,7 @@ def test_a_run_of_no_time_has_no_speed() -> None:
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599.9, "1:00:00"), (36061, "10:01:01")]
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert wording.duration(seconds) == text
+    assert wording.format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lockstep.config.recipe import ModelConfig
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import built_in_plan
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.setup.build import Setup
 from lockstep.setup.chunk_check import (
     check_plan,
@@ -23,7 +23,7 @@ from lockstep.setup.chunk_check import (
     find_sequence_difference,
     quick_departure,
 )
-from lockstep.setup.prepare import prepare
+from lockstep.setup.prepare import prepare_run
 from lockstep.tasks.language import Language
 
 IDS = torch.randint(20, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -34,7 +34,7 @@ def _gpt(plan: dict[str, str]) -> tuple[nn.Module, nn.Module]:
     for parameter in whole.parameters():
         nn.init.normal_(parameter, std=0.3)
     in_chunks = copy.deepcopy(whole)
-    cut_into_chunks(in_chunks, plan | built_in_plan(whole) | plan, 2)
+    split_into_chunks(in_chunks, plan | built_in_plan(whole) | plan, 2)
     return whole, in_chunks
 
 
@@ -68,7 +68,7 @@ class OnlySingle(nn.Module):
 def test_what_float64_cannot_be_tried_in_is_tried_in_float32(normed: bool) -> None:
     whole = OnlySingle(normed)
     in_chunks = copy.deepcopy(whole)
-    cut_into_chunks(in_chunks, {"up": "colwise", "down": "rowwise"}, 2)
+    split_into_chunks(in_chunks, {"up": "colwise", "down": "rowwise"}, 2)
     found = find_feature_difference(whole, in_chunks, (torch.randn(5, 6),))
     assert (found is not None) == normed
 
@@ -123,7 +123,7 @@ def test_ours_agrees(positions: str) -> None:
 def test_what_a_plan_does_wrong_in_chunks_of_both_kinds_is_found(parts: int, what: str | None) -> None:
     model = gpt(vocabulary=20, context=16, layers=2, heads=4, width=32).eval()
     plan = {**built_in_plan(model), "blocks.1.attention.queries_keys_values": f"colwise:{parts}"}
-    found = find_sequence_difference(model, Language(), IDS, 2, partial(cut_into_chunks, plan=plan, count=2))
+    found = find_sequence_difference(model, Language(), IDS, 2, partial(split_into_chunks, plan=plan, count=2))
     assert (found and found[0]) == what
 
 
@@ -164,7 +164,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _opened(net: str, flips: str) -> Setup:
-    prepared = prepare(load("digits", [net.replace("FLIPS", flips), "placement.processes=1"]))
+    prepared = prepare_run(load("digits", [net.replace("FLIPS", flips), "placement.processes=1"]))
     check_plan(prepared.ready)
     return prepared.ready
 
@@ -206,7 +206,7 @@ def test_a_quick_comparison_takes_two_samples_and_short_sequences() -> None:
 
     plan = {"table": "whole", "up": "colwise", "down": "rowwise"}
     ids = torch.randint(20, (5, 100), generator=torch.Generator().manual_seed(0))
-    assert quick_departure(Seeing(), partial(cut_into_chunks, plan=plan, count=2), (ids,)) is None
+    assert quick_departure(Seeing(), partial(split_into_chunks, plan=plan, count=2), (ids,)) is None
     assert set(seen) == {(2, 64)}
 
 
@@ -217,7 +217,7 @@ def test_a_model_that_takes_nothing_less_is_given_all() -> None:
             return super().forward(x)
 
     plan = {"up": "colwise", "down": "rowwise"}
-    found = quick_departure(Exact(normed=True), partial(cut_into_chunks, plan=plan, count=2), (torch.randn(5, 6),))
+    found = quick_departure(Exact(normed=True), partial(split_into_chunks, plan=plan, count=2), (torch.randn(5, 6),))
     assert found is not None
 
 

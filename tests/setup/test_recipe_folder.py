@@ -10,7 +10,7 @@ from lockstep.config.load import Loaded, load, load_text, to_yaml
 from lockstep.errors import UsageError
 from lockstep.runs import folder as run_folder
 from lockstep.setup import recipe_folder
-from lockstep.setup.completed import completed, completion_notice
+from lockstep.setup.completed import completion_notice, find_completed_run
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done
 
@@ -63,7 +63,7 @@ def test_a_run_that_is_done_says_so_with_its_hash(tmp_path: Path) -> None:
         f"{tmp_path}: already done, 23 steps; to train again, choose a different run.dir",
         f"weights sha256 {'0f' * 32}",
     ]
-    assert completed(run(tmp_path, DONE)) == Done(
+    assert find_completed_run(run(tmp_path, DONE)) == Done(
         step=23, epoch=1, samples=1437, weights_sha256="0f" * 32, figures={"accuracy": 0.5}, best={"loss": 1}
     )
 

@@ -17,11 +17,11 @@ from lockstep.core.precision import Precision
 from lockstep.core.shard import Chunked
 from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
-from lockstep.parallel.context.sequence_chunks import argument_names, with_positions
+from lockstep.parallel.context.sequence_chunks import add_position_ids, argument_names
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.canonical_state import CanonicalState
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.tasks.base import MicroBatch
 from lockstep.tasks.language import Language
 
@@ -75,7 +75,7 @@ def build(case: Case) -> nn.Module:
 
 def _cut(model: nn.Module, case: Case) -> dict[str, Chunked]:
     plan = {**dict.fromkeys(case.vocabulary, "vocab"), **built_in_plan(model)}
-    return cut_into_chunks(model, plan, case.features) if case.features > 1 else {}
+    return split_into_chunks(model, plan, case.features) if case.features > 1 else {}
 
 
 def ids(samples: int, seed: int = 3) -> Tensor:
@@ -85,7 +85,7 @@ def ids(samples: int, seed: int = 3) -> Tensor:
 def engine(world: World, case: Case) -> Engine:
     example: Inputs = (ids(2)[:, :-1].to("meta"),)
     if case.chunks > 1:
-        example = with_positions(example, argument_names(build(case)))
+        example = add_position_ids(example, argument_names(build(case)))
     started: Engine = toys.started(
         world, case, Language(), build, example, static_scale=case.static_scale, sequence_chunks=case.chunks
     )

@@ -19,7 +19,7 @@ from lockstep.models.gpt import gpt
 from lockstep.models.hugging_face import transformers_model
 from lockstep.parallel.engine import Engine, State
 from lockstep.tasks.base import LOSS, MicroBatch, Monitor
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 
 WORDS, LENGTH = 19, 6
 PADDED = -100
@@ -44,7 +44,7 @@ class NextToken:
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         targets = batch["next"].masked_fill(batch["mask"] == 0, PADDED)
-        return F.cross_entropy(predictions(outputs).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return F.cross_entropy(get_predictions(outputs).flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
     def sums(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}

@@ -16,7 +16,7 @@ from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.batch import Inputs, tensors_of
 from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, PlainSequenceChunks
 from lockstep.core.mesh import DataRank
-from lockstep.core.order import Step, cut
+from lockstep.core.order import Step, split_range
 from lockstep.core.precision import Precision
 from lockstep.core.shard import MaybeSharded, local_tensor
 from lockstep.models.freezing import freeze
@@ -27,10 +27,10 @@ from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.layouts.base import gather_full_tensors, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.strategies.base import CutsModel
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
@@ -146,7 +146,7 @@ def build(case: Case) -> nn.Module:
     if case.freeze:
         freeze(model, case.freeze)
     if case.chunks > 1:
-        cut_into_chunks(model, dict(case.plan), case.chunks)
+        split_into_chunks(model, dict(case.plan), case.chunks)
     return model
 
 
@@ -182,7 +182,7 @@ def engine(world: World, case: Case) -> Engine:
     else:
         started = start(world, case.numerics())
     if case.chunks > 1:
-        chunked = cut_into_chunks(build(replace(case, chunks=1)), dict(case.plan), case.chunks)
+        chunked = split_into_chunks(build(replace(case, chunks=1)), dict(case.plan), case.chunks)
         return CanonicalState(started, chunked)
     return started  # type: ignore[no-any-return]
 
@@ -218,7 +218,7 @@ def started(
 
 def dealt(world: World, case: Any, step: Step) -> list[tuple[int, list[int], bool]]:
     """Return the number of each of this rank's micro-batches, its samples, and whether it is a dummy."""
-    cuts = cut(step.samples, min(case.microbatches, step.samples))
+    cuts = split_range(step.samples, min(case.microbatches, step.samples))
     data_rank = named(world, case.strategy, case.options).mesh(world.size).data_rank(world.rank)
     return [(index, list(cuts[index]), dummy) for index, dummy in data_rank.indices(len(cuts))]
 
@@ -226,7 +226,7 @@ def dealt(world: World, case: Any, step: Step) -> list[tuple[int, list[int], boo
 def making(name: str, lr: float, **options: Any) -> MakeOptimizer:
     """Return what makes an optimizer, whose weight decay is not zero."""
 
-    def made(trained: Sequence[Named], norms: Norms) -> torch.optim.Optimizer:
+    def made(trained: Sequence[NamedParameter], norms: Norms) -> torch.optim.Optimizer:
         return make_optimizer(trained, name=name, lr=lr, weight_decay=0.01, norms=norms, **options)
 
     return made
@@ -244,7 +244,7 @@ def rota(world: World, case: Case) -> AuditSchedule:
 def fetch(case: Case, step: Step, index: int, dummy: bool = True) -> MicroBatch:
     """Return any micro-batch of a step."""
     _, images, targets = list(steps(case))[step.number]
-    own = list(cut(step.samples, min(case.microbatches, step.samples))[index])
+    own = list(split_range(step.samples, min(case.microbatches, step.samples))[index])
     batch = images[own], targets[own]
     weight = task(case).weight(batch) if case.losses else len(own)
     if isinstance(weight, int):

@@ -6,9 +6,9 @@ from typing import Any
 
 from event_examples import evaluated, started, stepped
 
-from lockstep.reporting.jsonl import figures
-from lockstep.reporting.notices import notice
-from lockstep.reporting.run_log import history
+from lockstep.reporting.jsonl import to_json_fields
+from lockstep.reporting.notices import make_notice
+from lockstep.reporting.run_log import build_history
 from lockstep.reporting.run_view import RunView, State
 from lockstep.training.events import Event
 
@@ -22,7 +22,7 @@ GOING: Sequence[tuple[float, Event]] = (
 
 def logged(*events: tuple[float, Event]) -> list[dict[str, Any]]:
     """Return the lines of a log."""
-    return [json.loads(json.dumps(figures(event, time))) for time, event in events]
+    return [json.loads(json.dumps(to_json_fields(event, time))) for time, event in events]
 
 
 def viewed(
@@ -30,5 +30,5 @@ def viewed(
 ) -> RunView:
     """Return a run whose log has these events with their times."""
     log = logged(*events)
-    told = tuple(found for event in log if (found := notice(event, frozenset({"top1", "top5"}))))
-    return RunView(name, state, history(log), failure=failure, notices=told, noticed=len(told), is_whole=whole)
+    told = tuple(found for event in log if (found := make_notice(event, frozenset({"top1", "top5"}))))
+    return RunView(name, state, build_history(log), failure=failure, notices=told, noticed=len(told), is_whole=whole)

@@ -10,7 +10,7 @@ from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import built_in_plan
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.strategies.mesh import Strategy
 
 
@@ -82,7 +82,7 @@ def test_slices_are_next_to_each_other() -> None:
 def _gpt(chunks: int) -> nn.Module:
     model = gpt(vocabulary=20, context=8, layers=2, heads=4, width=16)
     if chunks > 1:
-        cut_into_chunks(model, built_in_plan(model), chunks)
+        split_into_chunks(model, built_in_plan(model), chunks)
     return model
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.tasks.batches import get_targets, predictions, split_batch, targets_or_batch
+from lockstep.tasks.batches import get_predictions, get_targets, split_batch, targets_or_batch
 
 X, Y = torch.zeros(2, 3), torch.ones(2)
 
@@ -47,9 +47,9 @@ def test_a_batch_without_parts_is_its_own_targets() -> None:
 
 @pytest.mark.parametrize("outputs", [Y, {"logits": Y, "hidden": X}, {"out": Y, "aux": X}, SimpleNamespace(logits=Y)])
 def test_predictions_are_the_outputs_or_bear_the_name(outputs: Any) -> None:
-    assert predictions(outputs) is Y
+    assert get_predictions(outputs) is Y
 
 
 def test_outputs_without_predictions_are_refused_with_what_they_have() -> None:
     with pytest.raises(UsageError, match=r"net: expected a tensor, .*, got an object of type dict with boxes; return"):
-        predictions({"boxes": Y}, "net")
+        get_predictions({"boxes": Y}, "net")

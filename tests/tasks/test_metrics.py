@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS
-from lockstep.tasks.own import check_metrics, find_metrics, with_metrics
+from lockstep.tasks.own import add_metrics, check_metrics, find_metrics
 
 OUTPUTS, BATCH = torch.tensor([[1.0], [3.0]]), (torch.zeros(2), torch.tensor([0.5, 1.0]))
 
@@ -60,7 +60,7 @@ def named(name: str) -> list[str]:
 
 
 def test_figures_are_sums_over_the_weight(task: Any) -> None:
-    found = with_metrics(task, named("absolute"))
+    found = add_metrics(task, named("absolute"))
     sums = {**found.sums(OUTPUTS, BATCH), "weight": torch.tensor(4), "loss": torch.tensor(1.0)}
     assert found.figures(sums) == {"top1": 0.5, "absolute": 2.5 / 4, "above": 2 / 4}
     assert found.monitor == LOSS
@@ -69,7 +69,7 @@ def test_figures_are_sums_over_the_weight(task: Any) -> None:
 
 
 def test_without_metrics_the_task_is_itself(task: Any) -> None:
-    assert with_metrics(task, []) is task
+    assert add_metrics(task, []) is task
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_what_is_no_sum_is_refused(name: str, told: str) -> None:
 
 
 def test_a_name_that_is_taken_is_refused(task: Any) -> None:
-    found = with_metrics(task, named("taken"))
+    found = add_metrics(task, named("taken"))
     with pytest.raises(UsageError, match="a figure top1 already exists"):
         found.figures({**found.sums(OUTPUTS, BATCH), "weight": torch.tensor(4)})
 
 
 def test_what_is_no_function_is_refused(task: Any) -> None:
     with pytest.raises(UsageError, match=r"expected a function .*, got an object of type int"):
-        with_metrics(task, named("number"))
+        add_metrics(task, named("number"))

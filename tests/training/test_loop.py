@@ -20,11 +20,11 @@ from lockstep.parallel.engine import Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
-from lockstep.training.loop import train, turns
+from lockstep.training.loop import train, training_steps
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
-from lockstep.training.turn import Turn
+from lockstep.training.turn import TrainingStep
 
 
 class Wish:
@@ -54,7 +54,7 @@ def run(
             stop.level = level
 
     reports = StepReports(world, following, progress or Progress())
-    steps = turns(batches(following.steps, ask), reports, evaluate=evaluated(), save=saved, stop=stop)
+    steps = training_steps(batches(following.steps, ask), reports, evaluate=evaluated(), save=saved, stop=stop)
     return list(train(engine, reports, steps))
 
 
@@ -181,7 +181,9 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
     following = plan(STEPS, **{"log": Interval(steps=100), **rhythms})
     events: list[Event] = []
     reports = StepReports(ALONE_WORLD, following, Progress())
-    training = train(engine, reports, turns(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish()))
+    training = train(
+        engine, reports, training_steps(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish())
+    )
     with pytest.raises(TrainingError, match=r"^loss is nan at step 2 \(epoch 1\), on rank 0, at learning rate 0\.45; "):
         events.extend(training)
     assert shortly(events) in ([], ["step 1"])
@@ -192,7 +194,7 @@ def test_steps_that_are_reported_are_saved_while_the_ranks_are_to_be_preempted()
     following, warned = plan(STEPS, log=Interval(steps=2)), iter((False, True, True, False, False))
     ask = partial(next, warned)
     reports = StepReports(ALONE_WORLD, following, Progress())
-    steps = turns(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask)
+    steps = training_steps(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask)
     saves = [each for each in shortly(list(train(FakeEngine(), reports, steps))) if each.startswith("saved")]
     assert saves == ["saved 3", "saved 4", "saved 6", "saved 9"]
 
@@ -208,7 +210,7 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     following = plan(STEPS, log=Interval(steps=1), evaluate=Interval(steps=2), save=Interval(steps=3))
     reports = StepReports(ALONE_WORLD, following, Progress())
-    steps = turns(
+    steps = training_steps(
         batches(STEPS, lambda _: passes(1.0)),
         reports,
         evaluate=lambda progress: passes(100.0) or evaluated()(progress),  # type: ignore[func-returns-value]
@@ -262,8 +264,8 @@ def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) 
 
 def test_a_step_is_reported_once_and_its_batch_is_not_kept() -> None:
     reports = StepReports(ALONE_WORLD, plan(STEPS, log=Interval(steps=1)), Progress())
-    turn = next(iter(turns(batches(STEPS), reports, save=saved)))
-    assert isinstance(turn, Turn)
+    turn = next(iter(training_steps(batches(STEPS), reports, save=saved)))
+    assert isinstance(turn, TrainingStep)
     turn.done(0.5, Sums(torch.tensor(8.0), 4, ()), Update(None, applied=True))
     [stepped] = reports.report(turn)
     assert (stepped.step, stepped.loss, stepped.lr) == (1, 2.0, 0.5)

@@ -8,7 +8,7 @@ import torch
 from lockstep.core.order import Step
 from lockstep.parallel.engine import Sums, Update
 from lockstep.training.progress import Progress
-from lockstep.training.turn import Turn
+from lockstep.training.turn import TrainingStep
 
 STEP = Step(number=4, epoch=1, first=8, samples=2, samples_seen=18, last_of_epoch=True)
 
@@ -17,9 +17,9 @@ def sums(loss: float) -> Sums:
     return Sums(torch.tensor(loss), 2, ())
 
 
-def done(*updates: tuple[float, float, bool]) -> Turn:
+def done(*updates: tuple[float, float, bool]) -> TrainingStep:
     """Return the step after updates: of each the rate, the loss, and whether it was applied."""
-    turn = Turn(STEP, [], Progress(step=4))
+    turn = TrainingStep(STEP, [], Progress(step=4))
     for lr, loss, applied in updates:
         turn.done(lr, sums(loss), Update(torch.tensor(loss), applied))
     return turn

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.training.checkpoint.tensorfile import digest
+from lockstep.training.checkpoint.tensorfile import digest_tensors
 from lockstep.verification import compare, trace
 from lockstep.verification.compare import (
     MISSING_VALUE,
@@ -164,11 +164,11 @@ def test_the_first_tensors_are_looked_at_as_long_as_there_is_room():
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64])
 def test_digests_are_of_values_dtype_and_shape(kind):
     tensor = torch.arange(6).reshape(2, 3).to(kind)
-    found = digest([tensor])
+    found = digest_tensors([tensor])
     assert trace.digest_num_bytes(found) == tensor.nbytes
-    assert found == digest([tensor.T.contiguous().T])
+    assert found == digest_tensors([tensor.T.contiguous().T])
     others = [tensor.reshape(3, 2), tensor.view(torch.uint8), tensor + 1]  # the first two of the same bytes
-    assert found not in [digest([other]) for other in others]
+    assert found not in [digest_tensors([other]) for other in others]
 
 
 def test_what_is_seen_is_read_as_it_was_written(tmp_path):

@@ -22,7 +22,7 @@ from lockstep.setup.resolved import resolve
 from lockstep.training.events import Event
 from lockstep.training.loop import train
 from lockstep.verification import traced_run as verify_run
-from lockstep.verification.traced_run import FirstSamples, wholes
+from lockstep.verification.traced_run import FirstSamples, iterate_full_tensors
 
 
 def tensors() -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def gather(world: World, group_bytes: int) -> dict[str, bytes]:
     }
     return {
         f"{name} {whole.dtype} {tuple(whole.shape)}": bytes(whole.contiguous().reshape(-1).view(torch.uint8).tolist())
-        for name, whole in wholes(world, held)
+        for name, whole in iterate_full_tensors(world, held)
     }
 
 
@@ -73,7 +73,7 @@ def test_what_is_cut_comes_together_on_rank_0_bit_for_bit(size, group_bytes):
 def gather_replicas(world: World) -> list[list[float]]:
     """Gather a tensor of which every rank holds all rows, and the last rank speaks."""
     shard = Shard(torch.tensor([1.5, -0.0, 2.5]), 0, torch.Size([3]), primary=world.rank == world.size - 1)
-    return [whole.tolist() for _, whole in wholes(world, {"a": shard})]
+    return [whole.tolist() for _, whole in iterate_full_tensors(world, {"a": shard})]
 
 
 @pytest.mark.slow("several ranks")

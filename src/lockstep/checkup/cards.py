@@ -6,7 +6,7 @@ from functools import partial
 from typing import Final
 
 from lockstep.checkup.finding import Finding
-from lockstep.device.cards import Card, Driver, Evidence, look, query_driver
+from lockstep.device.cards import Card, Driver, GpuFacts, collect_evidence, query_driver
 from lockstep.device.env_flags import check_switches
 from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError
@@ -21,15 +21,15 @@ _NO_GPU_EFFECT: Final = "a run computes on the CPU, or does not start"
 _SETTING_NAMES: Final = {True: "on", False: "off", None: "not known"}
 
 
-def query_gpus() -> Evidence:
+def query_gpus() -> GpuFacts:
     """Query the driver, its files and torch for the GPUs of this host. Initializes CUDA.
 
     If the driver hangs, the query of the driver times out, and the result reports this.
     """
-    return look(run_with_timeout(_DRIVER_TIMEOUT_S, query_driver) or Driver(problem=_HANGS))
+    return collect_evidence(run_with_timeout(_DRIVER_TIMEOUT_S, query_driver) or Driver(problem=_HANGS))
 
 
-def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | None) -> list[Finding]:
+def gpu_findings(evidence: GpuFacts, precision: str, refusals: Sequence[str] | None) -> list[Finding]:
     """Return all findings about the GPUs.
 
     `refusals` describes the parts of a recipe that have no exact kernel, or is None if there is no recipe.
@@ -44,13 +44,13 @@ def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | N
     return findings
 
 
-def _software_findings(evidence: Evidence) -> Iterator[Finding]:
+def _software_findings(evidence: GpuFacts) -> Iterator[Finding]:
     newest = f", supports CUDA up to {evidence.driver.cuda}" if evidence.driver.cuda else ""
     yield Finding("driver", "ok", f"{evidence.driver.version or evidence.kernel or 'none'}{newest}")
     yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in evidence.libraries.items()))
 
 
-def _usability_findings(evidence: Evidence) -> Iterator[Finding]:
+def _usability_findings(evidence: GpuFacts) -> Iterator[Finding]:
     """If no GPU is usable, yield the reasons with their remedies, followed by the results of all checks."""
     if evidence.devices and not evidence.raised:
         return
@@ -79,7 +79,7 @@ def _usability_findings(evidence: Evidence) -> Iterator[Finding]:
 Reason = tuple[str, str]  # a reason and its remedy
 
 
-def _torch_reasons(evidence: Evidence) -> Iterator[Reason]:
+def _torch_reasons(evidence: GpuFacts) -> Iterator[Reason]:
     torch, cuda, driver_cuda = evidence.libraries["torch"], evidence.libraries["CUDA"], evidence.driver.cuda
     if cuda is None:
         yield f"torch {torch} is built without CUDA", "install a build with CUDA (https://pytorch.org/get-started)"
@@ -95,7 +95,7 @@ def _major(version: str) -> int:
     return int(version.partition(".")[0])
 
 
-def _driver_reasons(evidence: Evidence) -> Iterator[Reason]:
+def _driver_reasons(evidence: GpuFacts) -> Iterator[Reason]:
     loaded = bool(evidence.kernel or evidence.files)
     if evidence.library and not loaded:
         yield (
@@ -112,13 +112,13 @@ def _driver_reasons(evidence: Evidence) -> Iterator[Reason]:
         yield f"the driver does not answer: {evidence.driver.problem}", "check dmesg for Xid errors"
 
 
-def _permission_reasons(evidence: Evidence) -> Iterator[Reason]:
+def _permission_reasons(evidence: GpuFacts) -> Iterator[Reason]:
     closed = sorted(name for name, opens in evidence.files.items() if not opens)
     if closed:
         yield f"no permission to open {', '.join(closed)}", "check their owner and group (ls -l /dev/nvidia*)"
 
 
-def _selection_reasons(evidence: Evidence) -> Iterator[Reason]:
+def _selection_reasons(evidence: GpuFacts) -> Iterator[Reason]:
     cards = evidence.driver.cards
     if evidence.visible is not None and evidence.visible.strip() in ("", "-1", "NoDevFiles"):
         yield f"CUDA_VISIBLE_DEVICES is {evidence.visible!r}, which hides all GPUs", "unset it, or request GPUs"
@@ -190,7 +190,7 @@ def _check_same_kind(cards: Sequence[Card]) -> Iterator[Finding]:
         yield Finding("cards", "warning", text, leads_to, remedy)
 
 
-def _device_findings(evidence: Evidence) -> Iterator[Finding]:
+def _device_findings(evidence: GpuFacts) -> Iterator[Finding]:
     """Yield a finding for each CUDA device of torch, with the number of its GPU in the driver.
 
     torch may find fewer GPUs than the driver, and number them differently.

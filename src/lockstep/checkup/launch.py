@@ -81,7 +81,7 @@ def _describe_rendezvous(rendezvous: str, info: RankInfo) -> str:
     if info.rank:
         ports.check_known(host.strip("[]"), int(port))
         return f"{host}:{port}, where rank 0 listens"
-    ports.check(host.strip("[]"), int(port), near=info.local_size == info.size)
+    ports.check_port(host.strip("[]"), int(port), near=info.local_size == info.size)
     return f"{host}:{port}, where this rank listens: free"
 
 

@@ -18,7 +18,7 @@ from lockstep.checkup.agreement import compare_ranks
 from lockstep.checkup.finding import Finding, merge_ranks
 from lockstep.checkup.host import HOST_CHECKS, RANK_CHECKS, run_checks
 from lockstep.checkup.report import CheckupReport
-from lockstep.comm.links import Link, links, rounds
+from lockstep.comm.links import Link, measure_links, schedule_rounds
 from lockstep.comm.world import World, choose_device, open_world
 from lockstep.common import plainfile
 from lockstep.device import host, interfaces
@@ -58,7 +58,9 @@ def run_checkup(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupRepor
     measurements, world = _connect(request, rendezvous, facts)
     with _stall_detector(rendezvous):
         if world is not None:
-            measurements["links"] = [asdict(link) for link in links(world, rounds(rendezvous.hosts), step)]
+            measurements["links"] = [
+                asdict(link) for link in measure_links(world, schedule_rounds(rendezvous.hosts), step)
+            ]
             world.close()
         all_measurements = rendezvous.gather(measurements)
     if rendezvous.info.rank > 0:
@@ -89,7 +91,7 @@ def _collect_facts() -> dict[str, Any]:
         else:
             facts.update(answer)
 
-    query("host", _HOST_S, host.facts)
+    query("host", _HOST_S, host.get_host_facts)
     query("network", _NETWORK_S, lambda: {"network": interfaces.network()})
     return facts
 

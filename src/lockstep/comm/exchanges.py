@@ -10,13 +10,13 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
 _OWN_MODULES: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in forward hooks
-OF_ROWS: Final = "an operation with weights in rows"  # the name that is used for all collectives of DTensor
+DTENSOR_COLLECTIVE: Final = "an operation with weights in rows"  # the name that is used for all collectives of DTensor
 _DTENSOR_MODULES: Final = "torch.distributed.tensor."
 _QUERY_PREFIXES: Final = ("get_", "_get_", "set_", "__")  # functions that don't communicate, such as get_rank
 
 
 @contextmanager
-def intercept(on_collective: Callable[[str], None]) -> Iterator[None]:
+def intercept_collectives(on_collective: Callable[[str], None]) -> Iterator[None]:
     """Call `on_collective` before each collective in the `with` block that Lockstep didn't call, with its name.
 
     `on_collective` may be called twice for a collective. If `on_collective` raises an exception, it propagates to the
@@ -60,7 +60,7 @@ def _collective_name(frame: FrameType | None) -> str:
             case "torch.distributed.c10d_logger":  # wraps most collectives
                 pass
             case caller if caller.startswith(_DTENSOR_MODULES):
-                return OF_ROWS
+                return DTENSOR_COLLECTIVE
             case caller:
                 return "" if name.startswith(_QUERY_PREFIXES) or caller.startswith(_OWN_MODULES) else name
         frame = frame.f_back

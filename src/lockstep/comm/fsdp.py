@@ -45,7 +45,7 @@ class GatherDtype:
 
 @final
 @dataclass(eq=False)
-class Sharded:
+class ShardedModel:
     """A model whose tensors are sharded by rows over the members of `mesh`, unit by unit.
 
     The parameters that aren't in any unit form the last unit. The parameters of a unit are gathered before its forward
@@ -374,7 +374,7 @@ def _make_mp_policy(narrow: GatherDtype | None) -> MixedPrecisionPolicy:
     return policy(param_dtype_override_fn=lambda parameter: parameter.dtype if parameter in narrow.wide else None)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def to_full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor, or the tensor itself. All ranks that hold a shard must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

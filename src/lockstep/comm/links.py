@@ -39,7 +39,7 @@ class Link:
     mb_s: float
 
 
-def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
+def schedule_rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     """Return the pairs of ranks to measure in each round. `hosts` lists the host of each rank."""
     size = len(hosts)
     if size * (size - 1) // 2 <= _MAX_SEPARATE_PAIRS:
@@ -68,7 +68,9 @@ def schedule_tournament(count: int) -> list[list[Pair]]:
     return schedule
 
 
-def links(world: World, schedule: Sequence[Sequence[Pair]], on_round: Callable[[], None] = lambda: None) -> list[Link]:
+def measure_links(
+    world: World, schedule: Sequence[Sequence[Pair]], on_round: Callable[[], None] = lambda: None
+) -> list[Link]:
     """Measure each pair of ranks in both directions, and return the links from this rank. All ranks must call this.
 
     `schedule` contains the pairs of each round. `on_round` is called at the start of each round.

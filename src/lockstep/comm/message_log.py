@@ -18,7 +18,7 @@ from lockstep.core.digest import Digests, TensorDigest
 SENT, RECEIVED = " to ", " from "
 
 
-def by_peer(messages: Mapping[str, str], direction: str) -> dict[int, list[str]]:
+def group_by_peer(messages: Mapping[str, str], direction: str) -> dict[int, list[str]]:
     """Return the messages to (SENT) or from (RECEIVED) each peer, as text that is the same on both ranks."""
     messages_by_peer: dict[int, list[str]] = {}
     for name, digest in messages.items():

@@ -39,10 +39,10 @@ class NamedSums:
 
     def total(self, world: World, count: int) -> dict[str, Tensor]:
         """Return the sums over `count` batches, on the CPU. All ranks must call this and get the same result."""
-        return add_over_ranks(world, self._integer_sums, self._rows, count) if self.enabled else {}
+        return sum_batches_over_ranks(world, self._integer_sums, self._rows, count) if self.enabled else {}
 
 
-def add_over_ranks(
+def sum_batches_over_ranks(
     world: World, integer_sums: Mapping[str, Tensor], rows: Mapping[int, Mapping[str, Tensor]], count: int
 ) -> dict[str, Tensor]:
     """Return the sums of `integer_sums` and of `rows` over all ranks. `rows` contains the values of each batch.
@@ -69,7 +69,7 @@ def _int_tensor(value: Tensor | None, shape: list[int]) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64) if value is None else value.to("cpu", torch.int64).clone()
 
 
-def over_ranks(world: World, numbers: Sequence[int]) -> list[int]:
+def sum_over_ranks(world: World, numbers: Sequence[int]) -> list[int]:
     """Return the sum of each integer over all ranks. All ranks must pass the same number of integers."""
     sums: list[int] = world.add_(torch.tensor(numbers, dtype=torch.int64)).tolist()
     return sums

@@ -84,7 +84,7 @@ def _start_checkup(
     from lockstep.checkup.rank import LOST_AFTER_S
     from lockstep.config.placement import Placement
     from lockstep.launchers import detect_rank
-    from lockstep.run.start import Work, on_ranks, run_launched_rank
+    from lockstep.run.start import Work, run_launched_rank, run_on_ranks
 
     if not re.match(RENDEZVOUS_ADDRESS, rendezvous):
         raise UsageError(f"--rendezvous: expected {RENDEZVOUS_ADDRESSES}, got {rendezvous}")
@@ -94,7 +94,7 @@ def _start_checkup(
     )
 
     if info is None:
-        return on_ranks(partial(_run_checkup, request, show), None, placement, processes or 1)
+        return run_on_ranks(partial(_run_checkup, request, show), None, placement, processes or 1)
 
     def prepare_work() -> tuple[Placement, Work]:
         if processes not in (None, info.size):

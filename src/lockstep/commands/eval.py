@@ -62,5 +62,5 @@ def _print_result(result: EvalResult) -> None:
 
     after = f", after step {result.event.step}" if result.event.step else ""
     click.echo(f"{printable_line(str(result.path))}{after}")
-    click.echo(wording.evaluation_line(result.event))
-    click.echo(wording.hash_line(result.weights_sha256))
+    click.echo(wording.format_evaluation_line(result.event))
+    click.echo(wording.format_hash_line(result.weights_sha256))

@@ -23,16 +23,16 @@ def command(folders: tuple[str, ...], as_json: bool) -> None:
     shows the keys that differ. The reasons of failed runs are below the table.
     """
     from lockstep.jobs.reader import read_runs
-    from lockstep.reporting.jobs_table import for_json, overview
+    from lockstep.reporting.jobs_table import print_overview, to_json_dicts
 
     if not folders and not Path(_RUNS).exists():
         click.echo("[]" if as_json else f"no runs yet: folder {_RUNS} does not exist; pass the folder of your runs")
         return
     runs, warnings = read_runs(map(Path, folders or (_RUNS,)))
     if as_json:
-        click.echo(json.dumps(for_json(runs), indent=1))
+        click.echo(json.dumps(to_json_dicts(runs), indent=1))
     elif runs:
-        overview(runs, time.time(), sys.stdout)
+        print_overview(runs, time.time(), sys.stdout)
     else:
         click.echo(f"no runs in {', '.join(folders) or _RUNS}")
     for line in warnings:

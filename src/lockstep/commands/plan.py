@@ -135,7 +135,7 @@ def command(
     from lockstep.config.blame import add_key_positions
     from lockstep.config.document import parse
     from lockstep.config.load import load, split
-    from lockstep.config.write import flow
+    from lockstep.config.write import format_flow
     from lockstep.planning.costs import CostParameters, estimate_costs
     from lockstep.planning.survey import Machine, measure_save_time, open_for_survey, survey, to_prediction
     from lockstep.planning.table import find_best, make_table, sort_rows, to_json, unmeasured_lines
@@ -154,7 +154,8 @@ def command(
     if writes:
         check_writable(source, overrides)
     strategy_overrides = [
-        f"placement.strategy={flow(strategy)}" for strategy in (parse_placements(placements) if placements else ())
+        f"placement.strategy={format_flow(strategy)}"
+        for strategy in (parse_placements(placements) if placements else ())
     ]
     strategies = [load(source, [*overrides, override]).config.placement.strategy for override in strategy_overrides]
     loaded = load(source, overrides)

@@ -58,7 +58,7 @@ def command(
     """
     from rich.console import Console
 
-    from lockstep.inference.predict import Options, predictions_of, table_of
+    from lockstep.inference.predict import Options, iterate_predictions, make_prediction_table
     from lockstep.inference.saved import open_saved
     from lockstep.run.evaluation import EvalRequest
 
@@ -67,7 +67,7 @@ def command(
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
-    predictions = predictions_of(saved, files, options)
+    predictions = iterate_predictions(saved, files, options)
     click.echo(printable_line(saved.words), err=True)
     skipped: list[str] = []
     predictions = _drop_skipped(predictions, skipped)
@@ -81,7 +81,7 @@ def command(
         rows = list(predictions)
         # If a table is written to a file, only show its first rows.
         shown_rows = rows[:_SHOWN_ROWS] if out is not None and "row" in rows[0] else rows
-        Console(highlight=False, markup=False, emoji=False).print(table_of(shown_rows))
+        Console(highlight=False, markup=False, emoji=False).print(make_prediction_table(shown_rows))
         click.echo(f"... {len(rows) - len(shown_rows):,} more rows\n" if len(shown_rows) < len(rows) else "", nl=False)
     if out is not None:
         click.echo(printable_line(f"written {out}"), err=as_json)

@@ -40,10 +40,10 @@ def command() -> None:
 
 def make_row(shipped: ShippedRecipe) -> RecipeRow:
     from lockstep.config.load import load
-    from lockstep.core.epochs import in_words
+    from lockstep.core.epochs import format_epochs
 
     recipe = load(shipped.name).config.recipe
-    length = in_words(recipe.epochs) if recipe.epochs else f"{recipe.steps} steps"
+    length = format_epochs(recipe.epochs) if recipe.epochs else f"{recipe.steps} steps"
     return RecipeRow(shipped.name, recipe.model.name, recipe.data.name, str(recipe.batch), length, shipped.description)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import click
 
 from lockstep.commands import _completion, _recipe
-from lockstep.config.plan import rule, steps, warm_up_steps
+from lockstep.config.plan import compute_steps, count_warm_up_steps, rule
 from lockstep.config.recipe import Recipe
-from lockstep.core.epochs import in_words
-from lockstep.core.order import Steps, cut
-from lockstep.data.sources import training_samples
+from lockstep.core.epochs import format_epochs
+from lockstep.core.order import Steps, split_range
+from lockstep.data.sources import count_training_samples
 from lockstep.setup.schedule import find_rate
 
 
@@ -27,18 +27,18 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     from lockstep.config.load import load, to_yaml
     from lockstep.config.placement import FOREIGN
     from lockstep.config.shipped import list_shipped_recipes
-    from lockstep.core.devices import in_words as backend_in_words
+    from lockstep.core.devices import describe_backend as backend_in_words
 
     loaded = load(recipe, overrides)
     names = (loaded.origins[f"recipe.{section}.name"] for section in ("model", "optimizer"))
     if recipe not in list_shipped_recipes() or "override" in names:
         from lockstep.config.blame import add_key_positions
-        from lockstep.models.find import origin_of  # imports torch
+        from lockstep.models.find import find_origin  # imports torch
         from lockstep.parallel.optimize import find_optimizer
 
         model, optimizer = loaded.config.recipe.model, loaded.config.recipe.optimizer.name
         with add_key_positions(loaded):
-            origin_of(model.name, model.source)
+            find_origin(model.name, model.source)
             if ":" not in optimizer:
                 find_optimizer(optimizer)
     following = [*derived_values(loaded.config.recipe)]
@@ -58,14 +58,14 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
 def derived_values(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield the values that are derived from a recipe, such as the number of steps, as (name, text) pairs."""
     yield "global batch", f"{recipe.batch} samples"
-    yield "micro-batches", _format_sizes(cut(recipe.batch, recipe.microbatches))
+    yield "micro-batches", _format_sizes(split_range(recipe.batch, recipe.microbatches))
     yield "learning rate", rule(recipe)
-    samples = training_samples(recipe.data.name, recipe.data.root, recipe.data.options)
+    samples = count_training_samples(recipe.data.name, recipe.data.root, recipe.data.options)
     if samples is None:
         yield "samples", "unknown until the data is available, as are the steps and the learning rates"
     else:
-        run = steps(recipe, samples)
-        length = in_words(run.total_samples / run.samples_per_epoch)
+        run = compute_steps(recipe, samples)
+        length = format_epochs(run.total_samples / run.samples_per_epoch)
         dropped = f" ({run.length - run.samples_per_epoch} dropped)" if run.drop_last else ""
         yield "samples", f"{run.samples_per_epoch} an epoch{dropped}, {run.total_samples} in {length}"
         yield "steps", f"{run.per_epoch} an epoch, {run.total} in all"
@@ -85,7 +85,7 @@ def _format_rates(recipe: Recipe, run: Steps) -> str:
     """Return a text with the learning rates at the first update, after warm-up, and at the last update."""
     rate_at = find_rate(recipe, run).at
     last = run[run.total - 1].samples_seen
-    warm = run[warm_up_steps(recipe, run)].samples_seen
+    warm = run[count_warm_up_steps(recipe, run)].samples_seen
     marks = {"at the start": 0, "after warm-up": warm, "at the last step": last}
     if not 0 < warm < last:
         del marks["after warm-up"]

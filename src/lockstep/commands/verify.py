@@ -79,7 +79,7 @@ def command(
 
     from rich.console import Console
 
-    from lockstep.reporting.verification import draw, to_json
+    from lockstep.reporting.verification import print_verification, to_json
     from lockstep.verification.cases import verify
 
     check_alone("verify starts the processes of each placement")
@@ -92,7 +92,7 @@ def command(
         )
     if file is not None:
         file.write_text(to_json(verification), encoding="utf-8")
-    draw(verification, Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS))
+    print_verification(verification, Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS))
     raise SystemExit(EXIT_DONE if verification.agree else EXIT_VERIFICATION)
 
 

@@ -31,7 +31,7 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
     from lockstep.jobs.reader import RunWatcher
     from lockstep.reporting.live_view import LiveView
     from lockstep.reporting.page_server import PageServer
-    from lockstep.reporting.run_view import ending, exit_code, is_over
+    from lockstep.reporting.run_view import describe_ending, get_exit_code, is_over
 
     if port is None and host != "127.0.0.1":
         raise UsageError(f"--host {host}: requires --port; add --port 0, or the port to use")
@@ -56,5 +56,5 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
                 time.sleep(_REFRESH_S)
             runs = watch.refresh()
     for run in runs:
-        click.echo(printable(ending(run)))
-    sys.exit(exit_code([run.state for run in runs]))
+        click.echo(printable(describe_ending(run)))
+    sys.exit(get_exit_code([run.state for run in runs]))

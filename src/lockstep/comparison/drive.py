@@ -20,8 +20,8 @@ from lockstep.comparison.plan import (
 from lockstep.comparison.result import Comparison, ResultRow
 from lockstep.errors import LockstepError
 from lockstep.reporting import jsonl
-from lockstep.reporting.run_log import History, history
-from lockstep.run.background import as_words, train_in_background
+from lockstep.reporting.run_log import History, build_history
+from lockstep.run.background import to_arguments, train_in_background
 from lockstep.runs.runs import describe_machine
 from lockstep.setup.completed import completion_notice
 from lockstep.training.events import Started, Stepped, Stopped
@@ -58,8 +58,8 @@ def compare(
     folder = make_folder_name(str(recipe)) if dir is None else Path(dir)
     variant_overrides = [also] if isinstance(also, Mapping) else also or ()
     override_words, variants = (
-        tuple(as_words(overrides)),
-        tuple(word for override in variant_overrides for word in as_words(override)),
+        tuple(to_arguments(overrides)),
+        tuple(word for override in variant_overrides for word in to_arguments(override)),
     )
     threads = torch.get_num_threads()
     try:
@@ -123,4 +123,4 @@ def _train_placement(plan: PlannedRun, show: Callable[[ResultRow], None]) -> Res
 
 
 def _read_history(row: ResultRow) -> History:
-    return history(jsonl.Tail(Path(row.folder) / jsonl.EVENTS, strict=True).new())
+    return build_history(jsonl.Tail(Path(row.folder) / jsonl.EVENTS, strict=True).new())

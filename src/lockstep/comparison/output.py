@@ -12,7 +12,7 @@ from lockstep.common.text import printable
 from lockstep.comparison.page import make_sections, make_title
 from lockstep.comparison.result import Comparison, ResultRow, State, conclusion_lines, make_table, to_json
 from lockstep.reporting import wording
-from lockstep.reporting.page import page
+from lockstep.reporting.page import render_page
 from lockstep.reporting.png import write_png
 from lockstep.reporting.terminal import is_moving, make_console, print_unwrapped, start_live
 
@@ -57,7 +57,7 @@ class Display:
             remaining = (
                 ""
                 if left_s is None
-                else f"{wording.duration(left_s)} left in total, if the remaining runs take as long"
+                else f"{wording.format_duration(left_s)} left in total, if the remaining runs take as long"
             )
             self._live.update(Group(make_table(comparison, self._console), Text(remaining)), refresh=True)
 
@@ -73,7 +73,7 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
     page_sections = make_sections(comparison)
     if with_page:
         paths.append(folder / PAGE)
-        paths[1].write_text(page(make_title(comparison), page_sections), encoding="utf-8")
+        paths[1].write_text(render_page(make_title(comparison), page_sections), encoding="utf-8")
     if with_png:
         paths += write_png(page_sections, folder)
     return paths
@@ -81,5 +81,5 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
 
 def _format_progress(row: ResultRow) -> str:
     if row.state == "done":
-        return f"{row.label}: done in {wording.duration(row.seconds or 0)}"
+        return f"{row.label}: done in {wording.format_duration(row.seconds or 0)}"
     return f"... {row.label}" if row.state == "running" else f"{row.label}: {row.state}: {row.reason}"

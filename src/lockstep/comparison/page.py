@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import Final
 
 from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, conclusion_lines, make_columns
-from lockstep.reporting.charts import Chart, bars, lines
+from lockstep.reporting.charts import Chart, lines, make_bar_chart
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_log import Figure
-from lockstep.reporting.run_page import chart
+from lockstep.reporting.run_page import make_metric_chart
 
 _MIN_CHART_VALUES: Final = 3  # minimum number of values in a sweep to draw a chart of the results
 _LOG_AXIS_RATIO: Final = 20  # minimum ratio of the largest to the smallest value for a logarithmic axis
@@ -113,7 +113,7 @@ def _time_and_memory_charts(comparison: Comparison) -> Iterator[Chart]:
     parts = [part for part in _ACTIVITIES if any(part in row.spent for row in spent)]
     if parts:
         means = {part: [fmean(row.spent.get(part) or [0.0]) for row in spent] for part in parts}
-        yield bars(
+        yield make_bar_chart(
             "Where each second goes", "seconds", means, [_row_label(comparison, row) for row in spent], note=_SECONDS
         )
     with_peak = [row for row in comparison.done if row.peak_bytes]
@@ -121,14 +121,14 @@ def _time_and_memory_charts(comparison: Comparison) -> Iterator[Chart]:
         peaks_by_rank = enumerate(zip_longest(*(row.peak_bytes for row in with_peak), fillvalue=0.0))
         peaks = {f"rank {rank}": [peak / MIB for peak in rank_peaks] for rank, rank_peaks in peaks_by_rank}
         placements = [_row_label(comparison, row) for row in with_peak]
-        yield bars("Peak memory of each rank", "MiB", peaks, placements, stacked=False, note=_MEMORY)
+        yield make_bar_chart("Peak memory of each rank", "MiB", peaks, placements, stacked=False, note=_MEMORY)
 
 
 def _metric_charts(comparison: Comparison) -> Iterator[Chart]:
     """Yield a chart of the loss and of each monitored metric, with a curve for each placement."""
     histories = {_row_label(comparison, row): row.history for row in comparison.done}
     for figure in dict.fromkeys(("loss", *(history.monitor for history in histories.values()))):
-        if (figure_chart := chart(figure, histories)) is not None:
+        if (figure_chart := make_metric_chart(figure, histories)) is not None:
             yield figure_chart
 
 

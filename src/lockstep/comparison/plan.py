@@ -17,7 +17,7 @@ from lockstep.config.document import mapping_at, parse
 from lockstep.config.load import Loaded, load, read_run_recipe
 from lockstep.config.overrides import SHORTHAND
 from lockstep.config.recorded import CONFIG
-from lockstep.config.write import flow
+from lockstep.config.write import format_flow
 from lockstep.errors import UsageError
 from lockstep.run.background import Train
 from lockstep.run.sinks import check_sinks
@@ -25,7 +25,7 @@ from lockstep.run.training import train_here
 from lockstep.runs.folder import new_folder_path
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import check_cut
-from lockstep.setup.prepare import check, open_unplaced
+from lockstep.setup.prepare import check_config, open_recipe_without_placement
 from lockstep.setup.resume import check_recipe
 from lockstep.strategies import ON_ONE_PROCESS
 
@@ -148,7 +148,7 @@ def _format_value(loaded: Loaded, key: str) -> str:
     path = tuple(key.split("."))
     value = reduce(mapping_at, path[:-1], values(loaded.config)).get(path[-1])
     shown_value = value.get(SHORTHAND[path]) if path in SHORTHAND and isinstance(value, dict) else value
-    return f"{key}={flow(shown_value)}"
+    return f"{key}={format_flow(shown_value)}"
 
 
 def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def _open_setup(loaded: Loaded) -> Setup:
     """Run the checks that don't depend on the placement, and open the recipe."""
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)
-    return open_unplaced(loaded)
+    return open_recipe_without_placement(loaded)
 
 
 def _plan_run(
@@ -170,19 +170,19 @@ def _plan_run(
     Raises UsageError if the placement isn't possible, or if its folder contains a run of a different recipe.
     """
     folder = request.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
-    run_overrides = (f"run.dir={flow(str(folder))}", "run.resume=auto")
+    run_overrides = (f"run.dir={format_flow(str(folder))}", "run.resume=auto")
     loaded = load(
         request.source, [*_overrides(request, variant), *_placement_overrides(strategy, count), *run_overrides]
     )
     if (folder / CONFIG).exists():
         check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
-    resolved = check(loaded)
+    resolved = check_config(loaded)
     check_cut(resolved, setup)
     return PlannedRun(loaded, ResultRow(name, count, variant, str(folder), resolved.strategy.traits.exactness))
 
 
 def _placement_overrides(strategy: Strategy, count: int) -> tuple[str, str]:
-    return f"placement.strategy={flow(strategy)}", f"placement.processes={count}"
+    return f"placement.strategy={format_flow(strategy)}", f"placement.processes={count}"
 
 
 def _process_counts(strategy: Strategy, processes: Sequence[int]) -> Sequence[int]:
@@ -192,7 +192,7 @@ def _process_counts(strategy: Strategy, processes: Sequence[int]) -> Sequence[in
 
 def _strategy_label(strategy: Strategy) -> str:
     """Return the name of a strategy, followed by its options if there are any."""
-    options = ", ".join(f"{key}={flow(value)}" for key, value in strategy.items() if key != "name")
+    options = ", ".join(f"{key}={format_flow(value)}" for key, value in strategy.items() if key != "name")
     return f"{strategy['name']} ({options})" if options else str(strategy["name"])
 
 

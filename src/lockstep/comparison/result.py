@@ -10,9 +10,15 @@ from typing import Any, Final, Literal
 from rich.console import Console, RenderableType
 
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import History, best, by_rank, count, peaks
+from lockstep.reporting.run_log import (
+    History,
+    describe_best_run,
+    get_count,
+    get_peak_bytes_by_rank,
+    get_seconds_by_rank,
+)
 from lockstep.reporting.run_view import loss
-from lockstep.reporting.terminal import table
+from lockstep.reporting.terminal import create_table
 
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -67,12 +73,12 @@ class ResultRow:
     @property
     def spent(self) -> dict[str, list[float]]:
         """The seconds that each rank spent on each activity since the run was last started."""
-        return by_rank(self.history.last)
+        return get_seconds_by_rank(self.history.last)
 
     @property
     def peak_bytes(self) -> list[float]:
         """The peak memory of each rank, in bytes."""
-        return peaks(self.history.last)
+        return get_peak_bytes_by_rank(self.history.last)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -81,7 +87,7 @@ class ResultRow:
         The time of setup, evaluations and saves is excluded.
         """
         seconds = sum(self.spent[part][0] for part in _TRAINING if part in self.spent)
-        end, begin = count(self.history.last, "samples"), count(self.history.started, "samples")
+        end, begin = get_count(self.history.last, "samples"), get_count(self.history.started, "samples")
         if self.state != "done" or not seconds or end is None or begin is None or end <= begin:
             return None
         return (end - begin) / seconds
@@ -184,14 +190,14 @@ def make_columns(comparison: Comparison) -> dict[str, list[str]]:
     figures: list[_Column] = [(name, partial(_format_metric, name)) for name in names]
     all_columns = [*_COLUMNS[:_METRICS_COLUMN], *figures, *_COLUMNS[_METRICS_COLUMN:]]
     cells = [(heading, [cell(comparison, row) for row in rows]) for heading, cell in all_columns]
-    cells.insert(_METRICS_COLUMN + len(names), ("best", best([row.history for row in rows])))
+    cells.insert(_METRICS_COLUMN + len(names), ("best", describe_best_run([row.history for row in rows])))
     return {heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _UNINFORMATIVE}
 
 
 def make_table(comparison: Comparison, console: Console) -> RenderableType:
     """Return the results as a table for a terminal."""
     styles = [_STYLES.get(row.state, "") for row in comparison.rows]
-    return table(console, make_columns(comparison), styles, ("placement", "recipe", "state"))
+    return create_table(console, make_columns(comparison), styles, ("placement", "recipe", "state"))
 
 
 def conclusion_lines(comparison: Comparison) -> list[str]:
@@ -238,7 +244,7 @@ def format_state(comparison: Comparison, row: ResultRow) -> str:
     """Format the state of a row. For the current run, this is its progress."""
     if row.state != "running":
         return row.state
-    left_text = "" if row.left_s is None else f", {wording.duration(row.left_s)} left"
+    left_text = "" if row.left_s is None else f", {wording.format_duration(row.left_s)} left"
     return f"step {row.step:,}/{row.steps:,}{left_text}" if row.steps else "starting"
 
 
@@ -251,7 +257,7 @@ def _bits_text(comparison: Comparison, row: ResultRow) -> str:
 
 def _format_metric(name: str, _: Comparison, row: ResultRow) -> str:
     figure = row.history.figure
-    return wording.figure(figure.value, figure.is_fraction) if figure and figure.name == name else ""
+    return wording.format_value(figure.value, figure.is_fraction) if figure and figure.name == name else ""
 
 
 def _format_number(value: float | None, fmt: str) -> str:

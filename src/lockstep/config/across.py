@@ -6,8 +6,8 @@ from typing import Any
 from lockstep.config.document import KeyProblem, Path, SourcePosition, locate, mapping_at
 from lockstep.config.placement import FASTEST
 from lockstep.config.recipe import find_contradictions
-from lockstep.config.strategy_name import strategy_problems
-from lockstep.core.work import default_microbatches, too_few
+from lockstep.config.strategy_name import find_strategy_problems
+from lockstep.core.work import default_microbatches, describe_too_few
 
 
 def find_problems(values: Any, positions: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
@@ -20,7 +20,7 @@ def find_problems(values: Any, positions: dict[Path, SourcePosition], shares_ste
     process_problems = _find_process_problems(placement, recipe) if shares_steps else ()
     for path, text in [
         *_find_recipe_problems(recipe),
-        *strategy_problems(_get_strategy_name(placement)),
+        *find_strategy_problems(_get_strategy_name(placement)),
         *process_problems,
     ]:
         yield KeyProblem(locate(positions, path), path, text)
@@ -47,4 +47,4 @@ def _find_process_problems(placement: dict[str, Any], recipe: dict[str, Any]) ->
     if microbatches is None and type(batch) is int:
         microbatches = default_microbatches(batch, microbatch)
     if type(processes) is int and type(microbatches) is int and processes > microbatches > 0:
-        yield ("placement", "processes"), too_few(processes, microbatches, microbatch)
+        yield ("placement", "processes"), describe_too_few(processes, microbatches, microbatch)

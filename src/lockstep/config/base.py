@@ -52,7 +52,7 @@ def values(section: Section) -> dict[str, Any]:
     return plain | (section.model_extra or {})
 
 
-def shorthand(key: str, *kinds: type) -> BeforeValidator:
+def make_shorthand_validator(key: str, *kinds: type) -> BeforeValidator:
     """Return a validator that expands a bare value, whose type is one of `kinds`, to the mapping `{key: value}`."""
 
     def expand(value: Any) -> Any:
@@ -61,7 +61,7 @@ def shorthand(key: str, *kinds: type) -> BeforeValidator:
     return BeforeValidator(expand)
 
 
-BY_NAME: Final = shorthand("name", str)
+BY_NAME: Final = make_shorthand_validator("name", str)
 
 
 def _to_plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lockstep.common import plainfile
 from lockstep.config.document import Document, Path, mapping_at, parse
-from lockstep.core.work import earlier_microbatches
+from lockstep.core.work import legacy_default_microbatches
 
 _CONFIG: Final = "config.yaml"
 _MAX_BYTES: Final = 1 << 18  # bytes
@@ -28,7 +28,7 @@ def keep_earlier_defaults(document: Document) -> None:
     if recorded is None:
         return
     before = mapping_at(recorded.values, "recipe")
-    if before.get("batch") == batch and before.get("microbatches") == earlier_microbatches(batch):
+    if before.get("batch") == batch and before.get("microbatches") == legacy_default_microbatches(batch):
         recipe["microbatches"] = before["microbatches"]
         document.positions[_KEY] = recorded.positions[_KEY]
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.document import Path, parse
-from lockstep.config.write import flow
+from lockstep.config.write import format_flow
 from lockstep.errors import UsageError
 
 
@@ -39,12 +39,14 @@ def _replace_value(text: str, path: Path, value: Any) -> str:
             break
         pairs = {key.value: (key, inner) for key, inner in node.value}
         if name not in pairs:
-            return _insert_key(text, node, f"{name}: {flow(_nest_value(path[depth + 1 :], value))}")
+            return _insert_key(text, node, f"{name}: {format_flow(_nest_value(path[depth + 1 :], value))}")
         key, node = pairs[name]
     else:
         depth = len(path)
     assert key is not None
-    return f"{text[: key.end_mark.index]}: {flow(_nest_value(path[depth:], value))}{text[_find_end_index(node) :]}"
+    return (
+        f"{text[: key.end_mark.index]}: {format_flow(_nest_value(path[depth:], value))}{text[_find_end_index(node) :]}"
+    )
 
 
 def _nest_value(path: Path, value: Any) -> Any:

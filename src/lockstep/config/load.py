@@ -121,7 +121,9 @@ def to_yaml(loaded: Loaded) -> str:
 
 def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return a line for each key that differs between two recipes, such as `seed: 0 in the run, 1 now`."""
-    before, after = ({path: write.flow(value) for path, value in write.leaves(recipe)} for recipe in (run, current))
+    before, after = (
+        {path: write.format_flow(value) for path, value in write.leaves(recipe)} for recipe in (run, current)
+    )
     return [
         f"{format_key(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
         for path in before | after
@@ -200,7 +202,7 @@ def _validate(document: Document, shares_steps: bool) -> Config:
     try:
         config = Config.model_validate(document.values)
     except ValidationError as error:
-        problems += wording.problems(error, document.positions)
+        problems += wording.find_problems(error, document.positions)
     if problems:
         # Sort by line. Overrides have no line, and come last.
         problems = sorted(

@@ -10,7 +10,7 @@ from typing import Any, Final
 from lockstep.config.document import UNREADABLE, Document, Path, format_key
 from lockstep.config.overrides import OVERRIDE, remove_positions
 from lockstep.config.wording import field_at
-from lockstep.config.write import flow, leaves
+from lockstep.config.write import format_flow, leaves
 
 # Maps sections with a `name` to the keys that are kept if an override changes the name.
 _KEPT_KEYS: Final[dict[Path, tuple[Path, ...]]] = {
@@ -50,15 +50,15 @@ def drop_obsolete_values(before: Document, after: Document) -> list[str]:
             continue
         name_dependent = list(_find_name_dependent_values(after, section, kept_keys))
         dropped = [
-            f"{format_key(path[len(section) :])}={flow(value)[:60]} ({after.positions[path]})"
+            f"{format_key(path[len(section) :])}={format_flow(value)[:60]} ({after.positions[path]})"
             for path, value in name_dependent
             if value not in (_get_default(path), {})
         ]
         if dropped:
             names = (
-                f"{flow(new_name)} instead of {flow(old_name)}"
+                f"{format_flow(new_name)} instead of {format_flow(old_name)}"
                 if new_name != old_name
-                else f"{flow(new_name)} from a different source"
+                else f"{format_flow(new_name)} from a different source"
             )
             notes.append(f"{format_key(section)} is {names}; dropped the previous settings: {', '.join(dropped)}")
         for path, _ in name_dependent:
@@ -75,7 +75,7 @@ def _drop_alternatives(document: Document) -> Iterator[str]:
                 continue
             if (position := document.positions[alternative]) != OVERRIDE:
                 del _get_value(document, alternative[:-1])[alternative[-1]]
-                yield f"{format_key(key)} replaces {format_key(alternative)}={flow(value)[:60]} ({position})"
+                yield f"{format_key(key)} replaces {format_key(alternative)}={format_flow(value)[:60]} ({position})"
 
 
 def _get_section_name(document: Document, section: Path) -> Any:

@@ -9,7 +9,7 @@ from lockstep.core.rate import Curve, Rate, Shape, scale_rate
 from lockstep.errors import UsageError
 
 
-def steps(recipe: Recipe, samples: int) -> Steps:
+def compute_steps(recipe: Recipe, samples: int) -> Steps:
     """Return the steps of a run on a dataset with `samples` training samples.
 
     Raises UsageError if `last_batch` is `drop` and there are fewer samples than the batch size.
@@ -24,7 +24,7 @@ def steps(recipe: Recipe, samples: int) -> Steps:
     return Steps(samples, recipe.batch, drop, recipe.epochs, recipe.steps)
 
 
-def base_rate(recipe: Recipe) -> float:
+def compute_base_rate(recipe: Recipe) -> float:
     """Return the base learning rate, which applies after the warm-up and before the decay."""
     lr = recipe.optimizer.lr
     return scale_rate(lr.value, lr.per_samples, recipe.batch)
@@ -33,11 +33,11 @@ def base_rate(recipe: Recipe) -> float:
 def rule(recipe: Recipe) -> str:
     """Return the formula of the base learning rate as text, such as `0.2 = 0.1 x 256 / 128`."""
     lr = recipe.optimizer.lr
-    base = f"{base_rate(recipe):g}"
+    base = f"{compute_base_rate(recipe):g}"
     return base if lr.per_samples is None else f"{base} = {lr.value:g} x {recipe.batch} / {lr.per_samples}"
 
 
-def warm_up_steps(recipe: Recipe, run: Steps) -> int:
+def count_warm_up_steps(recipe: Recipe, run: Steps) -> int:
     """Return the number of warm-up steps."""
     if recipe.schedule.warmup_steps is not None:
         return recipe.schedule.warmup_steps
@@ -46,13 +46,13 @@ def warm_up_steps(recipe: Recipe, run: Steps) -> int:
     return int(epochs) * run.per_epoch + math.ceil(fraction * run.samples_per_epoch / run.batch)
 
 
-def rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
+def make_rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
     """Return the learning rate as a function of the number of samples seen. `shape` is a custom schedule, if set."""
     schedule, warmup_epochs = recipe.schedule, recipe.schedule.warmup_epochs
     if schedule.warmup_steps is not None:
         warmup_epochs = schedule.warmup_steps * recipe.batch / run.samples_per_epoch
     return Rate(
-        base=base_rate(recipe),
+        base=compute_base_rate(recipe),
         samples_per_epoch=run.samples_per_epoch,
         epochs=run.total_samples / run.samples_per_epoch,
         curve=shape or cast(Curve, schedule.name),

@@ -24,7 +24,7 @@ from lockstep.config.base import (
     Sha256,
     Threads,
     list_to_tuple,
-    shorthand,
+    make_shorthand_validator,
 )
 from lockstep.core.precision import SCALED, Precision, default_static_scale, translate_precision
 from lockstep.core.rate import Curve
@@ -71,7 +71,7 @@ class ModelConfig(Section):
     source: Literal["auto", "lockstep", "timm", "torchvision", "transformers"] = "auto"
     pretrained: bool = False
     weights: Annotated[
-        WeightsConfig | None, shorthand("path", str), Field(description="a path, or a mapping of keys")
+        WeightsConfig | None, make_shorthand_validator("path", str), Field(description="a path, or a mapping of keys")
     ] = None
     lora: LoraConfig | None = None
     freeze: Patterns = ()  # names of parameters to freeze
@@ -125,7 +125,7 @@ class LearningRateConfig(Section):
     per_samples: PositiveInt | None = None
 
 
-_BY_VALUE: Final = shorthand("value", int, float)
+_BY_VALUE: Final = make_shorthand_validator("value", int, float)
 _RATE: Final = "a number, or value and per_samples"
 
 
@@ -296,7 +296,7 @@ class Recipe(Section):
     precision: Annotated[Precision, BeforeValidator(translate_precision)] = "fp32"
     loss_scale: Annotated[
         LossScaleConfig,
-        shorthand("static", int, float),
+        make_shorthand_validator("static", int, float),
         BeforeValidator(lambda value: {} if value == "dynamic" else value),
         Field(description="a number, `dynamic`, or a mapping of keys"),
     ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from lockstep.common import plainfile
 from lockstep.common.text import printable_line
 from lockstep.config.document import format_key, mapping_at, parse
-from lockstep.config.write import flow, leaves
+from lockstep.config.write import format_flow, leaves
 
 CONFIG: Final = "config.yaml"  # in the run folder
 _MAX_BYTES: Final = 1 << 18  # bytes
@@ -80,4 +80,4 @@ def _drop_data_locations(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_printable(section: Mapping[str, Any]) -> dict[str, str]:
     values = [(format_key(path), value) for path, value in leaves(section) if value != {}]
-    return {printable_line(key): printable_line(flow(value)) for key, value in values}
+    return {printable_line(key): printable_line(format_flow(value)) for key, value in values}

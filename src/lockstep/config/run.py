@@ -15,7 +15,7 @@ from lockstep.config.base import (
     PositiveInt,
     Section,
     list_to_tuple,
-    shorthand,
+    make_shorthand_validator,
 )
 
 SINKS: Final = ("csv", "mlflow", "wandb")  # the sinks available by name, in addition to events.jsonl
@@ -91,7 +91,9 @@ class RunConfig(Section):
     dir: Annotated[Location, AfterValidator(_check_local)] | None = None
     resume: Location = "auto"  # auto, never, or the path of a checkpoint or a run
     start_from: Annotated[
-        StartFromConfig | None, shorthand("run", str), Field(description="a run or a checkpoint, or a mapping of keys")
+        StartFromConfig | None,
+        make_shorthand_validator("run", str),
+        Field(description="a run or a checkpoint, or a mapping of keys"),
     ] = None
     save_every: IntervalConfig = IntervalConfig(epochs=1)
     evaluate_every: IntervalConfig = IntervalConfig(epochs=1)

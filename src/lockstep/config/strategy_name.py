@@ -10,7 +10,7 @@ from lockstep.config.write import format_value
 from lockstep.strategies import names
 
 
-def strategy_problems(name: Any) -> Iterator[tuple[Path, str]]:
+def find_strategy_problems(name: Any) -> Iterator[tuple[Path, str]]:
     """Yield the path of a key and a message if there is no strategy named `name`."""
     valid = ["auto", FASTEST, *names(), *ALIASES]
     if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is checked later

@@ -41,7 +41,7 @@ _COMMA_ADVICE: Final = "write numbers with a decimal point, as in 0.1, not with 
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
 
-def problems(error: ValidationError, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
+def find_problems(error: ValidationError, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
     """Yield a problem for each pydantic error, except for values whose problem was already reported by the parser."""
     for details in error.errors(include_url=False):
         if details["input"] is UNREADABLE or details["type"] == "default_factory_not_called":

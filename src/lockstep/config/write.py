@@ -25,21 +25,21 @@ def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) 
     """Yield the lines of a YAML block mapping. `origins` maps dotted keys to the comment on their line."""
     for name, value in tree.items():
         key_path = (*path, name)
-        line = f"{'  ' * len(path)}{flow(name)}:"
+        line = f"{'  ' * len(path)}{format_flow(name)}:"
         if isinstance(value, dict) and value:
             yield line
             yield from block(value, origins, key_path)
         else:
-            line = f"{line} {flow(value)}".ljust(_COMMENT_COLUMN)
+            line = f"{line} {format_flow(value)}".ljust(_COMMENT_COLUMN)
             yield f"{line}  # {to_printable(origins[format_key(key_path)])}"
 
 
-def flow(value: Any) -> str:
+def format_flow(value: Any) -> str:
     """Format a value as YAML on a single line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{flow(name)}: {flow(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{format_flow(name)}: {format_flow(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(flow, value)) + "]"
+        return "[" + ", ".join(map(format_flow, value)) + "]"
     if isinstance(value, str):
         if _PLAIN.fullmatch(value) and isinstance(parse_scalar(value), str):
             return value
@@ -55,7 +55,7 @@ def format_value(value: Any) -> str:
     """Format a value for an error message, in at most 60 characters. Strings are quoted. Other values are YAML."""
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
-    text = repr(value) if isinstance(value, str) else flow(value)
+    text = repr(value) if isinstance(value, str) else format_flow(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -77,12 +77,12 @@ def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
     return pytree.tree_map_with_path(convert, batch)
 
 
-def length(batch: Batch) -> int:
+def get_batch_size(batch: Batch) -> int:
     """Return the number of samples of a batch."""
     return len(tensors_of(batch)[0])
 
 
-def call(model: nn.Module, inputs: Inputs) -> Any:
+def call_model(model: nn.Module, inputs: Inputs) -> Any:
     """Call the model with positional or keyword inputs and return its output."""
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 

@@ -30,7 +30,7 @@ def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
     return backend
 
 
-def in_words(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
+def describe_backend(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
     """Return a description of the communication backend. Doesn't query the devices."""
     if device == "cpu":
         return "with gloo"

@@ -123,7 +123,7 @@ class Digests:
         return self._block_keys[device]
 
 
-def differing_bit(first_text: str, second_text: str) -> str:
+def find_flipped_bit(first_text: str, second_text: str) -> str:
     """Describe the flipped bit that explains two different digests of a tensor. Returns "" if no single bit does.
 
     The arguments are results of `TensorDigest.text`. A flipped bit adds or subtracts the key of its word times a power

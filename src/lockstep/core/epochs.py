@@ -1,7 +1,7 @@
 """Formats numbers of epochs as text."""
 
 
-def in_words(epochs: float) -> str:
+def format_epochs(epochs: float) -> str:
     """Return the number of epochs as text, such as `1 epoch`, `25 epochs`, `2.5 epochs` or `22 % of an epoch`."""
     if epochs < 1:
         return f"{100 * epochs:.2g} % of an epoch"

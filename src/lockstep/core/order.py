@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-def cut(length: int, count: int) -> list[range]:
+def split_range(length: int, count: int) -> list[range]:
     """Split range(length) into `count` contiguous ranges whose sizes differ by at most one. Longer ranges come first.
 
     If there are fewer elements than parts, the last ranges are empty.
@@ -48,7 +48,7 @@ class Step(NamedTuple):
         A step with fewer samples than `count` has one micro-batch per sample. Empty micro-batches are omitted, which
         doesn't change the bits of the sums.
         """
-        parts = cut(self.samples, min(count, self.samples))
+        parts = split_range(self.samples, min(count, self.samples))
         return [range(self.first + positions.start, self.first + positions.stop) for positions in parts]
 
 

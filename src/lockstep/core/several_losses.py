@@ -32,7 +32,7 @@ def check_weights(label: str, weights: Mapping[Any, Any]) -> dict[str, Any]:
     return {name: weights[name] for name in sorted(weights)}
 
 
-def names_of(value: Loss | Weight) -> tuple[str, ...] | None:
+def loss_names(value: Loss | Weight) -> tuple[str, ...] | None:
     """Return the sorted names of several losses or weights, or None for a single loss or weight without a name."""
     return tuple(sorted(value)) if isinstance(value, Mapping) else None
 
@@ -52,14 +52,14 @@ def loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
     if isinstance(loss, Mapping) and isinstance(weight, Mapping):
         losses = {f"{_LOSS_PREFIX}{name}": value for name, value in loss.items()}
         return losses | {f"{_WEIGHT_PREFIX}{name}": torch.tensor(value) for name, value in weight.items()}
-    check_alike(loss, weight)
+    check_same_names(loss, weight)
     assert isinstance(loss, Tensor)
     return {LOSS: loss, "weight": torch.tensor(weight)}
 
 
-def check_alike(loss: Loss, weight: Weight, task: str = "task") -> None:
+def check_same_names(loss: Loss, weight: Weight, task: str = "task") -> None:
     """Raise UsageError if the losses and the weights of a task have different names."""
-    losses, weights = names_of(loss), names_of(weight)
+    losses, weights = loss_names(loss), loss_names(weight)
     if losses != weights:
         raise UsageError(
             f"{task}: loss returned {describe_names(losses, 'a single tensor')}, but weight returned "
@@ -67,7 +67,7 @@ def check_alike(loss: Loss, weight: Weight, task: str = "task") -> None:
         )
 
 
-def with_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def add_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return `sums`, with the total loss added under the name `loss` if there are several losses.
 
     `sums` are the sums over all batches. The total is the sum of the mean losses.

@@ -87,7 +87,7 @@ MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor is unsharded: all ranks hol
 NamedTensors: TypeAlias = Mapping[str, MaybeSharded]
 
 
-def piece(flat: Tensor, first: int, shape: torch.Size) -> Shard:
+def make_shard(flat: Tensor, first: int, shape: torch.Size) -> Shard:
     """Return a shard of individual elements: `flat` contains elements of a tensor of shape `shape` from `first` on.
 
     The tensor must have at least one dim. Each element is treated as a row.
@@ -102,7 +102,7 @@ def local_tensor(value: MaybeSharded) -> Tensor:
     return value.tensor if isinstance(value, Shard) else value
 
 
-def slice_of(full_tensor: Tensor, like: MaybeSharded) -> Tensor:
+def select_rows(full_tensor: Tensor, like: MaybeSharded) -> Tensor:
     """Return the rows of `full_tensor` that `like` holds. The result is a view unless `like` has rearranged rows."""
     if not isinstance(like, Shard) or not like.shape:
         return full_tensor
@@ -115,6 +115,6 @@ def shard_like(tensor: Tensor, template: MaybeSharded) -> MaybeSharded:
     return replace(template, tensor=tensor) if isinstance(template, Shard) else tensor
 
 
-def whole_tensors(tensors: NamedTensors) -> dict[str, Tensor]:
+def unsharded_tensors(tensors: NamedTensors) -> dict[str, Tensor]:
     """Return the tensors that aren't sharded."""
     return {name: value for name, value in tensors.items() if not isinstance(value, Shard)}

@@ -17,7 +17,7 @@ _LEGACY_MICROBATCHES: Final = 8  # default number of micro-batches before MICROB
 def check_work(processes: int, microbatches: int) -> None:
     """Raise UsageError if there are fewer micro-batches than processes."""
     if processes > microbatches:
-        raise UsageError(f"placement.processes: {too_few(processes, microbatches)}")
+        raise UsageError(f"placement.processes: {describe_too_few(processes, microbatches)}")
 
 
 def check_divides(key: str, number: int, processes: int) -> None:
@@ -40,7 +40,7 @@ def check_several(processes: int, strategy: str) -> None:
         )
 
 
-def too_few(processes: int, microbatches: int, microbatch: int | None = None) -> str:
+def describe_too_few(processes: int, microbatches: int, microbatch: int | None = None) -> str:
     """Return the error text for a step with fewer micro-batches than processes. The text suggests a key to change.
 
     If the recipe sets `microbatch`, the text suggests a larger batch instead of more micro-batches.
@@ -60,6 +60,6 @@ def default_microbatches(batch: int, microbatch: int | None = None) -> int:
     return -(-batch // (microbatch or MICROBATCH))
 
 
-def earlier_microbatches(batch: int) -> int:
+def legacy_default_microbatches(batch: int) -> int:
     """Return the default number of micro-batches in earlier versions, to resume runs that started with this default."""
     return min(_LEGACY_MICROBATCHES, batch)

@@ -8,7 +8,7 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.items import preserve_generators
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
-from lockstep.tasks.facts import facts
+from lockstep.tasks.facts import make_dataset_properties
 
 Options = NoOptions
 
@@ -23,4 +23,4 @@ def open_data(request: DataRequest, options: NoOptions) -> DataSet:
         TensorSplit(torch.from_numpy(arrays[f"x{part}"]).float(), torch.from_numpy(arrays[f"y{part}"]).long())
         for part in ("", "_test")
     )
-    return DataSet(train, validation, facts([str(digit) for digit in range(10)], [40]))
+    return DataSet(train, validation, make_dataset_properties([str(digit) for digit in range(10)], [40]))

@@ -55,7 +55,7 @@ class Source(Protocol):
         """
 
 
-def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | None:
+def count_training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | None:
     """Return the number of training samples, or None if it can't be determined without reading the data.
 
     This function doesn't import torch. Raises UsageError if there is no dataset of this name.

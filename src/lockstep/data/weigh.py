@@ -12,7 +12,7 @@ from typing import Final, final
 
 from lockstep.core.batch import Batch
 from lockstep.core.order import Step
-from lockstep.core.several_losses import Weight, describe_names, names_of
+from lockstep.core.several_losses import Weight, describe_names, loss_names
 from lockstep.errors import UsageError
 
 _SINGLE: Final = "a single integer"
@@ -40,7 +40,7 @@ class Weigh:
     def weight(self, batch: Batch) -> Weight:
         """Return the weight of a batch. Raises UsageError if the loss names differ from those of the first batch."""
         weight = self.of_batch(batch)
-        names = names_of(weight)
+        names = loss_names(weight)
         if not self._first:
             self._first.append(names)
         if names != self._first[0]:

@@ -76,7 +76,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class GpuFacts:
     """The results of all GPU queries on this host.
 
     - `kernel`: the version line of the kernel driver, or "" if no driver is loaded.
@@ -95,11 +95,11 @@ class Evidence:
     raised: str
 
 
-def look(driver: Driver, root: Path = _ROOT) -> Evidence:
+def collect_evidence(driver: Driver, root: Path = _ROOT) -> GpuFacts:
     """Run all other GPU queries, and return the results together with `driver`. Initializes CUDA."""
     device_count, raised = _start_cuda()
     version = shown_text(root / "proc/driver/nvidia/version")
-    return Evidence(
+    return GpuFacts(
         driver=driver,
         libraries=_get_library_versions(),
         kernel=version.partition("\n")[0].removeprefix("NVRM version:").strip(),

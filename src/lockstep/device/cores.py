@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.core.order import cut
+from lockstep.core.order import split_range
 
 Cores = frozenset[int]
 
@@ -73,7 +73,8 @@ def choose_cores(rank: int, localities: Sequence[CpuLocality], siblings: Mapping
         return Binding(near_cores, "near its GPU")
     physical_cores = sorted({siblings.get(core, core) for core in near_cores})
     physical_parts = [
-        frozenset(physical_cores[index] for index in part) for part in cut(len(physical_cores), len(sharing_ranks))
+        frozenset(physical_cores[index] for index in part)
+        for part in split_range(len(physical_cores), len(sharing_ranks))
     ]
     parts = [frozenset(core for core in near_cores if siblings.get(core, core) in part) for part in physical_parts]
     if min(map(len, parts)) < min_cores:

@@ -26,14 +26,14 @@ _VISIBLE_VARIABLES: Final = re.compile(
 _SECRET_VARIABLES: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
 
 
-def facts() -> dict[str, Any]:
+def get_host_facts() -> dict[str, Any]:
     """Return the facts of this host. Takes about 100 ms, and initializes CUDA if there is a GPU."""
     return {
         "host": socket.gethostname(),
         "versions": versions(),
         "numerics": _numerics(),
-        "cards": cards(),
-        "variables": variables(os.environ),
+        "cards": get_gpu_facts(),
+        "variables": get_env_facts(os.environ),
     }
 
 
@@ -41,7 +41,7 @@ def versions() -> dict[str, str | None]:
     """Return the versions of Python, Lockstep and its required and optional packages. None means not installed."""
     required = [requirement for requirement in metadata.requires(_PACKAGE) or [] if not _TEST_EXTRA.search(requirement)]
     names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in required} - {_PACKAGE}
-    source = machine.source()
+    source = machine.hash_source()
     own_versions = {"python": platform.python_version(), "lockstep": __version__, "lockstep's source": source}
     return own_versions | {name: version_of(name) for name in sorted(names)}
 
@@ -52,7 +52,7 @@ def _numerics() -> dict[str, Any]:
     return {name: value for name, value in machine.numerics(device).items() if name != "threads"}
 
 
-def cards() -> dict[str, Any]:
+def get_gpu_facts() -> dict[str, Any]:
     """Return the CUDA devices that torch finds, and whether a GPU driver is present."""
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"devices": names, "driver": has_gpu_driver()}
@@ -64,7 +64,7 @@ def memory() -> dict[str, int | None]:
     return {"all": current.total, "free": current.available, "limit": limit_bytes()}
 
 
-def variables(env: Mapping[str, str]) -> dict[str, str]:
+def get_env_facts(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of compute and communication libraries, without possible secrets."""
     return {
         name: env[name]

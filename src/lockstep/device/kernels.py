@@ -19,7 +19,7 @@ OLDEST: Final = "2.11"  # the oldest torch version that Lockstep supports
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class NondeterministicOperation:
     """An operation without a deterministic kernel on CUDA.
 
     - `named`: the torch name, without the trailing underscore of the in-place variant.
@@ -42,7 +42,9 @@ class Refused:
         return self.avoided and torch.__version__ >= self.since
 
 
-def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
+def find_refusal(
+    operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> NondeterministicOperation | None:
     """Return the entry that rejects this call of an operation on CUDA, or None if the call is deterministic."""
     name = operation._schema.name.rstrip("_")
     entries = [entry for entry in REFUSED if entry.named == name]
@@ -91,17 +93,17 @@ _SCAN_ORDER: Final = "its thread blocks combine their results in the order in wh
 
 def _backward(
     named: str, what: str, instead: str, applies: Callable[[Call], bool] = lambda _: True, avoided: bool = False
-) -> Refused:
+) -> NondeterministicOperation:
     """Return an entry for a backward operation with atomic additions. If `avoided`, the text omits "backward"."""
     what = what if avoided else f"{what}, backward"
-    return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
+    return NondeterministicOperation(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
 
 
 REFUSED: Final = (
     _backward("aten::_adaptive_avg_pool2d", "AdaptiveAvgPool2d", _FIXED_WINDOWS),
     _backward("aten::_adaptive_avg_pool3d", "AdaptiveAvgPool3d", _FIXED_WINDOWS),
     _backward("aten::adaptive_max_pool2d", "AdaptiveMaxPool2d", "use MaxPool2d or amax"),
-    Refused(
+    NondeterministicOperation(
         "aten::adaptive_max_pool3d_backward",
         "AdaptiveMaxPool3d, backward, if an output size does not divide the input size",
         _ATOMIC,
@@ -110,7 +112,7 @@ REFUSED: Final = (
         torch_raises=False,
     ),
     _backward("aten::avg_pool3d", "AvgPool3d", "use a convolution with equal weights"),
-    Refused(
+    NondeterministicOperation(
         "aten::max_pool3d_with_indices_backward",
         "MaxPool3d, backward",
         _ATOMIC,
@@ -120,8 +122,8 @@ REFUSED: Final = (
     ),
     _backward("aten::fractional_max_pool2d", "FractionalMaxPool2d", "use MaxPool2d"),
     _backward("aten::fractional_max_pool3d", "FractionalMaxPool3d", "use MaxPool3d with return_indices"),
-    Refused("aten::max_unpool2d", "MaxUnpool1d and MaxUnpool2d", _OVERWRITTEN, _CPU),
-    Refused("aten::max_unpool3d", "MaxUnpool3d", _OVERWRITTEN, _CPU),
+    NondeterministicOperation("aten::max_unpool2d", "MaxUnpool1d and MaxUnpool2d", _OVERWRITTEN, _CPU),
+    NondeterministicOperation("aten::max_unpool3d", "MaxUnpool3d", _OVERWRITTEN, _CPU),
     _backward(
         "aten::reflection_pad1d",
         "ReflectionPad1d",
@@ -137,7 +139,7 @@ REFUSED: Final = (
     _backward("aten::_upsample_bilinear2d_aa", "interpolate, mode bilinear with antialias", "use antialias=False"),
     _backward("aten::_upsample_bicubic2d_aa", "interpolate, mode bicubic with antialias", "use antialias=False"),
     _backward("aten::upsample_bilinear2d", "upsample_bilinear2d of torch.ops", _CALL_INTERPOLATE, avoided=True),
-    Refused(
+    NondeterministicOperation(
         "aten::upsample_bicubic2d_backward",
         "interpolate, mode bicubic, before torch 2.15, and upsample_bicubic2d of torch.ops",
         _ATOMIC,
@@ -146,7 +148,7 @@ REFUSED: Final = (
         since="2.15",
     ),
     _backward("aten::upsample_trilinear3d", "upsample_trilinear3d of torch.ops", _CALL_INTERPOLATE, avoided=True),
-    Refused(
+    NondeterministicOperation(
         "aten::nll_loss2d_forward",
         "cross_entropy or nll_loss of images, summed or averaged",
         "the loss is added in any order (atomic additions)",
@@ -155,33 +157,39 @@ REFUSED: Final = (
     ),
     _backward("aten::_ctc_loss", "CTCLoss", _CPU),
     _backward("aten::_embedding_bag", "EmbeddingBag, mode max", "use mode sum or mean", lambda call: call["mode"] == 2),
-    Refused("aten::put", "put_", "equal indices are processed in any order", "use index_put_, which sorts them"),
-    Refused(
+    NondeterministicOperation(
+        "aten::put", "put_", "equal indices are processed in any order", "use index_put_, which sorts them"
+    ),
+    NondeterministicOperation(
         "aten::histc",
         "histc of floats",
         "counts are floats that are added in any order (atomic additions)",
         "use bucketize and bincount",
         lambda call: call["self"].is_floating_point(),
     ),
-    Refused(
+    NondeterministicOperation(
         "aten::bincount",
         "bincount with weights",
         "the weights are added in any order (atomic additions)",
         "use index_add_, which adds in a fixed order in Lockstep",
         lambda call: call.get("weights") is not None,
     ),
-    Refused("aten::median", "median along a dim", _AMBIGUOUS, "use sort", _has_dim),
-    Refused("aten::nanmedian", "nanmedian along a dim", _AMBIGUOUS, "use sort", _has_dim),
+    NondeterministicOperation("aten::median", "median along a dim", _AMBIGUOUS, "use sort", _has_dim),
+    NondeterministicOperation("aten::nanmedian", "nanmedian along a dim", _AMBIGUOUS, "use sort", _has_dim),
     _backward("aten::grid_sampler_2d", "grid_sample of images", _CPU),
     _backward("aten::grid_sampler_3d", "grid_sample of volumes", _CPU),
     _backward("aten::cudnn_grid_sampler", "grid_sample by cuDNN", _CPU),
-    Refused(
+    NondeterministicOperation(
         "aten::scatter_reduce", "scatter_reduce, reduce prod", _FACTORS, "use scatter_add_ of logarithms", _is_product
     ),
-    Refused("aten::scatter", "scatter_, reduce multiply", _FACTORS, "use scatter_add_", _is_product),
-    Refused("aten::index_reduce", "index_reduce", "equal indices are reduced in any order", "use index_add_ or amax"),
+    NondeterministicOperation("aten::scatter", "scatter_, reduce multiply", _FACTORS, "use scatter_add_", _is_product),
+    NondeterministicOperation(
+        "aten::index_reduce", "index_reduce", "equal indices are reduced in any order", "use index_add_ or amax"
+    ),
     *(
-        Refused(f"aten::{name}", f"{name} over all of a tensor", _SCAN_ORDER, by, _is_single_scan, torch_raises=False)
+        NondeterministicOperation(
+            f"aten::{name}", f"{name} over all of a tensor", _SCAN_ORDER, by, _is_single_scan, torch_raises=False
+        )
         for name, by in (_SCAN, _LOG_SCAN)
     ),
     _backward("torchvision::_deform_conv2d", "DeformConv2d", _CPU),
@@ -198,7 +206,7 @@ REFUSED: Final = (
 
 # An LSTM, GRU or RNN with dropout between its layers. cuDNN has one generator per device and continues its stream from
 # call to call, so the dropout masks would depend on earlier computations on the same rank.
-RNN_DROPOUT: Final = Refused(
+RNN_DROPOUT: Final = NondeterministicOperation(
     "aten::_cudnn_rnn",
     "LSTM, GRU, RNN with dropout between layers",
     "cuDNN has its own random number generator, which continues from micro-batch to micro-batch",

@@ -17,7 +17,7 @@ from lockstep.common.importing import version_of
 from lockstep.common.platforms import usable_cores
 from lockstep.device.compiler import compiler_facts
 from lockstep.device.env_flags import read_switches
-from lockstep.device.precision import attention
+from lockstep.device.precision import attention_backends
 
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 # Instruction sets that libraries use to select kernels.
@@ -67,11 +67,13 @@ def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         products = torch.backends.cuda.matmul.fp32_precision
-        return fingerprint | {"gpu": name, "attention": attention(), "fp32_products": products} | _gpu_libraries()
+        return (
+            fingerprint | {"gpu": name, "attention": attention_backends(), "fp32_products": products} | _gpu_libraries()
+        )
     return fingerprint | {"cpu": _cpuinfo().get("model name", platform.machine())}
 
 
-def source() -> str:
+def hash_source() -> str:
     """Return a hash of Lockstep's source code, because checkouts of the same version can differ. Takes 6 ms."""
     package = Path(__file__).parent.parent
     sha256 = hashlib.sha256()

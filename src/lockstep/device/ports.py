@@ -10,12 +10,12 @@ from lockstep.device.interfaces import is_loopback
 from lockstep.errors import UsageError
 
 
-def check(host: str, port: int, near: bool) -> None:
+def check_port(host: str, port: int, near: bool) -> None:
     """Raise UsageError if rank 0 can't listen at `host` and `port`. See `listener` for the arguments and errors."""
-    listener(host, port, near).close()
+    open_listener(host, port, near).close()
 
 
-def listener(host: str, port: int, near: bool) -> socket.socket:
+def open_listener(host: str, port: int, near: bool) -> socket.socket:
     """Return a socket that listens at the address of `host`. Set `near` if all ranks are on this host.
 
     Raises UsageError with the reason if rank 0 can't listen at this address. If the port is in use, the error names the
@@ -38,7 +38,7 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             reason = (error.strerror or str(error)).partition(" (while")[0]
             raise UsageError(f"{label}{reason}; use an address of the host of rank 0, or a different port") from error
-        process = holder(port)
+        process = find_port_owner(port)
         problem = f"Address already in use{f' by {process}' if process else ''}"
         raise UsageError(f"{label}{problem}; choose a different port, or stop that process") from error
 
@@ -71,7 +71,7 @@ def _listen_on_all_interfaces(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def holder(port: int) -> str:
+def find_port_owner(port: int) -> str:
     """Return the process that owns a TCP port, as `pid 17 (command line)`, or "" if it is unknown."""
     with suppress(psutil.Error):  # macOS only allows root to list connections
         # An accepted connection has the port of its listener, but can belong to a different process. List listeners

@@ -102,7 +102,7 @@ def fix_workspace() -> None:
         )
 
 
-def attention() -> str:
+def attention_backends() -> str:
     """Return the backends that scaled_dot_product_attention can select on CUDA, depending on shape and dtype."""
     enabled = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]

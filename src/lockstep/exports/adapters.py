@@ -7,7 +7,7 @@ import safetensors.torch
 from lockstep.common.patterns import matches
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
-from lockstep.models.adapters import has_adapters, peft_config, peft_names
+from lockstep.models.adapters import has_adapters, make_peft_config, to_peft_names
 from lockstep.setup.build import tuning_of
 from lockstep.setup.resume import checkpoint_recipe
 from lockstep.training.checkpoint import store
@@ -30,6 +30,6 @@ def export_adapters(run: str | Path, folder: str | Path) -> None:
     }
     modules = sorted({name.rpartition(".")[0] for name in trained_names})
     Path(folder).mkdir(parents=True, exist_ok=True)
-    contiguous = {name: tensor.contiguous() for name, tensor in peft_names(tensors, modules).items()}
+    contiguous = {name: tensor.contiguous() for name, tensor in to_peft_names(tensors, modules).items()}
     safetensors.torch.save_file(contiguous, Path(folder) / "adapter_model.safetensors", {"format": "pt"})
-    peft_config(lora, modules).save_pretrained(str(folder))
+    make_peft_config(lora, modules).save_pretrained(str(folder))

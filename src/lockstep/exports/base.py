@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.core.batch import Inputs
 from lockstep.errors import UsageError
 from lockstep.inference.saved import SavedModel
-from lockstep.models.find import origin_of
+from lockstep.models.find import find_origin
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Format(Protocol):
 
 def check_origin(saved: SavedModel, library: str) -> None:
     """Raise UsageError if the model of a run doesn't come from this library."""
-    origin = origin_of(saved.recipe.model.name, saved.recipe.model.source)
+    origin = find_origin(saved.recipe.model.name, saved.recipe.model.source)
     if origin != library:
         options = f"--to {origin}, " if origin in ("timm", "transformers") else ""
         raise UsageError(

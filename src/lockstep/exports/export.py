@@ -20,7 +20,7 @@ from torch import nn
 from lockstep.common.names import choices
 from lockstep.common.own_code import UserCode
 from lockstep.common.version import __version__
-from lockstep.core.batch import Inputs, call, map_tensors
+from lockstep.core.batch import Inputs, call_model, map_tensors
 from lockstep.errors import TrainingError, UsageError, os_error_as
 from lockstep.exports.base import ExportSource, Format
 from lockstep.exports.check import check_export
@@ -28,12 +28,12 @@ from lockstep.exports.sample import make_sample
 from lockstep.exports.to_safetensors import describe_builder
 from lockstep.exports.to_transformers import auto_class_name, image_settings
 from lockstep.inference.saved import SavedModel, Weights, open_saved
-from lockstep.inference.text import tokenizer_for
+from lockstep.inference.text import get_tokenizer
 from lockstep.models.adapters import merge_adapters
-from lockstep.run.background import as_words, in_background
+from lockstep.run.background import in_background, to_arguments
 from lockstep.run.evaluation import EvalRequest
 from lockstep.setup.chunk_check import check_saved
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
 FOLDER: Final = "exports"  # default folder of exports, in the run folder
@@ -74,7 +74,7 @@ def export(
     `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. Code that the recipe names only
     runs if `overrides` also name it, or if you pass `trust=True`.
     """
-    request = EvalRequest(str(run), tuple(as_words(overrides)), trust, best, "export")
+    request = EvalRequest(str(run), tuple(to_arguments(overrides)), trust, best, "export")
     path = None if out is None else Path(out)
     [result] = in_background(lambda: [asdict(export_saved(open_saved(request, weights), to, path))])
     return Exported(Path(result["path"]), result["sizes"], result["check"])
@@ -150,7 +150,9 @@ def _default_path(saved: SavedModel, suffix: str) -> Path:
 def _run_model(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tensor:
     torch.set_num_threads(saved.recipe.threads)
     with torch.no_grad(), UserCode(saved.name):
-        return predictions(call(model, map_tensors(torch.clone, inputs)), saved.name)  # cloned, as in the check
+        return get_predictions(
+            call_model(model, map_tensors(torch.clone, inputs)), saved.name
+        )  # cloned, as in the check
 
 
 def _check_settings(export_source: ExportSource) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def _check_settings(export_source: ExportSource) -> dict[str, Any]:
         "input_size": facts.shape,
     }
     if saved.tokenizer_by:
-        tokenizer = tokenizer_for(saved)
+        tokenizer = get_tokenizer(saved)
         ids = next(
             iter(export_source.inputs.values() if isinstance(export_source.inputs, Mapping) else export_source.inputs)
         )

@@ -12,7 +12,7 @@ from lockstep.core.batch import map_tensors
 from lockstep.errors import UsageError
 from lockstep.exports.base import ExportSource
 from lockstep.inference.saved import SavedModel
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 
 SUFFIX: Final = ".pt2"
 SAME_KERNELS: Final = False  # torch.export may decompose operations that have a fused kernel
@@ -85,5 +85,5 @@ class SingleOutput(nn.Module):
     def forward(self, *inputs: Any) -> Tensor:
         """Return the predictions of the model."""
         if self._names is None:
-            return predictions(self.model(*inputs))
-        return predictions(self.model(**dict(zip(self._names, inputs, strict=True))))
+            return get_predictions(self.model(*inputs))
+        return get_predictions(self.model(**dict(zip(self._names, inputs, strict=True))))

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from lockstep.exports.base import ExportSource, check_origin
 from lockstep.inference.saved import SavedModel
-from lockstep.inference.text import tokenizer_for
-from lockstep.models.hugging_face import kind_of, remove_special_tokens
+from lockstep.inference.text import get_tokenizer
+from lockstep.models.hugging_face import get_kind, remove_special_tokens
 
 SUFFIX: Final = ""
 SAME_KERNELS: Final = True
@@ -20,7 +20,7 @@ def check(saved: SavedModel) -> None:
     """See Format."""
     check_origin(saved, "transformers")
     if saved.tokenizer_by:
-        tokenizer_for(saved)  # checks that the tokenizer file exists and matches the run
+        get_tokenizer(saved)  # checks that the tokenizer file exists and matches the run
 
 
 def write(export_source: ExportSource, path: Path) -> str:
@@ -35,7 +35,7 @@ def write(export_source: ExportSource, path: Path) -> str:
     model.save_pretrained(str(path))  # type: ignore[operator]
     if saved.tokenizer_by:
         kind: Any = import_module("transformers").PreTrainedTokenizerFast
-        library = tokenizer_for(saved).library
+        library = get_tokenizer(saved).library
         longest = {"model_max_length": saved.facts.context} if saved.facts.context else {}
         kind(tokenizer_object=library, **longest).save_pretrained(str(path))
     if processor := image_settings(saved):
@@ -56,7 +56,7 @@ def image_settings(saved: SavedModel) -> dict[str, Any] | None:
 
 def auto_class_name(saved: SavedModel) -> str:
     """Return the name of the Auto class that loads the model of a run."""
-    return f"AutoModelFor{kind_of(saved.known)}"
+    return f"AutoModelFor{get_kind(saved.known)}"
 
 
 def _make_processor(saved: SavedModel, processor: dict[str, Any]) -> Any:

@@ -117,7 +117,7 @@ def _inspect_run(
         "after step": f"{saved.step:,}",
         "weights": saved.weights,
         "samples": f"{count:,} of {total:,}",
-        **{name: wording.figure(value, name in task.fractions) for name, value in metrics.items()},
+        **{name: wording.format_value(value, name in task.fractions) for name, value in metrics.items()},
         _LOG_COLUMN: _compare_with_log(saved, history, metrics) if count == total else "",
     }
     return _RunInspection(row, sections, curve)

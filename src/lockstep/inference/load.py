@@ -12,7 +12,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError, UsageError, error_as
 from lockstep.models.finetuning import build_finetuned
-from lockstep.setup.build import open_recipe_data, plain_model, tuning_of
+from lockstep.setup.build import make_model_builder, open_recipe_data, tuning_of
 from lockstep.setup.chunk_check import check_saved
 from lockstep.setup.examples import examples
 from lockstep.setup.resume import checkpoint_recipe
@@ -97,4 +97,4 @@ def _build_from_recipe(checkpoint: store.FoundCheckpoint, trust: bool) -> tuple[
             f"{checkpoint.path}: its recipe references user code, {paths['model']}, which would run with your "
             f"permissions; pass model=, or pass trust=True if you trust its author"
         )
-    return recipe, build_finetuned(plain_model(recipe, state.data), tuning_of(recipe))
+    return recipe, build_finetuned(make_model_builder(recipe, state.data), tuning_of(recipe))

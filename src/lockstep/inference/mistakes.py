@@ -16,7 +16,7 @@ from lockstep.inference.confusions import make_confusion_sections
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Section, Table, Tile, Tiles, Words
 from lockstep.reporting.wording import format_count
-from lockstep.tasks.batches import get_targets, predictions
+from lockstep.tasks.batches import get_predictions, get_targets
 from lockstep.tasks.classification import Classification, target_classes
 
 _MAX_MISTAKES: Final = 24  # maximum number of mistakes that are shown
@@ -112,7 +112,7 @@ def _make_worst_section(title: str, task: Classification, validation: Validation
 
 
 def _compute_predictions(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
-    outputs = predictions(evaluated.outputs, task.model_name)
+    outputs = get_predictions(evaluated.outputs, task.model_name)
     truth, valid = target_classes(get_targets(evaluated.batch))
     guess = outputs.argmax(1)  # breaks ties in the same way as the metrics of the task
     log_probabilities = outputs.double().log_softmax(1)

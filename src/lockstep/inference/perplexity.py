@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lockstep.core.batch import tensors_of
 from lockstep.errors import UsageError
 from lockstep.inference.saved import SavedModel
-from lockstep.inference.text import Sampling, continue_tokens, tokenizer_for
+from lockstep.inference.text import Sampling, continue_tokens, get_tokenizer
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Passage, Passages, Section, Words
 from lockstep.tasks.language import Language
@@ -53,7 +53,7 @@ def make_text_samples(run: str, task: Language, validation: Validation, saved: S
     """Return a section with text that the model generates from the beginnings of a few validation samples."""
     title = f"{run}: samples of text"
     try:
-        tokenizer = tokenizer_for(saved)
+        tokenizer = get_tokenizer(saved)
     except UsageError as error:
         return [Words(title, [f"There are no samples: {error}. --tokenizer is an option of `lockstep predict`."])]
     positions = np.linspace(0, len(validation.sample_indices), _SAMPLES, endpoint=False).astype(np.int64)

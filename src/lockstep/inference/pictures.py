@@ -13,12 +13,12 @@ from torch import Tensor
 from lockstep.common import plainfile
 from lockstep.config.base import values
 from lockstep.data.images.decoding import UndecodableError, decode
-from lockstep.data.images.device_transforms import device_transforms
+from lockstep.data.images.device_transforms import make_device_transforms
 from lockstep.data.images.pictures import CropSettings, crop_image, to_sample
 from lockstep.data.images.scan import IMAGE_SUFFIXES, iterate_images
 from lockstep.errors import UsageError, error_as, os_error_as
 from lockstep.inference.saved import EvaluationModel, SavedModel
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 
 _CHANNEL_COUNTS: Final = (1, 3)  # grayscale and RGB
 _MAX_MASK_CLASSES: Final = 256  # masks store each class index in a single byte
@@ -81,7 +81,7 @@ def get_preprocessing(saved: SavedModel) -> ImagePreprocessing:
             f"and width; predict supports images, tables (.csv, .parquet) and prompts; for other inputs, use "
             f"lockstep.load"
         )
-    if device_transforms(values(saved.recipe), saved.known) is None:
+    if make_device_transforms(values(saved.recipe), saved.known) is None:
         raise UsageError(
             f"{saved.path}: dataset {data.name} returns images as floats, so predict does not know how to convert new "
             f"images; return uint8 images, which Lockstep normalizes with recipe.data.mean and recipe.data.std"
@@ -171,7 +171,7 @@ def _predict_images(
     If an image can't be read, the prediction contains the reason as `skipped` instead.
     """
     preprocessing, files = get_preprocessing(saved), find_image_files(inputs)
-    transforms = device_transforms(values(saved.recipe), saved.known)
+    transforms = make_device_transforms(values(saved.recipe), saved.known)
     assert transforms is not None
     for first in range(0, len(files), model.batch_size):
         images: list[LoadedImage] = []
@@ -185,7 +185,7 @@ def _predict_images(
         if images:
             samples = torch.stack([image.sample for image in images]).to(model.device)
             fetched = samples, torch.zeros(len(samples), device=model.device)
-            outputs = predictions(model((transforms.transform_evaluation_batch(fetched)[0],)), saved.name).cpu()
+            outputs = get_predictions(model((transforms.transform_evaluation_batch(fetched)[0],)), saved.name).cpu()
             rows = {image.file: make_row(output, image) for image, output in zip(images, outputs, strict=True)}
         for file in files[first : first + model.batch_size]:
             yield {"input": str(file), **(rows[file] if file in rows else {"skipped": reasons[file]})}

@@ -16,8 +16,8 @@ from lockstep.errors import UsageError
 from lockstep.inference.pictures import Row, classify, find_image_files, get_preprocessing, regress, write_masks
 from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.table import predict_rows
-from lockstep.inference.text import Sampling, continue_prompt, tokenizer_for
-from lockstep.run.background import as_names, as_words, in_background
+from lockstep.inference.text import Sampling, continue_prompt, get_tokenizer
+from lockstep.run.background import in_background, to_arguments, to_path_arguments
 from lockstep.run.evaluation import EvalRequest
 
 Kind = Literal["pictures", "masks", "values", "table", "text"]
@@ -101,11 +101,11 @@ def predict(
     `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. Code that the recipe names only
     runs if `overrides` also name it, or if you pass `trust=True`.
     """
-    override_words = tuple(as_words(overrides))
+    override_words = tuple(to_arguments(overrides))
     request = EvalRequest(str(run), override_words, trust, best, "predict")
     out_path, file = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
     options = Options(top, out_path, prompt, tokens, temperature, seed, file)
-    rows = in_background(lambda: predictions_of(open_saved(request, weights), as_names(inputs), options))
+    rows = in_background(lambda: iterate_predictions(open_saved(request, weights), to_path_arguments(inputs), options))
     return cast(list[Prediction], rows)
 
 
@@ -133,7 +133,7 @@ def get_prediction_kind(saved: SavedModel) -> Kind:
     return "values"
 
 
-def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -> Iterator[Row]:
+def iterate_predictions(saved: SavedModel, inputs: Sequence[str], options: Options) -> Iterator[Row]:
     """Yield a JSON-compatible prediction for each image, row or prompt, in the order of the inputs.
 
     Raises UsageError before the first prediction if the request is invalid. If an image can't be read, no error is
@@ -158,7 +158,7 @@ def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -
     return continue_prompt(saved, model, options.prompt, sampling, options.tokenizer)
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def make_prediction_table(rows: Sequence[Row]) -> Table:
     """Return predictions as a table. If a prediction lists several classes, each class has its own row."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     lines = [line for row in rows for line in _split_by_class(row)]
@@ -196,7 +196,7 @@ def _check_request(saved: SavedModel, kind: Kind, inputs: Sequence[str], options
             options.prompt.encode()
         except UnicodeEncodeError as error:
             raise UsageError(f"--prompt: character {error.start + 1:,} is not UTF-8; use a UTF-8 terminal") from None
-        tokenizer_for(saved, options.tokenizer).encode(options.prompt)
+        get_tokenizer(saved, options.tokenizer).encode(options.prompt)
         return
     if not inputs:
         raise UsageError(f"{expectation}, got no input; pass an INPUT")

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lockstep.errors import UsageError, os_error_as
 from lockstep.jobs.reader import runs_by_name
-from lockstep.reporting.page import page
+from lockstep.reporting.page import render_page
 from lockstep.reporting.png import check_png, write_png
 from lockstep.reporting.run_page import make_sections
 
@@ -65,9 +65,11 @@ def report(
 
     Raises UsageError if there is no run to show, or if no run can be evaluated for `examples`.
     """
-    from lockstep.run.background import as_names, as_words, in_background
+    from lockstep.run.background import in_background, to_arguments, to_path_arguments
 
-    options = Options(as_names(runs), Path(out), png, examples, samples, best, tuple(as_words(overrides)), trust)
+    options = Options(
+        to_path_arguments(runs), Path(out), png, examples, samples, best, tuple(to_arguments(overrides)), trust
+    )
     [result] = in_background(lambda: [asdict(write_report(options, lambda _: None))])
     return Report(Path(result["page"]), tuple(map(Path, result["charts"])), tuple(result["warnings"]))
 
@@ -97,5 +99,5 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
         page_sections, warnings = [*page_sections, *inspection.sections], [*warnings, *inspection.problems]
     title = runs[0].folder if len(runs) == 1 else f"{len(runs)} runs"
     with os_error_as(UsageError, f"--out {out}: cannot write"):
-        out.write_text(page(title, page_sections), encoding="utf-8")
+        out.write_text(render_page(title, page_sections), encoding="utf-8")
     return Report(out, tuple(write_png(page_sections, out.with_suffix("")) if options.png else ()), tuple(warnings))

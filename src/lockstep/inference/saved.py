@@ -15,7 +15,7 @@ from lockstep.common.rank import ALONE
 from lockstep.config.base import values
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
-from lockstep.core.batch import Batch, Inputs, call, map_tensors
+from lockstep.core.batch import Batch, Inputs, call_model, map_tensors
 from lockstep.core.shard import local_tensor
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import CropSettings, get_crop_settings
@@ -29,7 +29,7 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import convert_compute_dtype, convert_parameters, widen_batchnorm
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
 from lockstep.run.session import prepare_device
-from lockstep.setup.build import evaluation_batch, open_recipe_data, plain_model, tuning_of
+from lockstep.setup.build import evaluation_batch, make_model_builder, open_recipe_data, tuning_of
 from lockstep.setup.resume import check_tensors
 from lockstep.tasks.base import Task
 from lockstep.tasks.find import find_task
@@ -148,7 +148,7 @@ class SavedModel:
         """
         recipe = self.recipe
         # Don't load pretrained weights, because the checkpoint contains all weights.
-        plain = plain_model(recipe, self.known)
+        plain = make_model_builder(recipe, self.known)
         model = initialise(partial(build_finetuned, plain, tuning_of(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
         model.load_state_dict(dict(self.tensors))
@@ -187,7 +187,7 @@ class EvaluationModel:
         """Move the inputs to the device, and return the outputs of the forward pass."""
         device_inputs = map_tensors(lambda tensor: tensor.to(self.device), inputs)
         with self._autocast, UserCode(self._name):
-            outputs = call(self._model, self._numerics.prepare_inputs(device_inputs))
+            outputs = call_model(self._model, self._numerics.prepare_inputs(device_inputs))
         return self._numerics.prepare_outputs(outputs)
 
 

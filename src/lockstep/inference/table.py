@@ -16,7 +16,7 @@ from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
 from lockstep.inference.pictures import Row, get_top_classes
 from lockstep.inference.saved import EvaluationModel, SavedModel
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 
 _OUTPUT_SUFFIXES: Final = (".csv", ".parquet")
 
@@ -39,7 +39,7 @@ def predict_rows(saved: SavedModel, model: EvaluationModel, file: Path, out: Pat
     task, written_rows = saved.task(), []
     for first in range(0, len(rows), model.batch_size):
         numbers = np.arange(first, min(first + model.batch_size, len(rows)))
-        outputs = predictions(model(task.inputs(rows.fetch(numbers, None))), saved.name).cpu()
+        outputs = get_predictions(model(task.inputs(rows.fetch(numbers, None))), saved.name).cpu()
         for number, output in zip(numbers.tolist(), outputs, strict=True):
             row = _make_prediction(saved, output)
             written_rows += [row] if out is not None else []

@@ -14,7 +14,7 @@ from lockstep.data.text.tokenizer import FromFile, Tokenizer, tokenizer_of
 from lockstep.errors import UsageError
 from lockstep.inference.pictures import Row
 from lockstep.inference.saved import EvaluationModel, SavedModel
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def continue_prompt(
     `tokenizer` is the path of a tokenizer file (tokenizers library). It is required if the dataset of the run has no
     tokenizer, or if the tokenizer file of the run was moved.
     """
-    run_tokenizer = tokenizer_for(saved, tokenizer)
+    run_tokenizer = get_tokenizer(saved, tokenizer)
     prompt_ids = run_tokenizer.encode(prompt).astype(np.int64).tolist()
     if not prompt_ids:
         raise UsageError("--prompt: is empty; pass at least one character")
@@ -52,7 +52,7 @@ def continue_tokens(
     """Return the prompt as text, its continuation, and the number of generated tokens."""
 
     def compute_logits(ids: list[int]) -> Tensor:
-        outputs = predictions(model((torch.tensor([ids]),)), saved.name)
+        outputs = get_predictions(model((torch.tensor([ids]),)), saved.name)
         return outputs[0, -1, : tokenizer.vocabulary]  # the model may have a larger vocabulary than the tokenizer
 
     new_ids = generate_tokens(compute_logits, prompt_ids, sampling, saved.facts.context)
@@ -82,7 +82,7 @@ def generate_tokens(
     return ids[len(prompt_ids) :]
 
 
-def tokenizer_for(saved: SavedModel, file: str | None = None) -> Tokenizer:
+def get_tokenizer(saved: SavedModel, file: str | None = None) -> Tokenizer:
     """Return the tokenizer of a run, or load a tokenizer from `file`.
 
     Raises UsageError if the run requires a file that isn't available, or if the tokenizer doesn't match the run.

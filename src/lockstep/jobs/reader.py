@@ -15,7 +15,7 @@ from lockstep.config.recorded import CONFIG, RecordedConfig, read_recorded_confi
 from lockstep.errors import UsageError
 from lockstep.launchers.batch import query_states
 from lockstep.reporting import jsonl
-from lockstep.reporting.notices import Notice, notice
+from lockstep.reporting.notices import Notice, make_notice
 from lockstep.reporting.run_log import History, RunLog, RunStart
 from lockstep.reporting.run_view import RunView, state
 from lockstep.runs.runs import SubmittedJob, describe_machine, failure_reason, find_run_folders, is_locked, read_job
@@ -127,7 +127,7 @@ class RunReader:
             return
         if event.get("event") == "started":
             self._configuration = RecordedConfig({}, {})  # read again, because the placement may have changed
-        if (new_notice := notice(event, self._log.fractions)) is not None:
+        if (new_notice := make_notice(event, self._log.fractions)) is not None:
             self._add_notice(new_notice)
 
     def _warn(self, text: str) -> None:

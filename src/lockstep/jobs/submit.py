@@ -113,9 +113,9 @@ def _check_training(job: Job) -> Loaded:
         raise UsageError(*problems)
     # Imported lazily, because torch takes seconds.
     from lockstep.setup import recipe_folder
-    from lockstep.setup.prepare import check
+    from lockstep.setup.prepare import check_config
 
-    check(loaded, job.processes)
+    check_config(loaded, job.processes)
     run = loaded.config.run.dir
     if run and Path(run).exists():
         recipe_folder.claim(loaded).lock.release()  # rejects a folder that the job would reject

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from lockstep.common.own_code import calling
-from lockstep.core.shard import whole_tensors
+from lockstep.core.shard import unsharded_tensors
 from lockstep.errors import TrainingError
 from lockstep.loop.member import Member
 from lockstep.loop.placed import PlacedModel
@@ -52,7 +52,7 @@ class LoopCheckpoints:
         self._record.resume(loop)
         saved: Mapping[str, Any] = resumed.state.recipe
         self._placed.load_settings(saved, self._rank.warn)
-        self._state.load(path, saved.get("state", {}), whole_tensors(resumed.snapshot.script or {}))
+        self._state.load(path, saved.get("state", {}), unsharded_tensors(resumed.snapshot.script or {}))
 
     def save(self) -> list[Saved]:
         """Save a checkpoint and return the completed saves. With `save_async`, the save continues in the background.

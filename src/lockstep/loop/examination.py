@@ -17,16 +17,16 @@ from lockstep.comm.world import World
 from lockstep.common import plainfile
 from lockstep.loop.placed import PlacedModel
 from lockstep.parallel.engine import Update
-from lockstep.parallel.layouts.base import wholes
+from lockstep.parallel.layouts.base import iterate_full_tensors
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import durable
-from lockstep.training.observer import LayerNorms, Observer, StepObservations
+from lockstep.training.observer import Observer, ParameterNorms, StepObservations
 from lockstep.training.update_norms import measure_update
 
 _MAX_BYTES: Final = 1 << 28  # the maximum size of an observation file
 
 
-class Seen(BaseModel):
+class RankObservations(BaseModel):
     """The observations of one rank in a step, or the combined observations of all ranks.
 
     `samples` contains the sample indices of each micro-batch of the step. A step with several updates iterates over its
@@ -38,7 +38,7 @@ class Seen(BaseModel):
     samples: list[list[int]]
     examined: StepObservations = Field(default_factory=StepObservations)
     iteration: int = 0
-    layers: list[LayerNorms] = []
+    layers: list[ParameterNorms] = []
 
 
 @final
@@ -54,7 +54,7 @@ class Examination:
         self._path = folder / f"examined-{world.rank}.json"
         self._world = world
         self._placed = placed
-        self._observations = Seen(samples=samples)
+        self._observations = RankObservations(samples=samples)
         self._report = report
         self._observers = ExitStack()
         self._microbatch: MicroBatch | None = None
@@ -90,9 +90,11 @@ class Examination:
         engine = self._placed.canonical
 
         def weights() -> Iterable[tuple[str, Tensor]]:
-            yield from wholes(self._world, engine.state().model)
+            yield from iterate_full_tensors(self._world, engine.state().model)
 
-        result, layers = measure_update(update, wholes(self._world, engine.gradients()), weights(), weights())
+        result, layers = measure_update(
+            update, iterate_full_tensors(self._world, engine.gradients()), weights(), weights()
+        )
         # Skip the layers of groups that this update doesn't change. These layers have no gradient and no update.
         self._observations.layers += [layer for layer in layers if whole or layer.gradient or layer.update]
         self._write()
@@ -106,10 +108,10 @@ class Examination:
         durable.replace(self._path, self._observations.model_dump_json().encode())
 
 
-def read_observations(folder: Path) -> Seen | None:
+def read_observations(folder: Path) -> RankObservations | None:
     """Return the combined observations of all ranks in a step, or None if no rank reached the step."""
     paths = sorted(folder.glob("examined-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-    observations = [Seen.model_validate_json(plainfile.content(path, _MAX_BYTES)) for path in paths]
+    observations = [RankObservations.model_validate_json(plainfile.content(path, _MAX_BYTES)) for path in paths]
     if not observations:
         return None
     examined = StepObservations()
@@ -125,4 +127,4 @@ def read_observations(folder: Path) -> Seen | None:
     ]
     iteration, _, examined.nonfinite = min(candidates, key=lambda candidate: candidate[:2], default=(0, 0, None))
     layers = max((observation.layers for observation in observations), key=len)  # only rank 0 has all layers
-    return Seen(samples=observations[0].samples, examined=examined, iteration=iteration, layers=layers)
+    return RankObservations(samples=observations[0].samples, examined=examined, iteration=iteration, layers=layers)

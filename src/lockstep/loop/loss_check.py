@@ -32,7 +32,7 @@ from lockstep.loop.loss_terms import (
     reduces,
     uncanceled,
 )
-from lockstep.loop.losses import without_weights
+from lockstep.loop.losses import missing_weights_error
 from lockstep.tasks.base import MicroBatch
 
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
@@ -82,7 +82,7 @@ class LossCheck:
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             received = f"a {type(loss).__name__}"
             if isinstance(loss, Mapping) and not self.name:
-                raise without_weights(step)
+                raise missing_weights_error(step)
             if isinstance(loss, Tensor):
                 received = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
             of_loss = f" for {self.name}" if self.name else ""

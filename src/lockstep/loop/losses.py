@@ -79,7 +79,7 @@ def named_arguments(
     return [NamedArgument(name, (means if name in means else sums)[name], name in means) for name in weights]
 
 
-def without_weights(number: int) -> Exception:
+def missing_weights_error(number: int) -> Exception:
     """Return the error for losses that are passed by name in a step with a single weight."""
     return refusal(
         f"step {number}: step.backward received losses by name, but weight= of run.steps does not return a weight for "
@@ -89,7 +89,7 @@ def without_weights(number: int) -> Exception:
     )
 
 
-def losses_of(
+def make_losses(
     arguments: Sequence[NamedArgument], microbatch: MicroBatch, step: Step, outputs: Collection[Node]
 ) -> Losses:
     """Convert the losses of a micro-batch for the engine. `outputs` are the graph nodes of the model's outputs."""

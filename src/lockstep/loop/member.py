@@ -22,10 +22,10 @@ from lockstep.data.items import seed_generators
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
 from lockstep.launchers import detect_rank, ray, slurm
-from lockstep.loop.replaying import Replaying, replaying
+from lockstep.loop.replaying import ReplayRequest, read_replay_request
 from lockstep.loop.settings import Settings
-from lockstep.ranks.external import alone, join_ranks, membership, refuse
-from lockstep.ranks.failure import failure_of
+from lockstep.ranks.external import exit_before_join, join_job, join_ranks, single_process_rendezvous
+from lockstep.ranks.failure import make_failure
 from lockstep.ranks.open_group import hosted_by_open_group, rank_in_open_group
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
@@ -60,7 +60,7 @@ class Member:
     strategy: str | dict[str, Any] | None = None
     observe: Observe | None = None
     guarded: bool = True
-    replay: Replaying | None = None  # set if `lockstep replay` runs the script
+    replay: ReplayRequest | None = None  # set if `lockstep replay` runs the script
     is_ray_worker: bool = False  # whether this is a worker of Ray Train, which handles the process and its errors
 
     @staticmethod
@@ -79,7 +79,7 @@ class Member:
             sys.excepthook = _report_error  # `register` replaces this hook when there is a run
         settings = _read_settings(read, info)
         placement, run_config = settings.placement, settings.run
-        replay = replaying()
+        replay = read_replay_request()
         if replay is not None:
             run_config = replay.settings(run_config)
         if context is not None:
@@ -94,13 +94,13 @@ class Member:
             rendezvous = join_ranks(ray.read_rank(worker, os.environ), placement.rendezvous, placement.timeout_s)
             resources.callback(rendezvous.leave)
         elif info is not None:
-            rank_membership = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
+            rank_membership = join_job(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
             rendezvous = resources.enter_context(rank_membership)
         else:
             _close_abandoned(run_config.dir)
             if warning := slurm.warning(os.environ):
                 print(warning, file=sys.stderr)
-            rendezvous = alone()  # errors propagate to the caller, such as a notebook or a test
+            rendezvous = single_process_rendezvous()  # errors propagate to the caller, such as a notebook or a test
         with _cleanup_on_error(resources):
             check_sinks(run_config)
             size, processes = rendezvous.info.size, placement.processes
@@ -199,7 +199,7 @@ def _read_settings(read: Callable[[], Settings], info: RankInfo | None) -> Setti
         return read()
     except UsageError as error:
         if info is not None:
-            refuse(info, Placement().rendezvous, error)
+            exit_before_join(info, Placement().rendezvous, error)
         raise
 
 
@@ -265,5 +265,5 @@ def _make_except_hook(run_reference: weakref.ref[R]) -> ExceptHook:
 
 def _report_error(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
     """Report the error of a script that runs as a single rank, and end the process."""
-    rendezvous = alone()
-    rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
+    rendezvous = single_process_rendezvous()
+    rendezvous.end(make_failure(error, rendezvous.info, rendezvous.rank_log))

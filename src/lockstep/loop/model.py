@@ -72,7 +72,7 @@ class Gate:
     def exchange(self, name: str) -> None:
         """Record that user code calls the collective `name`. Raises UsageError within a step."""
         self.exchanged = True
-        if self.step and name == exchanges.OF_ROWS:
+        if self.step and name == exchanges.DTENSOR_COLLECTIVE:
             raise refusal(
                 f"step {self.step}: sharded weights are read within the step, which requires a collective that other "
                 f"ranks may not call",

@@ -13,7 +13,7 @@ from lockstep.comm.message_log import MessageLog
 from lockstep.comm.world import World
 from lockstep.common.own_code import location, refusal
 from lockstep.config.placement import StrategyConfig
-from lockstep.config.strategy_name import strategy_problems
+from lockstep.config.strategy_name import find_strategy_problems
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, nonfinite_advice
 from lockstep.core.precision import default_static_scale
@@ -36,12 +36,12 @@ from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
-from lockstep.setup.chunking import cut
+from lockstep.setup.chunking import chunk_model
 from lockstep.setup.strategy import check_strategy, find_strategy, recompute_interval
 from lockstep.strategies.base import CutsModel, ExternalEngine, Strategy, replica_devices
 from lockstep.tasks.base import Problem
-from lockstep.training.agreement import agreed
-from lockstep.training.checkpoint.tensorfile import digest
+from lockstep.training.agreement import check_initial_weights
+from lockstep.training.checkpoint.tensorfile import digest_tensors
 
 _SEED_ADVICE: Final = (
     "build the model after lockstep.join, which seeds PyTorch, NumPy and Python, and do not use values that differ "
@@ -66,7 +66,7 @@ class ChunkPlan:
         if self.count == 1:
             return {}
         try:
-            return cut(model, self.count, self.plan, type(model).__name__)
+            return chunk_model(model, self.count, self.plan, type(model).__name__)
         except UsageError as error:
             raise UsageError(f"run.place: {error}") from None
 
@@ -126,7 +126,7 @@ class PlacedModel:
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each weight by name. All ranks must call this method."""
-        return {name: digest([tensor]) for name, tensor in self.weights().items()}
+        return {name: digest_tensors([tensor]) for name, tensor in self.weights().items()}
 
     def has_idle_ranks(self, microbatches: int) -> bool:
         """Return whether some ranks get no micro-batch in a step with `microbatches` micro-batches."""
@@ -238,7 +238,7 @@ def place_model(
     numerics = Numerics(
         recipe, settings.placement.offload_activations, interval, member.guarded, whole_updates=whole_updates
     )
-    agreed(world, model, _SEED_ADVICE)
+    check_initial_weights(world, model, _SEED_ADVICE)
     original_parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     make_optimizer = make_optimizer_factory(optimizer, model)
     initial_hyperparameters = get_hyperparameters(optimizer)
@@ -297,7 +297,7 @@ def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tup
     if not isinstance(selection, str | Mapping):
         raise refusal(f"run.place: got strategy={selection!r}", "pass a name, or a mapping with name and options")
     config = StrategyConfig.model_validate({"name": selection} if isinstance(selection, str) else dict(selection))
-    for _, text in strategy_problems(config.name):
+    for _, text in find_strategy_problems(config.name):
         raise UsageError(f"run.place: {text}")
     placement = member.settings.placement.model_copy(update={"strategy": config})
     name, strategy = find_strategy(placement, size)

@@ -21,13 +21,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.common.own_code import refusal
-from lockstep.models.check import hooked_parameter
+from lockstep.models.check import find_hooked_parameter
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.narrow_steps import NARROW
 from lockstep.parallel.numerics import MakeOptimizer
-from lockstep.parallel.optimizer_state import Named
-from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored, check_updates
+from lockstep.parallel.optimizer_state import NamedParameter
+from lockstep.parallel.optimizer_trials import (
+    check_custom_optimizer,
+    check_optimizer,
+    check_stored_dtype,
+    check_updates,
+)
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
@@ -117,7 +122,7 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
             f"shape {foreign_shapes[0]}",
             "put everything that you train into one module, such as an nn.ModuleDict",
         )
-    if hooked_name := hooked_parameter(model):
+    if hooked_name := find_hooked_parameter(model):
         raise refusal(
             f"run.place: {hooked_name} has a gradient hook, but strategies keep gradients in other tensors",
             "remove the hook; change gradients in the model's forward instead, and log step.norm",
@@ -160,9 +165,9 @@ def run_trial_steps(
         if dims:
             check_optimizer(make_trial, dims)
         if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm"):
-            check_own(type(optimizer).__name__, make_trial)
+            check_custom_optimizer(type(optimizer).__name__, make_trial)
         if stored_dtype is not None:
-            check_stored(make_trial, stored_dtype)
+            check_stored_dtype(make_trial, stored_dtype)
         for dtype in {stored_dtype, *narrow_dtypes} if cuts_rows else ():
             whole_updates |= check_updates(make_trial, strategy, dtype, lends_wholes=lends_wholes)
     return whole_updates
@@ -190,7 +195,7 @@ def make_optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimi
         for group in optimizer.param_groups
     ]
 
-    def make(trained: Sequence[Named], norms: Norms) -> Optimizer:
+    def make(trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
         parameters = dict(trained)
         return _clone_optimizer(
             optimizer,
@@ -266,7 +271,9 @@ def _is_initial_state(initial: Mapping[str, Any], state: Mapping[str, Any]) -> b
     )
 
 
-def _make_trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
+def _make_trial_optimizer(
+    optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[NamedParameter]
+) -> Optimizer:
     """Return a copy of the optimizer for a trial step. The copy shares no state with the optimizer."""
     clone = _clone_optimizer(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
     memo: dict[int, Any] = {

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from lockstep.comm.named_sums import over_ranks
+from lockstep.comm.named_sums import sum_over_ranks
 from lockstep.comm.world import World
 from lockstep.common.own_code import UserCode, refusal
 from lockstep.core.batch import Batch
@@ -75,7 +75,7 @@ class LoopPlan:
         """Return an object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
         if self.weight is None:
             return None
-        return Weigh(partial(_evaluate_weight, self.weight), partial(over_ranks, world), world.all_gather_text)
+        return Weigh(partial(_evaluate_weight, self.weight), partial(sum_over_ranks, world), world.all_gather_text)
 
     def make_training_plan(self, log_every: int) -> Plan:
         """Return the plan for training/loop.py, which reports every `log_every` steps and only saves at the end.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lockstep.common.own_code import calling, refusal
-from lockstep.core.work import earlier_microbatches
+from lockstep.core.work import legacy_default_microbatches
 from lockstep.errors import UsageError
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
@@ -36,7 +36,7 @@ class LoopRecord:
 
     def legacy_default_microbatches(self, batch: int) -> int | None:
         """Return the saved number of micro-batches if it was the default of an earlier Lockstep version, else None."""
-        saved, earlier = self._resumed, earlier_microbatches(batch)
+        saved, earlier = self._resumed, legacy_default_microbatches(batch)
         if saved is None or (saved.get("batch"), saved.get("microbatches")) != (batch, earlier):
             return None
         return earlier

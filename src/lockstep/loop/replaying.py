@@ -10,7 +10,7 @@ from lockstep.config.run import RunConfig
 VARIABLE: Final = "LOCKSTEP_REPLAY"
 
 
-class Replaying(NamedTuple):
+class ReplayRequest(NamedTuple):
     """The request of `lockstep replay` to a script.
 
     - `folder`: Replaces the run folder. It contains the checkpoint to start from.
@@ -33,9 +33,9 @@ class Replaying(NamedTuple):
         return run.model_copy(update={"dir": dir, "log_every": 1, "digest_every": 1, "sinks": (), "tensorboard": False})
 
 
-def replaying(env: Mapping[str, str] = os.environ) -> Replaying | None:
+def read_replay_request(env: Mapping[str, str] = os.environ) -> ReplayRequest | None:
     """Return the replay request in the environment, or None if this isn't a replay."""
     if VARIABLE not in env:
         return None
     last, examined, folder = env[VARIABLE].split(":", 2)
-    return Replaying(Path(folder), int(last), examined == "1")
+    return ReplayRequest(Path(folder), int(last), examined == "1")

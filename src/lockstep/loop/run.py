@@ -87,7 +87,7 @@ class Run:
         self._ended = False
         # The heartbeat threads call `status`, so this run isn't garbage-collected before it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
-        member.resources.enter_context(exchanges.intercept(self._gate.exchange))
+        member.resources.enter_context(exchanges.intercept_collectives(self._gate.exchange))
 
     @property
     def rank(self) -> int:

@@ -14,7 +14,7 @@ from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.loop.model import explain_errors
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.start import on_ranks
+from lockstep.run.start import run_on_ranks
 from lockstep.runs.folder import write_exit
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 
@@ -29,7 +29,7 @@ def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     # The path of the last run folder. There is no lock, because a process could die while holding it.
     claimed = RawArray("c", _MAX_PATH_BYTES)
     work = partial(_run_worker, path, [path, *arguments], claimed)
-    code = on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
+    code = run_on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
     if failures and claimed.value:  # write the end status of the run, because the script couldn't write it
         write_exit(Path(os.fsdecode(claimed.value)), code, failures[-1])
     return code

@@ -21,9 +21,9 @@ from lockstep.loop.seeding import StepDraws
 from lockstep.loop.state import ScriptState, state_digests
 from lockstep.loop.step import Step
 from lockstep.loop.step_sums import StepSums
-from lockstep.parallel.audited import Part
+from lockstep.parallel.audited import Computation
 from lockstep.training.reports import StepReports
-from lockstep.training.turn import Turn
+from lockstep.training.turn import TrainingStep
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
@@ -49,7 +49,7 @@ class StepSequence:
         self._evaluation = evaluation
         self._state = state
         self._step: Step | None = None
-        self._turn: Turn | None = None  # the data and the results of the current step
+        self._turn: TrainingStep | None = None  # the data and the results of the current step
         self._reports: StepReports | None = None  # the reports of the current loop
         # By the index of the update within a step, from 0, and by the name of the loss.
         self._losses: dict[tuple[int, str], LossCheck] = {}
@@ -68,9 +68,9 @@ class StepSequence:
         self,
         placed: PlacedModel,
         plan: LoopPlan,
-        turn: Turn,
+        turn: TrainingStep,
         reports: StepReports,
-        audit: Callable[[], Iterator[Part]] | None,
+        audit: Callable[[], Iterator[Computation]] | None,
         examination: Examination | None,
     ) -> Step:
         """Return the next step for the user's loop."""
@@ -164,7 +164,7 @@ class StepSequence:
             self._losses[phase, name] = LossCheck(self._rank.world.size, self._rank.warn, name)
         return self._losses[phase, name]
 
-    def _make_stray_check(self, placed: PlacedModel, turn: Turn, phase: int) -> StrayModuleCheck | None:
+    def _make_stray_check(self, placed: PlacedModel, turn: TrainingStep, phase: int) -> StrayModuleCheck | None:
         """Return a module check for the update with index `phase`, or None if this rank has already checked it."""
         if self._modules_checked > phase:
             return None

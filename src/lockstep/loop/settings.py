@@ -11,7 +11,7 @@ from lockstep.config.base import Section, Threads
 from lockstep.config.document import SourcePosition, format_key
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig
-from lockstep.config.wording import problems
+from lockstep.config.wording import find_problems
 from lockstep.core.precision import Precision, translate_precision
 from lockstep.errors import ConfigError
 
@@ -64,7 +64,7 @@ def validate_settings(
     try:
         validated = Settings.model_validate(arguments)
     except ValidationError as error:
-        raise ConfigError([str(problem) for problem in problems(error, {(): position})]) from None
+        raise ConfigError([str(problem) for problem in find_problems(error, {(): position})]) from None
     set_fields = {"placement": validated.placement.model_fields_set, "run": validated.run.model_fields_set}
     if rejected_keys := [key for key in _UNSUPPORTED_KEYS if key[1] in set_fields[key[0]]]:
         raise ConfigError(

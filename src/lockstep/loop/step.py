@@ -14,18 +14,18 @@ from lockstep.core.batch import Batch
 from lockstep.loop.examination import Examination
 from lockstep.loop.forward import Forward
 from lockstep.loop.loss_check import LossCheck
-from lockstep.loop.losses import NamedArgument, has_names, losses_of, named_arguments, without_weights
+from lockstep.loop.losses import NamedArgument, has_names, make_losses, missing_weights_error, named_arguments
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.seeding import StepDraws
 from lockstep.loop.step_pass import StepPass
 from lockstep.loop.step_sums import StepSums
 from lockstep.loop.update_settings import update_settings
-from lockstep.parallel.audited import Part
+from lockstep.parallel.audited import Computation
 from lockstep.parallel.losses import Losses
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.plan import Interval
-from lockstep.training.turn import Turn
+from lockstep.training.turn import TrainingStep
 
 _NO_WEIGHTS: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -40,15 +40,15 @@ class Step:
     To update groups of the optimizer separately, iterate over the micro-batches again before each `update(of=...)`.
     """
 
-    _turn: Turn
+    _turn: TrainingStep
     _gate: Gate
     _leaves: int
     _placed: PlacedModel
-    _make_stray_check: Callable[[PlacedModel, Turn, int], StrayModuleCheck | None]
+    _make_stray_check: Callable[[PlacedModel, TrainingStep, int], StrayModuleCheck | None]
     _losses: Callable[[int, str], LossCheck]
     _sums: StepSums
     _draws: StepDraws
-    _audit: Callable[[], Iterator[Part]] | None
+    _audit: Callable[[], Iterator[Computation]] | None
     _examination: Examination | None = None  # set if a replay examines this step
 
     def __post_init__(self) -> None:
@@ -250,7 +250,7 @@ class Step:
             return
         if unnamed or (mean is None) == (sum is None):
             if has_names(mean, sum):
-                raise without_weights(number)
+                raise missing_weights_error(number)
             problem = "both mean= and sum=" if mean is not None and sum is not None else "a loss without a name"
             raise refusal(
                 f"step {number}: step.backward received {problem if unnamed or mean is not None else 'no loss'}",
@@ -303,7 +303,7 @@ class Step:
                 step_weight=self.weights[name],
             )
         self._forward.check_loss(*(loss for _, loss, _ in arguments))
-        return losses_of(arguments, microbatch, step, self._gate.returned), False
+        return make_losses(arguments, microbatch, step, self._gate.returned), False
 
     def _compute(self, microbatch: MicroBatch, loss: Tensor | Losses, is_mean: bool) -> None:
         """End the forward pass of a micro-batch, and run its backward pass."""

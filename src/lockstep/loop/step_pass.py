@@ -13,10 +13,10 @@ from typing import final
 from lockstep.common.own_code import refusal
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.step_sums import ROOM
-from lockstep.parallel.audited import Part
+from lockstep.parallel.audited import Computation
 from lockstep.parallel.engine import Sums
 from lockstep.tasks.base import MicroBatch
-from lockstep.training.turn import Turn
+from lockstep.training.turn import TrainingStep
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
@@ -30,13 +30,17 @@ class StepPass:
     """
 
     def __init__(
-        self, turn: Turn, placed: PlacedModel, leaves: int, audit: Callable[[], Iterator[Part]] | None = None
+        self,
+        turn: TrainingStep,
+        placed: PlacedModel,
+        leaves: int,
+        audit: Callable[[], Iterator[Computation]] | None = None,
     ) -> None:
         self._turn = turn
         self._engine, self._guard = placed.engine, placed.guard
         self._leaves = leaves
         self._audit = audit
-        self._part = Part(turn.microbatches)
+        self._part = Computation(turn.microbatches)
         self.number = 0  # the number of earlier iterations, which ended with an update
         self.begun = False
         self.done = 0  # the number of completed backward passes
@@ -86,7 +90,7 @@ class StepPass:
     def start_over(self) -> None:
         """Prepare for the next iteration over the step, after an update of some groups of the optimizer."""
         self.number += 1
-        self.begun, self.done, self._part = False, 0, Part(self._turn.microbatches)
+        self.begun, self.done, self._part = False, 0, Computation(self._turn.microbatches)
 
     def unfinished(self) -> Exception:
         """Return the error to raise if the loop leaves the step before its update."""

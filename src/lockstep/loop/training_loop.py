@@ -28,10 +28,10 @@ from lockstep.run.start_event import loop_start_event
 from lockstep.strategies.base import replica_devices
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Saved, Started, Stopped, Warned
-from lockstep.training.loop import Batches, turns
+from lockstep.training.loop import Batches, training_steps
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
-from lockstep.training.turn import Turn
+from lockstep.training.turn import TrainingStep
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
@@ -86,9 +86,11 @@ class TrainingLoop:
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         reports = StepReports(self._world, loop_plan, progress, rank.digests)
         try:
-            items = turns(self._step_source(), reports, save=self._save_last, stop=stop, preempted=rank.preempted)
+            items = training_steps(
+                self._step_source(), reports, save=self._save_last, stop=stop, preempted=rank.preempted
+            )
             for item in items:
-                if isinstance(item, Turn):
+                if isinstance(item, TrainingStep):
                     yield self._begin_step(item, reports)
                     self.sequence.end(self.placed)
                     continue
@@ -102,7 +104,7 @@ class TrainingLoop:
             self._end_replay()
         return self._finish()
 
-    def _begin_step(self, turn: Turn, reports: StepReports) -> Step:
+    def _begin_step(self, turn: TrainingStep, reports: StepReports) -> Step:
         audit = None
         if self._audits is not None and self._audits.due(turn.step):
             parts = self.placed.audit.parts
@@ -164,7 +166,7 @@ class TrainingLoop:
             return loader.training
         return lambda first: islice(loader.training(first), replay.last - first)
 
-    def _make_examination(self, turn: Turn) -> Examination | None:
+    def _make_examination(self, turn: TrainingStep) -> Examination | None:
         """Return an examination if this is the last step of a replay that requests it, and None otherwise."""
         replay, folder = self.member.replay, self._rank.folder
         if replay is None or not replay.examined or turn.step.number + 1 != replay.last or folder is None:

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.reporting.jsonl import EVENTS, read
+from lockstep.reporting.jsonl import EVENTS, read_events
 
 
 def make_verify_hint(size: int, folder: Path | None, argv: Sequence[str]) -> str:
@@ -15,7 +15,7 @@ def make_verify_hint(size: int, folder: Path | None, argv: Sequence[str]) -> str
     """
     if size == 1 or not argv or not argv[0].endswith(".py"):
         return ""
-    if folder is not None and (folder / EVENTS).exists() and any(True for _ in read(folder / EVENTS)):
+    if folder is not None and (folder / EVENTS).exists() and any(True for _ in read_events(folder / EVENTS)):
         return ""
     command = shlex.join(["lockstep", "verify", *argv])
     return f"first run of this loop on {size} ranks; to compare it with one process, and with a resumed run: {command}"

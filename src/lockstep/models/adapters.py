@@ -46,7 +46,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     module matches.
     """
     try:
-        _import_peft().inject_adapter_in_model(peft_config(lora), model, _ADAPTER)
+        _import_peft().inject_adapter_in_model(make_peft_config(lora), model, _ADAPTER)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UsageError(f"{_KEY}: {str(error).splitlines()[0]}") from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -77,7 +77,7 @@ def has_adapters(names: Iterable[str]) -> bool:
     return any(part in name for name in names for part in _ADAPTER_MARKS)
 
 
-def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
+def make_peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
     """Convert adapter settings to a `peft.LoraConfig`."""
     # In peft, a list contains name suffixes, and a string is a regular expression or the keyword all-linear.
     modules = "all-linear" if list(lora.modules) == ["all-linear"] else list(lora.modules)
@@ -91,7 +91,7 @@ def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
     )
 
 
-def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
+def to_peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
     """Return the tensors of the adapters and of `modules_to_save`, with the names that peft uses in its files."""
     adapters = {name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in tensors.items() if has_adapters([name])}
     fully_trained = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules_to_save}

@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.common.own_code import UserCode, describe_error, source_line
-from lockstep.core.batch import Inputs, call, length, map_tensors, tensors_of
+from lockstep.core.batch import Inputs, call_model, get_batch_size, map_tensors, tensors_of
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import LockstepError, UsageError, UserCodeError
-from lockstep.models.flops import FlopCounter, backward_flops
+from lockstep.models.flops import FlopCounter, count_backward_flops
 from lockstep.tasks.base import Build
 
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
@@ -89,8 +89,8 @@ def check_model(
             evaluation_outputs, training_outputs, summary = trial("meta")
         except Exception:  # the model may need real values; any other error occurs on the CPU again
             evaluation_outputs, training_outputs, summary = trial("cpu")
-    check(evaluation_outputs, length(evaluation))
-    check(training_outputs, length(training))
+    check(evaluation_outputs, get_batch_size(evaluation))
+    check(training_outputs, get_batch_size(training))
     if not any(tensor.requires_grad for tensor in tensors_of(training_outputs)):
         raise UsageError(
             f"model {name}: the outputs have no gradient in training mode; compute them from the parameters with torch "
@@ -123,7 +123,7 @@ def check_dtype(
         convert_model(model, dtype)
         try:
             with torch.no_grad(), _SameDtypeCheck():  # type: ignore[no-untyped-call]
-                call(
+                call_model(
                     model,
                     map_tensors(
                         lambda tensor: tensor.to("meta", dtype if tensor.is_floating_point() else tensor.dtype), inputs
@@ -201,7 +201,7 @@ def check_layers(name: str, model: nn.Module) -> None:
     for path, parameter in model.named_parameters():
         if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
             raise UsageError(f"model {name}: elements of {path} share memory (expand() does this); call .clone() on it")
-    if path := hooked_parameter(model):
+    if path := find_hooked_parameter(model):
         raise UsageError(
             f"model {name}: {path} has a gradient hook, but strategies keep gradients in other tensors; remove the "
             f"hook, change gradients within the model, and log step.norm"
@@ -221,7 +221,7 @@ def check_layers(name: str, model: nn.Module) -> None:
             )
 
 
-def hooked_parameter(model: nn.Module) -> str:
+def find_hooked_parameter(model: nn.Module) -> str:
     """Return the name of a parameter with a gradient hook, or an empty string.
 
     Hooks on the AccumulateGrad node of a parameter are included.
@@ -250,7 +250,7 @@ def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, de
         counter = FlopCounter()
         with counter if device == "meta" else nullcontext():
             training_outputs = _call_model(model, name, map_tensors(lambda tensor: tensor.to(device), training))
-        flops = backward_flops(counter, training_outputs) if device == "meta" else None
+        flops = count_backward_flops(counter, training_outputs) if device == "meta" else None
     parameters = list(model.parameters())
     batchnorm_layers = {
         name: layer
@@ -270,7 +270,7 @@ def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, de
             (name for name, layer in batchnorm_layers.items() if isinstance(layer, nn.SyncBatchNorm)), ""
         ),
         buffers=frozenset(name for name, _ in model.named_buffers()),
-        flops=None if flops is None else round(flops / length(training)),
+        flops=None if flops is None else round(flops / get_batch_size(training)),
     )
     return evaluation_outputs, training_outputs, summary
 
@@ -281,7 +281,7 @@ def _describe_tensor(tensor: Tensor) -> Form:
 
 def _call_model(model: nn.Module, name: str, inputs: Inputs) -> Any:
     try:
-        return call(model, inputs)
+        return call_model(model, inputs)
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # third-party models may raise any exception, even SystemExit
@@ -292,9 +292,9 @@ def _call_model(model: nn.Module, name: str, inputs: Inputs) -> Any:
         message = describe_error(error, "" if source_line(error) else advice)
         if "Expected more than 1 value per channel" in message:
             raise UsageError(
-                f"model {name}: the smallest micro-batch has {length(inputs)} sample, but BatchNorm requires at least "
-                f"2; change recipe.batch or recipe.microbatches so that every micro-batch has at least 2 samples, also "
-                f"in the last step of an epoch, or set recipe.last_batch=drop"
+                f"model {name}: the smallest micro-batch has {get_batch_size(inputs)} sample, but BatchNorm requires "
+                f"at least 2; change recipe.batch or recipe.microbatches so that every micro-batch has at least 2 "
+                f"samples, also in the last step of an epoch, or set recipe.last_batch=drop"
             ) from error
         raise UserCodeError(
             f"model {name}: forward failed with inputs of {_describe_inputs(inputs)}: {message}"

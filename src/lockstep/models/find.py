@@ -66,7 +66,7 @@ def build_model(
     timm, torchvision and transformers are imported lazily, because importing them takes seconds. Raises UsageError if
     there is no such model, or if it can't be built.
     """
-    origin = origin_of(name, source)
+    origin = find_origin(name, source)
     if pretrained and origin in ("lockstep", "path"):
         raise UsageError(
             f"model {name}: only models of timm, torchvision and transformers have pretrained weights; "
@@ -99,7 +99,7 @@ def check_pretrained(name: str, source: Source) -> None:
     `models.check.check_model` doesn't load pretrained weights. Without this check, the ranks would report missing
     weights only after the run has started.
     """
-    if origin_of(name, source) == "transformers":
+    if find_origin(name, source) == "transformers":
         check_weights_exist(name)
 
 
@@ -110,7 +110,7 @@ def make_construction(
 
     Transformers models aren't supported.
     """
-    origin = origin_of(name, source)
+    origin = find_origin(name, source)
     options = _derive_arguments(origin, name, _get_factory(origin, name, False, facts), facts) | dict(options)
     match origin:
         case "timm":
@@ -121,7 +121,7 @@ def make_construction(
             return Construction(OURS[name] if origin == "lockstep" else name, [], options)
 
 
-def origin_of(name: str, source: Source) -> Origin:
+def find_origin(name: str, source: Source) -> Origin:
     """Return the library that has the model `name`, or `path` for an import path.
 
     Raises UsageError if there is no such model.

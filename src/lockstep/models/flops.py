@@ -39,7 +39,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def backward_flops(counter: FlopCounter, outputs: object) -> int | None:
+def count_backward_flops(counter: FlopCounter, outputs: object) -> int | None:
     """Count the FLOPs of a backward pass from `outputs`. Return the total of `counter`, or None on failure."""
     tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
     if not tensors:

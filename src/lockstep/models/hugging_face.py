@@ -60,10 +60,10 @@ def transformers_model(
         )
     with _shorten_errors(name):
         config = _make_config(library, name, options, facts, pretrained)
-    auto = getattr(library, f"AutoModelFor{kind_of(facts)}")
+    auto = getattr(library, f"AutoModelFor{get_kind(facts)}")
     attention_options = {} if attention is None else {"attn_implementation": attention}
     if type(config) not in auto._model_mapping:
-        task, example = _TASKS[kind_of(facts)]
+        task, example = _TASKS[get_kind(facts)]
         raise UsageError(
             f"model {name}: transformers has no {config.model_type} for {task}, which the data requires; choose a "
             f"model type that supports it, such as {example}"
@@ -114,7 +114,7 @@ def check_weights_exist(name: str) -> None:
                 tensors.keys()
 
 
-def kind_of(facts: Mapping[str, Any]) -> Kind:
+def get_kind(facts: Mapping[str, Any]) -> Kind:
     """Return the kind of transformers model that a dataset with the properties `facts` requires.
 
     This is an image or sequence classifier if the dataset has classes, and a language model otherwise.
@@ -259,7 +259,7 @@ def _derive_fields(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict
         names = {number: str(label) for number, label in enumerate(facts["classes"])}
         values |= {"id2label": names, "label2id": {label: number for number, label in names.items()}}
     shape: Sequence[int] = facts.get("shape") or ()
-    if len(shape) == 3 and kind_of(facts) == "ImageClassification":
+    if len(shape) == 3 and get_kind(facts) == "ImageClassification":
         sizes = {"num_channels": shape[0], "image_size": shape[-1]}
         values |= {key: value for key, value in sizes.items() if key in config.to_dict()}
     return values

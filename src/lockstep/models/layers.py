@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 
 
-def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+def compute_layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Return the learning rate factor of each trained parameter.
 
     The factor of the last layer is 1, and the factor of any other layer is `decay` times the factor of the next layer.

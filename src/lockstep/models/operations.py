@@ -24,9 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.core.batch import Batch, Inputs, call, map_tensors
+from lockstep.core.batch import Batch, Inputs, call_model, map_tensors
 from lockstep.device.cached_tensors import drop_new_tensors
-from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
+from lockstep.device.kernels import RNN_DROPOUT, NondeterministicOperation, find_refusal
 from lockstep.device.meta import on_meta
 from lockstep.tasks.base import Build
 
@@ -40,7 +40,7 @@ _LEAF_NODE: Final = "AccumulateGrad"  # name of the autograd node of a parameter
 class Refusal:
     """An operation without a deterministic CUDA kernel. `module` is the path and class of the module that calls it."""
 
-    kernel: Refused
+    kernel: NondeterministicOperation
     module: str
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: LossFunct
     recorder = _Recorder(model, cuda)
     with recorder, torch.set_grad_enabled(model.training):
         with recorder.track_modules():
-            outputs = call(model, inputs)
+            outputs = call_model(model, inputs)
         _run_backward(loss(outputs, batch), recorder)
     dropouts = _find_rnn_dropouts(model) if model.training else ()
     return list(dict.fromkeys([*dropouts, *recorder.refusals]))

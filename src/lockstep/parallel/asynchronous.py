@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.named_sums import add_over_ranks
+from lockstep.comm.named_sums import sum_batches_over_ranks
 from lockstep.comm.rpc import Rpc
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
@@ -42,12 +42,12 @@ from lockstep.errors import TrainingError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layerwise import Norms, whole_norms
+from lockstep.parallel.layerwise import Norms, full_norms
 from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.losses import NamedLoss, total_loss
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
-from lockstep.parallel.optimizer_step import gradient, keep_ratios
+from lockstep.parallel.optimizer_state import NamedParameter, load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_step import gradient, store_lr_ratios
 from lockstep.tasks.base import MicroBatches, Problem
 
 PushAndPull = Callable[[float, list[Tensor]], list[Tensor]]  # pushes a learning rate and gradients, and pulls weights
@@ -64,7 +64,7 @@ class AsynchronousEngine:
         self._server: _Server | None = None
         self._rpc: Rpc | None = None
 
-        def make_push_optimizer(trained: Sequence[Named], _: Norms) -> Optimizer:
+        def make_push_optimizer(trained: Sequence[NamedParameter], _: Norms) -> Optimizer:
             self._server = None if world.rank else _Server(trained, make_optimizer)
             self._push_optimizer = _PushOptimizer(trained, self._exchange)
             return self._push_optimizer
@@ -166,7 +166,7 @@ class AsynchronousEngine:
         losses = {_LOSS: sums.total, **{f"{_LOSS}/{name}": loss.total for name, loss in sums.named.items()}}
         float_sums = {name: tensor for name, tensor in sums.of_task.items() if name not in integer_sums} | losses
         rows = {self._world.rank: float_sums} if self._has_microbatches else {}
-        totals = add_over_ranks(self._world, integer_sums, rows, self._world.size)
+        totals = sum_batches_over_ranks(self._world, integer_sums, rows, self._world.size)
         named = {
             name: NamedLoss(totals.pop(f"{_LOSS}/{name}").to(self._world.device), weight)
             for name, weight in (step.weights or {}).items()
@@ -205,10 +205,10 @@ class AsynchronousEngine:
 class _Server:
     """The shared weights and their optimizer, on rank 0."""
 
-    def __init__(self, trained: Sequence[Named], make_optimizer: MakeOptimizer) -> None:
+    def __init__(self, trained: Sequence[NamedParameter], make_optimizer: MakeOptimizer) -> None:
         self.trained = [(name, nn.Parameter(weight.detach().clone())) for name, weight in trained]
-        self.optimizer = make_optimizer(self.trained, whole_norms)
-        keep_ratios(self.optimizer)
+        self.optimizer = make_optimizer(self.trained, full_norms)
+        store_lr_ratios(self.optimizer)
         self._lock = Lock()  # each remote call runs in a separate thread
 
     def exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
@@ -242,7 +242,7 @@ class _Server:
 class _PushOptimizer(Optimizer):
     """An optimizer whose `step` pushes the gradients to the server and pulls the new weights."""
 
-    def __init__(self, trained: Sequence[Named], exchange: PushAndPull) -> None:
+    def __init__(self, trained: Sequence[NamedParameter], exchange: PushAndPull) -> None:
         self._trained: list[Tensor] = [weight for _, weight in trained]
         self._exchange = exchange
         super().__init__(self._trained, {"lr": 1.0})

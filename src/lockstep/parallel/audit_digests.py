@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from lockstep.core.digest import Digests, TensorDigest, differing_bit
+from lockstep.core.digest import Digests, TensorDigest, find_flipped_bit
 from lockstep.core.shard import NamedTensors, Shard, local_tensor
 
 
@@ -55,7 +55,7 @@ def describe_flipped_bit(
     subject: ComparedResult, names: Sequence[str], first: Mapping[str, str], second: Mapping[str, str]
 ) -> str:
     """Return text such as ", bit 22 of element [5, 120]" if a single tensor differs by one bit, or "" otherwise."""
-    if len(names) != 1 or not (bit := differing_bit(first.get(names[0], "0"), second.get(names[0], "0"))):
+    if len(names) != 1 or not (bit := find_flipped_bit(first.get(names[0], "0"), second.get(names[0], "0"))):
         return ""
     return f", {bit}{' of its rows' if subject.rows else ''}"
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
+from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, group_by_peer
 from lockstep.comm.world import World
 from lockstep.common.patterns import list_some
 from lockstep.core.audit_schedule import AuditSchedule
@@ -51,7 +51,7 @@ Opinions = dict[
 
 
 @dataclass(eq=False)
-class Part:
+class Computation:
     """The next computation of a rank: the micro-batches of a step or, if `beside` is set, one extra micro-batch.
 
     Run the extra micro-batch with `Auditable.repeat`. After you have run a step, set `sums`.
@@ -126,7 +126,7 @@ class Audit:
 
     def parts(
         self, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch], microbatches: MicroBatches, step: Step
-    ) -> Iterator[Part]:
+    ) -> Iterator[Computation]:
         """Yield the computations of an audited step. All ranks must run each computation before the next iteration.
 
         The first of `microbatches` is the micro-batch that this rank recomputes. `fetch` returns any other micro-batch.
@@ -149,11 +149,11 @@ class Audit:
 
     def _compute(
         self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own_microbatches: MicroBatches
-    ) -> Generator[Part, None, Findings]:
+    ) -> Generator[Computation, None, Findings]:
         """Run a step, and return the digests of the results that other ranks also have, in time order."""
         findings = [(yield from self._recompute_microbatch(repeated))]
         target, notes = schedule.target(self._world.rank, step), DigestNotes(self._digests)
-        part = Part(
+        part = Computation(
             [
                 replace(microbatch, note=notes.note) if microbatch.index == target else microbatch
                 for microbatch in own_microbatches
@@ -174,7 +174,7 @@ class Audit:
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
         """Raise CorruptionError on all ranks if a message differs between its sender and its receiver."""
         digests = [
-            {peer: short_hash(entries) for peer, entries in by_peer(messages, direction).items()}
+            {peer: short_hash(entries) for peer, entries in group_by_peer(messages, direction).items()}
             for direction in (SENT, RECEIVED)
         ]
         links = [[*map(list, digest_by_peer.items())] for digest_by_peer in digests]
@@ -185,9 +185,9 @@ class Audit:
 
     def _recompute_microbatch(
         self, microbatch: MicroBatch
-    ) -> Generator[Part, None, tuple[ComparedResult, dict[str, str]]]:
+    ) -> Generator[Computation, None, tuple[ComparedResult, dict[str, str]]]:
         notes = DigestNotes(self._digests)
-        yield Part([replace(microbatch, note=notes.note)], beside=True)
+        yield Computation([replace(microbatch, note=notes.note)], beside=True)
         return _microbatch_result(microbatch.index), notes.values()
 
     def _find_disputes(self, findings: Findings) -> Opinions:

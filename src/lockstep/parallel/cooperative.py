@@ -78,7 +78,7 @@ class _Continue(NamedTuple):
 
 
 @final
-class Cooperative:
+class CooperativeScheduler:
     """Runs functions interleaved. A function can call `exchange`, and draws random numbers from `generators`."""
 
     def __init__(self, generators: Sequence[Generator]) -> None:

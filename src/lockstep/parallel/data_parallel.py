@@ -39,7 +39,7 @@ from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.own_code import UserCode
 from lockstep.core import random
-from lockstep.core.batch import Inputs, call
+from lockstep.core.batch import Inputs, call_model
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor
@@ -49,7 +49,7 @@ from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.context.sequence_chunks import make_work_units
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.ema import evaluation_mode, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
@@ -112,7 +112,7 @@ class DataParallelEngine:
             recompute(self._model, numerics.recompute)
         chunks = numerics.recipe.model.sequence_chunks
         canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
-        self._cooperative = Cooperative(world.generators())
+        self._cooperative = CooperativeScheduler(world.generators())
         self._work_units = make_units(problem, self._model, chunks, world, mesh, self._cooperative)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
@@ -344,7 +344,7 @@ class DataParallelEngine:
     def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
         inputs = self._numerics.prepare_inputs(self._work_units.inputs(microbatch))
         with self._model_code, self._work_units.forward_context():
-            outputs = call(self._model, inputs)
+            outputs = call_model(self._model, inputs)
         prepared = self._numerics.prepare_outputs(outputs)
         loss = wrap_losses(self._problem.task.loss(prepared, microbatch.batch), step)
         if observed.enabled and self._first and not microbatch.dummy:
@@ -429,7 +429,7 @@ class DataParallelEngine:
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code:
-            outputs = call(self._model, self._numerics.prepare_inputs(self._work_units.evaluation_inputs(inputs)))
+            outputs = call_model(self._model, self._numerics.prepare_inputs(self._work_units.evaluation_inputs(inputs)))
         return self._numerics.prepare_outputs(outputs)
 
 

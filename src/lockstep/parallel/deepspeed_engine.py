@@ -32,10 +32,10 @@ from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.own_code import UserCode
 from lockstep.core import random
-from lockstep.core.batch import Inputs, call
+from lockstep.core.batch import Inputs, call_model
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor, piece, slice_of
+from lockstep.core.shard import MaybeSharded, Shard, local_tensor, make_shard, select_rows
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UsageError
@@ -45,12 +45,12 @@ from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.ema import evaluation_mode, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layerwise import full_norms
 from lockstep.parallel.layouts.base import load_local_parts, trainable_parameters
 from lockstep.parallel.losses import Losses, loss_values, name_totals, total_loss, wrap_losses
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import GROUP, get_group_numbers
-from lockstep.parallel.optimizer_step import keep_ratios
+from lockstep.parallel.optimizer_step import store_lr_ratios
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
@@ -93,8 +93,8 @@ class DeepSpeedEngine:
         self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.guarded else nullcontext
         self._state_tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._trained = trainable_parameters(model)
-        optimizer = make_optimizer(self._trained, whole_norms)
-        keep_ratios(optimizer)
+        optimizer = make_optimizer(self._trained, full_norms)
+        store_lr_ratios(optimizer)
         stage: int = configuration["zero_optimization"]["stage"]
         self._library = init_deepspeed(world)
         with translate_deepspeed_errors():
@@ -226,7 +226,7 @@ class DeepSpeedEngine:
             inputs = self._numerics.prepare_inputs(self._task.inputs(microbatch.batch))
             with self._autocast:
                 with self._model_code, translate_deepspeed_errors():
-                    outputs = call(self._engine, inputs)
+                    outputs = call_model(self._engine, inputs)
                 loss = wrap_losses(self._task.loss(outputs, microbatch.batch), step)
         if observed.enabled and not microbatch.dummy:
             with torch.no_grad():
@@ -262,7 +262,7 @@ class DeepSpeedEngine:
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code, translate_deepspeed_errors():
-            return call(self._engine, self._numerics.prepare_inputs(inputs))
+            return call_model(self._engine, self._numerics.prepare_inputs(inputs))
 
     def _get_model_state(self) -> dict[str, MaybeSharded]:
         """Return the model state. Trained parameters are the fp32 tensors of DeepSpeed's optimizer."""
@@ -276,7 +276,7 @@ class DeepSpeedEngine:
             parameter: Any = tensor
             first = self._world.rank * len(parameter.ds_tensor)
             length = max(0, min(len(parameter.ds_tensor), parameter.ds_numel - first))
-            return piece(parameter.ds_tensor.detach()[:length], first if length else 0, parameter.ds_shape)
+            return make_shard(parameter.ds_tensor.detach()[:length], first if length else 0, parameter.ds_shape)
         return tensor.detach()
 
     def _publish(self) -> None:
@@ -333,7 +333,7 @@ def _copy_slot(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPi
         return
     flat = slots.setdefault(slot, torch.zeros_like(flat_piece.flat, dtype=tensor.dtype, requires_grad=False))
     shard = flat_piece.get_shard(flat)
-    shard.tensor.copy_(slice_of(tensor, shard))
+    shard.tensor.copy_(select_rows(tensor, shard))
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,7 +353,7 @@ class FlatPiece:
     def get_shard(self, flat: Tensor) -> Shard:
         """Return this piece as a shard of the parameter, taken from a flat tensor with the same layout."""
         rows = flat.detach()[self.offset : self.offset + self.length]
-        return piece(rows, self.first if self.length else 0, self.shape)
+        return make_shard(rows, self.first if self.length else 0, self.shape)
 
 
 def find_flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:

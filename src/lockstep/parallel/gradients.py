@@ -34,7 +34,7 @@ from lockstep.comm.canonical import Sum
 from lockstep.comm.stream import CommStream
 from lockstep.common.own_code import refusal
 from lockstep.core.tree import Counter, LeafBlock, total
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.tasks.base import MicroBatch, MicroBatches, TensorRecorder
 
 GradientList = list[Tensor]
@@ -61,7 +61,7 @@ class Gradients:
 
     def __init__(
         self,
-        trained: Sequence[Named],
+        trained: Sequence[NamedParameter],
         canonical: Sum,
         stream: CommStream,
         single_process: bool,

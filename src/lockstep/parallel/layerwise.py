@@ -18,7 +18,7 @@ from lockstep.core.norm import norm_of_rows, row_norms
 Norms = Callable[[Mapping[Tensor, Tensor]], Tensor]
 
 
-def whole_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
+def full_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
     """Return the L2 norms of unsharded tensors: float64 of shape [len(tensors)]."""
     return torch.stack([norm_of_rows(tensor) for tensor in row_norms([*tensors.values()])])
 
@@ -44,7 +44,7 @@ class Lars(Optimizer):
         eps: float = 1e-8,
         trust_clip: bool = False,
         always_adapt: bool = False,
-        norms: Norms = whole_norms,
+        norms: Norms = full_norms,
     ) -> None:
         options = _collect_options(locals())
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -106,7 +106,7 @@ class Lamb(Optimizer):
         grad_averaging: bool = True,
         trust_clip: bool = False,
         always_adapt: bool = False,
-        norms: Norms = whole_norms,
+        norms: Norms = full_norms,
     ) -> None:
         options = _collect_options(locals())
         if not all(0.0 <= beta < 1.0 for beta in betas):

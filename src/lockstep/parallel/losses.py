@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lockstep.core.order import Step
-from lockstep.core.several_losses import Loss, check_alike
+from lockstep.core.several_losses import Loss, check_same_names
 
 
 class NamedLoss(NamedTuple):
@@ -85,7 +85,7 @@ def wrap_losses(loss: Loss, step: Step) -> Tensor | Losses:
     """
     if isinstance(loss, Tensor) and step.weights is None:
         return loss
-    check_alike(loss, step.weight if step.weights is None else step.weights)
+    check_same_names(loss, step.weight if step.weights is None else step.weights)
     assert isinstance(loss, Mapping)
     assert step.weights is not None
     return Losses([Root(loss[name], 1, weight) for name, weight in step.weights.items()])

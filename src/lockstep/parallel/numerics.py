@@ -15,12 +15,12 @@ from lockstep.core.shard import Chunked
 from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.random_relu import forbid_rrelu_with_hooks
 from lockstep.parallel.weights import convert_parameters, widen_batchnorm
 
 # Arguments: the trained tensors of this rank, and the function that computes the norms of full tensors.
-MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
+MakeOptimizer = Callable[[Sequence[NamedParameter], Norms], Optimizer]
 
 
 @dataclass(frozen=True)

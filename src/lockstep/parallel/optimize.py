@@ -15,8 +15,8 @@ from lockstep.common.names import choices, suggestion
 from lockstep.common.own_code import UserCode
 from lockstep.errors import UsageError, error_as
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.layerwise import Lamb, Lars, Norms, full_norms
+from lockstep.parallel.optimizer_state import NamedParameter
 
 Factory = Callable[..., Optimizer]
 Settings = Callable[[str], Mapping[str, Any]]  # maps the name of a parameter to its options
@@ -28,7 +28,7 @@ _NON_OPTIONS: Final = ("params", "lr", "norms")  # constructor arguments that ar
 
 
 def make_optimizer(
-    parameters: Iterable[Named],
+    parameters: Iterable[NamedParameter],
     *,
     name: str,
     lr: float,
@@ -37,7 +37,7 @@ def make_optimizer(
     weight_decay: float | None = None,
     decay_bias_and_norm: bool = True,
     options: Mapping[str, Any] | None = None,
-    norms: Norms = whole_norms,
+    norms: Norms = full_norms,
     settings: Settings | None = None,
 ) -> Optimizer:
     """Create the optimizer `name` for the parameters that require a gradient. Its groups contain parameter names.
@@ -182,7 +182,7 @@ def _check_options(
 
 
 def _make_groups(
-    name: str, parameters: Iterable[Named], decay_bias_and_norm: bool, settings: Settings
+    name: str, parameters: Iterable[NamedParameter], decay_bias_and_norm: bool, settings: Settings
 ) -> list[dict[str, Any]]:
     """Return one parameter group for each distinct set of options. Groups without weight decay come last."""
     trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]

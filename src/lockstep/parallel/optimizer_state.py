@@ -8,12 +8,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-Named = tuple[str, Parameter]
+NamedParameter = tuple[str, Parameter]
 
 GROUP: Final = "group "  # can't collide with a parameter name, because parameter names contain no spaces
 
 
-def optimizer_state(parameters: Sequence[Named], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_state(
+    parameters: Sequence[NamedParameter], optimizer: Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of an optimizer: the tensors by name, and all other values in JSON-serializable form.
 
     `parameters` contains the tensors that the optimizer updates. A slot is an entry in the state of a parameter, such
@@ -44,7 +46,10 @@ def get_group_numbers(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def load_optimizer_state(
-    parameters: Sequence[Named], optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
+    parameters: Sequence[NamedParameter],
+    optimizer: Optimizer,
+    tensors: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
 ) -> None:
     """Load the tensors and scalars that `optimizer_state` returned."""
     state_dict = optimizer.state_dict()
@@ -82,7 +87,7 @@ def _match_memory_format(value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def _names_by_index(parameters: Sequence[Named], optimizer: Optimizer) -> dict[int, str]:
+def _names_by_index(parameters: Sequence[NamedParameter], optimizer: Optimizer) -> dict[int, str]:
     by_parameter = {parameter: name for name, parameter in parameters}
     optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {number: by_parameter[parameter] for number, parameter in enumerate(optimized)}

@@ -36,7 +36,7 @@ class Updates:
         unowned: Sequence[Tensor] = (),
     ) -> None:
         self.optimizer = make_optimizer(layout.trained, layout.norms.of_tensors)
-        keep_ratios(self.optimizer)
+        store_lr_ratios(self.optimizer)
         self._layout = layout
         self._unowned = unowned
         self._trained = [tensor for _, tensor in layout.trained]
@@ -133,7 +133,7 @@ class Updates:
         return [gradient(tensor) for tensor in self._trained]
 
 
-def keep_ratios(optimizer: Optimizer) -> None:
+def store_lr_ratios(optimizer: Optimizer) -> None:
     """Store the ratio of each group's learning rate to the optimizer's default in the group, like timm. Omits 1.0.
 
     If the default learning rate is 0, e.g. because a schedule sets it, the learning rates of the groups are ignored.

@@ -20,9 +20,9 @@ from lockstep.common.own_code import UserCode, convert_user_error
 from lockstep.errors import UsageError
 from lockstep.parallel.narrow_steps import PositionIndependentMode
 from lockstep.parallel.optimize import CONTRACT, OWN_OPTIMIZERS
-from lockstep.parallel.optimizer_state import Named, get_group_numbers, load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_state import NamedParameter, get_group_numbers, load_optimizer_state, optimizer_state
 
-MakeTrialOptimizer = Callable[[Iterable[Named]], Optimizer]
+MakeTrialOptimizer = Callable[[Iterable[NamedParameter]], Optimizer]
 
 # Tensor shapes for the sharding trials. The sizes of most tensors and parts aren't multiples of a CPU vector register.
 # Some tensors are large enough for optimizers that factor their state.
@@ -133,7 +133,7 @@ def check_flat(make: MakeTrialOptimizer, strategy: str) -> None:
         )
 
 
-def check_stored(make: MakeTrialOptimizer, dtype: torch.dtype) -> None:
+def check_stored_dtype(make: MakeTrialOptimizer, dtype: torch.dtype) -> None:
     """Raise UsageError if a step with weights and state in `dtype` isn't finite, or is too large.
 
     The trial uses gradients from 1 down to 0. Each step must be finite, and at most twice as large as the largest step
@@ -158,7 +158,7 @@ def check_stored(make: MakeTrialOptimizer, dtype: torch.dtype) -> None:
         )
 
 
-def check_own(path: str, make: MakeTrialOptimizer) -> None:
+def check_custom_optimizer(path: str, make: MakeTrialOptimizer) -> None:
     """Raise UsageError for a custom optimizer that breaks the contract.
 
     This includes an optimizer that raises an error, ignores the learning rate, is random, or has state that isn't in

@@ -35,7 +35,7 @@ from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor
 from lockstep.core.tree import LeafBlock
 from lockstep.parallel.gradients import Gradients, unflatten
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.weights import Weights
 
 # The state of a parameter is saved as <parameter>/error, with one error per rank, and <parameter>/factor.
@@ -85,7 +85,9 @@ class PowerSgd:
     `rank` is the place of this rank among these ranks. `seed` is the seed of the initial factors.
     """
 
-    def __init__(self, trained: Sequence[Named], across: CanonicalSum, rank: DataRank, columns: int, seed: int) -> None:
+    def __init__(
+        self, trained: Sequence[NamedParameter], across: CanonicalSum, rank: DataRank, columns: int, seed: int
+    ) -> None:
         self._numbers = {parameter: number for number, (_, parameter) in enumerate(trained)}
         self._trained = trained
         self._across = across

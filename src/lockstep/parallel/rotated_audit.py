@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final, NamedTuple, final
 
-from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
+from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, group_by_peer
 from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
-from lockstep.core.digest import differing_bit
+from lockstep.core.digest import find_flipped_bit
 from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import CorruptionError
@@ -142,7 +142,7 @@ class RotatedAudit:
             places = {run.place: run for run in concurrent_runs}
             logs = [places[place].messages for place in range(len(reports))]
             if link := find_changed_link(
-                *([by_peer(messages, direction) for messages in logs] for direction in (SENT, RECEIVED))
+                *([group_by_peer(messages, direction) for messages in logs] for direction in (SENT, RECEIVED))
             ):
                 sender, receiver = (places[place].rank for place in link)
                 return make_link_error(step, sender, receiver, reports)
@@ -185,5 +185,5 @@ def _find_conflicts(records: Iterable[RecordedStep]) -> Iterator[tuple[int, int,
                     first.rank,
                     second.rank,
                     first_name,
-                    differing_bit(first.messages[first_name], second.messages[first_name]),
+                    find_flipped_bit(first.messages[first_name], second.messages[first_name]),
                 )

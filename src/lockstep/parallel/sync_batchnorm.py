@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.core.tree import Counter
 from lockstep.errors import UsageError
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 
 _aten = torch.ops.aten
 
@@ -91,7 +91,7 @@ class _LayerInputs(NamedTuple):
     bias: Tensor
 
 
-def synchronize(model: nn.Module, cooperative: Cooperative, sums: StepSums) -> None:
+def synchronize(model: nn.Module, cooperative: CooperativeScheduler, sums: StepSums) -> None:
     """Make all BatchNorm layers in training mode normalize over a full step.
 
     Works for all subclasses of torch's BatchNorm that call F.batch_norm.
@@ -147,7 +147,7 @@ class _BatchNormMode(TorchFunctionMode):
 def _normalize(
     label: str,
     number: int,
-    cooperative: Cooperative,
+    cooperative: CooperativeScheduler,
     sums: StepSums,
     input: Tensor,
     running_mean: Tensor | None,

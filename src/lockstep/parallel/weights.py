@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.core.shard import MaybeSharded
 from lockstep.parallel.gradients import wide_gradient
 from lockstep.parallel.layouts.base import REPLICATED_NORMS, Norms
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 
 
 @final
@@ -42,7 +42,7 @@ class Weights:
         return self._copies.get(copy, copy)
 
     @cached_property
-    def trained(self) -> list[Named]:
+    def trained(self) -> list[NamedParameter]:
         """The weights that require a gradient, in model order. A shared weight appears under its first name."""
         return [(name, self.weight_of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
 

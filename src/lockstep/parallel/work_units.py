@@ -9,7 +9,7 @@ from torch import nn
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class WorkUnits(Protocol):
 
 # Creates the work units of a rank. Arguments: the problem, the model, the number of chunks per sequence, the world, the
 # mesh, and the Cooperative that interleaves the forward passes.
-MakeWorkUnits = Callable[[Problem, nn.Module, int, World, Mesh, Cooperative], WorkUnits]
+MakeWorkUnits = Callable[[Problem, nn.Module, int, World, Mesh, CooperativeScheduler], WorkUnits]
 
 
 @final

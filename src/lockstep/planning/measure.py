@@ -27,12 +27,12 @@ from lockstep.run.rank import Rank
 from lockstep.run.session import open_recipe_rank
 from lockstep.setup.build import Setup
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import PreparedRun, open_unplaced
+from lockstep.setup.prepare import PreparedRun, open_recipe_without_placement
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.training.digests import StepDigests
-from lockstep.training.loop import take_step
+from lockstep.training.loop import run_training_step
 from lockstep.training.progress import Progress
-from lockstep.training.turn import Turn
+from lockstep.training.turn import TrainingStep
 
 TIMED_STEPS: Final = 5  # number of timed steps; the step time is their median
 # Steps for measuring the peak memory, which is the highest peak of these steps. In a real run, communication takes a
@@ -122,7 +122,7 @@ def run_save(resolved: ResolvedConfig, folder: Path, setup: Setup | None, rendez
 
 def _prepare(resolved: ResolvedConfig, setup: Setup | None) -> PreparedRun:
     """Return the prepared recipe. If `setup` is None, as in a spawned process, the recipe is opened here."""
-    return PreparedRun(resolved, setup or open_unplaced(resolved.loaded))
+    return PreparedRun(resolved, setup or open_recipe_without_placement(resolved.loaded))
 
 
 def _start_engine(prepared: PreparedRun, world: World) -> tuple[Engine, Callable[..., None]]:
@@ -131,7 +131,7 @@ def _start_engine(prepared: PreparedRun, world: World) -> tuple[Engine, Callable
     step, microbatches = next(iter(loader.training(0)))
 
     def run_step(digests: StepDigests | None = None) -> None:
-        take_step(engine, prepared.recipe, Turn(step, microbatches, Progress(), digests), lr=0.0)
+        run_training_step(engine, prepared.recipe, TrainingStep(step, microbatches, Progress(), digests), lr=0.0)
 
     return engine, run_step
 

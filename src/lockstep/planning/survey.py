@@ -16,7 +16,7 @@ from lockstep.config.document import parse
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement, StrategyConfig
 from lockstep.config.run import PredictedConfig
-from lockstep.config.write import flow
+from lockstep.config.write import format_flow
 from lockstep.device import host
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.planning.costs import Costs
@@ -25,7 +25,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run.start import import_for_all, run_in_workers
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import check_cut
-from lockstep.setup.prepare import check, open_unplaced
+from lockstep.setup.prepare import check_config, open_recipe_without_placement
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.strategy import find_strategy
 from lockstep.strategies import ON_ONE_PROCESS, names
@@ -108,7 +108,7 @@ def open_for_survey(loaded: Loaded) -> Setup:
     Raises UsageError if the recipe is invalid.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
-    setup = open_unplaced(loaded)
+    setup = open_recipe_without_placement(loaded)
     import_for_all()
     return setup
 
@@ -161,12 +161,12 @@ def _check_and_measure(
 ) -> PlacementEstimate:
     """Check and measure a placement. If the checks fail, the estimate contains the reason."""
     options = strategy.model_dump(exclude={"name"}, exclude_unset=True)
-    name = flow({"name": strategy.name, **options}) if options else strategy.name
+    name = format_flow({"name": strategy.name, **options}) if options else strategy.name
     overrides = f"{shlex.quote(f'placement.strategy={name}')} placement.processes={processes}"
     row = PlacementEstimate(name, processes, overrides)
     try:
-        check(with_strategy(loaded, strategy, processes), processes)
-        resolved = check(with_placement(loaded, strategy, processes), processes)
+        check_config(with_strategy(loaded, strategy, processes), processes)
+        resolved = check_config(with_placement(loaded, strategy, processes), processes)
         check_cut(resolved, setup)
     except UsageError as error:
         return replace(row, reason=str(error))
@@ -246,7 +246,7 @@ def measure_save_time(loaded: Loaded, setup: Setup) -> float:
     This only runs a single process, because any number of processes writes the same files. Raises UsageError if the
     measurement fails.
     """
-    resolved = check(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
+    resolved = check_config(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
     folder = Path(resolved.run.dir or ".").absolute()
     disk = next(candidate for candidate in (folder, *folder.parents) if candidate.is_dir())
     results, reason = _run_and_read(partial(run_save, resolved), setup, resolved, 1, disk)

@@ -29,7 +29,7 @@ from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
 from lockstep.probe.findings import NOT_DETERMINISTIC, findings
 from lockstep.probe.probe import run_quick_probe
-from lockstep.ranks.signals import stopping
+from lockstep.ranks.signals import get_stop_signals
 from lockstep.reporting.verification import CodeFinding
 from lockstep.setup.build import Setup
 from lockstep.setup.user_code import import_paths
@@ -122,7 +122,7 @@ def _unchecked_finding(reason: str) -> CodeFinding:
 def _run_check(setup: Setup, sender: Connection) -> None:
     """Run the check in a forked process."""
     die_with_parent()
-    for number in stopping():  # signals are sent to the process group, and the run handles the signals
+    for number in get_stop_signals():  # signals are sent to the process group, and the run handles the signals
         signal.signal(number, signal.SIG_IGN)
     _silence_output()
     _reopen_files()

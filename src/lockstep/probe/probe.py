@@ -23,7 +23,7 @@ from lockstep.common.importing import import_object
 from lockstep.common.own_code import source_line as place_of_error
 from lockstep.common.rank import ALONE
 from lockstep.core import random
-from lockstep.core.batch import call, leaves_with_paths, map_tensors, tensors_of
+from lockstep.core.batch import call_model, leaves_with_paths, map_tensors, tensors_of
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
@@ -45,7 +45,7 @@ from lockstep.reporting.verification import CodeFinding
 from lockstep.setup import user_code
 from lockstep.setup.build import Setup
 from lockstep.tasks.base import MicroBatch
-from lockstep.training.checkpoint.tensorfile import digest
+from lockstep.training.checkpoint.tensorfile import digest_tensors
 
 _SAMPLES: Final = 8  # number of samples to fetch twice from each split
 _QUICK_SAMPLES: Final = 4  # number of samples in a quick check, per split and per micro-batch
@@ -75,7 +75,7 @@ def run_probe(setup: Setup, device: torch.device) -> ProbeResult:
     build = traits.wrap_builder(setup.problem.build_model)
     settings = _ProbeSettings(build, _first_microbatches(setup, device), setup.recipe.precision, backward=True)
     result = _run_probe(setup, device, settings, samples)
-    modules = user_code.own_modules(user_code.import_paths(setup.recipe).values())
+    modules = user_code.get_user_modules(user_code.import_paths(setup.recipe).values())
     return replace(result, traits=traits.describe(modules.items()))
 
 
@@ -129,7 +129,7 @@ def check_loop_dataset(split: Split, fetch_method: object) -> list[CodeFinding]:
     except TrainingError:  # an unreadable file, which training reports when it reads the item
         return []
     return findings(
-        ProbeResult(random_samples=changing_samples, source_lines={"data": user_code.place_of(fetch_method)})
+        ProbeResult(random_samples=changing_samples, source_lines={"data": user_code.source_line(fetch_method)})
     )
 
 
@@ -192,7 +192,7 @@ class _Probe:
         self._settings = settings
         recipe = setup.recipe.model_copy(update={"precision": settings.precision})
         self._numerics = Numerics(recipe, guarded=False)
-        self._modules = user_code.own_modules(user_code.import_paths(setup.recipe).values())
+        self._modules = user_code.get_user_modules(user_code.import_paths(setup.recipe).values())
 
     def run(self, samples: Sequence[RandomSample]) -> ProbeResult:
         """Run the micro-batches and return the observations."""
@@ -237,7 +237,7 @@ class _Probe:
         source_lines = {name: globals_after.source_line(name) for name in variables}
         user_kinds = [kind for kind in kinds if kind.__module__ in self._modules]
         if len(user_kinds) == 1:  # the line of the class is more precise than the function that builds the model
-            source_lines["model"] = user_code.place_of(user_kinds[0])
+            source_lines["model"] = user_code.source_line(user_kinds[0])
         rank_difference = "" if repeated else _first_difference(first_result, other_rank_result)
         locations: dict[str, str] = {}
         reads = (
@@ -274,7 +274,7 @@ class _Probe:
         model = self._build_model()
         before = digest_weights(model)
         self._run_microbatch(model, self._settings.microbatches[0])
-        return [name for name, digest in digest_weights(model).items() if digest != before[name]]
+        return [name for name, digest_tensors in digest_weights(model).items() if digest_tensors != before[name]]
 
     def _check_evaluation(self) -> tuple[str, dict[str, str]]:
         """Evaluate a batch with and without a previous batch. If the outputs differ, return `outputs` and the causes.
@@ -297,7 +297,7 @@ class _Probe:
         model.eval()
         torch.manual_seed(self._setup.recipe.seed)
         with autocast(self._settings.precision, self._world.device):
-            return [digest(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
+            return [digest_tensors(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
 
     def _build_model(self) -> nn.Module:
         """Build a new copy of the model. This also seeds the random number generators of Python and NumPy."""
@@ -311,10 +311,10 @@ class _Probe:
         model.zero_grad(set_to_none=True)
         loss = sum_of_losses(self._setup.task.loss(self._forward(model, microbatch), microbatch.batch))
         if not self._settings.backward:
-            return {"": digest([loss])}
+            return {"": digest_tensors([loss])}
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {"": digest([loss])} | {name: digest([gradient]) for name, gradient in gradients.items()}
+        return {"": digest_tensors([loss])} | {name: digest_tensors([gradient]) for name, gradient in gradients.items()}
 
     def _forward(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         self._world.seed(random.key(random.FORWARD, self._setup.recipe.seed, 0, microbatch.index))
@@ -324,7 +324,7 @@ class _Probe:
     def _call_model(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         # Clone the inputs, because a model may change them in place.
         inputs = map_tensors(Tensor.clone, self._setup.task.inputs(microbatch.batch))
-        return self._numerics.prepare_outputs(call(model, self._numerics.prepare_inputs(inputs)))
+        return self._numerics.prepare_outputs(call_model(model, self._numerics.prepare_inputs(inputs)))
 
     @torch.no_grad()
     def _compare_losses(self, model: nn.Module, microbatch: MicroBatch) -> LossComparison:
@@ -352,12 +352,12 @@ def _source_lines(setup: Setup) -> dict[str, str]:
     """Return the source lines of the user's model, loss and dataset, and of the code that fetches samples, by key."""
     recipe = setup.recipe
     paths = user_code.import_paths(recipe)
-    locations = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
+    locations = {part: user_code.source_line(import_object(path, part)) for part, path in paths.items()}
     if "data" in paths:
         parts = {"training": setup.data.train, "validation": setup.data.validation}
         splits = {part: split for part, split in parts.items() if split is not None}
         locations |= {
-            part: user_code.place_of(_fetch_function(split)) or locations["data"] for part, split in splits.items()
+            part: user_code.source_line(_fetch_function(split)) or locations["data"] for part, split in splits.items()
         }
     return {part: location for part, location in locations.items() if location}
 
@@ -390,11 +390,11 @@ def _sample_digests(split: Split, indices: Sequence[int], draw: int | None) -> l
     digests = []
     for index in indices:
         leaves = leaves_with_paths(split.fetch(np.array([index]), draw))
-        digests.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
+        digests.append({path: digest_tensors([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
         if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the random number generators for each item
             # If a dataset caches an augmented item, the values of the item stay the same, but fetching the item again
             # uses no random numbers.
-            digests[-1][_RANDOM_CALLS] = str([*get_rng_states().values(), digest([torch.get_rng_state()])])
+            digests[-1][_RANDOM_CALLS] = str([*get_rng_states().values(), digest_tensors([torch.get_rng_state()])])
     return digests
 
 

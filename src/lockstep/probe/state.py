@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.probe.witness import NUMPY, PYTHON
 from lockstep.setup import user_code
-from lockstep.training.checkpoint.tensorfile import digest
+from lockstep.training.checkpoint.tensorfile import digest_tensors
 
 CACHE: Final = "cache of"  # prefix of the string that represents a function with functools.lru_cache
 SPECTRAL_NORM: Final = "spectral_norm"  # used instead of the class name for a module with torch's spectral_norm
@@ -46,7 +46,7 @@ class ModelState:
                 kind = SPECTRAL_NORM if is_spectral_norm(module) else type(module).__name__
                 for name, buffer in module.named_buffers(recurse=False):
                     self.kinds[prefix + name] = kind
-                    (self.norms if norm else self.buffers)[prefix + name] = digest([buffer])
+                    (self.norms if norm else self.buffers)[prefix + name] = digest_tensors([buffer])
             for name, value in _custom_attributes(module):
                 self.attributes[prefix + name] = _format_value(value, _MAX_DEPTH)
 
@@ -120,7 +120,7 @@ def _module_variables(name: str, module: ModuleType) -> Iterator[_Variable]:
         if isinstance(value, type):
             yield from _class_attributes(value)
         elif isinstance(value, FunctionType | _lru_cache_wrapper):
-            yield _Variable(f"{name}.{variable}", value, partial(user_code.place_of, value))
+            yield _Variable(f"{name}.{variable}", value, partial(user_code.source_line, value))
         else:
             yield _Variable(f"{name}.{variable}", value, partial(user_code.place_of_variable, module, variable))
 
@@ -140,7 +140,7 @@ def get_rng_states() -> dict[str, str]:
 
 def digest_weights(model: nn.Module) -> dict[str, str]:
     """Return a digest of each parameter of a model."""
-    return {name: digest([parameter]) for name, parameter in model.named_parameters()}
+    return {name: digest_tensors([parameter]) for name, parameter in model.named_parameters()}
 
 
 def is_spectral_norm(module: nn.Module) -> bool:
@@ -218,7 +218,7 @@ def _format_value(value: Any, depth: int) -> str:
     if isinstance(value, bool | int | float | complex | str | bytes | count | None):
         return repr(value)
     if isinstance(value, Generator):
-        return f"generator {digest([value.get_state()])}"
+        return f"generator {digest_tensors([value.get_state()])}"
     if isinstance(value, np.random.Generator):
         return f"generator {value.bit_generator.state}"
     if isinstance(value, np.random.RandomState):
@@ -243,7 +243,7 @@ def _format_value(value: Any, depth: int) -> str:
 def _digest(tensor: Tensor) -> str:
     if tensor.is_meta or tensor.numel() * tensor.element_size() > _MAX_TENSOR_BYTES:
         return str(tuple(tensor.shape))
-    return digest([tensor])
+    return digest_tensors([tensor])
 
 
 def _length_suffix(container: Any) -> str:

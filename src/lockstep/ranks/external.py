@@ -10,7 +10,7 @@ from typing import NoReturn
 from lockstep.comm.peer_errors import find_peer_error
 from lockstep.common.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
-from lockstep.ranks.failure import Failure, failure_of
+from lockstep.ranks.failure import Failure, make_failure
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.member import end_process, run_as_member, run_with_timeout
 from lockstep.ranks.rendezvous import Rendezvous
@@ -19,7 +19,7 @@ from lockstep.ranks.timing import TIMING, Timing
 
 
 @contextmanager
-def membership(
+def join_job(
     info: RankInfo, address: str, timeout_s: float, lost_after_s: float, timing: Timing = TIMING
 ) -> Iterator[Rendezvous]:
     """Join the other ranks, and send heartbeats while the `with` block runs.
@@ -38,12 +38,12 @@ def membership(
                     raise
                 # If no rank reported a cause, for example because a link between two other hosts went down, the lost
                 # peer is reported as the failure.
-                unexplained = replace(failure_of(error, rendezvous.info, rendezvous.rank_log), secondary=False)
+                unexplained = replace(make_failure(error, rendezvous.info, rendezvous.rank_log), secondary=False)
                 rendezvous.end(heartbeat.find_cause() or unexplained)
         rendezvous.leave()
 
 
-def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
+def exit_before_join(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
     """End this rank because of an error that was found before the ranks joined.
 
     If the other ranks join soon, the error is reported to these ranks. If all ranks found the same error, it is printed
@@ -55,10 +55,10 @@ def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
         rendezvous.join(address)
     except (LockstepError, RuntimeError):
         rendezvous.store = None  # there is no other rank to report to
-    rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
+    rendezvous.end(make_failure(error, rendezvous.info, rendezvous.rank_log))
 
 
-def alone() -> Rendezvous:
+def single_process_rendezvous() -> Rendezvous:
     """Return the rendezvous for a run with a single process."""
     return Rendezvous(ALONE, 0.0, _end)
 

@@ -93,7 +93,7 @@ def parse_failure(value: Any) -> Failure:
     return failure
 
 
-def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
+def make_failure(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
     """Convert an exception to a Failure.
 
     If a process was lost or too many files were open, the traceback is only written to the log.

@@ -32,7 +32,7 @@ from lockstep.ranks.failure import Failure, from_json
 from lockstep.ranks.member import end_process, run_as_member
 from lockstep.ranks.rank_log import ignore_terminal_errors, log_name
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.signals import stopping
+from lockstep.ranks.signals import get_stop_signals
 from lockstep.ranks.timing import TIMING, Timing
 
 Worker = Callable[[Rendezvous], int]  # returns the exit code
@@ -255,7 +255,7 @@ def _run_worker(
     # The terminal sends Ctrl-C to all processes in its process group. In a separate process group, a worker receives
     # the signal only once, from the agent.
     os.setpgid(0, 0)
-    for number in stopping():  # a forked process inherits the handlers of the agent
+    for number in get_stop_signals():  # a forked process inherits the handlers of the agent
         signal.signal(number, signal.SIG_DFL)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # for user code
     os.environ.update({name: str(number) for name, number in numbers.items()})
@@ -329,7 +329,7 @@ def _relay_signals(workers: _Workers) -> Iterator[list[int]]:
         if kills:
             os._exit(EXIT_INTERRUPTED)
 
-    previous = {number: signal.signal(number, relay) for number in stopping()}
+    previous = {number: signal.signal(number, relay) for number in get_stop_signals()}
     try:
         yield received
     finally:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
-from lockstep.ranks.failure import Failure, PeerFailedError, failure_of
+from lockstep.ranks.failure import Failure, PeerFailedError, make_failure
 from lockstep.ranks.rendezvous import Rendezvous
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def run_as_member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
     except PeerFailedError as error:
         rendezvous.end(replace(error.failure, secondary=True))
     except (Exception, SystemExit) as error:  # user code may call sys.exit
-        rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
+        rendezvous.end(make_failure(error, rendezvous.info, rendezvous.rank_log))
 
 
 def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rendezvous, Failure], object]) -> NoReturn:

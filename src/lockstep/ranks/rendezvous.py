@@ -439,13 +439,13 @@ def _open_store(rendezvous: Rendezvous, address: str) -> Store:
 
     if not rendezvous.hosts_store:
         return _wait_for_connection(rendezvous, host, number, open_store)
-    if dist.is_initialized() and ports.holder(number).startswith(f"pid {os.getpid()} "):
+    if dist.is_initialized() and ports.find_port_owner(number).startswith(f"pid {os.getpid()} "):
         raise UsageError(
             f"rendezvous {host}:{port}: the process group that the script opened already listens on this port; remove "
             f"init_process_group, because lockstep.join opens the group"
         )
     # By default, torch listens on all interfaces, regardless of the address.
-    return open_store(ports.listener(host, number, near=info.local_size == info.size).detach())
+    return open_store(ports.open_listener(host, number, near=info.local_size == info.size).detach())
 
 
 def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_store: Callable[[], Store]) -> Store:

@@ -24,7 +24,7 @@ EXIT_CODES: Final[dict[Reason, int]] = {
 _INTERRUPT: Final = 4
 
 
-def stopping() -> list[signal.Signals]:
+def get_stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a run. Excludes SIGHUP if the process ignores it, as under nohup."""
     numbers = [signal.Signals[name] for name in STOP_LEVELS.values()]
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
@@ -42,7 +42,7 @@ class StopRequest:
         self.level = 0
         self._actions: dict[signal.Signals, tuple[Any, Any]] = {}  # installed handler and previous handler
         levels = {signal.Signals[name]: level for level, name in STOP_LEVELS.items()}
-        for number in stopping() if threading.current_thread() is threading.main_thread() else ():
+        for number in get_stop_signals() if threading.current_thread() is threading.main_thread() else ():
             action = partial(self._on_signal, levels[number])
             self._actions[number] = action, signal.signal(number, action)
 

@@ -11,8 +11,8 @@ from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError, os_error_a
 from lockstep.replay import page
 from lockstep.replay.own import replay_script
 from lockstep.replay.run import Replay, ReplayRequest, find_checkpoint_before, list_samples, replay_here
-from lockstep.reporting.jsonl import EVENTS, last_step
-from lockstep.reporting.page import page as html
+from lockstep.reporting.jsonl import EVENTS, read_last_step
+from lockstep.reporting.page import render_page as html
 from lockstep.runs import digest_file
 from lockstep.training.checkpoint import durable
 
@@ -115,7 +115,7 @@ def _replay_random_steps(options: Options, count: int, print_line: Callable[[str
     path = options.folder / digest_file.DIGESTS
     steps = [digest.step for digest in digest_file.read(path) if not digest.weights]
     if not steps:
-        steps_done = last_step(options.folder / EVENTS)
+        steps_done = read_last_step(options.folder / EVENTS)
         raise UsageError(
             f"{path}: contains no digest of the {steps_done} steps, so there is nothing to compare; use --step N"
         )

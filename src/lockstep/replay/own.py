@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 
 from lockstep.errors import UsageError
 from lockstep.loop.examination import read_observations
-from lockstep.loop.replaying import Replaying
+from lockstep.loop.replaying import ReplayRequest
 from lockstep.replay.run import Replay, check_step_reached, find_checkpoint_before, read_recorded_digests
-from lockstep.reporting.jsonl import EVENTS, read
+from lockstep.reporting.jsonl import EVENTS, read_events
 from lockstep.training.checkpoint import store
 
 
@@ -30,11 +30,11 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
         (run_folder / store.FOLDER).mkdir(parents=True)
         if checkpoint is not None:
             shutil.copytree(checkpoint, run_folder / store.FOLDER / checkpoint.name, copy_function=_link)
-        variables = Replaying(run_folder, last, with_observations).variables
+        variables = ReplayRequest(run_folder, last, with_observations).variables
         completed = subprocess.run(
             command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
         )
-        events = [*read(run_folder / EVENTS)] if (run_folder / EVENTS).exists() else []
+        events = [*read_events(run_folder / EVENTS)] if (run_folder / EVENTS).exists() else []
         observations = read_observations(run_folder)
         end_reason = ""
         if not any(event.get("step") == last for event in events) or (completed.returncode and observations is None):

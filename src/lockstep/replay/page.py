@@ -7,7 +7,7 @@ from typing import Final
 
 from lockstep.replay.run import Replay, ReplayedStep
 from lockstep.reporting import charts
-from lockstep.reporting.jsonl import EVENTS, read
+from lockstep.reporting.jsonl import EVENTS, read_events
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.training.observer import BATCH, LOSS, NonFinite, StepObservations
 
@@ -154,7 +154,7 @@ def _loss_chart(replay: Replay) -> Iterator[Section]:
         return
     logged = [
         (event["step"], float(event["loss"]))
-        for event in read(Path(replay.folder) / EVENTS)
+        for event in read_events(Path(replay.folder) / EVENTS)
         if event["event"] == "step" and steps[0] - _CONTEXT_STEPS <= event["step"] <= steps[-1] + _CONTEXT_STEPS
     ]
     series = {"the run's log": logged, "replay": [(step.step, step.loss) for step in replay.steps]}

@@ -29,27 +29,27 @@ from lockstep.data.loader import Loader
 from lockstep.device import machine
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
 from lockstep.parallel.engine import Auditable, Engine, Sums, Update
-from lockstep.parallel.layouts.base import wholes
+from lockstep.parallel.layouts.base import iterate_full_tensors
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.replay.examine import ObservedTask, observe_step
 from lockstep.replay.trace import Trace, TraceHeader
-from lockstep.reporting.jsonl import EVENTS, last
+from lockstep.reporting.jsonl import EVENTS, read_last_event
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.evaluation import EvalRequest, check_code
 from lockstep.run.session import open_recipe_rank
-from lockstep.run.start import on_ranks
+from lockstep.run.start import run_on_ranks
 from lockstep.runs import digest_file
 from lockstep.setup.build import open_recipe_data
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import PreparedRun, prepare
+from lockstep.setup.prepare import PreparedRun, prepare_run
 from lockstep.setup.resume import evaluation_state, resume_state
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.loop import train, turns
-from lockstep.training.observer import LayerNorms, StepObservations
+from lockstep.training.loop import train, training_steps
+from lockstep.training.observer import ParameterNorms, StepObservations
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -115,7 +115,7 @@ class Replay:
     steps: list[ReplayedStep] = field(default_factory=list)
     machine_differences: list[str] = field(default_factory=list)
     start_matches: bool | None = None  # whether the initial weights match the recorded digest; None without a digest
-    layers: list[LayerNorms] = field(default_factory=list)
+    layers: list[ParameterNorms] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
     observations: StepObservations | None = None
     name_of: Callable[[int], str] = "sample {}".format
@@ -160,7 +160,7 @@ def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int
     torch.set_num_threads(1)  # see run/start.py
     run = open_run(request)
     prepared = _prepare_replay(run)
-    return on_ranks(partial(_run_rank, request, report), (run, prepared), prepared.placement, prepared.processes)
+    return run_on_ranks(partial(_run_rank, request, report), (run, prepared), prepared.placement, prepared.processes)
 
 
 def open_run(request: ReplayRequest) -> RunToReplay:
@@ -195,7 +195,7 @@ def open_run(request: ReplayRequest) -> RunToReplay:
 
 def check_step_reached(folder: Path, step: int) -> None:
     """Raise UsageError if the run never reached a step."""
-    end = last(folder / EVENTS)
+    end = read_last_event(folder / EVENTS)
     # A run that was killed or failed may have run more steps than it logged.
     if step > end.get("step", 0) and (end.get("event") in ("done", "stopped") or not end):
         raise UsageError(f"step {step}: the run in {folder} did {end.get('step', 0)} steps; use one of these steps")
@@ -216,11 +216,11 @@ def read_recorded_digests(folder: Path) -> dict[DigestKey, int]:
 
 
 def _list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    return [(store.step_of(path) or 0, path) for path in store.checkpoints(folder / store.FOLDER)]
+    return [(store.parse_step(path) or 0, path) for path in store.checkpoints(folder / store.FOLDER)]
 
 
 def _prepare_replay(run: RunToReplay, processes: int | None = None) -> PreparedRun:
-    prepared = prepare(run.loaded, processes)
+    prepared = prepare_run(run.loaded, processes)
     total = prepared.ready.steps.total
     if run.last > total:
         raise UsageError(f"step {run.last}: the run has {total} steps; use one of these steps")
@@ -289,7 +289,7 @@ class _StepReplayer:
         self._digests.add_weights(self._opened_run.start, self._engine.state().model)
         plan = replace(self._setup.plan(log=_DIGEST_INTERVAL, save=NEVER), figures=None, stop_on_nonfinite=False)
         reports = StepReports(self._world, plan, self._progress, self._digests)
-        for _ in train(self, reports, turns(self._batches, reports, save=lambda _: [])):
+        for _ in train(self, reports, training_steps(self._batches, reports, save=lambda _: [])):
             pass
         self._digests.collect()
         self._engine.close()
@@ -313,14 +313,14 @@ class _StepReplayer:
         update, self._replay.layers = measure_update(
             partial(self._engine.update, lr, max_norm),
             self._trace_tensors("the gradient", self._engine.gradients),
-            wholes(self._world, self._engine.state().model),
+            iterate_full_tensors(self._world, self._engine.state().model),
             self._trace_tensors("the weights after the step", lambda: self._engine.state().model),
         )
         return update
 
     def _trace_tensors(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the unsharded value of each tensor. If there is a trace, add the tensor to the trace."""
-        for name, tensor in wholes(self._world, tensors()):
+        for name, tensor in iterate_full_tensors(self._world, tensors()):
             if self._replay.trace is not None:
                 self._replay.trace.add(part, "", name, tensor)
             yield name, tensor
@@ -396,7 +396,7 @@ def list_samples(request: ReplayRequest) -> Iterator[str]:
     """Yield a line for each sample of the first requested step, with its micro-batch. Doesn't run the step."""
     recipe = open_run(request).loaded.config.recipe
     data = open_recipe_data(recipe)
-    steps = planning.steps(recipe, len(data.train))
+    steps = planning.compute_steps(recipe, len(data.train))
     loader = Loader(data, steps, recipe.microbatches, NoTransforms(), torch.device("cpu"), recipe.seed)
     for index, numbers in enumerate(loader.samples(steps[request.first - 1])):
         yield from (f"micro-batch {index}  {data.name_of(number)}" for number in numbers)

@@ -127,7 +127,7 @@ def lines(
     return Chart(title, {"data": data, "layout": layout}, note=note, legend=legend)
 
 
-def bars(
+def make_bar_chart(
     title: str,
     x: str,
     parts: Mapping[str, Sequence[float]],

@@ -47,7 +47,7 @@ class Console:
             case Stepped():
                 self._show_step(event, time)
             case Evaluated():
-                self._print_line(wording.evaluation_line(event))
+                self._print_line(wording.format_evaluation_line(event))
                 self._evaluated = wording.format_task_metrics(event.figures, event.fractions)
             case Logged():
                 self._print_line(wording.log_line(event))
@@ -106,7 +106,7 @@ class Console:
     def _format_time_left(self, event: Stepped, run: Started, time: float) -> str:
         """Return the estimated remaining time as text, based on the average speed including evaluations and saves."""
         a_step = (time - self._start_time) / max(event.step - run.step, 1)
-        return f"{wording.duration(a_step * (run.steps - event.step))} left"
+        return f"{wording.format_duration(a_step * (run.steps - event.step))} left"
 
     def _print_summary(self, event: Done) -> None:
         if self._run is not None and not self._is_extended:
@@ -116,7 +116,7 @@ class Console:
             else:
                 for line in wording.align_columns(rows):
                     self._print_line(line)
-        self._print_line(wording.hash_line(event.weights_sha256))
+        self._print_line(wording.format_hash_line(event.weights_sha256))
 
     def _print_line(self, text: str) -> None:
         if self._has_live_display:

@@ -11,7 +11,7 @@ _LOG_ONLY: Final = ("peak_bytes",)
 
 def select_metrics(event: Event) -> dict[str, float]:
     """Return the metrics of a step report or an evaluation as a dict from curve name to value."""
-    return {name: value for name, value in iterate_metrics(jsonl.figures(event, 0.0)) if name not in _LOG_ONLY}
+    return {name: value for name, value in iterate_metrics(jsonl.to_json_fields(event, 0.0)) if name not in _LOG_ONLY}
 
 
 def select_tracked_metrics(event: Event) -> dict[str, float]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from lockstep.training.events import Started, Stepped
 
 
-def with_flops(event: Stepped, run: Started) -> Stepped:
+def add_flops(event: Stepped, run: Started) -> Stepped:
     """Return a copy of a step report that includes the model's FLOP/s and, if the peak FLOP/s are known, the MFU.
 
     Recomputed activations aren't counted. Therefore, activation checkpointing lowers both values.

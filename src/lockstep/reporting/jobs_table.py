@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any, Final, TextIO
 
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import RunStatus, best
+from lockstep.reporting.run_log import RunStatus, describe_best_run
 from lockstep.reporting.run_view import STYLES, RunView, describe_endings, find_differing_keys, loss
-from lockstep.reporting.terminal import make_console, print_unwrapped, table
+from lockstep.reporting.terminal import create_table, make_console, print_unwrapped
 
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
 _BEST_COLUMN_INDEX: Final = 3  # index of the column before which `best` is inserted
@@ -20,7 +20,7 @@ _MAX_KEY_COLUMNS: Final = (
 _MAX_CELL_CHARS: Final = 24  # maximum number of characters in a column of a differing key
 
 
-def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
+def print_overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
     """Write a table of `runs` to `stream`, in the given order. `now` is in seconds since 1970.
 
     `terminal` overrides the detection of whether `stream` is a terminal. Empty columns are omitted. If the terminal is
@@ -31,19 +31,19 @@ def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool
     columns = [(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
     settings, keys = _collect_settings(runs)
     headings = _shorten_keys(keys[:_MAX_KEY_COLUMNS])
-    columns.insert(_BEST_COLUMN_INDEX, ("best", best([run.history for run in runs])))
+    columns.insert(_BEST_COLUMN_INDEX, ("best", describe_best_run([run.history for run in runs])))
     columns[_KEY_COLUMNS_INDEX:_KEY_COLUMNS_INDEX] = [
         (headings[key], [_truncate(each.get(key, "")) for each in settings]) for key in headings
     ]
     shown = {heading: column for heading, column in columns if any(column)}
     texts = [heading for heading in shown if heading not in _NUMBERS]
-    print_unwrapped(console, table(console, shown, [STYLES.get(run.state, "red") for run in runs], texts))
+    print_unwrapped(console, create_table(console, shown, [STYLES.get(run.state, "red") for run in runs], texts))
     lines = [f"the runs also differ in {', '.join(keys[_MAX_KEY_COLUMNS:])}"] if keys[_MAX_KEY_COLUMNS:] else []
     for line in [*lines, *describe_endings(runs)]:
         console.print(line, soft_wrap=True)
 
 
-def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
+def to_json_dicts(runs: Sequence[RunView]) -> list[dict[str, Any]]:
     """Return a JSON-compatible dict for each run."""
     settings, keys = _collect_settings(runs)
     return [
@@ -86,11 +86,11 @@ def format_cells(run: RunView, now: float) -> tuple[str, ...]:
     return (
         run.name,
         run.state,
-        "" if figure is None else f"{figure.name} {wording.figure(figure.value, figure.is_fraction)}",
+        "" if figure is None else f"{figure.name} {wording.format_value(figure.value, figure.is_fraction)}",
         loss(run.history),
         wording.format_out_of(status.step, status.steps),
         f"{run.job or ''} {run.queued}".strip(),
-        "" if ended or status.left_s is None else wording.duration(status.left_s),
+        "" if ended or status.left_s is None else wording.format_duration(status.left_s),
         "" if status.time is None else format_age(now - status.time),
         "" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}",
         wording.format_out_of(status.epoch, status.epochs),

@@ -39,7 +39,7 @@ class JsonLines:
         _repair_last_line(self._descriptor)
 
     def write(self, event: Event, time: float) -> None:
-        text = json.dumps(figures(event, time), allow_nan=False, ensure_ascii=False) + "\n"
+        text = json.dumps(to_json_fields(event, time), allow_nan=False, ensure_ascii=False) + "\n"
         if not self._is_in_place():
             done = "replaced" if os.path.lexists(self._path) else "removed"
             raise HostError(f"{self._path}: was {done} while the run was writing to it; start the run again")
@@ -67,7 +67,7 @@ class JsonLines:
             written += os.write(self._descriptor, line[written:])
 
 
-def figures(event: Event, time: float) -> dict[str, Any]:
+def to_json_fields(event: Event, time: float) -> dict[str, Any]:
     """Return the event as a flat dict for strict JSON. A `started` event also contains the schema and the units.
 
     Each metric in `event.figures` becomes a top-level field, and each metric in `event.best` becomes a field with the
@@ -83,7 +83,7 @@ def figures(event: Event, time: float) -> dict[str, Any]:
     return {name: _encode_non_finite(value) for name, value in flat.items()}
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log. Skips an incomplete last line, because the run may still be writing to the log."""
     if not os.path.lexists(path):
         raise UsageError(f"{path}: not found; pass the {EVENTS} of a run folder")
@@ -144,13 +144,13 @@ class Tail:
         return None
 
 
-def last_step(path: Path) -> int:
+def read_last_step(path: Path) -> int:
     """Return the step of the last event in a log, or 0 if there is none."""
-    step = last(path).get("step")
+    step = read_last_event(path).get("step")
     return step if isinstance(step, int) else 0
 
 
-def last(path: Path) -> dict[str, Any]:
+def read_last_event(path: Path) -> dict[str, Any]:
     """Return the last event of a log, or an empty dict if there is none. Only the end of the file is read."""
     lines: list[bytes] = []
     with suppress(FileNotFoundError), plainfile.reader(path) as file:

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 from lockstep.common.text import printable_line
 from lockstep.reporting import wording
-from lockstep.reporting.run_log import count, get_text, iterate_metrics
+from lockstep.reporting.run_log import get_count, get_text, iterate_metrics
 
 Kind = Literal["start", "evaluation", "checkpoint", "warning", "end"]
 
@@ -26,7 +26,7 @@ class Notice:
     words: str
 
 
-def notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
+def make_notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
     """Return the notice for an event, or None for events such as step reports.
 
     The metrics in `fractions` are shown as percentages.
@@ -40,13 +40,15 @@ def notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) ->
 
 
 def _describe(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, str] | None:
-    step = f"{count(event, 'step') or 0:,}"
+    step = f"{get_count(event, 'step') or 0:,}"
     match event.get("event"):
         case "started":
-            where = f"{get_text(event, 'strategy')} on {count(event, 'processes') or '?'}, {get_text(event, 'device')}"
+            where = (
+                f"{get_text(event, 'strategy')} on {get_count(event, 'processes') or '?'}, {get_text(event, 'device')}"
+            )
             if event.get("resumed_from") is None:
                 return "start", f"started: {where}"
-            lost = f", {again:,} later steps are recomputed" if (again := count(event, "again")) else ""
+            lost = f", {again:,} later steps are recomputed" if (again := get_count(event, "again")) else ""
             return "start", f"resumed after step {step}: {where}{lost}"
         case "warning":
             return "warning", f"warning: {get_text(event, 'text')}"

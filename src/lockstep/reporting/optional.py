@@ -12,7 +12,7 @@ from lockstep.training.events import Event
 
 
 @final
-class Optional:
+class OptionalSink:
     """Passes events to `sink` until the sink raises an exception.
 
     In this case, the sink is closed, and `warn` is called with a message that contains `label`.

@@ -136,7 +136,7 @@ class ProgressBar:
 Section = Table | Chart | Words | ValueGrid | Tiles | Passages | ProgressBar
 
 
-def page(title: str, sections: Sequence[Section]) -> str:
+def render_page(title: str, sections: Sequence[Section]) -> str:
     """Return a page with these sections as HTML."""
     return _render_document(title, sections, "page_still.js", 0)
 

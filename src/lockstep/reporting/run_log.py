@@ -160,7 +160,7 @@ def metric_name(curve: str) -> str:
     return "loss" if curve == evaluation_curve("loss") else curve.removesuffix(_TRAINING_SUFFIX)
 
 
-def history(events: Iterable[Mapping[str, Any]]) -> History:
+def build_history(events: Iterable[Mapping[str, Any]]) -> History:
     """Return the history of a run from its events. Raises KeyError or ValueError for an invalid event."""
     log = RunLog()
     for event in events:
@@ -168,7 +168,7 @@ def history(events: Iterable[Mapping[str, Any]]) -> History:
     return log.history()
 
 
-def best(histories: Sequence[History]) -> list[str]:
+def describe_best_run(histories: Sequence[History]) -> list[str]:
     """Return a string for each run: `by METRIC` for the best run, and an empty string for all other runs.
 
     If all runs are equally good, or if they monitor different metrics, all strings are empty.
@@ -213,7 +213,7 @@ class RunLog:
             self._skipped.update(map(str, files))
         if kind == "evaluated":
             self._evaluated = event
-        time, step, samples = _get_number(event, "time"), count(event, "step"), count(event, "samples")
+        time, step, samples = _get_number(event, "time"), get_count(event, "step"), get_count(event, "samples")
         if time is None or step is None or samples is None:
             return
         if self._start_time is None:
@@ -246,8 +246,8 @@ class RunLog:
     def status(self) -> RunStatus:
         """Return the progress of the run after the events so far."""
         event, started = self._last, self._started
-        step, steps = count(event, "step"), count(started, "steps")
-        per_epoch, epochs = count(started, "steps_per_epoch"), _get_number(started, "epochs")
+        step, steps = get_count(event, "step"), get_count(started, "steps")
+        per_epoch, epochs = get_count(started, "steps_per_epoch"), _get_number(started, "epochs")
         steps_per_s, samples_per_s = _measure_speed(self._reports)
         return RunStatus(
             last=event.get("event"),
@@ -285,7 +285,7 @@ def get_text(event: Mapping[str, Any], key: str) -> str:
     return printable_line(value) if isinstance(value, str) else ""
 
 
-def count(event: Mapping[str, Any], key: str) -> int | None:
+def get_count(event: Mapping[str, Any], key: str) -> int | None:
     """Return an integer field of an event, or None if it is missing."""
     value = event.get(key)
     return value if _is_count(value) else None
@@ -302,7 +302,7 @@ def iterate_metrics(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield name, number
 
 
-def by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
+def get_seconds_by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
     """Return the seconds that each rank spent on each activity, from a `done` event.
 
     Maps each activity to a list with an entry for each rank. Returns an empty dict if the times are unknown.
@@ -315,7 +315,7 @@ def by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
     return numbers if len(ranks) == 1 else {}
 
 
-def peaks(event: Mapping[str, Any]) -> list[float]:
+def get_peak_bytes_by_rank(event: Mapping[str, Any]) -> list[float]:
     """Return the peak memory of each rank in bytes from a `done` event, or an empty list if it is unknown."""
     return _parse_numbers(event.get("peak_bytes_by_rank"))
 
@@ -345,7 +345,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _parse_start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
-    again, processes = count(event, "again") or 0, count(event, "processes")
+    again, processes = get_count(event, "again") or 0, get_count(event, "processes")
     strategy, device, resumed = (
         get_text(event, "strategy"),
         get_text(event, "device"),

@@ -7,7 +7,7 @@ from typing import Final
 from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart, make_curve_chart
 from lockstep.reporting.page import ProgressBar, Section, Table, ValueGrid, Words
-from lockstep.reporting.run_log import History, count, evaluation_curve, metric_name, training_curve
+from lockstep.reporting.run_log import History, evaluation_curve, get_count, metric_name, training_curve
 from lockstep.reporting.run_view import (
     RunView,
     describe_endings,
@@ -101,7 +101,9 @@ def make_curve_sections(histories: Mapping[str, History]) -> list[Section]:
         # The chart of flops_per_s would have the same shape as the chart of samples_per_s.
         requested = [name for name in requested if name != "flops_per_s"]
     note = f"FLOP/s is this curve times {wording.format_flops(flops)}, the cost of a sample." if flops else ""
-    found = {name: chart(name, histories, note=note if name == "samples_per_s" else "") for name in requested}
+    found = {
+        name: make_metric_chart(name, histories, note=note if name == "samples_per_s" else "") for name in requested
+    }
     drawn: list[Section] = [each for each in found.values() if each is not None]
     logged = {label: each.curves["loss"] for label, each in histories.items() if _has_two_losses(each)}
     if any(len(points) > 1 for points in logged.values()):
@@ -120,7 +122,7 @@ def _has_two_losses(history: History) -> bool:
     return {"loss", evaluation_curve("loss")} <= history.curves.keys()
 
 
-def chart(metric: str, histories: Mapping[str, History], *, note: str = "") -> Chart | None:
+def make_metric_chart(metric: str, histories: Mapping[str, History], *, note: str = "") -> Chart | None:
     """Return a chart of a metric with the evaluation and training curves of each history.
 
     Return None if no curve has at least two points.
@@ -151,7 +153,7 @@ def chart(metric: str, histories: Mapping[str, History], *, note: str = "") -> C
 
 def _get_flops_per_sample(histories: Mapping[str, History]) -> int | None:
     """Return the FLOP per sample, or None if it isn't known or differs between runs."""
-    known = {count(each.started, "flops_per_sample") for each in histories.values() if "flops_per_s" in each.curves}
+    known = {get_count(each.started, "flops_per_sample") for each in histories.values() if "flops_per_s" in each.curves}
     return known.pop() if len(known) == 1 else None
 
 
@@ -272,7 +274,7 @@ def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress:
         "state": [run.state for run in runs],
         "step": [wording.format_out_of(run.status.step, run.status.steps) for run in runs],
         **({"time left": [format_time_left(run) for run in runs]} if with_progress else {}),
-        "time": [wording.duration(run.history.seconds) if run.history.starts else "" for run in runs],
+        "time": [wording.format_duration(run.history.seconds) if run.history.starts else "" for run in runs],
         **{name: [format_last_value(run, name) for run in runs] for name in curves},
         "samples/s": ["" if speed is None else f"{speed:,.0f}" for speed in speeds],
         "starts": [f"{len(run.history.starts):,}" for run in runs],
@@ -301,7 +303,7 @@ def _make_restart_table(runs: Sequence[RunView]) -> Table:
         [
             run.folder,
             f"{start.step:,}",
-            wording.duration(start.seconds),
+            wording.format_duration(start.seconds),
             f"{start.strategy} on {start.processes}, {start.device}",
             f"{start.again:,}",
         ]
@@ -318,7 +320,7 @@ def _make_checkpoint_table(runs: Sequence[RunView]) -> Table:
         [
             run.folder,
             f"{save.step:,}",
-            wording.duration(save.seconds),
+            wording.format_duration(save.seconds),
             f"{save.took_s:.2f} s",
             save.weights_sha256[:_HASH_CHARS],
             "yes" if save.best else "",

@@ -93,7 +93,7 @@ def is_over(run: RunView, wait_for_completion: bool) -> bool:
     return run.is_whole and (run.state == "done" if wait_for_completion else not run.is_active)
 
 
-def exit_code(states: Collection[str]) -> int:
+def get_exit_code(states: Collection[str]) -> int:
     """Return the exit code of `lockstep train`: 0 if all runs are done, 75 if some were saved, 1 if any failed."""
     if all(state == "done" for state in states):
         return EXIT_DONE
@@ -121,7 +121,7 @@ def format_progress(run: RunView) -> str:
 def format_time_left(run: RunView) -> str:
     """Return the remaining time as text, or an empty string if it is unknown or the run is over."""
     seconds = run.status.left_s
-    return "" if seconds is None or not run.is_active else wording.duration(seconds)
+    return "" if seconds is None or not run.is_active else wording.format_duration(seconds)
 
 
 def format_eta(run: RunView) -> str:
@@ -172,16 +172,18 @@ def format_line(run: RunView) -> str:
     return join_nonempty(run.name, format_progress(run), format_metrics(run), format_eta(run))
 
 
-def ending(run: RunView) -> str:
+def describe_ending(run: RunView) -> str:
     """Return a message about how a run ended."""
     if run.state == "unreadable":
         return f"{run.name} cannot be read: {run.notices[-1].words if run.notices else 'its log is damaged'}"
     if run.state != "done":
         return f"{run.name} {_describe_end(run) or f'is {run.state}'}"
     done = join_nonempty(
-        f"{run.name} is done in {wording.duration(run.history.seconds)}", format_progress(run), format_metrics(run)
+        f"{run.name} is done in {wording.format_duration(run.history.seconds)}",
+        format_progress(run),
+        format_metrics(run),
     )
-    return f"{done}\n{wording.hash_line(run.history.weights_sha256)}"
+    return f"{done}\n{wording.format_hash_line(run.history.weights_sha256)}"
 
 
 def describe_endings(runs: Sequence[RunView]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lockstep.common import plainfile
-from lockstep.reporting.jsonl import figures
+from lockstep.reporting.jsonl import to_json_fields
 from lockstep.training.events import Evaluated, Event, Logged, Started, Stepped
 
 STEPS: Final = "steps.csv"
@@ -39,7 +39,7 @@ class Tables:
                 self._resume_table(each, event.step)
         if name := _TABLES.get(type(event)):
             self._append(
-                name, {key: value for key, value in figures(event, time).items() if key not in _OMITTED_FIELDS}
+                name, {key: value for key, value in to_json_fields(event, time).items() if key not in _OMITTED_FIELDS}
             )
 
     def close(self) -> None:

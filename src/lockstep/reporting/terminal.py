@@ -49,7 +49,7 @@ def make_progress_line(before: str, done: int, total: int, after: str) -> Render
     return line
 
 
-def table(
+def create_table(
     console: Console, columns: Mapping[str, Sequence[str]], styles: Sequence[str], texts: Collection[str]
 ) -> RenderableType:
     """Return a table. `columns` maps headings to cells, with the most important columns first.

@@ -102,7 +102,7 @@ def to_json(verification: Verification) -> str:
     return json.dumps({"agree": verification.agree, **_to_json_value(asdict(verification))}, indent=1) + "\n"
 
 
-def draw(verification: Verification, console: Console) -> None:
+def print_verification(verification: Verification, console: Console) -> None:
     """Print the table, the findings about the user's code, and an explanation for each placement that failed."""
     console.print(Text(_format_heading(verification)), soft_wrap=True)
     console.print(_make_table([row for row in verification.rows if row.verdict != "not possible"]))
@@ -118,7 +118,7 @@ def draw(verification: Verification, console: Console) -> None:
     console.print(Text(format_conclusion(verification), style="bold"), soft_wrap=True)
 
 
-def against(verification: Verification) -> str:
+def format_failures(verification: Verification) -> str:
     """Return the faults, the explanation of each failed placement, and the conclusion as text."""
     lines = [f"fault: {finding.text}" for finding in verification.findings if finding.fault]
     lines += [line for row in verification.rows if not row.good for line in explain_row(row, verification.findings)]

@@ -36,7 +36,7 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         *([event.task] if event.task else []),
         f"{format_count(event.parameters, 'parameter')} ({size(_FP32_BYTES * event.parameters)} in fp32), "
         + ", ".join(format_count(number, of) for number, of in counted),
-        f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
+        f"{format_count(event.steps, 'step')} in {epochs.format_epochs(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *([_describe_replicas(event)] if event.replicas else []),
@@ -129,19 +129,21 @@ def format_task_metrics(
     figures: dict[str, float], fractions: Collection[str], means: Mapping[str, float] = MappingProxyType({})
 ) -> str:
     """Return the metrics of a task as text. Fractions are shown as percentages, and means follow in parentheses."""
-    brackets = {name: f" ({figure(mean, name in fractions)})" for name, mean in means.items()}
-    words = (f"{name} {figure(value, name in fractions)}{brackets.get(name, '')}" for name, value in figures.items())
+    brackets = {name: f" ({format_value(mean, name in fractions)})" for name, mean in means.items()}
+    words = (
+        f"{name} {format_value(value, name in fractions)}{brackets.get(name, '')}" for name, value in figures.items()
+    )
     return "  ".join(words)
 
 
-def figure(value: float, is_fraction: bool) -> str:
+def format_value(value: float, is_fraction: bool) -> str:
     """Return a metric as text. Fractions are shown as percentages."""
     return format_percentage(value) if is_fraction else f"{value:.4g}"
 
 
 def format_metric(name: str, value: float, is_fraction: bool) -> str:
     """Return the value of a curve as text. All losses have the same number of decimals."""
-    return format_loss(value) if name == "loss" or name.startswith("loss/") else figure(value, is_fraction)
+    return format_loss(value) if name == "loss" or name.startswith("loss/") else format_value(value, is_fraction)
 
 
 def format_loss(value: float) -> str:
@@ -154,7 +156,7 @@ def log_line(event: Logged) -> str:
     return f"step {event.step}  {format_task_metrics(event.figures, ())}"
 
 
-def evaluation_line(event: Evaluated) -> str:
+def format_evaluation_line(event: Evaluated) -> str:
     """Return a line with the result of an evaluation and the number of samples it used."""
     weights = "" if event.weights == "model" else f"  {event.weights} weights"
     figures = "  ".join(
@@ -192,9 +194,9 @@ def make_summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     rows = [("steps", f"{event.step:,}"), ("samples", f"{event.samples:,}")]
     for name, last in event.figures.items():
         share = name in run.fractions
-        best = f", best {figure(event.best[name], share)}" if name in event.best else ""
-        rows.append((name, f"{figure(last, share)}{best}"))
-    rows += [("time", duration(event.seconds))] if event.step > run.step else []
+        best = f", best {format_value(event.best[name], share)}" if name in event.best else ""
+        rows.append((name, f"{format_value(last, share)}{best}"))
+    rows += [("time", format_duration(event.seconds))] if event.step > run.step else []
     if event.seconds > 0 and event.step > run.step:
         rate = (event.samples - run.samples) / event.seconds
         rows.append(("samples/s", f"{rate:,.0f}, including evaluations and saves"))
@@ -233,7 +235,7 @@ def align_columns(rows: Sequence[Row]) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
-def hash_line(weights_sha256: str) -> str:
+def format_hash_line(weights_sha256: str) -> str:
     """Return the line with the SHA-256 of the weights. Scripts parse this line to compare runs."""
     return f"weights sha256 {weights_sha256}"
 
@@ -243,7 +245,7 @@ def format_percentage(fraction: float) -> str:
     return f"{100 * fraction:.2f} %"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration as h:mm:ss, or as m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -36,7 +36,7 @@ from lockstep.errors import (
 from lockstep.reporting.sink import Sink
 from lockstep.run.evaluation import EvalRequest, evaluate_here
 from lockstep.run.training import train_here
-from lockstep.setup.completed import completed
+from lockstep.setup.completed import find_completed_run
 from lockstep.training.events import Evaluated, Event
 
 # Exit codes that don't raise an error. The last event of the run shows how the run ended.
@@ -62,12 +62,12 @@ def train(
     Raises UsageError if the recipe, the data or an override is invalid, PreflightError if the machine doesn't support
     the training, and TrainingError if training fails.
     """
-    override_words = as_words(overrides, processes)
+    override_words = to_arguments(overrides, processes)
     if isinstance(recipe, Recipe):
         loaded = load_text(json.dumps({"recipe": values(recipe)}), "recipe", recipe.model.name, override_words)
     else:
         loaded = load_recipe(str(recipe), override_words)
-    if (completed_event := completed(loaded)) is not None:
+    if (completed_event := find_completed_run(loaded)) is not None:
         yield completed_event
     else:
         yield from train_in_background(loaded)
@@ -90,14 +90,14 @@ def evaluate(
 
     Raises the same errors as `train`.
     """
-    request = EvalRequest(str(run), tuple(as_words(overrides, processes)), trust)
+    request = EvalRequest(str(run), tuple(to_arguments(overrides, processes)), trust)
     [message] = _receive_messages(lambda pipe: evaluate_here(request, lambda result: pipe.write(result.event, 0.0)))
     event = _parse_event(message)
     assert isinstance(event, Evaluated)
     return event
 
 
-def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) -> list[str]:
+def to_arguments(overrides: Mapping[str, Any] | None, processes: int | None = None) -> list[str]:
     """Return overrides as command-line arguments, such as `recipe.epochs=3`. Paths are converted to strings."""
     placement_overrides = {} if processes is None else {"placement.processes": processes}
     return [
@@ -106,7 +106,7 @@ def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) 
     ]
 
 
-def as_names(paths: str | Path | Sequence[str | Path]) -> list[str]:
+def to_path_arguments(paths: str | Path | Sequence[str | Path]) -> list[str]:
     """Return a path or a sequence of paths as a list of command-line arguments."""
     return [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
 

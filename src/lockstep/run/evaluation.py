@@ -17,7 +17,7 @@ from lockstep.config.load import Loaded, comparable, differences, load_text, rea
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import TRAINING_KEYS
 from lockstep.config.recorded import CONFIG
-from lockstep.config.write import flow
+from lockstep.config.write import format_flow
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.ranks.affinity import bind
@@ -26,11 +26,11 @@ from lockstep.ranks.status import RankStatus
 from lockstep.run.checkpoints import engine_state
 from lockstep.run.events import evaluation_event
 from lockstep.run.session import open_recipe_rank
-from lockstep.run.start import Work, on_ranks
+from lockstep.run.start import Work, run_on_ranks
 from lockstep.runs.folder import print_message
 from lockstep.setup.data_facts import collect_comparison_facts
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import PreparedConfig, PreparedRun, check, prepare_config
+from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config
 from lockstep.setup.resume import checkpoint_recipe
 from lockstep.setup.resume import evaluation_state as checked_state
 from lockstep.setup.user_code import import_paths
@@ -84,7 +84,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     checked_state(checkpoint.path, checkpoint.snapshot, prepared.ready)
     for problem in checkpoint.problems:
         print_message(f"warning: {problem}")
-    return on_ranks(
+    return run_on_ranks(
         partial(_evaluate_checkpoint_on_rank, request, report),
         (checkpoint, prepared),
         prepared.placement,
@@ -98,7 +98,9 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     for note in loaded.notes:
         print_message(f"note: {note}")
     prepared = _prepare_evaluation(loaded, None)
-    return on_ranks(partial(_evaluate_on_rank, loaded, None, report), prepared, prepared.placement, prepared.processes)
+    return run_on_ranks(
+        partial(_evaluate_on_rank, loaded, None, report), prepared, prepared.placement, prepared.processes
+    )
 
 
 def weights_as_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
@@ -161,7 +163,7 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
     model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
     paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
     keys = {_section_key(section): name for section, name in {**model, **paths}.items()}
-    keys |= {"recipe.metrics": flow(recipe.metrics)} if recipe.metrics else {}
+    keys |= {"recipe.metrics": format_flow(recipe.metrics)} if recipe.metrics else {}
     untrusted = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if untrusted and not request.trust:
         words = " ".join(map(shlex.quote, untrusted))
@@ -224,7 +226,7 @@ def _prepare_evaluation(
                 f"recipe.model.pretrained=true, or pass a run folder instead of the recipe"
             )
     else:
-        prepared_config = PreparedConfig(check(loaded, processes, training=False))
+        prepared_config = PreparedConfig(check_config(loaded, processes, training=False))
     prepared = prepared_config.open(training=False)
     if prepared.ready.data.validation is None:
         raise UsageError(

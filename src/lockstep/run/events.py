@@ -34,7 +34,7 @@ def start_event(prepared: PreparedRun, rank: Rank, resumed_from: Path | None) ->
         microbatches=recipe.microbatches,
         strategy=prepared.resolved.strategy_name,
         parameters=ready.summary.num_parameters,
-        base_lr=planning.base_rate(recipe),
+        base_lr=planning.compute_base_rate(recipe),
         replicas=replica_devices(prepared.strategy, rank.world.on_gpu),
     )
     return replace(

@@ -21,7 +21,7 @@ from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES
 from lockstep.ranks.status import Phase, RankStatus
-from lockstep.reporting.jsonl import EVENTS, figures, last_step
+from lockstep.reporting.jsonl import EVENTS, read_last_step, to_json_fields
 from lockstep.reporting.sink import Sink
 from lockstep.runs import digest_file
 from lockstep.runs import folder as run_folder
@@ -93,7 +93,7 @@ class Rank:
             verdict: dict[str, Any] = {"exit_code": EXIT_DONE}
             if isinstance(event, Stopped):
                 verdict = {"exit_code": EXIT_CODES[event.reason], "cause": "transient"}
-            run_folder.write_result(self.folder, {**figures(event, now), **verdict})
+            run_folder.write_result(self.folder, {**to_json_fields(event, now), **verdict})
 
     def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
         """Save a digest of the gradient every `every` steps from now on, if `exactness` is `bits`.
@@ -113,7 +113,7 @@ class Rank:
 
     def last_step(self) -> int:
         """Return the last step in the event log of the run, or 0 if there is no log."""
-        return 0 if self.folder is None else last_step(self.folder / EVENTS)
+        return 0 if self.folder is None else read_last_step(self.folder / EVENTS)
 
     def warn(self, line: str) -> None:
         """Print a warning on rank 0."""

@@ -23,7 +23,7 @@ from lockstep.probe.first_look import GetFindings
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, StopRequest
-from lockstep.reporting.flops import with_flops
+from lockstep.reporting.flops import add_flops
 from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
 from lockstep.run.checkpoints import Checkpoints, Resumed
@@ -38,9 +38,9 @@ from lockstep.setup.first_weights import weights_record
 from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resume import continuation_state
 from lockstep.tasks.base import MicroBatch, Report
-from lockstep.training.agreement import agreed
+from lockstep.training.agreement import check_initial_weights
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned
-from lockstep.training.loop import train, turns
+from lockstep.training.loop import train, training_steps
 from lockstep.training.plan import Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -86,7 +86,7 @@ class RankTraining:
         self.engine: Engine
         self.loader: Loader
         build = ready.problem.build_model
-        problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEED_ADVICE))
+        problem = replace(ready.problem, build_model=lambda: check_initial_weights(world, build(), _SEED_ADVICE))
         agreed_setup = replace(prepared, ready=replace(ready, problem=problem))
         self.engine, self.loader = start_engine(agreed_setup, world, resumes=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._run_settings, ready.summary.buffers)
@@ -133,7 +133,7 @@ class RankTraining:
             evaluate=Interval(run.evaluate_every.steps, run.evaluate_every.epochs) if evaluates else None,
         )
         reports = StepReports(self.world, plan, rank.progress, rank.digests)
-        items = turns(
+        items = training_steps(
             self._batches,
             reports,
             save=lambda _: checkpoints.save(),
@@ -145,7 +145,7 @@ class RankTraining:
             if isinstance(event, Evaluated | Stopped):
                 yield from self._report_unreadable()
             yield from checkpoints.wait() if isinstance(event, Stopped) else checkpoints.poll()
-            yield with_flops(event, start) if isinstance(event, Stepped) else event
+            yield add_flops(event, start) if isinstance(event, Stepped) else event
             if isinstance(event, Stopped):
                 return
         yield from checkpoints.wait()

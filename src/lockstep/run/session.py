@@ -99,7 +99,7 @@ def _placement_facts(placement: Placement, device: torch.device, *, compiled: bo
         "placement.backend": placement.backend,
         "placement.audit_every": placement.audit_every,
         "placement.on_corruption": placement.on_corruption,
-        "versions": {"lockstep": __version__, "its source": machine.source(), "python": platform.python_version()},
+        "versions": {"lockstep": __version__, "its source": machine.hash_source(), "python": platform.python_version()},
         "versions of the libraries, CPU or threads": machine.numerics(device, compiled=compiled),
     }
 

@@ -17,8 +17,8 @@ from lockstep.config.run import RunConfig, SinkConfig
 from lockstep.errors import UsageError
 from lockstep.reporting import mlflow_sink, wandb_sink
 from lockstep.reporting.console import Console
-from lockstep.reporting.jsonl import JsonLines, figures
-from lockstep.reporting.optional import Optional
+from lockstep.reporting.jsonl import JsonLines, to_json_fields
+from lockstep.reporting.optional import OptionalSink
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.skipped import SkippedFiles
 from lockstep.reporting.tables import Tables
@@ -83,14 +83,14 @@ def open_sinks(
     with ExitStack() as stack:
         optional: list[Sink] = []
         for config in run.sinks:
-            optional.append(Optional(f"sink {config.name}", _open_sink(config, recipe_values, folder), warn))
+            optional.append(OptionalSink(f"sink {config.name}", _open_sink(config, recipe_values, folder), warn))
             stack.callback(optional[-1].close)
         if run.tensorboard:
             # Imported lazily, because the import takes about a second.
             from lockstep.reporting.tensorboard import TensorBoard
 
             curves = TensorBoard(folder / run_folder.TENSORBOARD)
-            optional.append(Optional("tensorboard", curves, warn))
+            optional.append(OptionalSink("tensorboard", curves, warn))
             stack.callback(optional[-1].close)
         file_sinks: list[Sink] = [
             JsonLines(folder / run_folder.EVENTS),
@@ -122,7 +122,7 @@ class _CustomSink:
         self._sink = sink
 
     def write(self, event: Event, time: float) -> None:
-        self._sink.write(figures(event, time))
+        self._sink.write(to_json_fields(event, time))
 
     def close(self) -> None:
         self._sink.close()

@@ -19,7 +19,7 @@ from lockstep.common.hashing import FIXED_SEED, RANDOM_SEED, hash_seed, hash_see
 from lockstep.common.rank import RankInfo
 from lockstep.config.placement import Placement, rendezvous_in
 from lockstep.errors import LockstepError
-from lockstep.ranks.external import alone, membership, refuse
+from lockstep.ranks.external import exit_before_join, join_job, single_process_rendezvous
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous
@@ -43,12 +43,12 @@ def run_launched_rank(
     try:
         placement, work = check()
     except LockstepError as error:
-        refuse(info, rendezvous_in(override_words), error)
-    with membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s) as rendezvous:
+        exit_before_join(info, rendezvous_in(override_words), error)
+    with join_job(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s) as rendezvous:
         return work(rendezvous)
 
 
-def on_ranks(
+def run_on_ranks(
     work: Callable[[T | None, Rendezvous], int],
     ready: T,
     placement: Placement,
@@ -70,7 +70,7 @@ def on_ranks(
     - `child_hash_seed`: A value for PYTHONHASHSEED. If it is set, the processes are spawned with this hash seed.
     """
     if count == 1 and not in_subprocess:
-        return work(ready, alone())
+        return work(ready, single_process_rendezvous())
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     # Forking is faster and shares memory, but CUDA doesn't work after a fork.
     spawns = child_hash_seed is not None or (placement.device != "cpu" and torch.cuda.device_count())
@@ -133,7 +133,7 @@ def run_in_workers(
     """
     with redirect_stderr(io.StringIO()) as printed:
         try:
-            code = on_ranks(work, ready, placement, count, in_subprocess=True, child_hash_seed=child_hash_seed)
+            code = run_on_ranks(work, ready, placement, count, in_subprocess=True, child_hash_seed=child_hash_seed)
         except SystemExit as end:  # a signal arrived before the workers were started
             code = int(end.code or 0)
     if code > _SIGNAL_BASE:

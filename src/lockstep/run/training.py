@@ -32,13 +32,13 @@ from lockstep.run.checkpoints import Resumed
 from lockstep.run.rank_training import RankTraining
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.sinks import check_sinks
-from lockstep.run.start import Work, on_ranks
+from lockstep.run.start import Work, run_on_ranks
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
 from lockstep.setup import recipe_folder
 from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import collect_comparison_facts
-from lockstep.setup.prepare import PreparedConfig, PreparedRun, check, prepare, prepare_config
+from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config, prepare_run
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.resume import check_start
 from lockstep.setup.resume import resume_state as checked_state
@@ -57,7 +57,7 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     failures: list[Failure] = []
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)
-    prepared = prepare(loaded)
+    prepared = prepare_run(loaded)
     resolved = prepared.resolved
     warn(prepared)
     claim = recipe_folder.claim(prepared.loaded)
@@ -75,7 +75,7 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     without_text = f"without rank {', '.join(map(str, wrong_ranks))}"
     reduced = without(loaded, wrong_ranks, resolved.processes, claim.folder)
     with error_as(TrainingError, UsageError, f"placement.on_corruption: cannot continue {without_text}"):
-        check(reduced)
+        check_config(reduced)
     run_folder.print_message(f"placement.on_corruption: continuing {without_text}")
     return train_here(reduced, extra_sink)
 
@@ -88,7 +88,7 @@ def run_on_placement(
     The ranks write logs and their result to the run folder. If a failure ends the run, it is appended to `failures`.
     """
     logs = folder / run_folder.LOGS
-    code = on_ranks(work, prepared, prepared.placement, prepared.processes, logs, failures.append)
+    code = run_on_ranks(work, prepared, prepared.placement, prepared.processes, logs, failures.append)
     if prepared.processes > 1:
         run_folder.write_exit(folder, code, *failures[-1:])
     return code
@@ -121,7 +121,7 @@ def training_as_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = N
     _check_launch(loaded.config, info)
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)
-    resolved = check(loaded, info.size)
+    resolved = check_config(loaded, info.size)
 
     def work(rendezvous: Rendezvous) -> int:
         try:

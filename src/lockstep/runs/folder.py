@@ -32,7 +32,7 @@ from lockstep.common.text import printable
 from lockstep.config.recorded import CONFIG
 from lockstep.device import machine
 from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, os_error_as
-from lockstep.ranks.failure import Failure, failure_of
+from lockstep.ranks.failure import Failure, make_failure
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.runs.digest_file import DIGESTS
@@ -170,7 +170,7 @@ def claim_loop_folder(folder: Path, key: bytes | None) -> Claim:
     def begin() -> tuple[Path | None, list[str]]:
         if os.path.lexists(folder / CONFIG):
             raise UsageError(f"{folder}: contains a run of a recipe, not of a custom loop; choose a different dir")
-        newest = store.newest(folder / store.FOLDER, key)
+        newest = store.load_newest(folder / store.FOLDER, key)
         return (None, []) if newest is None else (newest.path, checkpoint_warnings(newest))
 
     return claim_folder(folder, str, begin)
@@ -252,7 +252,7 @@ def _write_failure_on_error(folder: Path, created: Sequence[Path], last_start: L
     try:
         yield
     except Exception as error:
-        failure = failure_of(error, ALONE, RankLog(ALONE))
+        failure = make_failure(error, ALONE, RankLog(ALONE))
         if isinstance(error, ConfigError):  # the text of a ConfigError starts with the number of problems
             failure = replace(failure, text=str(error))
         if not last_start.is_rejected(folder, failure):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm.named_sums import over_ranks
+from lockstep.comm.named_sums import sum_over_ranks
 from lockstep.comm.world import World
 from lockstep.common.user_source import source_digests
 from lockstep.config import plan as planning
@@ -35,8 +35,8 @@ from lockstep.models.finetuning import Tuning, build_finetuned
 from lockstep.models.initialise import initialise
 from lockstep.models.match_state import Fit
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.optimizer_state import Named
-from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
+from lockstep.parallel.optimizer_state import NamedParameter
+from lockstep.parallel.optimizer_trials import check_custom_optimizer, check_optimizer, check_stored_dtype
 from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
 from lockstep.setup.examples import (
@@ -52,7 +52,7 @@ from lockstep.setup.schedule import check_rate, find_rate
 from lockstep.setup.user_code import import_paths
 from lockstep.tasks.base import Build, Problem, Task
 from lockstep.tasks.find import find_task
-from lockstep.tasks.own import with_metrics
+from lockstep.tasks.own import add_metrics
 from lockstep.training.plan import Interval, Plan
 
 
@@ -76,7 +76,7 @@ class Setup:
     fit: Fit | None = None  # describes how the initial weights match the parameters of the model
     guarded: bool = True  # whether to reject code that makes results depend on the placement
 
-    def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
+    def optimizer(self, trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
         """Build the optimizer for the trained tensors of this rank, which may be sharded.
 
         `norms` computes the norms of full tensors.
@@ -125,7 +125,7 @@ class Setup:
         transforms = transforms_of(recipe, self.data)
         weigh = None
         if not task.counts_samples:
-            weigh = Weigh(task.weight, partial(over_ranks, world), world.all_gather_text, "task: weight")
+            weigh = Weigh(task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight")
         return Loader(
             data=self.data,
             steps=self.steps,
@@ -141,7 +141,7 @@ class Setup:
         )
 
 
-def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
+def make_model_builder(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
     """Return a function that builds the recipe's model for a dataset with the properties `facts`.
 
     The model has no initial weights and no adapters, and isn't split into chunks.
@@ -174,10 +174,10 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
     if recipe.compile:
         check_compiler(gpu=torch.cuda.device_count() > 0)
     data = open_recipe_data(recipe)
-    steps = planning.steps(recipe, len(data.train))
+    steps = planning.compute_steps(recipe, len(data.train))
     example, evaluation = examples(recipe, data)
     task, task_line = find_task(values(recipe), f"model {recipe.model.name}", data.facts, example)
-    task = with_metrics(task, recipe.metrics)
+    task = add_metrics(task, recipe.metrics)
     models = _make_model_builders(recipe, data, first)
     summary = _check_model(recipe, steps, task, models.uncut, example, evaluation)
     _check_batchnorm(recipe, summary)
@@ -224,7 +224,7 @@ class _ModelBuilders(NamedTuple):
 def _make_model_builders(recipe: Recipe, data: DataSet, first: InitialWeights | None) -> _ModelBuilders:
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
-    plain, tuning = plain_model(recipe, data.facts), tuning_of(recipe)
+    plain, tuning = make_model_builder(recipe, data.facts), tuning_of(recipe)
     uncut = partial(build_finetuned, plain, tuning)
     pretrained = partial(plain, pretrained=recipe.model.pretrained)
     return _ModelBuilders(
@@ -282,9 +282,9 @@ def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: Summary) -
     for make_optimizer in optimizer_factories(recipe, parameter_settings):
         check_optimizer(make_optimizer, summary.dims)
         if stored is not None:
-            check_stored(make_optimizer, stored)
+            check_stored_dtype(make_optimizer, stored)
     if ":" in recipe.optimizer.name:
-        check_own(recipe.optimizer.name, make_optimizer_factory(recipe))
+        check_custom_optimizer(recipe.optimizer.name, make_optimizer_factory(recipe))
     return parameter_settings
 
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.recipe import ModelConfig
-from lockstep.core.batch import Batch, Inputs, call, map_tensors, tensors_of
+from lockstep.core.batch import Batch, Inputs, call_model, map_tensors, tensors_of
 from lockstep.core.several_losses import sum_of_losses
 from lockstep.core.shard import Chunked
 from lockstep.data.items import preserve_generators
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError, VerificationError
-from lockstep.parallel.tensor.plan import region_names
+from lockstep.parallel.tensor.plan import find_region_names
 from lockstep.setup.build import Setup
-from lockstep.setup.chunking import compute_chunk_losses, cut
+from lockstep.setup.chunking import chunk_model, compute_chunk_losses
 from lockstep.setup.examples import examples, repeat_samples
 from lockstep.tasks.base import Task
 
@@ -77,7 +77,7 @@ def check_chunks(ready: Setup, quick: bool = False) -> None:
         full_model = ready.uncut().eval()
         _, batch = examples(ready.recipe, ready.data)
         inputs = ready.task.inputs(repeat_samples(batch, _SAMPLES))
-        cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
+        cut_features = partial(chunk_model, chunks=config.chunks, plan=config.plan, name=config.name)
         departure = (quick_departure if quick else find_chunk_difference)(full_model, cut_features, inputs)
     if departure:
         raise VerificationError(f"recipe.model.plan: {describe(departure, config.chunks)}; {ADVICE}")
@@ -91,7 +91,7 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
     """
     if config.chunks == 1:
         return
-    cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
+    cut_features = partial(chunk_model, chunks=config.chunks, plan=config.plan, name=config.name)
     with preserve_generators(), drop_new_tensors():
         departure = quick_departure(copy.deepcopy(model), cut_features, inputs)
     if departure:
@@ -115,7 +115,7 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
     if config.sequence_chunks == 1:
         return
     cut_features = (
-        partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
+        partial(chunk_model, chunks=config.chunks, plan=config.plan, name=config.name)
         if config.chunks > 1
         else _split_no_features
     )
@@ -139,7 +139,7 @@ def quick_departure(
     full_model: nn.Module,
     cut_features: Callable[[nn.Module], object],
     inputs: T,
-    run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
+    run: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
 ) -> Departure | None:
     """Return the difference that `find_chunk_difference` finds in float32 on two samples with shortened sequences.
 
@@ -168,7 +168,7 @@ def find_chunk_difference(
     full_model: nn.Module,
     cut_features: Callable[[nn.Module], object],
     inputs: T,
-    run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
+    run: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
     """Split a copy of `full_model` into chunks, and return the first difference. See `find_feature_difference`.
@@ -190,7 +190,7 @@ def find_feature_difference(
     full_model: nn.Module,
     chunked_model: nn.Module,
     inputs: T,
-    run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
+    run: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
     """Return the name of the first chunked module whose outputs differ, and the size of the difference.
@@ -198,7 +198,7 @@ def find_feature_difference(
     The name is empty if only the outputs of the full model differ. Returns None if all outputs agree. `run` calls a
     model with the inputs.
     """
-    names = [*region_names(chunked_model), ""]
+    names = [*find_region_names(chunked_model), ""]
 
     def compare(batch: T) -> Iterator[Departure]:
         whole_outputs, chunk_outputs = (
@@ -231,7 +231,7 @@ def find_sequence_difference(
     chunked = cut_features(chunked_model)
 
     def compare(sample_batch: Batch) -> Iterator[Departure]:
-        whole_loss = sum_of_losses(task.loss(call(full_model, task.inputs(sample_batch)), sample_batch))
+        whole_loss = sum_of_losses(task.loss(call_model(full_model, task.inputs(sample_batch)), sample_batch))
         loss, gradients = _loss_and_gradients(full_model, whole_loss)
         chunk_loss, chunk_gradients = _loss_and_gradients(
             chunked_model, torch.stack(compute_chunk_losses(chunked_model, task, sample_batch, chunks)).sum()

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.common.own_code import UserCode
 from lockstep.config.recipe import ModelConfig
-from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
+from lockstep.core.batch import Batch, Inputs, get_batch_size, map_tensors, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.device.meta import on_meta
@@ -20,14 +20,14 @@ from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.context.sequence_chunks import (
     POSITIONS,
     SequenceChunks,
+    add_position_ids,
     argument_names,
     sequence_task,
-    with_positions,
 )
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.logits import Logits
-from lockstep.parallel.tensor.plan import Plan, cut_into_chunks
+from lockstep.parallel.tensor.plan import Plan, split_into_chunks
 from lockstep.parallel.tensor.slices import cut_layers
 from lockstep.tasks.base import Build, MicroBatch, Task
 
@@ -37,25 +37,25 @@ def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
 
     Raises UsageError if the model can't be split, or if the recipe's plan doesn't match it.
     """
-    return {} if config.chunks == 1 else cut(on_meta(build), config.chunks, config.plan, config.name)
+    return {} if config.chunks == 1 else chunk_model(on_meta(build), config.chunks, config.plan, config.name)
 
 
 def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
     """Build a model, and split it into the number of feature chunks that `config` sets."""
     model = build()
     if config.chunks > 1:
-        cut(model, config.chunks, config.plan, config.name)
+        chunk_model(model, config.chunks, config.plan, config.name)
     return model
 
 
-def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunked]:
+def chunk_model(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunked]:
     """Split a model into chunks in place, and return the layout of each parameter that is split.
 
     `plan` takes precedence over the built-in plan of the model. `name` is the name of the model in errors. If the model
     can't be split, raises UsageError with the recipe keys to change.
     """
     built_in = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
-    chunked = cut_into_chunks(model, {**plan, **built_in}, chunks)  # the first matching pattern applies
+    chunked = split_into_chunks(model, {**plan, **built_in}, chunks)  # the first matching pattern applies
     if not cut_layers(model):
         raise UsageError(
             f"recipe.model.chunks: model {name} has no layers that are known to be splittable; name the layers in "
@@ -98,7 +98,7 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
             raise
         except Exception:  # a model may read values in its constructor or forward method
             arguments = trial("cpu")
-    return with_positions(task.inputs(batch), arguments)
+    return add_position_ids(task.inputs(batch), arguments)
 
 
 def _run_trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
@@ -121,9 +121,9 @@ def _run_trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, d
 
 def compute_chunk_losses(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
     """Split the sequences of a batch into `chunks` chunks, and return the loss of each chunk."""
-    cooperative = Cooperative([])
+    cooperative = CooperativeScheduler([])
     sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), cooperative)
-    [*microbatches] = sequences.units_for(MicroBatch(0, batch, length(batch), 0), 1)
+    [*microbatches] = sequences.units_for(MicroBatch(0, batch, get_batch_size(batch), 0), 1)
 
     def loss_of(microbatch: MicroBatch) -> Any:
         return task.loss(sequences.call(model, microbatch), microbatch.batch)

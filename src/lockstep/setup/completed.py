@@ -18,14 +18,14 @@ _BEST: Final = "best_"
 
 def completion_notice(loaded: Loaded) -> str:
     """Return a notice with the hash of the weights if the run is already complete, or else an empty string."""
-    done = completed(loaded)
+    done = find_completed_run(loaded)
     if done is None:
         return ""
-    steps, line = f"{done.step:,} steps", wording.hash_line(done.weights_sha256)
+    steps, line = f"{done.step:,} steps", wording.format_hash_line(done.weights_sha256)
     return f"{loaded.config.run.dir}: already done, {steps}; to train again, choose a different run.dir\n{line}"
 
 
-def completed(loaded: Loaded) -> Done | None:
+def find_completed_run(loaded: Loaded) -> Done | None:
     """Return the Done event if the run folder contains a complete run of this configuration, or else None.
 
     This function doesn't report mistakes, such as a folder with a run of a different recipe. They are reported when the
@@ -36,7 +36,7 @@ def completed(loaded: Loaded) -> Done | None:
         return None
     folder = Path(run.dir)
     try:
-        last_event = jsonl.last(folder / jsonl.EVENTS)
+        last_event = jsonl.read_last_event(folder / jsonl.EVENTS)
         if last_event.get("event") != "done":
             return None
         before = read_run_recipe(folder / CONFIG)

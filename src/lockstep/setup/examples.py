@@ -11,7 +11,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.order import Step, Steps
 from lockstep.data.base import DataSet, DeviceTransforms, NoTransforms, Request, Split
-from lockstep.data.images.device_transforms import device_transforms
+from lockstep.data.images.device_transforms import make_device_transforms
 from lockstep.errors import TrainingError, UsageError
 
 _MIN_NORM_SAMPLES: Final = 4  # with fewer samples, the batch variance of BatchNorm is hardly meaningful
@@ -21,7 +21,7 @@ _MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples to try if samples ca
 
 def transforms_of(recipe: Recipe, data: DataSet) -> DeviceTransforms:
     """Return the transforms that a dataset applies to batches on the device, or a no-op if there are none."""
-    return device_transforms(values(recipe), data.facts) or NoTransforms()
+    return make_device_transforms(values(recipe), data.facts) or NoTransforms()
 
 
 def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:

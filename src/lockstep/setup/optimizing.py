@@ -12,7 +12,7 @@ from lockstep.config import recipe as config
 from lockstep.config.recipe import Recipe
 from lockstep.core.rate import scale_rate
 from lockstep.device.meta import on_meta
-from lockstep.models.layers import layer_scales
+from lockstep.models.layers import compute_layer_scales
 from lockstep.parallel.groups import GroupSettings, distinct, settings
 from lockstep.parallel.optimize import Settings, make_optimizer
 
@@ -26,7 +26,7 @@ def make_optimizer_factory(recipe: Recipe, settings_of: Settings | None = None) 
     return partial(
         make_optimizer,
         name=config.name,
-        lr=planning.base_rate(recipe),
+        lr=planning.compute_base_rate(recipe),
         momentum=config.momentum,
         nesterov=config.nesterov,
         weight_decay=config.weight_decay,
@@ -43,7 +43,7 @@ def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], n
     learning rate decay.
     """
     decay = recipe.optimizer.layer_decay
-    scales = {} if decay is None else layer_scales(on_meta(blank), decay)
+    scales = {} if decay is None else compute_layer_scales(on_meta(blank), decay)
     return settings(names, [_make_group_settings(recipe, group) for group in recipe.optimizer.groups], scales)
 
 
@@ -70,8 +70,8 @@ def _constant_setting(setting: dict[str, Any], _: str) -> dict[str, Any]:
 def _make_group_settings(recipe: Recipe, config_group: config.ParameterGroupConfig) -> GroupSettings:
     factor = config_group.lr_factor or 1.0
     if config_group.lr is not None:
-        factor = scale_rate(config_group.lr.value, config_group.lr.per_samples, recipe.batch) / planning.base_rate(
-            recipe
-        )
+        factor = scale_rate(
+            config_group.lr.value, config_group.lr.per_samples, recipe.batch
+        ) / planning.compute_base_rate(recipe)
     decay = {} if config_group.weight_decay is None else {"weight_decay": config_group.weight_decay}
     return GroupSettings(config_group.match, factor, {**config_group.options, **decay})

@@ -85,7 +85,7 @@ class PreparedConfig:
         return PreparedRun(self.resolved, ready)
 
 
-def check(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> ResolvedConfig:
+def check_config(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> ResolvedConfig:
     """Resolve a configuration for a number of processes, and check its placement.
 
     `processes` defaults to the number that the configuration requests on this machine. If `training` is False, the
@@ -102,10 +102,10 @@ def prepare_config(loaded: Loaded, processes: int | None = None, *, training: bo
     """Resolve and check a configuration like `check`, and load its initial weights."""
     with add_key_positions(loaded):
         loaded, first = load_first_weights(loaded)
-    return PreparedConfig(check(loaded, processes, training=training), first)
+    return PreparedConfig(check_config(loaded, processes, training=training), first)
 
 
-def prepare(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedRun:
+def prepare_run(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedRun:
     """Check a configuration, load its initial weights and open its dataset. This doesn't need a process group."""
     return prepare_config(loaded, processes, training=training).open(training=training)
 
@@ -118,7 +118,7 @@ def open_recipe(loaded: Loaded, first: InitialWeights | None, *, training: bool 
     return ready
 
 
-def open_unplaced(loaded: Loaded) -> Setup:
+def open_recipe_without_placement(loaded: Loaded) -> Setup:
     """Load the initial weights of a recipe, and open the recipe regardless of the placement."""
     with add_key_positions(loaded):
         return open_recipe(*load_first_weights(loaded))

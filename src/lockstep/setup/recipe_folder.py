@@ -64,7 +64,7 @@ def _find_start(
             f"{folder}: contains a run without config.yaml, such as a run of a custom loop; choose a different run.dir"
         )
     recipe = _read_recipe(folder / CONFIG)
-    newest = store.newest(folder / store.FOLDER, key)
+    newest = store.load_newest(folder / store.FOLDER, key)
     # Without a checkpoint, starting over loses nothing. The recipe may have changed, such as after a correction.
     if newest is None:
         changed = list_recipe_differences(recipe, loaded.config.recipe)

@@ -28,9 +28,9 @@ from lockstep.device.precision import loss_scaler
 from lockstep.errors import UsageError
 from lockstep.models.check import Form
 from lockstep.parallel.engine import State
-from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layerwise import full_norms
 from lockstep.parallel.optimizer_state import optimizer_state
-from lockstep.parallel.optimizer_step import keep_ratios
+from lockstep.parallel.optimizer_step import store_lr_ratios
 from lockstep.setup.build import Setup
 from lockstep.setup.data_facts import check_facts
 from lockstep.training.checkpoint import saved_state
@@ -356,8 +356,8 @@ def _optimizer_state_after(ready: Setup, steps: int, device: str) -> tuple[dict[
         (name, Parameter(torch.ones(form.shape, dtype=form.dtype, device=device)))
         for name, form in ready.summary.trained.items()
     ]
-    optimizer = ready.optimizer(trained, whole_norms)
-    keep_ratios(optimizer)
+    optimizer = ready.optimizer(trained, full_norms)
+    store_lr_ratios(optimizer)
     for _ in range(steps):
         for _, parameter in trained:
             parameter.grad = torch.ones_like(parameter)

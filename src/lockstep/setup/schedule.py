@@ -24,7 +24,7 @@ def find_rate(recipe: Recipe, steps: Steps) -> Rate:
     rate. If this function raises an error or returns an invalid factor, `Rate.at` raises UsageError.
     """
     name = recipe.schedule.name
-    return planning.rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)
+    return planning.make_rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)
 
 
 def check_rate(recipe: Recipe, steps: Steps) -> None:

@@ -58,7 +58,7 @@ def _dataset_names(section: str, name: str, options: Mapping[str, Any]) -> Itera
         yield from _dataset_names(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
 
 
-def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
+def get_user_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
     """Return the imported modules that belong to the user's code. `paths` are the import paths of a recipe."""
     packages = {path.partition(":")[0].partition(".")[0] for path in paths}
     modules = {}
@@ -70,7 +70,7 @@ def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
     return modules
 
 
-def place_of(target: object) -> str:
+def source_line(target: object) -> str:
     """Return the file and first line of a function or class, or of the class of an object, such as `net.py:12`.
 
     Returns an empty string if the line is unknown or in a library.

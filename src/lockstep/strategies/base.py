@@ -13,7 +13,7 @@ from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.tasks.base import Build, Problem
 
 # Names that strategies import from here, so that each strategy file needs only a few imports.
@@ -98,7 +98,7 @@ class Strategy(Protocol):
 class ExternalEngine(Protocol):
     """The additional interface of a strategy that trains with the engine of another framework."""
 
-    def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
+    def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
         """Raise UsageError if the framework doesn't support a part of the recipe. `make` creates the optimizer."""
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:

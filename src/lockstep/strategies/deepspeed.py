@@ -17,7 +17,7 @@ from lockstep.comm.deepspeed import import_deepspeed
 from lockstep.core.work import check_work
 from lockstep.errors import UsageError
 from lockstep.parallel.deepspeed_engine import DeepSpeedEngine
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_trials import check_flat
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
@@ -71,7 +71,7 @@ class Strategy:
             _check_nvme()
         check_work(processes, microbatches)
 
-    def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
+    def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
         """See ExternalEngine."""
         precision = numerics.recipe.precision
         if precision not in _PRECISIONS:

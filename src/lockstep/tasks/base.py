@@ -122,7 +122,7 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class CutsSequences(Task, Protocol):
+class ChunkableTask(Task, Protocol):
     """A task whose samples are sequences that can be split into chunks."""
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:

@@ -54,7 +54,7 @@ def targets_or_batch(batch: Batch) -> Any:
         return batch
 
 
-def predictions(outputs: Any, model: str = "model") -> Tensor:
+def get_predictions(outputs: Any, model: str = "model") -> Tensor:
     """Return the tensor to compare with the targets, which is `outputs` itself or its item `logits` or `out`.
 
     `model` is the name of the model for error messages. Raises UsageError if there is no such tensor.

@@ -13,7 +13,7 @@ from lockstep.common.own_code import UserCode
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Figures, Monitor, Report
-from lockstep.tasks.batches import get_targets, predictions, split_batch
+from lockstep.tasks.batches import get_predictions, get_targets, split_batch
 from lockstep.tasks.own_loss import PATH_MARK, Loss, check_is_sum, find_own_loss, sum_loss
 
 SKIPPED: Final = -100  # target of an unreadable sample; the default ignore_index of F.cross_entropy
@@ -86,7 +86,7 @@ class Classification:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        return self.loss_sum(predictions(outputs, self.model_name), get_targets(batch))
+        return self.loss_sum(get_predictions(outputs, self.model_name), get_targets(batch))
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss summed over the samples, as a 0-dim tensor.
@@ -104,7 +104,7 @@ class Classification:
         All values are 0-dim int64 tensors. For a mixture of classes, the class with the largest weight is correct.
         """
         truth, counted = target_classes(get_targets(batch))
-        scores = predictions(outputs, self.model_name)
+        scores = get_predictions(outputs, self.model_name)
         guesses = scores.topk(min(max(self.topk, default=1), scores.shape[1]), dim=1).indices
         hits = (guesses == truth[:, None]) & counted[:, None]
         correct = {f"correct{k}": hits[:, :k].sum() for k in self.topk}
@@ -119,7 +119,7 @@ class Classification:
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the confusion matrix as `confusion`: int64 of shape [classes (target), classes (prediction)]."""
         truth, counted = target_classes(get_targets(batch))
-        scores = predictions(outputs, self.model_name)
+        scores = get_predictions(outputs, self.model_name)
         return {"confusion": compute_confusion(truth, scores.argmax(1), scores.shape[1], counted)}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
@@ -133,7 +133,7 @@ class Classification:
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
         targets = get_targets(batch)
-        scores, name = predictions(outputs, self.model_name), self.model_name.removeprefix("model ")
+        scores, name = get_predictions(outputs, self.model_name), self.model_name.removeprefix("model ")
         check_outputs(name, len(self.classes), scores, len(targets))
         if self.own_loss is not None:
             check_loss(self.own_loss, len(self.classes), targets)

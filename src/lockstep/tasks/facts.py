@@ -21,7 +21,7 @@ OUTPUT_PROPERTIES: Final = (NAMES,)  # dataset properties that determine the las
 _MAX_CLASSES: Final = 1 << 24
 
 
-def facts(
+def make_dataset_properties(
     classes: Sequence[str],
     shape: Sequence[int],
     mean: Sequence[float] | None = None,

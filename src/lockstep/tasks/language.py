@@ -14,7 +14,7 @@ from lockstep.core.batch import Batch, Inputs
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 
 LABELS: Final = "labels"
 _IDS: Final = "input_ids"
@@ -94,7 +94,7 @@ class Language:
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
-        logits, (_, targets, tail) = predictions(outputs, self.model_name), self._to_next_token_batch(batch)
+        logits, (_, targets, tail) = get_predictions(outputs, self.model_name), self._to_next_token_batch(batch)
         positions_shape = (*targets.shape[:1], targets.shape[1] + tail)
         if logits.ndim != 3 or logits.shape[:2] != positions_shape or not logits.is_floating_point():
             raise UsageError(
@@ -130,7 +130,7 @@ class Language:
         return NextTokenBatch({_IDS: ids} if names else (ids,), targets, 0)
 
     def _compute_cross_entropy(self, outputs: Any, parts: NextTokenBatch, reduction: str) -> Tensor:
-        logits, (_, targets, tail) = predictions(outputs, self.model_name), parts
+        logits, (_, targets, tail) = get_predictions(outputs, self.model_name), parts
         if tail:
             logits = logits[:, :-tail]
         if logits.dtype in (torch.float16, torch.bfloat16):

@@ -16,17 +16,17 @@ from torch import Tensor
 from lockstep.common.importing import import_callable
 from lockstep.common.own_code import UserCode
 from lockstep.common.reserved_metrics import RESERVED_IN_TRAINING, first_reserved
-from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
+from lockstep.core.batch import Batch, Inputs, get_batch_size, map_tensors, tensors_of
 from lockstep.core.several_losses import (
     Loss,
     Weight,
-    check_alike,
+    add_total,
+    check_same_names,
     check_weights,
     is_reserved,
     loss_means,
     loss_sums,
     sum_of_losses,
-    with_total,
 )
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report, Task
@@ -88,7 +88,7 @@ class OwnTask:
     def weight(self, batch: Batch) -> Weight:
         """See Task."""
         if self._members["weight"] is None:
-            return length(batch)
+            return get_batch_size(batch)
         weight = self._call("weight", batch)
         if isinstance(weight, Mapping):
             weights = check_weights(f"{self._name}: weight", weight)
@@ -167,16 +167,16 @@ class OwnTask:
             self._call("check", outputs, batch)
         check_metrics(self._metrics, outputs, batch)
         values = map_tensors(_copy_with_values, outputs)
-        samples = length(batch)
+        samples = get_batch_size(batch)
         if samples > 1:
             self._check_sum(values, batch, samples)
         loss = self.loss(map_tensors(lambda tensor: tensor.requires_grad_(tensor.is_floating_point()), values), batch)
         weight = self.weight(batch)
-        check_alike(loss, weight, self._name)
+        check_same_names(loss, weight, self._name)
         if not sum_of_losses(loss).isfinite():
             return  # arbitrary outputs may be invalid, as for a logarithm; the first step checks actual outputs
         losses = {name: value.detach().double() for name, value in loss_sums(loss, weight).items()}
-        counts = {**with_total(losses), "samples": torch.tensor(samples)}
+        counts = {**add_total(losses), "samples": torch.tensor(samples)}
         sums = {**self.sums(values, batch), **self.details(values, batch)}
         if (reserved_name := next(filter(is_reserved, sums), None)) is not None:
             raise UsageError(
@@ -204,7 +204,7 @@ class OwnTask:
             pair_loss = self.loss(select([0, 0], outputs), select([0, 0], batch))
             single_loss = self.loss(select([0], outputs), select([0], batch))
         weights = self.weight(select([0, 0], batch)), self.weight(select([0], batch))
-        check_alike(pair_loss, weights[0], self._name)
+        check_same_names(pair_loss, weights[0], self._name)
         if isinstance(pair_loss, Mapping) and isinstance(single_loss, Mapping):
             for name, loss in pair_loss.items():
                 weight_pair = tuple(weight[name] for weight in weights if isinstance(weight, Mapping))
@@ -257,7 +257,7 @@ class OwnTask:
         return UserCode(f"{self._name}: {member}")
 
 
-def with_metrics(task: Task, paths: Sequence[str]) -> Task:
+def add_metrics(task: Task, paths: Sequence[str]) -> Task:
     """Return a task that also reports the metrics at `paths`. Raises UsageError if an import path isn't a function."""
     return OwnTask("task", task, find_metrics(paths)) if paths else task
 
@@ -299,7 +299,7 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
     If a metric were a mean, the weight of a sample would depend on the batch size. If `outputs` are on the meta device,
     metrics are tested with arbitrary values instead. A batch with fewer than two samples isn't checked.
     """
-    if length(batch) < 2:
+    if get_batch_size(batch) < 2:
         return
     outputs = map_tensors(_copy_with_values, outputs)
     pair_sums, first_sums, second_sums = (

@@ -14,7 +14,7 @@ from lockstep.common.names import choices
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
-from lockstep.tasks.batches import get_targets, predictions, split_batch
+from lockstep.tasks.batches import get_predictions, get_targets, split_batch
 from lockstep.tasks.own_loss import PATH_MARK, Loss, find_own_loss, sum_loss
 
 LOSSES: Final = ("mse", "mae", "huber")
@@ -126,7 +126,7 @@ def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) 
 
     If `columns` is set, both have at least two dims. Raises UsageError if the shapes don't match.
     """
-    prediction, targets = predictions(outputs, model), get_targets(batch)
+    prediction, targets = get_predictions(outputs, model), get_targets(batch)
     if prediction.ndim == targets.ndim + 1 and prediction.shape[-1] == 1:
         prediction = prediction.squeeze(-1)
     elif targets.ndim == prediction.ndim + 1 and targets.shape[-1] == 1:

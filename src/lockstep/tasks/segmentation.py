@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Figures, Monitor, Report
-from lockstep.tasks.batches import get_targets, predictions, split_batch
+from lockstep.tasks.batches import get_predictions, get_targets, split_batch
 from lockstep.tasks.classification import SKIPPED, compute_confusion, sum_cross_entropy
 
 _AUXILIARY: Final = "aux"  # key of the auxiliary head's outputs in torchvision models
@@ -45,14 +45,14 @@ class Segmentation:
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
         targets = self._get_targets(batch)
-        loss = sum_cross_entropy(predictions(outputs, self.model_name), targets)
+        loss = sum_cross_entropy(get_predictions(outputs, self.model_name), targets)
         if self.auxiliary and isinstance(outputs, Mapping) and _AUXILIARY in outputs:
             loss = loss + self.auxiliary * sum_cross_entropy(outputs[_AUXILIARY], targets)
         return loss
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the confusion matrix as `confusion`: int64 of shape [classes (target), classes (prediction)]."""
-        targets, scores = self._get_targets(batch), predictions(outputs, self.model_name)
+        targets, scores = self._get_targets(batch), get_predictions(outputs, self.model_name)
         return {"confusion": compute_confusion(targets, scores.argmax(1), scores.shape[1], targets != SKIPPED)}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
@@ -76,7 +76,7 @@ class Segmentation:
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
-        targets, scores = get_targets(batch), predictions(outputs, self.model_name)
+        targets, scores = get_targets(batch), get_predictions(outputs, self.model_name)
         expected_shape = (len(targets), len(self.classes), *targets.shape[1:])
         if targets.is_floating_point() or targets.ndim != 3:
             raise UsageError(

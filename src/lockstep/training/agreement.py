@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.comm.world import World
 from lockstep.common.patterns import list_some
 from lockstep.core.majority import find_minority
-from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor, whole_tensors
+from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor, unsharded_tensors
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
@@ -52,7 +52,7 @@ class Disagreement:
         return f"rank {ranks} {'has' if len(self.odd_ranks) == 1 else 'have'} different values than the majority"
 
 
-def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
+def check_initial_weights(world: World, model: nn.Module, advice: str) -> nn.Module:
     """Check that all ranks have built `model` with the same initial weights, and return it.
 
     All ranks call it before the model is sharded. Raises UsageError with `advice` if the weights differ between ranks.
@@ -73,7 +73,7 @@ def find_disagreement(world: World, model: NamedTensors, weights: str = "") -> D
         return None
     shards = {name: value for name, value in model.items() if isinstance(value, Shard)}
     layout = hashlib.sha256(json.dumps([(name, *_rows(shards[name])) for name in sorted(shards)]).encode()).digest()
-    own_digests = [weights or store.weights_sha256(whole_tensors(model)), store.weights_sha256(shards)]
+    own_digests = [weights or store.weights_sha256(unsharded_tensors(model)), store.weights_sha256(shards)]
     digests = world.gather(layout + b"".join(map(bytes.fromhex, own_digests)))
     whole_digests = {digest[32:64] for digest in digests}
     if len(whole_digests) == 1 and len({digest[:32] for digest in digests}) == len(
@@ -107,7 +107,7 @@ def _compare_tensors(world: World, model: NamedTensors) -> Disagreement | None:
 def _digest(value: MaybeSharded) -> bytes:
     """Return the digest of the row range that this rank holds, followed by the digest of its values."""
     rows = hashlib.sha256(json.dumps(_rows(value)).encode()).digest()[:_DIGEST_BYTES]
-    return rows + hashlib.sha256(tensorfile.raw(local_tensor(value))).digest()[:_DIGEST_BYTES]
+    return rows + hashlib.sha256(tensorfile.to_bytes(local_tensor(value))).digest()[:_DIGEST_BYTES]
 
 
 def _rows(value: MaybeSharded) -> list[int]:

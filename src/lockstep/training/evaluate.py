@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
-from lockstep.core.batch import Batch, length
-from lockstep.core.several_losses import Weight, loss_means, loss_sums, with_total
+from lockstep.core.batch import Batch, get_batch_size
+from lockstep.core.several_losses import Weight, add_total, loss_means, loss_sums
 from lockstep.parallel.engine import Engine
 from lockstep.tasks.base import Task
 
@@ -32,7 +32,7 @@ class Totals(NamedTuple):
 def batch_sums(task: Task, outputs: Any, batch: Batch, weight: Weight) -> dict[str, Tensor]:
     """Return the sums of a batch: the losses, the weights, the number of samples, and the sums of the task."""
     losses = loss_sums(task.loss(outputs, batch), weight)
-    return {**losses, SAMPLES: torch.tensor(length(batch)), **task.sums(outputs, batch)}
+    return {**losses, SAMPLES: torch.tensor(get_batch_size(batch)), **task.sums(outputs, batch)}
 
 
 def task_metrics(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
@@ -40,7 +40,7 @@ def task_metrics(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
     The loss comes first. If the task has several losses, the mean of each loss comes next.
     """
-    sums = with_total(sums)
+    sums = add_total(sums)
     figures = task.figures(sums)
     # If several losses have different weights, each loss has already been divided by its weight.
     weight = max(int(sums[WEIGHT]), 1) if WEIGHT in sums else 1
@@ -71,4 +71,4 @@ def evaluate(
                 continue
             detail_sums = task.details(outputs, batch) if details else {}
             named_sums.add(number, {**batch_sums(task, outputs, batch, weight), **detail_sums})
-    return Totals(with_total(named_sums.total(world, num_batches)), time.perf_counter() - start_time)
+    return Totals(add_total(named_sums.total(world, num_batches)), time.perf_counter() - start_time)

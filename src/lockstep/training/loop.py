@@ -11,7 +11,7 @@ from lockstep.tasks.base import MicroBatches
 from lockstep.training.events import Evaluated, Event, Saved, Stopped
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
-from lockstep.training.turn import Turn
+from lockstep.training.turn import TrainingStep
 
 
 class Stop(Protocol):
@@ -24,27 +24,29 @@ class Stop(Protocol):
 Batches = Callable[[int], Iterable[tuple[Step, MicroBatches]]]
 
 
-def take_step(engine: Stepping, recipe: EngineRecipe, turn: Turn, lr: float, *, observe: bool = False) -> None:
+def run_training_step(
+    engine: Stepping, recipe: EngineRecipe, turn: TrainingStep, lr: float, *, observe: bool = False
+) -> None:
     """Run one step of an engine at learning rate `lr`. All ranks call it."""
     sums = engine.forward_backward(turn.microbatches, turn.step, observe)
     turn.digest()
     turn.done(lr, sums, engine.update(lr, recipe.clip_norm))
 
 
-def train(engine: Stepping, reports: StepReports, items: Iterable[Turn | Event]) -> Iterator[Event]:
+def train(engine: Stepping, reports: StepReports, items: Iterable[TrainingStep | Event]) -> Iterator[Event]:
     """Run each step in `items` on an engine, at the learning rate of the plan, and yield the events in `items`."""
     plan = reports.plan
     assert plan.rate is not None
     assert plan.recipe is not None
     for item in items:
-        if isinstance(item, Turn):
+        if isinstance(item, TrainingStep):
             observe = plan.figures is not None and plan.reports(item.step)
-            take_step(engine, plan.recipe, item, plan.rate.at(item.step.samples_seen), observe=observe)
+            run_training_step(engine, plan.recipe, item, plan.rate.at(item.step.samples_seen), observe=observe)
         else:
             yield item
 
 
-def turns(
+def training_steps(
     batches: Batches,
     reports: StepReports,
     *,
@@ -52,7 +54,7 @@ def turns(
     evaluate: Callable[[Progress], Evaluated] | None = None,
     stop: Stop | None = None,
     preempted: Callable[[], bool] | None = None,
-) -> Iterator[Turn | Event]:
+) -> Iterator[TrainingStep | Event]:
     """Yield the remaining steps of the plan and the events after each step, until the plan ends or the ranks stop.
 
     All ranks must iterate over it, and all ranks get the same steps. `batches(first)` returns the steps starting at
@@ -77,7 +79,7 @@ def turns(
     """
     plan, progress, world = reports.plan, reports.progress, reports.world
     for step, microbatches in batches(progress.step):
-        turn = Turn(step, microbatches, progress, reports.digests)
+        turn = TrainingStep(step, microbatches, progress, reports.digests)
         yield turn
         # This must be the first collective after the step. Otherwise, it could be paired with a different collective
         # that a custom training loop issues on another rank.

@@ -60,7 +60,7 @@ class NonFinite(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerNorms:
+class ParameterNorms:
     """The L2 norms of a parameter before the step, of its gradient, and of its change in the step.
 
     The gradient is the weighted average over all samples of the step.

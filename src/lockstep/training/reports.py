@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.core.engine_recipe import nonfinite_advice
 from lockstep.core.order import Step
-from lockstep.core.several_losses import loss_means, loss_sums, with_total
+from lockstep.core.several_losses import add_total, loss_means, loss_sums
 from lockstep.device.meter import Meter
 from lockstep.parallel.engine import Sums
 from lockstep.tasks.base import LOSS
@@ -18,7 +18,7 @@ from lockstep.training.digests import StepDigests
 from lockstep.training.events import Stepped
 from lockstep.training.plan import Plan
 from lockstep.training.progress import Progress
-from lockstep.training.turn import Turn
+from lockstep.training.turn import TrainingStep
 from lockstep.training.watch import NonFiniteCheck
 
 
@@ -35,7 +35,7 @@ class StepReports:
         self._meter = Meter(world.device)
         self._last_step = -1  # number of the last step; keeping the step itself would keep its batch in memory
 
-    def report(self, turn: Turn) -> Sequence[Stepped]:
+    def report(self, turn: TrainingStep) -> Sequence[Stepped]:
         """Count a completed step, and return its report if one is due. A second call for a step returns nothing."""
         if turn.step.number == self._last_step:
             return ()
@@ -96,4 +96,4 @@ def step_sums(sums: Sums) -> Mapping[str, Tensor]:
     if not sums.named:
         return {"loss": sums.total.double().cpu(), "weight": torch.tensor(sums.weight)}
     losses = {name: loss.total.cpu() for name, loss in sums.named.items()}
-    return with_total(loss_sums(losses, {name: loss.weight for name, loss in sums.named.items()}))
+    return add_total(loss_sums(losses, {name: loss.weight for name, loss in sums.named.items()}))

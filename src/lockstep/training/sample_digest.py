@@ -30,4 +30,4 @@ def digest_ends(split: Split, select: Callable[[Batch], Any] = _full_batch) -> s
     samples = [tensors_of(select(batch)) for batch in batches]
     # Interleave the tensors of both samples, so that the digest equals those in existing checkpoints.
     tensors = [tensor for pair in zip_longest(*samples) for tensor in pair if tensor is not None]
-    return hashlib.sha256(b"".join(tensorfile.raw(tensor) for tensor in tensors)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(tensorfile.to_bytes(tensor) for tensor in tensors)).hexdigest()[:16]

@@ -13,7 +13,7 @@ from lockstep.training.progress import Progress
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class TrainingStep:
     """The next step to run, with the micro-batches of this rank.
 
     The generator `turns` yields it. The caller runs the step, and passes its results to `done`.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lockstep.parallel.engine import Update
-from lockstep.training.observer import LayerNorms
+from lockstep.training.observer import ParameterNorms
 
 # (name, tensor) pairs; only rank 0 gets all tensors (parallel/layouts/base.py).
 FullTensors = Iterable[tuple[str, Tensor]]
@@ -14,7 +14,7 @@ FullTensors = Iterable[tuple[str, Tensor]]
 
 def measure_update(
     update: Callable[[], Update], gradients: FullTensors, before: FullTensors, after: FullTensors
-) -> tuple[Update, list[LayerNorms]]:
+) -> tuple[Update, list[ParameterNorms]]:
     """Run `update`, and return its result and the norms of each trained parameter. All ranks call it.
 
     `before` and `after` yield the weights. They are exhausted before and after the update, respectively. Only rank 0
@@ -24,7 +24,7 @@ def measure_update(
     weights = {name: weight.clone() for name, weight in before}
     updated = update()
     parameter_norms = [
-        LayerNorms(
+        ParameterNorms(
             name,
             _l2_norm(weights[name]),
             # The gradient is still multiplied by the loss scale, but already divided by the weight of the step.

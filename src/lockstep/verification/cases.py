@@ -32,7 +32,7 @@ from lockstep.run.start import import_for_all, run_in_workers
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.checks import check_cut, check_placement
 from lockstep.setup.chunk_check import check_chunks, check_sequence_chunks
-from lockstep.setup.prepare import check
+from lockstep.setup.prepare import check_config
 from lockstep.setup.resolved import ResolvedConfig, resolve
 from lockstep.setup.user_code import import_paths
 from lockstep.strategies import names
@@ -108,7 +108,7 @@ def verify(loaded: Loaded, all_placements: bool, steps: int, report_progress: Ca
     """
     requested = None
     if not all_placements:
-        requested = check(loaded)
+        requested = check_config(loaded)
         _check_exactness(requested)
     setup = _open_and_check(loaded)
     if requested is None:

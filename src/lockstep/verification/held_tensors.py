@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lockstep.training.checkpoint.tensorfile import digest
+from lockstep.training.checkpoint.tensorfile import digest_tensors
 
 _MAX_DEPTH: Final = 4  # maximum nesting depth of containers and objects
 _MAX_ITEMS: Final = 1_000  # maximum number of items to examine in a container
@@ -35,7 +35,9 @@ def find_tensors(value: Any, excluded_ids: Collection[int]) -> list[Tensor]:
 
 def compute_digest(tensors: Iterable[Tensor]) -> str:
     """Return a digest of tensors. For sparse or quantized tensors and tensor subclasses, it only covers the shape."""
-    return digest(tensor if _is_plain(tensor) else torch.zeros(tensor.shape, dtype=torch.bool) for tensor in tensors)
+    return digest_tensors(
+        tensor if _is_plain(tensor) else torch.zeros(tensor.shape, dtype=torch.bool) for tensor in tensors
+    )
 
 
 def list_values(value: Any) -> Iterable[Any]:

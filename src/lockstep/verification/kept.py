@@ -11,7 +11,7 @@ import numpy as np
 from torch import Generator, Tensor, nn
 
 from lockstep.probe.state import Globals, ModelState, describe_change
-from lockstep.setup.user_code import carries_value, is_used, iter_user_frames, own_modules, place_of_attribute
+from lockstep.setup.user_code import carries_value, get_user_modules, is_used, iter_user_frames, place_of_attribute
 from lockstep.verification.held_tensors import compute_digest, find_tensors, list_values
 
 _MODEL_SUFFIX: Final = " of the model"
@@ -48,7 +48,7 @@ class LoopState:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = own_modules(())
+        modules = get_user_modules(())
         self._models = [(model, ModelState(model)) for model in models]
         scopes = [(frame.f_locals, frame.f_code) for frame in iter_user_frames()]
         self._globals = Globals(modules, (), scopes)

@@ -34,12 +34,12 @@ from lockstep.loop.script import run_script
 from lockstep.probe.traits import ModelTraits
 from lockstep.probe.witness import NUMPY, PYTHON, RANK, TORCH, record_reads
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.reporting.jsonl import EVENTS, JsonLines, read
+from lockstep.reporting.jsonl import EVENTS, JsonLines, read_events
 from lockstep.reporting.sink import Sink
-from lockstep.reporting.verification import Verdict, against
+from lockstep.reporting.verification import Verdict, format_failures
 from lockstep.run.start import can_be_spawned, import_for_all, run_in_workers
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
-from lockstep.setup.user_code import own_modules
+from lockstep.setup.user_code import get_user_modules
 from lockstep.strategies import ON_ONE_PROCESS
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
@@ -161,7 +161,7 @@ def _verify_recipe(
     with add_key_positions(loaded):
         verification = verify_on(loaded, _list_placements(processes, strategies), steps)
     if not verification.agree:
-        raise VerificationError(against(verification))
+        raise VerificationError(format_failures(verification))
     return [
         Checked(row.strategy, row.processes, row.verdict, len(verification.steps), row.reason)
         for row in verification.rows
@@ -438,7 +438,7 @@ class _LoopRunner:
         if not lines:
             raise UsageError("the function ran no step; iterate over run.steps(...) in it")
         steps = [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
-        events = [*read(self.folder / name / EVENTS)]
+        events = [*read_events(self.folder / name / EVENTS)]
         plans = [{key: event[key] for key in _PLAN_FIELDS} for event in events if event["event"] == "started"]
         return Trace(steps, plans, [event["text"] for event in events if event["event"] == "warning"])
 
@@ -518,7 +518,7 @@ class _LoopRunner:
             for run in context.runs:
                 run.close()
         if diagnose:
-            observations = {"reads": reads, "kept": changes, "traits": traits.describe(own_modules(()).items())}
+            observations = {"reads": reads, "kept": changes, "traits": traits.describe(get_user_modules(()).items())}
             (folder / _OBSERVATIONS_FILE.format(rank)).write_text(json.dumps(observations), encoding="utf-8")
         return EXIT_DONE
 

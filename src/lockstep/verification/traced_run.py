@@ -25,7 +25,7 @@ from lockstep.data.loader import Loader
 from lockstep.device.meter import Meter
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
-from lockstep.parallel.layouts.base import wholes
+from lockstep.parallel.layouts.base import iterate_full_tensors
 from lockstep.probe.probe import run_probe
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
@@ -33,14 +33,14 @@ from lockstep.run.checkpoints import engine_state
 from lockstep.run.session import open_recipe_rank
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import PreparedRun, open_unplaced
+from lockstep.setup.prepare import PreparedRun, open_recipe_without_placement
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
-from lockstep.training.checkpoint.tensorfile import digest
+from lockstep.training.checkpoint.tensorfile import digest_tensors
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Saved
-from lockstep.training.loop import train, turns
+from lockstep.training.loop import train, training_steps
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -70,7 +70,9 @@ class TraceJob:
 
 def open_setup(loaded: Loaded) -> Setup:
     """Open the dataset and run all checks of a training run, except for the checks of the placement."""
-    return replace(open_unplaced(loaded), guarded=False)  # report differences instead of rejecting their causes
+    return replace(
+        open_recipe_without_placement(loaded), guarded=False
+    )  # report differences instead of rejecting their causes
 
 
 def limit_validation(setup: Setup, count: int) -> Setup:
@@ -144,12 +146,12 @@ class _TracedRun:
         """Run the steps of the job, evaluate the model, and return the trace of this rank."""
         job = self._job
         if job.resume is not None:
-            self._engine.load(engine_state(store.read(job.resume)))
+            self._engine.load(engine_state(store.read_checkpoint(job.resume)))
         save = Interval(steps=job.step_numbers[job.save_after - 1] + 1) if job.save_after else NEVER
         plan = self._setup.plan(log=Interval(steps=1), save=save)
         plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), figures=None)
         reports = StepReports(self._world, plan, self._progress)
-        for _ in train(self, reports, turns(self._batches, reports, save=self._save)):
+        for _ in train(self, reports, training_steps(self._batches, reports, save=self._save)):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
@@ -163,7 +165,7 @@ class _TracedRun:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Stepping.forward_backward. Also records the data, the losses and the gradients of the step."""
-        data = {str(microbatch.index): digest(tensors_of(microbatch.batch)) for microbatch in microbatches}
+        data = {str(microbatch.index): digest_tensors(tensors_of(microbatch.batch)) for microbatch in microbatches}
         start = time.perf_counter()
         sums = self._engine.forward_backward(microbatches, step, observe)
         loss = trace.to_text(float(sums.total))  # converting to float waits for the device
@@ -214,8 +216,8 @@ class _TracedRun:
         position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
             digests = {}
-            for name, tensor in wholes(self._world, tensors):
-                digests[name] = digest([tensor])
+            for name, tensor in iterate_full_tensors(self._world, tensors):
+                digests[name] = digest_tensors([tensor])
                 request = TensorRequest(position, kind, name)
                 if request in self._job.tensor_requests:
                     trace.save_tensor(self._job.folder, self._world.rank, request, tensor)

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from lockstep.data.images.digits import digits
-from lockstep.data.sources import training_samples
+from lockstep.data.sources import count_training_samples
 
 
 def test_the_split_is_complete_and_fixed() -> None:
     data = digits()
     assert (len(data.train), len(data.validation)) == (1437, 360)
-    assert len(data.train) == training_samples("digits", "", {})
+    assert len(data.train) == count_training_samples("digits", "", {})
     _, first = data.validation.fetch(np.arange(6), None)
     # Samples 0, 5, 10, ... of the original, which begins 0 1 2 ... 9 0 1 2 ... 9.
     assert first.tolist() == [0, 5, 0, 5, 0, 5]

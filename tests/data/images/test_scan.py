@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.data.images.scan import iterate_images, scan_folder
-from lockstep.data.sources import training_samples
+from lockstep.data.sources import count_training_samples
 from lockstep.errors import UsageError
 
 
@@ -41,7 +41,7 @@ def test_classes_and_files_are_in_the_order_of_their_names(tmp_path: Path) -> No
         ("b/2.jpg", 2),
     ]
     assert [number for _, number in found.validation] == [0, 1, 2]
-    assert training_samples("folder", root, {}) == len(found.train)
+    assert count_training_samples("folder", root, {}) == len(found.train)
 
 
 def test_hidden_and_other_files_are_passed_over(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_hidden_and_other_files_are_passed_over(tmp_path: Path) -> None:
     assert [*iterate_images(f"{root}/train/a")] == [f"{root}/train/a/1.jpg", f"{root}/train/a/6.gif"]
     found = scan_folder(root)
     assert [file for file, _ in found.train] == [f"{root}/train/a/1.jpg"]
-    assert training_samples("folder", root, {}) == 1
+    assert count_training_samples("folder", root, {}) == 1
 
 
 def test_links_that_lead_back_add_nothing(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_links_that_lead_back_add_nothing(tmp_path: Path) -> None:
         f"{k}/{n}.jpg" for k in "ab" for n in "123"
     ]
     assert len(found.validation) == 6
-    assert training_samples("folder", root, {}) == 6
+    assert count_training_samples("folder", root, {}) == 6
 
 
 def test_a_folder_elsewhere_is_followed_once(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_share_of_train_is_validation_s_and_stays_it_when_files_are_added(tmp_
     more = scan_folder(root, 0.4)  # a larger share holds the smaller one
     assert parts[1] <= {file for file, _ in more.validation}
     assert scan_folder(root, 0.0).validation == []
-    assert training_samples("folder", root, {"validation": 0.2}) == len(again.train)
-    assert training_samples("folder", root, {"validation": "0.2"}) is None
+    assert count_training_samples("folder", root, {"validation": 0.2}) == len(again.train)
+    assert count_training_samples("folder", root, {"validation": "0.2"}) is None
 
 
 def test_a_share_may_be_of_folders_of_classes_without_train(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_share_of_each_class_is_validation_s(tmp_path: Path, above: str) -> No
     assert [*map(os.path.realpath, (file for file, _ in scan_folder(spelled, per_class=0.1).validation))] == [
         os.path.realpath(file) for file, _ in found.validation
     ]
-    assert training_samples("folder", root, {"validation_per_class": 0.1}) == len(found.train)
+    assert count_training_samples("folder", root, {"validation_per_class": 0.1}) == len(found.train)
     assert scan_folder(root, per_class=0.0).validation == []
     assert len(scan_folder(root, per_class=0.99).train) == 4
 

@@ -15,7 +15,7 @@ from lockstep.common.own_code import UserCode
 from lockstep.errors import UsageError, UserCodeError
 from lockstep.parallel.context.attention import SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 
 CHUNKS, LENGTH = 2, 8
 
@@ -30,7 +30,7 @@ def _tensors(heads: tuple[int, int, int]) -> list[Tensor]:
 
 def _in_chunks(function: Callable[..., Any], tensors: list[Tensor]) -> list[Any]:
     """Call `function` for each chunk of the positions of these tensors, within the context."""
-    together = Cooperative([torch.default_generator])
+    together = CooperativeScheduler([torch.default_generator])
 
     def of(number: int) -> Any:
         with SequenceAttention(Exchange(CHUNKS), together) as attention:
@@ -102,7 +102,7 @@ def test_what_has_no_values_is_not_exchanged() -> None:
     """A stage of a pipeline runs the code of those before it for the shapes alone, and in one chunk's forward only."""
     with FakeTensorMode() as mode:
         query = mode.from_tensor(torch.empty(3, 4, LENGTH, 6))
-    with SequenceAttention(Exchange(CHUNKS), Cooperative([])) as attention:
+    with SequenceAttention(Exchange(CHUNKS), CooperativeScheduler([])) as attention:
         found = F.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert found.shape == query.shape
     with pytest.raises(UsageError, match="does not call"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from toys import Case, Trace
 
-from lockstep.comm.fsdp import Sharded
+from lockstep.comm.fsdp import ShardedModel
 from lockstep.comm.world import World
 
 pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
@@ -41,15 +41,15 @@ class _Copying:
 
 
 def copied_before_they_are_complete(world: World, case: Case) -> Trace:
-    begin = Sharded.begin_round
+    begin = ShardedModel.begin_round
 
-    def begin_round(self: Sharded, last: bool) -> None:
+    def begin_round(self: ShardedModel, last: bool) -> None:
         self._offloads = True
         begin(self, last)
 
     with (
         mock.patch.object(_fsdp_collectives, "torch", _Copying()),
-        mock.patch.object(Sharded, "begin_round", begin_round),
+        mock.patch.object(ShardedModel, "begin_round", begin_round),
     ):
         return toys.whole_trace(world, case)
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.p2p import Values
 from lockstep.core.mesh import DataRank
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.pipeline.stage import BackwardInputs, Compute, Forward, Stage
 
 ALONE = CanonicalSum(0, [DataRank()], None)
 
 
 def stage_of(model: nn.Module, recompute: bool = False) -> Stage:
-    return Stage(model, Cooperative([]), recompute)
+    return Stage(model, CooperativeScheduler([]), recompute)
 
 
 def forward(stage: Stage, number: int, inputs: Values, compute: Compute) -> list[Tensor | int]:
@@ -190,7 +190,7 @@ class Neighbors(nn.Module):
 def test_leaves_of_a_micro_batch_are_computed_together_and_kept_apart(recompute: bool) -> None:
     torch.manual_seed(0)
     model, generator = Neighbors(), torch.default_generator
-    together = Cooperative([generator])
+    together = CooperativeScheduler([generator])
     stage = Stage(model.own, together, recompute, [model.borrowed])
 
     def compute(number: int, values: Values) -> Sequence[Tensor]:

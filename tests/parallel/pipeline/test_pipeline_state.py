@@ -17,11 +17,13 @@ from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.layouts.base import Slots, gather_full_tensors
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_state import Named, optimizer_state
+from lockstep.parallel.optimizer_state import NamedParameter, optimizer_state
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 
 
-def made(trained: Sequence[Named], norms: Norms, name: str, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+def made(
+    trained: Sequence[NamedParameter], norms: Norms, name: str, options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
     return make_optimizer(trained, name=name, lr=0.1, norms=norms, options=options)
 
 
@@ -53,18 +55,18 @@ def test_an_optimizer_that_averages_is_refused() -> None:
         check_separable(lambda trained, norms: Averaging([tensor for _, tensor in trained]), (2,), "pipeline")
 
 
-def parameters(names: str) -> list[Named]:
+def parameters(names: str) -> list[NamedParameter]:
     """Matrices are decayed, vectors are not: two groups."""
     shapes = {"a": (3,), "b": (2, 3), "c": (2,), "d": (3, 2)}
     return [(name, Parameter(torch.arange(6.0)[: math.prod(shapes[name])].view(shapes[name]))) for name in names]
 
 
-def grouped(trained: Sequence[Named]) -> torch.optim.Optimizer:
+def grouped(trained: Sequence[NamedParameter]) -> torch.optim.Optimizer:
     options = {"max_grad_norm": None}
     return make_optimizer(trained, name="lambc", lr=0.1, weight_decay=0.1, decay_bias_and_norm=False, options=options)
 
 
-def moved(trained: Sequence[Named], optimizer: torch.optim.Optimizer, steps: int) -> None:
+def moved(trained: Sequence[NamedParameter], optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         for _, parameter in trained:
             parameter.grad = parameter.detach() + 1
@@ -76,7 +78,7 @@ def names_of_all() -> OptimizerNames:
     return OptimizerNames(whole, grouped(whole))
 
 
-def slots(trained: Sequence[Named]) -> Slots:
+def slots(trained: Sequence[NamedParameter]) -> Slots:
     return Slots(trained, lambda _, tensor: tensor)
 
 

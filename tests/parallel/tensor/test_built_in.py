@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import built_in_plan
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 
 
 def vit(**options: bool) -> nn.Module:
@@ -74,7 +74,7 @@ def test_known_models(name: str) -> None:
         plan = built_in_plan(model)
         assert Counter(plan.values()) == kinds
         if count > 1:
-            cut_into_chunks(model, plan, count)
+            split_into_chunks(model, plan, count)
         results.append(outputs(model, inputs))
     assert (results[1] - results[0]).abs().max().item() < 1e-10
 

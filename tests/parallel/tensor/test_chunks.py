@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.parallel.tensor.chunks import Region as ChunkedRegion
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 
 
 class Region(nn.Module):
@@ -26,7 +26,7 @@ class Region(nn.Module):
 
 
 def cut(region: nn.Module, count: int) -> nn.Module:
-    cut_into_chunks(region, {"first": "colwise", "last": "rowwise"}, count)
+    split_into_chunks(region, {"first": "colwise", "last": "rowwise"}, count)
     return region
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 
 
 def grouped(experts: nn.Module, count: int) -> nn.Module:
     mixture = nn.ModuleDict({"experts": experts})
-    cut_into_chunks(mixture, {"experts": "experts:count"}, count)
+    split_into_chunks(mixture, {"experts": "experts:count"}, count)
     return experts
 
 

@@ -9,12 +9,12 @@ from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, split_by_chunk
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 
 
 def gradients(model: nn.Module, inputs: Tensor, count: int, plan: dict[str, str]) -> dict[str, Tensor]:
     """Return the outputs of a model in so many chunks, and its gradients by name, in their usual shapes."""
-    chunked = cut_into_chunks(model, plan, count) if count > 1 else {}
+    chunked = split_into_chunks(model, plan, count) if count > 1 else {}
     outputs = model(inputs)
     (outputs.double() ** 2).sum().backward()
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
@@ -53,7 +53,7 @@ def test_layers_have_the_names_and_the_mode_of_those_they_replace() -> None:
     uncut, cut = cut_models.made(), cut_models.made().eval()
     uncut.blocks[0].down.weight.requires_grad_(False)
     cut.blocks[0].down.weight.requires_grad_(False)
-    cut_into_chunks(cut, dict(cut_models.PLAN), 2)
+    split_into_chunks(cut, dict(cut_models.PLAN), 2)
     named = [(name, each.requires_grad, each.numel()) for name, each in cut.named_parameters()]
     assert named == [(name, each.requires_grad, each.numel()) for name, each in uncut.named_parameters()]
     assert not any(each.training for each in cut.modules())
@@ -72,7 +72,7 @@ def test_a_chunk_has_the_bits_that_it_has_by_itself() -> None:
 
 def test_autocast_multiplies_in_its_dtype() -> None:
     model = cut_models.made()
-    cut_into_chunks(model, dict(cut_models.PLAN), 2)
+    split_into_chunks(model, dict(cut_models.PLAN), 2)
     seen = []
     model.blocks[0].gate.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
     model.blocks[0].down.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
@@ -84,7 +84,7 @@ def test_autocast_multiplies_in_its_dtype() -> None:
 
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     model = cut_models.made()
-    cut_into_chunks(model, dict(cut_models.PLAN), 2)
+    split_into_chunks(model, dict(cut_models.PLAN), 2)
     images = torch.randn(2, 3, 5, 5, requires_grad=True)
     [gradient] = torch.autograd.grad(model(images).sum(), images, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

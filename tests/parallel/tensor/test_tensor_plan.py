@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.plan import cut_into_chunks, region_names
+from lockstep.parallel.tensor.plan import find_region_names, split_into_chunks
 
 MLP = {"up": "colwise", "down": "rowwise"}
 WHOLE = {**MLP, "norm": "whole"}
@@ -89,12 +89,12 @@ def with_more(name: str, more: nn.Module | nn.Parameter) -> nn.Module:
 )
 def test_mistakes_are_named(model: type[nn.Module], plan: dict[str, str], count: int, problem: str) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
-        cut_into_chunks(model(), plan, count)
+        split_into_chunks(model(), plan, count)
 
 
 def test_heads_that_are_not_divided_are_named() -> None:
     with pytest.raises(UsageError, match=r"3 does not divide blocks.0.attention.heads = 4; use 2, 4"):
-        cut_into_chunks(cut_models.made(), dict(cut_models.PLAN), 3)
+        split_into_chunks(cut_models.made(), dict(cut_models.PLAN), 3)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_heads_that_are_not_divided_are_named() -> None:
 )
 def test_what_are_no_experts_is_refused(model: Callable[[], nn.Module], count: int, problem: str) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
-        cut_into_chunks(model(), {"up" if model is Mlp else "experts": "experts:count"}, count)
+        split_into_chunks(model(), {"up" if model is Mlp else "experts": "experts:count"}, count)
 
 
 def test_a_layer_that_shares_its_weight_is_not_cut() -> None:
     model = cut_models.made()
     model.blocks[0].up.weight = model.blocks[1].up.weight
     with pytest.raises(UsageError, match=r"blocks.0.up shares a weight with blocks.1.up"):
-        cut_into_chunks(model, dict(cut_models.PLAN), 2)
+        split_into_chunks(model, dict(cut_models.PLAN), 2)
 
 
 class Scorer(nn.Module):
@@ -133,9 +133,9 @@ class Scorer(nn.Module):
 
 def test_two_that_are_tied_are_cut_by_rows_together() -> None:
     model = Scorer()
-    assert cut_into_chunks(model, {"table": "vocab", "head": "vocab"}, 4) == {}
+    assert split_into_chunks(model, {"table": "vocab", "head": "vocab"}, 4) == {}
     assert model.head.weight is model.table.weight
-    assert region_names(model) == {"table", "head"}
+    assert find_region_names(model) == {"table", "head"}
 
 
 @pytest.mark.parametrize(
@@ -148,35 +148,35 @@ def test_two_that_are_tied_are_cut_by_rows_together() -> None:
 )
 def test_what_cannot_be_cut_by_rows_is_refused(plan: dict[str, str], count: int, problem: str) -> None:
     with pytest.raises(UsageError, match=re.escape(problem)):
-        cut_into_chunks(Scorer(), plan, count)
+        split_into_chunks(Scorer(), plan, count)
 
 
 def test_a_gradient_by_the_number_of_looks_is_refused() -> None:
     model = Scorer()
     model.table.scale_grad_by_freq = True
     with pytest.raises(UsageError, match="table is vocab, but sets scale_grad_by_freq, which requires"):
-        cut_into_chunks(model, {"*": "vocab"}, 2)
+        split_into_chunks(model, {"*": "vocab"}, 2)
 
 
 def test_a_module_of_two_names_is_cut_under_both() -> None:
     model = cut_models.made()
     model.blocks[1] = model.blocks[0]
-    chunked = cut_into_chunks(model, dict(cut_models.PLAN), 2)
+    chunked = split_into_chunks(model, dict(cut_models.PLAN), 2)
     assert chunked["blocks.1.attention.out.weight"] == chunked["blocks.0.attention.out.weight"]
 
 
 def test_the_first_pattern_that_fits_counts() -> None:
     model = cut_models.made()
-    chunked = cut_into_chunks(
+    chunked = split_into_chunks(
         model, {"blocks.0.*": "whole", "blocks.0": "whole", "tail.*": "whole"} | dict(cut_models.PLAN), 2
     )
     assert {name.split(".")[1] for name in chunked} == {"1"}
-    assert region_names(model) == {"blocks.1", "blocks.1.attention", "mixture.experts"}
+    assert find_region_names(model) == {"blocks.1", "blocks.1.attention", "mixture.experts"}
 
 
 def test_weights_are_those_of_the_model_rearranged() -> None:
     uncut, cut = cut_models.made(), cut_models.made()
-    chunked = cut_into_chunks(cut, dict(cut_models.PLAN), 4)
+    chunked = split_into_chunks(cut, dict(cut_models.PLAN), 4)
     whole = dict(uncut.named_parameters())
     for name, parameter in cut.named_parameters():
         back = chunked[name].from_rows(parameter) if name in chunked else parameter
@@ -186,7 +186,7 @@ def test_weights_are_those_of_the_model_rearranged() -> None:
 
 def test_a_copy_of_a_model_in_chunks_is_one_of_its_own() -> None:
     model = cut_models.made().eval()
-    cut_into_chunks(model, dict(cut_models.PLAN), 2)
+    split_into_chunks(model, dict(cut_models.PLAN), 2)
     twin = copy.deepcopy(model)
     images = torch.randn(2, 3, 5, 5)
     expected = model(images)

@@ -19,10 +19,10 @@ from lockstep.core.mesh import DataRank
 from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.chunks import Region
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.parallel.tensor.sequence_parallel import SequenceForwards, check_sequence_parallel
 from lockstep.parallel.tensor.slices import cut_layers
 
@@ -49,10 +49,10 @@ class Net(nn.Module):
 PLAN = {"before": "whole", "up": "colwise", "gate": "colwise", "norm": "shared", "down": "rowwise"}
 
 
-def _net(together: Cooperative, spread: bool) -> nn.Module:
+def _net(together: CooperativeScheduler, spread: bool) -> nn.Module:
     torch.manual_seed(0)
     net = Net()
-    cut_into_chunks(net, PLAN, 2)
+    split_into_chunks(net, PLAN, 2)
     if spread:
         alone = CanonicalSum(0, [DataRank()], None)
         found = SequenceForwards(FORWARDS, 0, 1, alone, None, together, [torch.default_generator])
@@ -63,7 +63,7 @@ def _net(together: Cooperative, spread: bool) -> nn.Module:
 
 def _trained(spread: bool) -> list[Tensor]:
     """Return what forwards of two chunks of a sequence give together, and the gradients of it."""
-    together = Cooperative([torch.default_generator])
+    together = CooperativeScheduler([torch.default_generator])
     net = _net(together, spread)
     given = [
         torch.randn(3, 6, generator=torch.Generator().manual_seed(number)).requires_grad_()
@@ -89,7 +89,7 @@ def test_one_node_for_all_forwards_computes_what_one_for_each_does() -> None:
 
 
 def test_forwards_that_come_to_different_regions_are_refused() -> None:
-    together = Cooperative([])
+    together = CooperativeScheduler([])
     spread = SequenceForwards(
         FORWARDS, 0, 1, CanonicalSum(0, [DataRank()], None), None, together, [torch.default_generator]
     )
@@ -126,7 +126,7 @@ def test_a_rank_computes_its_own_chunks_alone_outside_of_what_is_cut() -> None:
 
 def _gpt(plan: dict[str, str]) -> nn.Module:
     model = gpt(vocabulary=20, context=8, layers=1, heads=4, width=16)
-    cut_into_chunks(
+    split_into_chunks(
         model, {**plan, **{name: kind for name, kind in built_in_plan(model).items() if name not in plan}}, 2
     )
     return model

@@ -16,7 +16,7 @@ from toys import Case
 
 from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import built_in_plan
-from lockstep.parallel.tensor.plan import cut_into_chunks
+from lockstep.parallel.tensor.plan import split_into_chunks
 
 PLAN = {"*.tokens": "vocab", "head": "vocab"}
 
@@ -26,7 +26,7 @@ PLAN = {"*.tokens": "vocab", "head": "vocab"}
 def test_our_gpt_learns_what_it_learns_whole(tied: bool, entries: int) -> None:
     whole = gpt(vocabulary=entries, context=9, layers=1, heads=4, width=24, tied=tied).double()
     cut = copy.deepcopy(whole)
-    chunked = cut_into_chunks(cut, PLAN | built_in_plan(cut), 4)
+    chunked = split_into_chunks(cut, PLAN | built_in_plan(cut), 4)
     ids = torch.randint(entries, (3, 10))
     for model in (whole, cut):
         F.cross_entropy(model(ids[:, :-1]).view(-1, entries), ids[:, 1:].reshape(-1), reduction="sum").backward()
@@ -39,7 +39,7 @@ def test_our_gpt_learns_what_it_learns_whole(tied: bool, entries: int) -> None:
 def test_evaluation_has_all_logits() -> None:
     whole = nn.Sequential(nn.Linear(3, 5)).double().eval()
     cut = copy.deepcopy(whole)
-    cut_into_chunks(cut, {"0": "vocab"}, 4)
+    split_into_chunks(cut, {"0": "vocab"}, 4)
     inputs = torch.randn(2, 7, 3, dtype=torch.float64)
     given = [model(inputs) for model in (whole, cut)]
     torch.testing.assert_close(given[1], given[0])
@@ -51,7 +51,7 @@ def test_evaluation_has_all_logits() -> None:
 def test_padding_is_not_learned() -> None:
     whole = nn.Sequential(nn.Embedding(7, 3, padding_idx=5))
     cut = copy.deepcopy(whole)
-    cut_into_chunks(cut, {"0": "vocab"}, 3)
+    split_into_chunks(cut, {"0": "vocab"}, 3)
     ids = torch.tensor([[0, 5, 5], [2, 6, 2]])
     for model in (whole, cut):
         (model(ids) ** 2).sum().backward()
@@ -61,7 +61,7 @@ def test_padding_is_not_learned() -> None:
 
 def test_an_id_that_is_no_row_ends_it() -> None:
     table = nn.Sequential(nn.Embedding(7, 3))
-    cut_into_chunks(table, {"0": "vocab"}, 3)
+    split_into_chunks(table, {"0": "vocab"}, 3)
     with pytest.raises(RuntimeError, match=r"an id is not in \[0, 7\)"):
         table(torch.tensor([7]))
 

@@ -54,7 +54,7 @@ def main(folder: Path, kills: int) -> None:
     saved = 0
     for _ in range(kills):
         last = one_kill(folder, saved + 1, draw.randrange(5), draw.uniform(0, 0.02))
-        found = store.newest(folder)
+        found = store.load_newest(folder)
         if found is None:
             assert last == 0, f"step {last} was saved, nothing is left"
             continue

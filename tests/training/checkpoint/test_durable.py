@@ -45,7 +45,7 @@ def test_replace_takes_over_what_a_killed_run_left(tmp_path: Path) -> None:
 
 def test_point_makes_a_relative_link_and_moves_it(tmp_path: Path) -> None:
     for target in ("first", "second"):
-        durable.point(tmp_path / "latest", target)
+        durable.replace_link(tmp_path / "latest", target)
         assert os.readlink(tmp_path / "latest") == target
     assert os.listdir(tmp_path) == ["latest"]
 

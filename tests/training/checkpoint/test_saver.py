@@ -44,11 +44,11 @@ def test_training_may_go_on_before_anything_is_written(tmp_path: Path, monkeypat
     assert saver.save(Progress(step=1), snapshot(weight)) == []
     weight.fill_(7.0)  # the next steps
     assert saver.poll() == []
-    assert store.newest(tmp_path) is None
+    assert store.load_newest(tmp_path) is None
     may_write.set()
     [event] = saver.wait()
     assert event.step == 1
-    found = store.newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert torch.equal(found.snapshot.model["w"], torch.ones(5))
     assert event.weights_sha256 == store.weights_sha256(found.snapshot.model)
     assert saver.wait() == saver.poll() == []
@@ -141,7 +141,7 @@ def saved_slowly(world: World, folder: Path, slow: int, cut: bool, background: b
 @pytest.mark.parametrize(("slow", "cut", "background"), [(0, False, False), (0, False, True), (1, True, False)])
 def test_a_save_may_take_longer_than_an_exchange(tmp_path: Path, slow: int, cut: bool, background: bool) -> None:
     assert worlds.run(2, saved_slowly, tmp_path, slow, cut, background) == [2.0, 2.0]
-    found = store.newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert found is not None
     assert torch.equal(found.snapshot.model["w"], torch.full((2, 3), 2.0))
 

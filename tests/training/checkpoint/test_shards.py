@@ -70,7 +70,7 @@ def test_the_bytes_are_those_of_one_process(tmp_path: Path, size: int, copies: i
     for path in alone.iterdir():
         assert (together / path.name).read_bytes() == path.read_bytes(), path.name
     assert set(digests) == {store.manifest(alone).weights_sha256}
-    assert store.newest(tmp_path / "together") is not None
+    assert store.load_newest(tmp_path / "together") is not None
     assert os.readlink(tmp_path / "together" / "best") == alone.name
 
 
@@ -98,4 +98,4 @@ def test_where_one_rank_cannot_write_all_say_so_and_nothing_is_lost(tmp_path: Pa
     assert "No space left on device" in told[culprit]
     assert f"rank {culprit} could not write" in told[1 - culprit]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest", "step-00000004"]
-    assert store.newest(tmp_path) is not None
+    assert store.load_newest(tmp_path) is not None

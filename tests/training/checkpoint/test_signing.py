@@ -30,9 +30,9 @@ def key_file(folder: Path, content: bytes = KEY, mode: int = 0o600) -> Path:
 
 def test_with_its_key_it_is_read_and_without_one_too(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    assert store.read(path, KEY).model["w"].equal(torch.ones(2))
-    assert store.read(path).model["w"].equal(torch.ones(2))
-    found = store.newest(tmp_path, KEY)
+    assert store.read_checkpoint(path, KEY).model["w"].equal(torch.ones(2))
+    assert store.read_checkpoint(path).model["w"].equal(torch.ones(2))
+    found = store.load_newest(tmp_path, KEY)
     assert found.path == path
 
 
@@ -45,7 +45,7 @@ def test_one_that_is_not_signed_is_refused_and_no_older_one_taken(tmp_path: Path
     saved(tmp_path)
     snapshot = Snapshot({"w": torch.zeros(2)}, {}, None, {"step": 2})
     store.save(tmp_path, 2, snapshot, keep=9, best=False)
-    for read in (lambda: store.newest(tmp_path, KEY), lambda: store.load(tmp_path / "latest", key=KEY)):
+    for read in (lambda: store.load_newest(tmp_path, KEY), lambda: store.load(tmp_path / "latest", key=KEY)):
         with pytest.raises(UsageError, match=r"step-00000002: not signed, but run\.key_file requires a signature"):
             read()
 
@@ -65,7 +65,7 @@ def test_one_that_another_signed_or_changed_is_refused(tmp_path: Path, changed: 
         manifest["files"]["state.json"]["bytes"] += 1
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UsageError, match=r"signed with a different key than run\.key_file, or changed since"):
-        store.read(path, KEY)
+        store.read_checkpoint(path, KEY)
 
 
 def test_what_the_key_signs_for_another_purpose_is_no_manifest() -> None:

@@ -66,7 +66,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     path = store.save(tmp_path / "checkpoints", 12, snapshot(12), keep=1, best=False)
     assert path == tmp_path / "checkpoints" / "step-00000012"
     assert names(path) == sorted([*FILES, "manifest.json"])
-    read, sent = store.read(path), snapshot(12)
+    read, sent = store.read_checkpoint(path), snapshot(12)
     assert read.state == sent.state
     files = [(read.model, sent.model), (read.optimizer, sent.optimizer), (read.ema, sent.ema)]
     for kept, given in [*files, (read.feedback, sent.feedback)]:
@@ -80,7 +80,7 @@ def test_without_ema_there_is_no_file_of_it(tmp_path: Path) -> None:
     plain = Snapshot({"w": torch.zeros(1)}, {}, None, {})
     path = store.save(tmp_path, 1, plain, keep=1, best=False)
     assert names(path) == ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
-    assert store.read(path) == plain
+    assert store.read_checkpoint(path) == plain
 
 
 def test_equal_snapshots_make_equal_bytes(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_the_manifest_holds_what_the_files_do(tmp_path: Path) -> None:
 
 def test_figures_that_are_not_finite_survive(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, Snapshot({}, {}, None, {"best": float("inf")}), keep=1, best=False)
-    assert store.read(path).state == {"best": float("inf")}
+    assert store.read_checkpoint(path).state == {"best": float("inf")}
 
 
 # --- links, retention, leftovers ------------------------------------------------------------------
@@ -141,20 +141,20 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 1)
     changed = Snapshot({"w": torch.ones(1)}, {}, None, {"step": 1, "again": True})
     path = store.save(tmp_path, 1, changed, keep=1, best=False)
-    assert store.read(path) == changed
+    assert store.read_checkpoint(path) == changed
     assert names(tmp_path) == ["latest", "step-00000001"]
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     save(tmp_path, 99_999_999, 100_000_000, 9)
-    assert step_of(store.newest(tmp_path)) == 100_000_000
+    assert step_of(store.load_newest(tmp_path)) == 100_000_000
 
 
 def test_leftovers_of_killed_runs_are_ignored_then_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.tmp-7")
     (tmp_path / ".latest.tmp-7").symlink_to("nowhere")
-    found = store.newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert step_of(found) == 1
     save(tmp_path, 3)
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000003"]
@@ -163,7 +163,7 @@ def test_leftovers_of_killed_runs_are_ignored_then_removed(tmp_path: Path) -> No
 def test_a_kill_between_the_two_moves_loses_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     os.rename(tmp_path / "step-00000002", tmp_path / ".step-00000002.old-7")
-    found = store.newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert step_of(found) == 2
     save(tmp_path, 3)
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000002", "step-00000003"]
@@ -179,7 +179,7 @@ def test_one_flipped_bit_is_found_and_named(tmp_path: Path, name: str) -> None:
     before = hashlib.sha256(damaged.read_bytes()).hexdigest()
     flip(damaged, 8 * damaged.stat().st_size - 10)
     after = hashlib.sha256(damaged.read_bytes()).hexdigest()
-    found = store.newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert step_of(found) == 1
     assert found.path == tmp_path / "step-00000001"
     [problem] = found.problems
@@ -192,9 +192,9 @@ def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
     for bit in range(0, 8 * len(whole), 3):
         flip(path / "manifest.json", bit)
         with pytest.raises(TrainingError):
-            store.read(path)
+            store.read_checkpoint(path)
         (path / "manifest.json").write_bytes(whole)
-    store.read(path)
+    store.read_checkpoint(path)
 
 
 def _cut(path: Path) -> None:
@@ -248,7 +248,7 @@ def test_half_a_checkpoint_is_named_and_the_previous_one_used(
 ) -> None:
     save(tmp_path, 1, 2)
     damage(tmp_path / "step-00000002" / name)
-    found = store.newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert step_of(found) == 1
     [problem] = found.problems
     with pytest.raises(TrainingError, match=words):
@@ -258,13 +258,13 @@ def test_half_a_checkpoint_is_named_and_the_previous_one_used(
 
 
 def test_nothing_whole_is_an_error_and_nothing_at_all_is_none(tmp_path: Path) -> None:
-    assert store.newest(tmp_path / "absent") is None
-    assert store.newest(tmp_path) is None
+    assert store.load_newest(tmp_path / "absent") is None
+    assert store.load_newest(tmp_path) is None
     save(tmp_path, 1, 2)
     for step in (1, 2):
         os.remove(tmp_path / f"step-0000000{step}" / "state.json")
     with pytest.raises(TrainingError, match=r"(?s)no checkpoint is intact.*00000002/state.*00000001/state"):
-        store.newest(tmp_path)
+        store.load_newest(tmp_path)
 
 
 # --- what a user points to ------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_a_write_that_the_kernel_refuses(tmp_path: Path, file_size_limit: int) -
     with pytest.raises(TrainingError, match=words):
         store.save(tmp_path, 2, large, keep=1, best=True)
     assert names(tmp_path) == ["latest", "step-00000001"]
-    assert step_of(store.newest(tmp_path)) == 1
+    assert step_of(store.load_newest(tmp_path)) == 1
 
 
 def test_the_first_checkpoint_has_no_earlier_one(tmp_path: Path, file_size_limit: int) -> None:
@@ -350,7 +350,7 @@ def test_a_full_disk_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, cal
     for number in range(30):  # more calls of a kind than a save makes
         words = save_with_failure(call, number, tmp_path)
         failures += [] if words is None else [words]
-        found = store.newest(tmp_path)
+        found = store.load_newest(tmp_path)
         assert step_of(found) == 2
         assert found.problems == []
     start = "step-00000002: checkpoint not written: No space left on device; step-0000000"
@@ -412,7 +412,7 @@ def test_what_is_no_file_is_named_and_the_previous_checkpoint_used(tmp_path: Pat
     doomed = tmp_path / "step-00000002" / name
     shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
     put(doomed)
-    found = store.newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert step_of(found) == 1
     [problem] = found.problems
     assert problem.startswith(str(tmp_path / "step-00000002"))

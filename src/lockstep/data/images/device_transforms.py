@@ -104,7 +104,7 @@ class ImageTransforms:
         return {}
 
 
-def device_transforms(recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> ImageTransforms | None:
+def make_device_transforms(recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> ImageTransforms | None:
     """Return the device transforms for a recipe and a dataset, or None if there are no transforms.
 
     `recipe` contains the recipe as plain values, and `facts` contains the properties of the dataset. Raises UsageError

@@ -10,7 +10,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
-from lockstep.tasks.facts import facts
+from lockstep.tasks.facts import make_dataset_properties
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
 _MEAN: Final = 0.3061  # pixel mean of the training split
@@ -36,5 +36,5 @@ def digits() -> DataSet:
     return DataSet(
         train=TensorSplit(images[~validation], targets[~validation]),
         validation=TensorSplit(images[validation], targets[validation]),
-        facts=facts([str(digit) for digit in range(10)], (1, 8, 8), (_MEAN,), (_STD,)),
+        facts=make_dataset_properties([str(digit) for digit in range(10)], (1, 8, 8), (_MEAN,), (_STD,)),
     )

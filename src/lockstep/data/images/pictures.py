@@ -17,7 +17,7 @@ from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.request import FILES_SIZE, DataRequest
 from lockstep.errors import DataError
 from lockstep.tasks.classification import SKIPPED, compute_skip_mask
-from lockstep.tasks.facts import facts
+from lockstep.tasks.facts import make_dataset_properties
 
 _MEAN: Final = (0.485, 0.456, 0.406)  # ImageNet mean of each channel
 _STD: Final = (0.229, 0.224, 0.225)  # ImageNet standard deviation of each channel
@@ -61,7 +61,7 @@ def make_image_dataset(
         validation=None if validation is None else PictureSplit(validation, settings),
         files=(train.name, (validation or train).name),
         skipped=compute_skip_mask,
-        facts=facts(classes, (3, settings.size, settings.size), _MEAN, _STD),
+        facts=make_dataset_properties(classes, (3, settings.size, settings.size), _MEAN, _STD),
     )
 
 

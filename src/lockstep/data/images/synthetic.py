@@ -13,7 +13,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import Count
 from lockstep.data.request import SYNTHETIC, DataRequest
-from lockstep.tasks.facts import facts
+from lockstep.tasks.facts import make_dataset_properties
 
 _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.key(random.SYNTHETIC, 1)
@@ -52,7 +52,9 @@ def synthetic(*, image_size: int, samples: int, validation_samples: int, classes
     return DataSet(
         train=_make_split(_TRAIN, templates, samples),
         validation=_make_split(_VALIDATION, templates, validation_samples),
-        facts=facts(names, (channels, image_size, image_size), (0.5,) * channels, (deviation,) * channels),
+        facts=make_dataset_properties(
+            names, (channels, image_size, image_size), (0.5,) * channels, (deviation,) * channels
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
 from lockstep.errors import UsageError, os_error_as
-from lockstep.tasks.facts import facts
+from lockstep.tasks.facts import make_dataset_properties
 
 _TIMEOUT_S: Final = 30.0  # without a timeout, all processes would wait forever if the network drops packets
 
@@ -67,7 +67,9 @@ def open_torchvision_set(name: str, root: str, download: bool) -> DataSet:
     return DataSet(
         train=split,
         validation=_to_split(validation),
-        facts=facts([str(label) for label in train.classes], tuple(split.images.shape[1:]), info.mean, info.std),
+        facts=make_dataset_properties(
+            [str(label) for label in train.classes], tuple(split.images.shape[1:]), info.mean, info.std
+        ),
     )
 
 

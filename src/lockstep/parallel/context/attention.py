@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
 from lockstep.parallel.context.exchange import Exchange
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 
 KEY: Final = "recipe.model.sequence_chunks"
 _HEAD_DIM, _POSITION_DIM = 1, 2  # dims of [n, heads, positions, channels]
@@ -32,7 +32,7 @@ class SequenceAttention(TorchFunctionMode):
     - `calls`: The number of attention calls so far.
     """
 
-    def __init__(self, exchange: Exchange, cooperative: Cooperative) -> None:
+    def __init__(self, exchange: Exchange, cooperative: CooperativeScheduler) -> None:
         super().__init__()
         self.calls = 0
         self._exchange = exchange

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from lockstep.comm.world import World
-from lockstep.core.batch import Inputs, call, tensors_of
+from lockstep.core.batch import Inputs, call_model, tensors_of
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.errors import UsageError
 from lockstep.parallel.context.attention import KEY, SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.work_units import WholeMicroBatches, WorkUnits
-from lockstep.tasks.base import CutsSequences, MicroBatch, MicroBatches, Problem, Task
+from lockstep.tasks.base import ChunkableTask, MicroBatch, MicroBatches, Problem, Task
 
 T = TypeVar("T")
 
@@ -45,11 +45,11 @@ class SequenceChunks:
 
     def __init__(
         self,
-        task: CutsSequences,
+        task: ChunkableTask,
         arguments: Sequence[str],
         local_chunks: range,
         exchange: Exchange,
-        cooperative: Cooperative,
+        cooperative: CooperativeScheduler,
     ) -> None:
         self.count = exchange.chunks
         self._task = task
@@ -70,7 +70,7 @@ class SequenceChunks:
 
     def inputs(self, unit: MicroBatch) -> Inputs:
         """See WorkUnits. The position ids of a chunk count from the start of the full sequence."""
-        return with_positions(self._task.inputs(unit.batch), self._arguments, unit.index // self._microbatches)
+        return add_position_ids(self._task.inputs(unit.batch), self._arguments, unit.index // self._microbatches)
 
     def forward_context(self) -> SequenceAttention:
         """See WorkUnits."""
@@ -82,7 +82,7 @@ class SequenceChunks:
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
         """See WorkUnits."""
-        return with_positions(inputs, self._arguments)
+        return add_position_ids(inputs, self._arguments)
 
     def call(self, model: nn.Module, unit: MicroBatch) -> Any:
         """Run the full model on one chunk and return its outputs.
@@ -90,12 +90,12 @@ class SequenceChunks:
         Raises UsageError if the model does not call scaled_dot_product_attention.
         """
         with self.forward_context() as attention:
-            outputs = call(model, self.inputs(unit))
+            outputs = call_model(model, self.inputs(unit))
         attention.check()
         return outputs
 
 
-def with_positions(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> Inputs:
+def add_position_ids(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> Inputs:
     """Return `inputs` by argument name, with the position ids of chunk number `chunk` added."""
     ids = tensors_of(inputs)[0]
     first = chunk * ids.shape[1]
@@ -110,7 +110,7 @@ def argument_names(model: nn.Module) -> Sequence[str]:
 
 
 def make_work_units(
-    problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: Cooperative
+    problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: CooperativeScheduler
 ) -> WorkUnits:
     """Return the work units of this rank if each sequence is split into `chunks` chunks.
 
@@ -125,9 +125,9 @@ def make_work_units(
     return SequenceChunks(sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative)
 
 
-def sequence_task(task: Task) -> CutsSequences:
+def sequence_task(task: Task) -> ChunkableTask:
     """Return `task` if it can split sequences into chunks. Otherwise, raise UsageError."""
-    if not isinstance(task, CutsSequences):
+    if not isinstance(task, ChunkableTask):
         raise UsageError(
             f"{KEY}: task {type(task).__name__} does not support chunks of sequences; use task language without "
             f"recipe.metrics, or remove this key"

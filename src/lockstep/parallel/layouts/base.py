@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.norm import norm_of_rows, row_norms
-from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor, slice_of
+from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor, select_rows
 from lockstep.errors import UsageError
-from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layerwise import full_norms
 from lockstep.parallel.offloaded import group_by_size
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
 _GATHERED_BYTES: Final = 32 << 20  # maximum total size of the sharded tensors that are gathered at once
@@ -107,7 +107,7 @@ class Layout(Protocol):
     """Stores all tensors of a model. All ranks must call the methods in the same order."""
 
     @property
-    def trained(self) -> Sequence[Named]:
+    def trained(self) -> Sequence[NamedParameter]:
         """The tensors that this rank's optimizer updates, in model order."""
 
     @property
@@ -147,7 +147,7 @@ MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout,
 
 # The norms of layouts in which each rank has all trained tensors. No communication is necessary, because all ranks have
 # the same gradients and flags.
-REPLICATED_NORMS: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), whole_norms, lambda flags: None)
+REPLICATED_NORMS: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), full_norms, lambda flags: None)
 
 
 def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable[Tensor] | None = None) -> Norms:
@@ -196,7 +196,7 @@ def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable
 class Slots:
     """The layout of the optimizer state. A slot with the same shape as its parameter is sharded like the parameter."""
 
-    def __init__(self, trained: Sequence[Named], as_shard: Callable[[str, Tensor], MaybeSharded]) -> None:
+    def __init__(self, trained: Sequence[NamedParameter], as_shard: Callable[[str, Tensor], MaybeSharded]) -> None:
         """Create the layout of the optimizer state. Pass `Layout.trained` and `Layout.as_shard`."""
         self.trained = trained
         self._by_name = dict(trained)
@@ -216,7 +216,7 @@ class Slots:
         if parameter is None:
             return full
         shard = self._as_shard(owner, parameter)
-        return slice_of(full, shard) if isinstance(shard, Shard) and full.shape == shard.shape else full
+        return select_rows(full, shard) if isinstance(shard, Shard) and full.shape == shard.shape else full
 
 
 @torch.no_grad()
@@ -233,10 +233,10 @@ def load_local_parts(source: NamedTensors, target: NamedTensors, names: Iterable
             f"this model"
         )
     for name, tensor in target.items():
-        local_tensor(tensor).copy_(slice_of(local_tensor(source[name]), tensor))
+        local_tensor(tensor).copy_(select_rows(local_tensor(source[name]), tensor))
 
 
-def trainable_parameters(model: nn.Module) -> list[Named]:
+def trainable_parameters(model: nn.Module) -> list[NamedParameter]:
     """Return the parameters that require a gradient, in model order. A shared parameter has its first name."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -268,7 +268,7 @@ def gather_full_tensors(world: World, tensors: NamedTensors) -> dict[str, Tensor
     }
 
 
-def wholes(world: World, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+def iterate_full_tensors(world: World, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors by name: unsharded tensors on all ranks, then gathered tensors on rank 0.
 
     All ranks must exhaust the iterator.

@@ -35,7 +35,7 @@ from lockstep.comm.world import World
 from lockstep.core.shard import Chunked, MaybeSharded, Shard
 from lockstep.parallel.layouts.base import HasRowSpans, Layout, Slots, Span, norms_of_rows
 from lockstep.parallel.offloaded import group_by_size
-from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.state import OptimizerNames
 
@@ -127,7 +127,7 @@ class OwnedLayout:
         for tensor in self._tensors:
             tensor.full = nn.Parameter(tensor.empty(tensor.rows.dtype, self._owns(tensor)))
         full_by_name = {tensor.name: tensor.full for tensor in self._tensors}
-        self.trained: Sequence[Named] = [(name, full_by_name.get(name, rows)) for name, rows in inner.trained]
+        self.trained: Sequence[NamedParameter] = [(name, full_by_name.get(name, rows)) for name, rows in inner.trained]
         self._by_name = {tensor.name: tensor for tensor in self._tensors}
         shards = {
             tensor.name: Shard(tensor.full.detach(), 0, tensor.shape, self._owns(tensor)) for tensor in self._tensors

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
-from lockstep.comm.fsdp import GatherDtype, Sharded, local_gradient, rows_per_member
+from lockstep.comm.fsdp import GatherDtype, ShardedModel, local_gradient, rows_per_member
 from lockstep.comm.stream import CommStream, InlineStream, Pending
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
@@ -98,7 +98,7 @@ class ShardedLayout:
                 parameter.data = parameter.data.contiguous()
         gather_dtype = None if dtype is None else GatherDtype(dtype, fp32_parameters(model, dtype))
         members = world.device_mesh(mesh, "shard")
-        self._sharded = Sharded(model, units, names, members, sums.receive, keep_gathered, offload, gather_dtype)
+        self._sharded = ShardedModel(model, units, names, members, sums.receive, keep_gathered, offload, gather_dtype)
         sums.model = self._sharded
         self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
@@ -159,7 +159,7 @@ class _ShardSums:
     stream: CommStream
     units: Sequence[str]
     chunks: int
-    model: Sharded = field(init=False)  # calls `receive`
+    model: ShardedModel = field(init=False)  # calls `receive`
     _note: TensorRecorder | None = field(default=None, init=False)
     _last: MicroBatch | None = field(default=None, init=False)
     _incomplete: deque[int] = field(default_factory=deque, init=False)

@@ -100,7 +100,7 @@ class CallTrace:
         states = get_rng_states()
         try:
             with torch.no_grad(), _ReadRecorder(self):
-                outputs = batches.call(self._meta.model, inputs)
+                outputs = batches.call_model(self._meta.model, inputs)
         except LockstepError:
             raise
         except Exception as error:  # user code can raise any exception when it reads a fake tensor

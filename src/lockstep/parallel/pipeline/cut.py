@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lockstep.common.names import suggestion
-from lockstep.core.batch import Inputs, call
+from lockstep.core.batch import Inputs, call_model
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
@@ -27,7 +27,7 @@ from lockstep.parallel.pipeline.call_trace import CallTrace
 from lockstep.parallel.pipeline.graph_trace import GraphTrace, PipelineCut, UntraceableError
 from lockstep.parallel.pipeline.part import empty_like, named_tensors, tensors_in_attributes
 from lockstep.parallel.pipeline.replay import ReplayStage
-from lockstep.parallel.tensor.plan import region_names
+from lockstep.parallel.tensor.plan import find_region_names
 
 ForwardTrace = CallTrace | GraphTrace  # a forward pass as a sequence of module calls and computations between them
 
@@ -56,7 +56,7 @@ def _find_cut(
 ) -> PipelineCut:
     meta_model, runs_on_meta = _copy_to_meta(model, example)
     blocks = _get_compiled_module_names(meta_model) if whole_blocks else frozenset()
-    regions = region_names(meta_model)
+    regions = find_region_names(meta_model)
     if "" in regions:
         raise UsageError(
             "strategy pipeline: recipe.model.chunks splits layers of the top-level module, so the model cannot be "
@@ -381,7 +381,7 @@ def _copy_to_meta(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, 
     try:
         with torch.no_grad():
             meta_model.train()
-            call(meta_model, example)
+            call_model(meta_model, example)
     except Exception:  # the forward pass reads tensor values, which don't exist on the meta device
         return meta_model, False
     return meta_model, True

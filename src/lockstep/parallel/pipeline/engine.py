@@ -37,10 +37,10 @@ from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError
 from lockstep.parallel.activations import training_forward_context
 from lockstep.parallel.context.sequence_chunks import make_work_units
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.ema import evaluation_mode, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
-from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layerwise import full_norms
 from lockstep.parallel.layouts.base import Slots, load_local_parts, trainable_parameters
 from lockstep.parallel.losses import Losses, name_totals, total_loss, wrap_losses
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -89,7 +89,7 @@ class PipelineEngine:
         self._model = problem.build_model()
         self._model.train()  # not chained, because a custom train() may return None
         self._generators = world.generators()
-        self._cooperative = Cooperative(self._generators)
+        self._cooperative = CooperativeScheduler(self._generators)
         self._leaves = make_work_units(
             problem, self._model, numerics.recipe.model.sequence_chunks, world, placement.mesh, self._cooperative
         )
@@ -132,7 +132,7 @@ class PipelineEngine:
         trained = trainable_parameters(self._model)
         if self._placement.last:
             check_separable(make_optimizer, (parameter.ndim for _, parameter in trained), "pipeline")
-        return OptimizerNames(trained, make_optimizer(trained, whole_norms))
+        return OptimizerNames(trained, make_optimizer(trained, full_norms))
 
     def _keep_own_tensors(self, cut_model: CutModel) -> Slice:
         """Discard all tensors that this rank's stages neither own nor borrow.

@@ -169,7 +169,7 @@ class _FlatInputs(nn.Module):
         numbers = count()
         leaves = [tensors[next(numbers)] if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         inputs = pytree.tree_unflatten(leaves, self._form)
-        return batches.call(self.model, inputs)
+        return batches.call_model(self.model, inputs)
 
 
 def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:

@@ -18,7 +18,7 @@ Therefore a schedule is free of deadlocks if, at any time, at least one rank has
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
-from lockstep.core.order import cut
+from lockstep.core.order import split_range
 from lockstep.errors import UsageError
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -77,7 +77,7 @@ def schedule_actions(
             return forwards + backwards
         return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
     backward: Kind = "backward_input" if schedule == "zero_bubble" else "backward"
-    rounds = cut(microbatches, max(1, microbatches // ranks))
+    rounds = split_range(microbatches, max(1, microbatches // ranks))
     forward_actions = list(_iterate_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
     backward_actions = list(_iterate_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
     # With the interleaved schedule, warm up with two forward passes per following rank. The inputs of the next forward

@@ -24,7 +24,7 @@ from lockstep.comm.p2p import Value, Values, backward_input, backward_weight
 from lockstep.core.tree import Counter, total
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.buffer_guard import BufferGuard
-from lockstep.parallel.cooperative import Cooperative
+from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.gradients import (
     add_gradients_,
     allocate_sum,
@@ -100,7 +100,7 @@ class Stage:
     """
 
     part: InitVar[nn.Module]
-    cooperative: Cooperative
+    cooperative: CooperativeScheduler
     recompute: bool = False
     borrowed: Sequence[Tensor] = ()
     guarded: InitVar[bool] = True

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard, local_tensor
 from lockstep.errors import UsageError
-from lockstep.parallel.layerwise import whole_norms
+from lockstep.parallel.layerwise import full_norms
 from lockstep.parallel.layouts.base import Slots
 from lockstep.parallel.numerics import MakeOptimizer
-from lockstep.parallel.optimizer_state import GROUP, Named, load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_state import GROUP, NamedParameter, load_optimizer_state, optimizer_state
 
 
 def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy: str) -> None:
@@ -26,8 +26,8 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
     shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
     joint = [_make_small_parameter(*shape) for shape in shapes]
     one_by_one = [_make_small_parameter(*shape) for shape in shapes]
-    optimizers = [make_optimizer([(f"{index}", parameter)], whole_norms) for index, parameter in enumerate(one_by_one)]
-    joint_optimizer = make_optimizer([(f"{index}", parameter) for index, parameter in enumerate(joint)], whole_norms)
+    optimizers = [make_optimizer([(f"{index}", parameter)], full_norms) for index, parameter in enumerate(one_by_one)]
+    joint_optimizer = make_optimizer([(f"{index}", parameter) for index, parameter in enumerate(joint)], full_norms)
     for optimizer in [joint_optimizer, *optimizers] * 3:
         optimizer.step()
     if not all(torch.equal(first, second) for first, second in zip(joint, one_by_one, strict=True)):
@@ -42,7 +42,7 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
 class OptimizerNames:
     """The parameter names in each group of the full model's optimizer. Saves and loads the state of each rank."""
 
-    def __init__(self, trained: Sequence[Named], optimizer: Optimizer) -> None:
+    def __init__(self, trained: Sequence[NamedParameter], optimizer: Optimizer) -> None:
         by_parameter = {parameter: name for name, parameter in trained}
         self._groups = [[by_parameter[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         self._group_of = {name: number for number, names in enumerate(self._groups) for name in names}
@@ -105,7 +105,7 @@ class OptimizerNames:
         own_scalars = {"slots": own_slots, "groups": [scalars["groups"][number] for number in groups]}
         load_optimizer_state(slots.trained, optimizer, own_tensors, own_scalars)
 
-    def _global_group_numbers(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
+    def _global_group_numbers(self, trained: Sequence[NamedParameter], optimizer: Optimizer) -> list[int]:
         """Return the number of each of this rank's parameter groups in the full model's optimizer."""
         by_parameter = {parameter: name for name, parameter in trained}
         return [

@@ -63,7 +63,7 @@ class _RegionSpec(NamedTuple):
         return [(name, kind.argument) for name, kind in self.inside.items() if kind.label == kind_name]
 
 
-def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
+def split_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
     """Split the layers of a plan into `count` chunks, in place. Returns how each rearranged parameter is chunked.
 
     Raises UsageError if a layer can't be split.
@@ -98,7 +98,7 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
     }
 
 
-def region_names(model: nn.Module) -> frozenset[str]:
+def find_region_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the modules that are computed chunk by chunk, entirely or in one method."""
     names = []
     for name, module in model.named_modules():

@@ -41,14 +41,14 @@ from torch.utils import _pytree as pytree
 from lockstep.comm.canonical import CanonicalSum, add_, move
 from lockstep.comm.carrier import Carrier
 from lockstep.comm.world import World
-from lockstep.core.batch import Inputs, call
+from lockstep.core.batch import Inputs, call_model
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.core.tree import LeafBlock, blocks, total
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.context.sequence_chunks import SequenceChunks, argument_names, sequence_task
-from lockstep.parallel.cooperative import Cooperative, Joint
+from lockstep.parallel.cooperative import CooperativeScheduler, Joint
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, align
 from lockstep.parallel.tensor.slices import SplitLayer, cut_layers
@@ -68,7 +68,7 @@ def make_sequence_parallel_units(
     num_chunks: int,
     world: World,
     spread_mesh: Mesh,
-    cooperative: Cooperative,
+    cooperative: CooperativeScheduler,
 ) -> WorkUnits:
     """Return the work units of this rank: one for each chunk of a sequence.
 
@@ -104,7 +104,7 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
         return
     try:
         with torch.no_grad(), _AttentionCheck(layers.values()):
-            call(model, example)
+            call_model(model, example)
     except LockstepError:
         raise
     except (
@@ -179,7 +179,7 @@ class SequenceForwards:
     ranks: int
     across: CanonicalSum
     carrier: Carrier | None
-    cooperative: Cooperative
+    cooperative: CooperativeScheduler
     generators: Sequence[Generator]
 
     @property

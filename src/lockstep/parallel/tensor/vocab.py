@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lockstep.core.order import cut
+from lockstep.core.order import split_range
 from lockstep.parallel.linear_map import linear_map
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import compute_columns, split_by_chunk
@@ -101,7 +101,7 @@ def _join_chunks(region: Region, length: int, parts: Sequence[Tensor]) -> list[T
     """Gather and concatenate the chunks of all ranks: [..., entries]."""
     if len(parts) == region.num_chunks:
         return [torch.cat([*parts], -1)]
-    lengths = [len(rows) for rows in cut(length, region.num_chunks)]
+    lengths = [len(rows) for rows in split_range(length, region.num_chunks)]
     # Pad all chunks to the length of the first chunk, which is the longest.
     padded = [F.pad(chunk, (0, lengths[0] - chunk.shape[-1])) for chunk in parts]
     all_chunks = region.gather_all(torch.stack(padded))

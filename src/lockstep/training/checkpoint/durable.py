@@ -67,7 +67,7 @@ def replace(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def point(link: Path, target: str) -> None:
+def replace_link(link: Path, target: str) -> None:
     """Atomically make `link` a symbolic link to `target`, which is in the same folder. The folder isn't synced."""
     temporary = _temporary_path(link)
     temporary.unlink(missing_ok=True)

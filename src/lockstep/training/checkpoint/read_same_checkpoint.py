@@ -16,4 +16,4 @@ def read_same_checkpoint(rendezvous: Rendezvous, path: Path, key: bytes | None) 
     manifest = store.manifest(path, key)
     # If each host has a separate run folder, the folders may hold different runs.
     rendezvous.compare({str(path): asdict(manifest)})
-    return manifest, store.read(path, key)
+    return manifest, store.read_checkpoint(path, key)

@@ -91,7 +91,7 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
         raise UsageError(
             "\n".join([f"{path / store.STATE}: does not match the format of this version:", *lines])
         ) from None
-    named_step, step = store.step_of(path), saved.progress.step
+    named_step, step = store.parse_step(path), saved.progress.step
     if named_step not in (None, step):
         raise UsageError(
             f"{path}: the folder is named after step {named_step}, but contains step {step}; rename it to "

@@ -23,7 +23,7 @@ from typing import Any, final
 import torch
 
 from lockstep.comm.world import World
-from lockstep.core.shard import MaybeSharded, Shard, whole_tensors
+from lockstep.core.shard import MaybeSharded, Shard, unsharded_tensors
 from lockstep.errors import HostError
 from lockstep.training.agreement import Disagreement, find_disagreement
 from lockstep.training.checkpoint import shards, store
@@ -83,7 +83,7 @@ class Saver:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, fields: dict[str, Any], best: bool, snapshot: Snapshot, start_time: float) -> Saved:
-        step, weights = fields["step"], store.weights_sha256(whole_tensors(snapshot.model))
+        step, weights = fields["step"], store.weights_sha256(unsharded_tensors(snapshot.model))
         if (difference := find_disagreement(self._world, snapshot.model, weights)) is not None:
             raise HostError(_disagreement_message(step, difference, self.buffers))
         if not snapshot.is_whole:

@@ -36,7 +36,7 @@ def save(
     If a rank can't write, all ranks raise HostError.
     """
     final = folder / store.step_name(step)
-    frames = {name: tensorfile.frame(tensors) for name, tensors in snapshot.files.items()}
+    frames = {name: tensorfile.make_layout(tensors) for name, tensors in snapshot.files.items()}
 
     def prepare() -> str:
         temporary = store.prepare(final)

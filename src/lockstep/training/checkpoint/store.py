@@ -181,9 +181,9 @@ def publish(
     durable.write(temporary / MANIFEST, [_json(content)])
     durable.sync_folder(temporary)
     _install(final)
-    durable.point(folder / LATEST, final.name)
+    durable.replace_link(folder / LATEST, final.name)
     if best:
-        durable.point(folder / BEST, final.name)
+        durable.replace_link(folder / BEST, final.name)
     durable.sync_folder(folder)
     for path in _removable_checkpoints(folder, keep):
         remove(path)
@@ -212,7 +212,7 @@ def unsharded_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
+def load_newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
     """Load the newest intact checkpoint of `folder` (<run>/checkpoints). Return None if there is no checkpoint.
 
     The result lists the problem of each newer checkpoint that is damaged. If all checkpoints are damaged, raises
@@ -222,7 +222,7 @@ def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
     problems: list[str] = []
     for path in _candidates(folder):
         try:
-            return FoundCheckpoint(read(path, key), path, problems)
+            return FoundCheckpoint(read_checkpoint(path, key), path, problems)
         except TrainingError as error:
             problems.append(str(error))
     if problems:
@@ -244,11 +244,11 @@ def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | 
         problem = "is a file" if path.exists() else "not found"
         raise UsageError(f"{path}: {problem}; pass a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}")
     if _STEP.fullmatch(path.name) or (path / MANIFEST).exists():
-        return FoundCheckpoint(read(path, key), path, [])
+        return FoundCheckpoint(read_checkpoint(path, key), path, [])
     return _load_run(path, prefer, key)
 
 
-def read(path: Path, key: bytes | None = None) -> Snapshot:
+def read_checkpoint(path: Path, key: bytes | None = None) -> Snapshot:
     """Load the checkpoint folder `path`. A file that doesn't match the manifest raises TrainingError.
 
     If `key` is set, a manifest that isn't signed with it raises UsageError.
@@ -298,7 +298,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
     return Manifest(files, weights)
 
 
-def step_of(path: Path) -> int | None:
+def parse_step(path: Path) -> int | None:
     """Return the step in the name of a checkpoint folder, or None if the user renamed the folder."""
     name = leftover[1] if (leftover := _LEFTOVER.fullmatch(path.name)) else path.name
     match = _STEP.fullmatch(name)
@@ -316,7 +316,7 @@ def weights_sha256(model: NamedTensors) -> str:
         tensor = local_tensor(model[name])
         # The line break is an unambiguous separator, because JSON escapes line breaks inside a name.
         digest.update(json.dumps([name, tensorfile.dtype_name(name, tensor), list(tensor.shape)]).encode() + b"\n")
-        digest.update(tensorfile.raw(tensor))
+        digest.update(tensorfile.to_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -412,14 +412,14 @@ def _candidates(folder: Path) -> list[Path]:
     paths = folder.iterdir() if folder.is_dir() else ()
     moved = [path for path in paths if (leftover := _LEFTOVER.fullmatch(path.name)) and leftover[3] == "old"]
     # For the same step, the folder with the final name comes before the .old folder.
-    return sorted([*checkpoints(folder), *moved], key=lambda path: (step_of(path) or 0, path.name), reverse=True)
+    return sorted([*checkpoints(folder), *moved], key=lambda path: (parse_step(path) or 0, path.name), reverse=True)
 
 
 def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) -> FoundCheckpoint:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if prefer == "best" and (folder / BEST).is_symlink():
         return load(folder / BEST, key=key)
-    checkpoint = newest(folder, key)
+    checkpoint = load_newest(folder, key)
     if checkpoint is None:
         raise UsageError(f"{path}: no checkpoint found; pass the folder of a run that has saved one")
     if prefer == "best":

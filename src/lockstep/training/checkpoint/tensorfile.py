@@ -50,13 +50,13 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
     Raises ValueError with the name of the tensor if the format doesn't support its dtype.
     """
-    head, starts, _ = frame(tensors)
+    head, starts, _ = make_layout(tensors)
     yield head
     for name in starts:
-        yield raw(tensors[name])
+        yield to_bytes(tensors[name])
 
 
-def frame(tensors: NamedTensors) -> Frame:
+def make_layout(tensors: NamedTensors) -> Frame:
     """Return the layout of a file with these tensors. Sharding doesn't change it."""
     # The widest dtypes come first, so that every tensor starts at a multiple of its element size, as mmap readers
     # require.
@@ -84,14 +84,14 @@ def local_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> 
         value = tensors[name]
         if not isinstance(value, Shard):
             if rank == 0:
-                yield start, raw(value)
+                yield start, to_bytes(value)
         elif value.primary and value.tensor.numel():
-            size, data = value.tensor.element_size(), raw(value.tensor)
+            size, data = value.tensor.element_size(), to_bytes(value.tensor)
             for run in value.runs():
                 yield start + run.at * size, data[run.own * size : (run.own + run.length) * size]
 
 
-def raw(tensor: Tensor) -> memoryview:
+def to_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, for any device, strides and memory format."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # torch considers a dimension of size 1 contiguous for any stride, but `view` to bytes requires a stride of 1.
@@ -105,7 +105,7 @@ def dtype_name(name: str, tensor: Tensor) -> str:
     return _DTYPES[tensor.dtype]
 
 
-def digest(tensors: Iterable[Tensor]) -> str:
+def digest_tensors(tensors: Iterable[Tensor]) -> str:
     """Return a digest of the dtypes, shapes and bytes of tensors, followed by a colon and the number of bytes.
 
     The digest doesn't depend on the device or the memory format.
@@ -113,6 +113,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
     hasher, size = hashlib.sha256(), 0
     for tensor in tensors:
         hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        hasher.update(raw(tensor))
+        hasher.update(to_bytes(tensor))
         size += tensor.numel() * tensor.element_size()
     return f"{hasher.hexdigest()[:32]}:{size}"
