@@ -388,7 +388,7 @@ def test_nothing_happens_on_import() -> None:
         "random.key",
         "field",
         "Path(__file__).with_name",
-        "shorthand",
+        "make_shorthand_validator",
         "_backward",
     }
     for module in MODULES.keys() - {"__main__"}:

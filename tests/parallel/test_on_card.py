@@ -104,7 +104,7 @@ def test_one_process(overrides: list[str]) -> None:
 def test_skipping_steps_waits_once_in_each() -> None:
     world = World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu"))
     _, waits, races = on_card(world, "single", ["recipe.nonfinite=skip"])
-    assert [each.split(" (")[1] for each in waits] == ["_finite)"] * (STEPS - 1)
+    assert [each.split(" (")[1] for each in waits] == ["_is_finite)"] * (STEPS - 1)
     assert not races
 
 

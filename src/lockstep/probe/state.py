@@ -82,12 +82,12 @@ class Globals:
     def __init__(
         self,
         modules: Mapping[str, ModuleType],
-        classes: Iterable[type],
+        types: Iterable[type],
         scopes: Iterable[tuple[Mapping[str, Any], CodeType]] = (),
     ) -> None:
         all_variables = [variable for name, module in modules.items() for variable in _module_variables(name, module)]
         all_variables += [
-            variable for kind in classes if kind.__module__ in modules for variable in _class_attributes(kind)
+            variable for kind in types if kind.__module__ in modules for variable in _class_attributes(kind)
         ]
         for variables, code in scopes:
             all_variables += [
