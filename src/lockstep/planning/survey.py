@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.common import plainfile
+from lockstep.common.location import local_folder
 from lockstep.common.platforms import usable_cores
 from lockstep.config.document import parse
 from lockstep.config.load import Loaded
@@ -239,7 +240,7 @@ def save_seconds(loaded: Loaded, setup: Setup) -> float:
     Only a single process is measured, because it writes the same files. Raises UsageError if it can't run.
     """
     resolved = check(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
-    folder = Path(resolved.run.dir or ".").absolute()
+    folder = local_folder(resolved.run.dir or ".").absolute()
     disk = next(candidate for candidate in (folder, *folder.parents) if candidate.is_dir())
     results, reason = _results(partial(work_saving, resolved), setup, resolved, 1, disk)
     if not results:
