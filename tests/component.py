@@ -24,6 +24,13 @@ def require_hosts() -> None:
         _miss("hosts", "hosts: scripts/with-hosts needs root")
 
 
+def require_storage() -> None:
+    """Skip the tests of a file where s3fs or moto is missing; fail them where that is required."""
+    missing = [each for each in ("fsspec", "s3fs", "moto") if find_spec(each) is None]
+    if missing:
+        _miss("storage", f"storage: {missing[0]} is not installed; pip install 'lockstep-train[storage,test]'")
+
+
 def require_etcd() -> None:
     """Skip the test where scripts/with-etcd cannot start etcd, or torch not use it; fail it where that is required."""
     require("etcd", "etcd-server", "etcd", "unshare")

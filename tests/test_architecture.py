@@ -92,6 +92,7 @@ ROOMS = {
     "config/elsewhere": "the same of other frameworks",
     "config/shipped": "the names of recipes, which users type",
     "run/sinks": "a token is a secret there, by the name of an option",
+    "runs/storage": "the same, by the name of a variable",
     "inference": "what a task makes of new samples",
     "exports": "what other programs call it",
     "commands/predict": "options, which users type",

@@ -76,9 +76,8 @@ def _run_worker(config: Mapping[str, Loaded]) -> None:
     placement, work = training_as_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)
     code = work(rendezvous)
-    if (
-        report.reported < 0 and (completed_event := find_completed_run(loaded)) is not None
-    ):  # the run was already complete
+    completed_event = find_completed_run(loaded, is_claimed=True) if report.reported < 0 else None
+    if completed_event is not None:  # the run was already complete
         report.write(completed_event, time.time())
     rendezvous.leave()
     if code != EXIT_DONE:

@@ -231,3 +231,12 @@ def test_without_kubectl_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", "")
     said = submit(*PODS, "--", "train", "digits", "run.dir=/runs/a", code=2).stderr
     assert said.startswith("error: kubectl not found;")
+
+
+def test_a_run_on_object_storage_needs_no_claim(here: Path) -> None:
+    words = ("--on", "kubernetes", "--image", "here/train:1", "--dry-run", "--", "train", "digits")
+    made = [*yaml.safe_load_all(submit(*words, "run.dir=s3://bucket/runs/a").stdout)]
+    pod = made[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert [volume["name"] for volume in pod["volumes"]] == ["shm"]
+    assert [mount["name"] for mount in pod["containers"][0]["volumeMounts"]] == ["shm"]
+    assert "run.dir=s3://bucket/runs/a" in pod["containers"][0]["args"]

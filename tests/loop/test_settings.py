@@ -45,8 +45,8 @@ def test_sections_are_those_of_a_configuration():
             "run.save_every: not supported in a custom training loop; call run.save()",
         ),
         (
-            {"dir": "s3://bucket/a"},
-            "run.dir: is a URL (s3://), but a run is saved in a folder; use a folder on this host",
+            {"dir": "s3:/bucket/a"},
+            "run.dir: is not a path and not a URL of a folder; write s3://bucket/a",
         ),
         ({"run": {"sinks": ["cvs"]}}, "run.sinks.0.name: no such sink; did you mean 'csv'?"),
         (

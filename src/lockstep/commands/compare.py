@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from lockstep.commands import _completion
+from lockstep.common.location import refuse_url
 from lockstep.common.text import printable
 from lockstep.launchers import check_alone
 
@@ -61,6 +62,7 @@ def command(
     from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
     from lockstep.reporting.png import check_png
 
+    refuse_url(folder, "compare --dir")
     check_alone("compare starts the processes of each placement")
     if usual:
         raise UsageError(f"--usual: {USUAL_MOVED}")

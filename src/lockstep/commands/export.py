@@ -31,10 +31,11 @@ def command(
     Overrides are dotted. User code that the recipe references, such as recipe.model.name: my.nets:net, only runs if an
     override also references it, or with --trust.
     """
-    from lockstep.exports.export import export_saved
+    from lockstep.exports.export import check_out, export_saved
     from lockstep.inference.saved import open_saved
     from lockstep.run.evaluation import EvalRequest
 
+    check_out(run, out)
     saved = open_saved(EvalRequest(run, overrides, trust, best, "export"), weights)  # type: ignore[arg-type]
     for line in saved.remarks:
         click.echo(printable(line), err=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from lockstep.common.location import refuse_url
 from lockstep.common.text import printable_line, size
 from lockstep.errors import DataError, LockstepError, UsageError
 
@@ -30,6 +31,7 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     from lockstep.training.lock import lock
 
     for folder in folders:
+        refuse_url(folder, "prune")
         if next(find_run_folders(folder), None) is None:
             raise UsageError(f"{folder}: contains no run; pass a run folder, or a folder of runs")
     surplus: dict[Path, list[Path]] = {}

@@ -44,11 +44,13 @@ def command(
     step for `lockstep bisect`. Exits with code 0 if all bits agree, and with code 3 otherwise.
     """
     from lockstep.replay.drive import Options, replay
+    from lockstep.runs.remote import local_copy
 
     overrides, places = _overrides.split_overrides(arguments)
     if not places:
         raise UsageError("replay: no run folder; pass the folder of a run")
     script = arguments[arguments.index(places[1]) :] if len(places) > 1 else ()
     overrides = overrides[: len(arguments) - len(script) - 1]  # arguments after the run folder are for the script
-    options = Options(Path(places[0]), step, steps, check, samples, change, out, overrides, trust, trace, script)
+    folder = local_copy(places[0], "all")
+    options = Options(folder, step, steps, check, samples, change, out, overrides, trust, trace, script)
     raise SystemExit(replay(options, lambda line: click.echo(printable_line(line))))

@@ -1,10 +1,10 @@
 """The section `run`: the outputs of a run, and where they are saved."""
 
-import re
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from lockstep.common.location import check_location
 from lockstep.common.names import choices
 from lockstep.config.base import (
     BY_NAME,
@@ -19,6 +19,8 @@ from lockstep.config.base import (
 )
 
 SINKS: Final = ("csv", "mlflow", "wandb")  # the sinks available by name, in addition to events.jsonl
+
+RunLocation = Annotated[Location, AfterValidator(check_location)]  # a path, or the URL of a folder in object storage
 
 
 class IntervalConfig(Section):
@@ -41,7 +43,7 @@ class StartFromConfig(Section):
     If `optimizer` is true, the optimizer state is loaded too.
     """
 
-    run: Location
+    run: RunLocation
     optimizer: bool = False
 
 
@@ -76,20 +78,11 @@ def _check_unique(sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
     return sinks
 
 
-def _check_local(folder: str) -> str:
-    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", folder):
-        raise ValueError(
-            f"is a URL ({scheme[1]}://), but a run is saved in a folder; use a folder on this host or on a file system "
-            f"that all hosts mount, and copy it afterwards"
-        )
-    return folder
-
-
 class RunConfig(Section):
     """The outputs of a run. `dir` defaults to runs/<recipe>-<model>-<time>."""
 
-    dir: Annotated[Location, AfterValidator(_check_local)] | None = None
-    resume: Location = "auto"  # auto, never, or the path of a checkpoint or a run
+    dir: RunLocation | None = None
+    resume: RunLocation = "auto"  # auto, never, or the path or URL of a checkpoint or a run
     start_from: Annotated[
         StartFromConfig | None,
         make_shorthand_validator("run", str),

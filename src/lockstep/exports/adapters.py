@@ -8,6 +8,7 @@ from lockstep.common.patterns import matches
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.adapters import has_adapters, make_peft_config, to_peft_names
+from lockstep.runs.remote import local_copy
 from lockstep.setup.build import tuning_of
 from lockstep.setup.resume import checkpoint_recipe
 from lockstep.training.checkpoint import store
@@ -20,7 +21,7 @@ def export_adapters(run: str | Path, folder: str | Path) -> None:
     the adapters (`recipe.model.lora.train`) are included as peft's modules_to_save. Raises UsageError if the run has no
     adapters.
     """
-    checkpoint = store.load(Path(run))
+    checkpoint = store.load(local_copy(run))
     lora = tuning_of(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)).lora
     if lora is None:
         raise UsageError(f"{checkpoint.path}: the run has no adapters; its weights are in {store.MODEL}")

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch import nn
 
+from lockstep.common.location import is_url
 from lockstep.common.names import choices
 from lockstep.common.own_code import UserCode
 from lockstep.common.version import __version__
@@ -75,9 +76,16 @@ def export(
     runs if `overrides` also name it, or if you pass `trust=True`.
     """
     request = EvalRequest(str(run), tuple(to_arguments(overrides)), trust, best, "export")
+    check_out(run, out)
     path = None if out is None else Path(out)
     [result] = in_background(lambda: [asdict(export_saved(open_saved(request, weights), to, path))])
     return Exported(Path(result["path"]), result["sizes"], result["check"])
+
+
+def check_out(run: str | Path, out: str | Path | None) -> None:
+    """Raise UsageError if a run in object storage is exported without `out`, because its folder is only a copy."""
+    if out is None and is_url(run):
+        raise UsageError(f"{run}: an export of a run in object storage needs a path on this host; set --out")
 
 
 def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exported:

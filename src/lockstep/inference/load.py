@@ -12,6 +12,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError, UsageError, error_as
 from lockstep.models.finetuning import build_finetuned
+from lockstep.runs.remote import local_copy
 from lockstep.setup.build import make_model_builder, open_recipe_data, tuning_of
 from lockstep.setup.chunk_check import check_saved
 from lockstep.setup.examples import examples
@@ -41,7 +42,7 @@ def load(
     Raises UsageError if the weights don't match the model, if the checkpoint is damaged, or if the unchunked model
     computes a different function than its chunks.
     """
-    checkpoint = store.load(Path(run))
+    checkpoint = store.load(local_copy(run))
     recipe: Recipe | None = None
     if model is None:
         recipe, module = _build_from_recipe(checkpoint, trust)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.common.location import is_url
 from lockstep.errors import UsageError, os_error_as
 from lockstep.jobs.reader import runs_by_name
 from lockstep.reporting.page import render_page
@@ -85,7 +86,7 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
         raise UsageError(f"--out {out}: folder {out.parent} does not exist; create it, or use a different folder")
     if options.png:
         check_png()
-    runs, warnings = runs_by_name([Path(folder) for folder in options.runs])
+    runs, warnings = runs_by_name(_local_folders(options))
     page_sections = make_sections(runs)
     if options.examples:
         from lockstep.inference.inspection import inspect_runs
@@ -101,3 +102,12 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
     with os_error_as(UsageError, f"--out {out}: cannot write"):
         out.write_text(render_page(title, page_sections), encoding="utf-8")
     return Report(out, tuple(write_png(page_sections, out.with_suffix("")) if options.png else ()), tuple(warnings))
+
+
+def _local_folders(options: Options) -> list[Path]:
+    """Return the folders of the report. Runs at a URL are downloaded first, with a checkpoint if it is needed."""
+    if not any(map(is_url, options.runs)):
+        return [Path(folder) for folder in options.runs]
+    from lockstep.runs.remote import local_copies  # imports torch
+
+    return local_copies(options.runs, "none" if not options.examples else "best" if options.best else "newest")

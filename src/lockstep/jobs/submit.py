@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.common.location import refuse_url
 from lockstep.config.load import Loaded, load, split
 from lockstep.errors import LockstepError, UsageError, os_error_as
 from lockstep.launchers import batch, kubernetes
@@ -27,6 +28,7 @@ def make_batch_script(job: Job, name: str | None, limit: str, warn_before_s: int
     loaded = _check_training(job)
     from lockstep.setup import recipe_folder
 
+    refuse_url(loaded.config.run.dir, "submit --on slurm")
     run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.new_run_folder(loaded)
     # Add overrides for all settings that could change when the job is started again.
     folder = () if loaded.config.run.dir else (f"run.dir={run}",)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from lockstep.common.location import is_url
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_SAVED, PERSISTENT_EXITS, UsageError
 from lockstep.launchers.job import Job, load_template
@@ -55,10 +56,16 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
         )
     if not cluster.image:
         problems.append("--image: not set; name an image that contains Lockstep, such as registry.example/train:1")
-    if not (cluster.claim and cluster.mount.startswith("/")):
+    stores_run = run is not None and is_url(run)
+    if stores_run and not (cluster.claim or cluster.mount):
+        pass  # the nodes share no files
+    elif not (cluster.claim and cluster.mount.startswith("/")):
         problems.append("--claim: expected NAME:/PATH, a PersistentVolumeClaim and its mount path on the nodes")
-    elif run is not None and not PurePosixPath(run).is_relative_to(cluster.mount):
-        problems.append(f"run.dir: {run or 'not set'}; all nodes write to it, so set a folder in {cluster.mount}")
+    elif run is not None and not stores_run and not PurePosixPath(run).is_relative_to(cluster.mount):
+        problems.append(
+            f"run.dir: {run or 'not set'}; all nodes write to it, so set a folder in {cluster.mount}, or a URL such as "
+            f"s3://bucket/runs/a"
+        )
     if job.resources.gpus_per_node and not job.resources.gpus_per_node.isdecimal():
         problems.append(f"--gpus-per-node: expected a number such as 8, got {job.resources.gpus_per_node}")
     if cluster.grace_s < 1:

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from lockstep.common.location import is_url
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers.variables import Variables
 
 _ADVICE: Final = "ray.train.torch.TorchConfig(init_method='env') sets them"
+_SCHEMES: Final = {"s3": "s3", "gcs": "gs"}  # by the name that Arrow gives to the file system of `storage_path`
 
 
 class Worker(Protocol):
@@ -54,15 +56,18 @@ def is_preempted() -> bool:
 
 def resolve_run_folder(worker: Worker, folder: str) -> str:
     """Resolve the path of a run folder. A relative path is relative to the folder of the Ray run (`Result.path`)."""
-    if Path(folder).is_absolute():
+    if Path(folder).is_absolute() or is_url(folder):
         return folder
     try:
         storage = worker.get_storage()
     except NotImplementedError:  # with num_workers=0, there are no workers, and this process is the driver
         return folder
-    if (kind := storage.storage_filesystem.type_name) != "local":
+    kind = storage.storage_filesystem.type_name
+    if scheme := _SCHEMES.get(kind):
+        return f"{scheme}://{storage.experiment_fs_path.strip('/')}/{folder}"
+    if kind != "local":
         raise UsageError(
             f"run.dir {folder}: the storage_path of the Ray run is not a folder but {kind}; set run.dir to an absolute "
-            f"path that all nodes share"
+            f"path that all nodes share, or to a URL such as s3://bucket/runs/a"
         )
     return str(Path(storage.experiment_fs_path) / folder)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from lockstep.common import hashing
+from lockstep.common.location import location_of
 from lockstep.common.rank import RankInfo
 from lockstep.common.user_source import script_digests, source_digests
 from lockstep.config.placement import Placement
@@ -37,6 +38,7 @@ from lockstep.run.rank import Rank
 from lockstep.run.session import open_rank
 from lockstep.run.sinks import check_sinks, open_sinks, own_paths
 from lockstep.runs import folder as run_folder
+from lockstep.runs.remote import check_run_dir
 from lockstep.runs.worker_context import WORKER_CONTEXT, Observe, OpenRun
 from lockstep.training.checkpoint.signing import signing_key
 
@@ -104,6 +106,7 @@ class Member:
         with _cleanup_on_error(resources):
             check_sinks(run_config)
             size, processes = rendezvous.info.size, placement.processes
+            check_run_dir(run_config.dir, size)
             if context is None and processes not in ("auto", size):
                 raise UsageError(
                     f"placement.processes: got {processes}, but the world size is {size}; start {processes} processes "
@@ -117,8 +120,9 @@ class Member:
             )
             folder_path = checkpoint_path = None
             if (folder := run_config.dir) is not None:
+                key = signing_key(run_config.key_file)
                 claim = run_folder.hold_run_folder(
-                    rendezvous, lambda: run_folder.claim_loop_folder(Path(folder), signing_key(run_config.key_file))
+                    rendezvous, lambda: run_folder.claim_loop_folder(folder, key, run_config.keep), folder
                 )
                 start = resources.enter_context(claim)
                 folder_path, checkpoint_path = start.folder, start.checkpoint
@@ -140,7 +144,7 @@ class Member:
                     sources = source | source_digests(own_paths(run_config))
                     run_folder.record_environment(folder_path, sources, [], {"backend": world.backend})
             if worker is not None and folder_path is not None:
-                rank.sinks = [*rank.sinks, RayReport(str(folder_path), lead=world.rank == 0)]
+                rank.sinks = [*rank.sinks, RayReport(location_of(folder_path, run_config.dir), lead=world.rank == 0)]
             seed_generators(random.key(random.INITIAL, settings.seed))  # after the sinks, which may draw random numbers
         settings = settings.model_copy(update={"run": run_config})
         return Member(

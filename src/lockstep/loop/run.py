@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
+from lockstep.common.location import local_folder
 from lockstep.common.own_code import add_calling_line, refusal
 from lockstep.config.placement import Placement
 from lockstep.core.batch import Batch
@@ -109,7 +110,7 @@ class Run:
 
     @property
     def dir(self) -> Path | None:
-        """The run folder, or None if the run saves nothing."""
+        """The run folder, or None if the run saves nothing. If it has a URL, this is its local folder on this host."""
         return self._rank.folder
 
     @property
@@ -351,7 +352,9 @@ class Run:
 
     def _is_in(self, folder: str | None) -> bool:
         """See OpenRun."""
-        return folder is not None and self.dir is not None and os.path.realpath(folder) == os.path.realpath(self.dir)
+        if folder is None or self.dir is None:
+            return False
+        return os.path.realpath(local_folder(folder)) == os.path.realpath(self.dir)
 
     def _abandon(self) -> None:
         """Close the run even if the current step has no update yet."""
@@ -399,7 +402,8 @@ def join(
     """Join the other ranks of a job, or start a run on a single process, and return a handle to the run.
 
     Seeds PyTorch, NumPy and Python with `seed`, and sets the number of threads and the kernels for this process. If
-    `dir` contains a checkpoint, the run resumes from it. If `dir` is not set, nothing is saved. `precision` and
+    `dir` contains a checkpoint, the run resumes from it. `dir` can be a URL such as s3://bucket/runs/a
+    (docs/checkpoints-and-runs.md). If `dir` is not set, nothing is saved. `precision` and
     `threads` have the same meaning as in a recipe (docs/precision.md). `placement` and `run` accept the keys of these
     sections in docs/configuration.md, such as `{"timeout_s": 60}` and `{"keep": 1}`.
 

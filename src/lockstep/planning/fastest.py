@@ -24,6 +24,7 @@ from lockstep.planning.survey import (
     with_strategy,
 )
 from lockstep.planning.table import sort_rows, unmeasured_lines
+from lockstep.runs.remote import recorded_file
 from lockstep.setup.resolved import local_processes
 
 _KEY: Final = "placement.strategy: fastest"
@@ -83,9 +84,9 @@ def _recorded_config(run: RunConfig) -> Path | None:
     """
     files: tuple[Path, ...] = ()
     if run.resume == "auto":
-        files = (Path(run.dir) / CONFIG,) if run.dir else ()
+        files = (recorded_file(run.dir, CONFIG),) if run.dir else ()
     elif run.resume != "never":
-        files = (Path(run.resume) / CONFIG, Path(run.resume).parent.parent / CONFIG)
+        files = (recorded_file(run.resume, CONFIG), Path(run.resume).parent.parent / CONFIG)
     return next((file for file in files if file.exists()), None)
 
 

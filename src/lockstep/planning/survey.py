@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.common import plainfile
+from lockstep.common.location import local_folder
 from lockstep.common.platforms import usable_cores
 from lockstep.config.document import parse
 from lockstep.config.load import Loaded
@@ -247,7 +248,7 @@ def measure_save_time(loaded: Loaded, setup: Setup) -> float:
     measurement fails.
     """
     resolved = check_config(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
-    folder = Path(resolved.run.dir or ".").absolute()
+    folder = local_folder(resolved.run.dir or ".").absolute()
     disk = next(candidate for candidate in (folder, *folder.parents) if candidate.is_dir())
     results, reason = _run_and_read(partial(run_save, resolved), setup, resolved, 1, disk)
     if not results:

@@ -1,17 +1,20 @@
 """Loads the checkpoint from which a run resumes, and saves new checkpoints."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from torch import Tensor
 
+from lockstep.common.location import is_url, location_of
 from lockstep.common.schemas import SCHEMA
 from lockstep.common.user_source import source_changes
 from lockstep.config.run import RunConfig
 from lockstep.device import machine
 from lockstep.parallel.engine import Engine, State
 from lockstep.run.rank import Rank
+from lockstep.runs.remote import Mirror
+from lockstep.runs.remote_shards import RemoteShards
 from lockstep.setup.resume import lost_feedback_warning
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.saved_state import SavedState
@@ -52,7 +55,10 @@ class Checkpoints:
     def __post_init__(self) -> None:
         assert self.rank.folder is not None
         folder, run, key = self.rank.folder / store.FOLDER, self.run, signing_key(self.run.key_file)
-        self._saver = Saver(self.rank.world, folder, run.keep, run.save_async, self.buffers, key)
+        url = run.dir if run.dir is not None and is_url(run.dir) else None
+        upload = None if url is None else Mirror(url, run.keep).push_checkpoint
+        shards = None if url is None else RemoteShards(url)
+        self._saver = Saver(self.rank.world, folder, run.keep, run.save_async, self.buffers, key, upload, shards)
         self._saved_at = -1
         self.weights = ""  # SHA-256 of the weights in the last checkpoint
 
@@ -113,7 +119,7 @@ class Checkpoints:
     def _record_sha256(self, saves: list[Saved]) -> list[Saved]:
         for saved in saves:
             self.weights = saved.weights_sha256
-        return saves
+        return [replace(saved, path=location_of(saved.path, self.run.dir)) for saved in saves]
 
 
 def engine_state(snapshot: store.Snapshot) -> State:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from lockstep.run.events import evaluation_event
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import Work, run_on_ranks
 from lockstep.runs.folder import print_message
+from lockstep.runs.remote import local_copy
 from lockstep.setup.data_facts import collect_comparison_facts
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config
@@ -133,7 +134,8 @@ def open_checkpoint(
             f"lockstep eval RECIPE recipe.model.weights={shlex.quote(request.path)}"
         )
     is_new = checkpoint is None
-    checkpoint = checkpoint or store.load(Path(request.path), "best" if request.best else "newest")
+    wanted: Literal["newest", "best"] = "best" if request.best else "newest"
+    checkpoint = checkpoint or store.load(local_copy(request.path, wanted), wanted)
     recipe = values(checkpoint_recipe(checkpoint.path, checkpoint.snapshot))
     run_config = checkpoint.path.parent.parent / CONFIG
     if os.path.lexists(run_config):

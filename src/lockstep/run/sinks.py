@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO, final
 
 from lockstep.common.importing import import_object
+from lockstep.common.location import is_url
 from lockstep.common.names import choices
 from lockstep.common.own_code import UserCode
 from lockstep.common.text import printable
@@ -22,7 +23,9 @@ from lockstep.reporting.optional import OptionalSink
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.skipped import SkippedFiles
 from lockstep.reporting.tables import Tables
+from lockstep.run.uploads import Uploads
 from lockstep.runs import folder as run_folder
+from lockstep.runs.remote import Mirror
 from lockstep.training.events import Event
 
 _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)\}")
@@ -80,6 +83,7 @@ def open_sinks(
         for log in streams[1:]:
             log.write(f"{printable(text)}\n")
 
+    url = run.dir if run.dir is not None and is_url(run.dir) else ""
     with ExitStack() as stack:
         optional: list[Sink] = []
         for config in run.sinks:
@@ -95,7 +99,8 @@ def open_sinks(
         file_sinks: list[Sink] = [
             JsonLines(folder / run_folder.EVENTS),
             SkippedFiles(folder / run_folder.SKIPPED),
-            *(Console(stream, str(folder), rule) for stream in streams),
+            *(Console(stream, url or str(folder), rule) for stream in streams),
+            *([Uploads(Mirror(url, run.keep), warn)] if url else []),
         ]
         for sink in file_sinks:
             stack.callback(sink.close)

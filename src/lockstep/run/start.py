@@ -58,6 +58,7 @@ def run_on_ranks(
     *,
     in_subprocess: bool = False,
     child_hash_seed: str | None = None,
+    forks: bool = True,
 ) -> int:
     """Run `work(ready, rendezvous)` on `count` ranks on this machine, and return the exit code.
 
@@ -68,12 +69,14 @@ def run_on_ranks(
     - `logs`: The folder for the logs of the ranks.
     - `failed`: Called with the failure that ended the ranks, if any.
     - `child_hash_seed`: A value for PYTHONHASHSEED. If it is set, the processes are spawned with this hash seed.
+    - `forks`: If False, processes are spawned, because this process has threads that don't work after a fork.
     """
     if count == 1 and not in_subprocess:
         return work(ready, single_process_rendezvous())
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     # Forking is faster and shares memory, but CUDA doesn't work after a fork.
-    spawns = child_hash_seed is not None or (placement.device != "cpu" and torch.cuda.device_count())
+    may_use_cuda = placement.device != "cpu" and torch.cuda.device_count()
+    spawns = not forks or child_hash_seed is not None or may_use_cuda
     method: Literal["fork", "spawn"] = "spawn" if spawns else "fork"
     _, strategy = find_strategy(placement, count)
     if method == "fork" and isinstance(strategy, ExternalEngine):

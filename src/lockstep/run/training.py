@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from lockstep.common.follow_parent import parent_command
+from lockstep.common.location import is_url
 from lockstep.common.rank import RankInfo
 from lockstep.config.blame import add_key_positions
 from lockstep.config.load import Loaded
@@ -35,6 +36,7 @@ from lockstep.run.sinks import check_sinks
 from lockstep.run.start import Work, run_on_ranks
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
+from lockstep.runs.remote import check_run_dir, on_this_host
 from lockstep.setup import recipe_folder
 from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import collect_comparison_facts
@@ -57,8 +59,10 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     failures: list[Failure] = []
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)
+        check_run_dir(loaded.config.run.dir, 1)
     prepared = prepare_run(loaded)
     resolved = prepared.resolved
+    check_run_dir(prepared.run.dir, prepared.processes)
     warn(prepared)
     claim = recipe_folder.claim(prepared.loaded)
     with claim.hold():
@@ -88,7 +92,9 @@ def run_on_placement(
     The ranks write logs and their result to the run folder. If a failure ends the run, it is appended to `failures`.
     """
     logs = folder / run_folder.LOGS
-    code = run_on_ranks(work, prepared, prepared.placement, prepared.processes, logs, failures.append)
+    # The clients of object storage have threads and sockets, and don't work after a fork.
+    forks = not is_url(prepared.run.dir)
+    code = run_on_ranks(work, prepared, prepared.placement, prepared.processes, logs, failures.append, forks=forks)
     if prepared.processes > 1:
         run_folder.write_exit(folder, code, *failures[-1:])
     return code
@@ -106,7 +112,7 @@ def without(loaded: Loaded, ranks: Sequence[int], process_count: int, folder: Pa
         visible_names = [name for index, name in enumerate(names.split(",")) if index not in ranks]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_names)
     run_values = {
-        "dir": str(folder),
+        "dir": loaded.config.run.dir if is_url(loaded.config.run.dir) else str(folder),
         "resume": "auto" if loaded.config.run.resume == "never" else loaded.config.run.resume,
     }
     return loaded.changed("placement", {"processes": process_count - len(ranks)}).changed("run", run_values)
@@ -121,6 +127,7 @@ def training_as_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = N
     _check_launch(loaded.config, info)
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)
+        check_run_dir(loaded.config.run.dir, info.size)
     resolved = check_config(loaded, info.size)
 
     def work(rendezvous: Rendezvous) -> int:
@@ -162,7 +169,7 @@ def run_rank(
         terminal.write(rank_line)  # written with a single call, because ranks share the terminal
         terminal.flush()
         claim = partial(recipe_folder.claim, loaded)
-        run_start = start or stack.enter_context(run_folder.hold_run_folder(rendezvous, claim))
+        run_start = start or stack.enter_context(run_folder.hold_run_folder(rendezvous, claim, loaded.config.run.dir))
         if run_start.done_message:
             terminal.write(f"{run_start.done_message}\n" if info.rank == 0 else "")
             return EXIT_DONE
@@ -177,11 +184,10 @@ def run_rank(
         if info.size > 1:  # with a single rank, skip `setup_facts`, which reads samples
             rendezvous.compare(collect_comparison_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
-        if run_start.checkpoint:
-            manifest, snapshot = read_same_checkpoint(
-                rendezvous, run_start.checkpoint, signing_key(prepared.run.key_file)
-            )
-            state = checked_state(run_start.checkpoint, snapshot, prepared.ready)
+        checkpoint = on_this_host(run_start.checkpoint, loaded.config.run.resume)
+        if checkpoint:
+            manifest, snapshot = read_same_checkpoint(rendezvous, checkpoint, signing_key(prepared.run.key_file))
+            state = checked_state(checkpoint, snapshot, prepared.ready)
             resumed = Resumed(snapshot, state, manifest.weights_sha256)
         if resumed is None:
             with add_key_positions(loaded):

@@ -17,6 +17,7 @@ runs/<recipe>-<model>-<time>/
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -27,6 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.common.location import is_url, local_folder
 from lockstep.common.rank import ALONE
 from lockstep.common.text import printable
 from lockstep.config.recorded import CONFIG
@@ -35,7 +37,9 @@ from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, o
 from lockstep.ranks.failure import Failure, make_failure
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.rendezvous import Rendezvous
+from lockstep.runs import remote
 from lockstep.runs.digest_file import DIGESTS
+from lockstep.runs.remote import RemoteClaim
 from lockstep.runs.runs import JOB, JOB_SCRIPT, RESULT
 from lockstep.runs.worker_context import WORKER_CONTEXT
 from lockstep.tasks.base import Report
@@ -64,6 +68,7 @@ class Claim:
     - `notes`: Messages for the user.
     - `done_message`: The message if the run is already complete, or else an empty string.
     - `last_start`: The state of the folder after the previous start of the run.
+    - `remote`: The claim of the run folder in object storage, if `run.dir` is a URL.
     """
 
     folder: Path
@@ -73,6 +78,7 @@ class Claim:
     notes: list[str] = field(default_factory=list)
     done_message: str = ""
     last_start: "LastStart" = field(default_factory=lambda: LastStart(None, 0))
+    remote: RemoteClaim | None = None
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -82,7 +88,7 @@ class Claim:
         training hasn't begun, restore the folder instead: remove the folders that this process created, or restore the
         result.json of the previous start.
         """
-        with self.lock, _write_failure_on_error(self.folder, self.created, self.last_start):
+        with self.lock, self.remote or nullcontext(), _write_failure_on_error(self.folder, self.created, self.last_start):
             yield
 
     def keep_failure(self, failure: Failure) -> None:
@@ -92,6 +98,13 @@ class Claim:
         """
         if not self.last_start.is_rejected(self.folder, failure):
             write_failure(self.folder, failure)
+        if self.remote is not None:
+            self.remote.close()
+
+    def release(self) -> None:
+        """Release the locks of a folder that was only claimed to check it."""
+        with self.lock, self.remote or nullcontext():
+            pass
 
 
 @dataclass(frozen=True)
@@ -122,10 +135,14 @@ class RunStart:
 
 
 @contextmanager
-def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> Iterator[RunStart]:
+def hold_run_folder(
+    rendezvous: Rendezvous, make_claim: Callable[[], Claim], location: str | None
+) -> Iterator[RunStart]:
     """Hold the run folder while the block runs.
 
     Rank 0 claims the folder with `make_claim`. All ranks must call this.
+
+    If `location`, the value of run.dir, is a URL, each host has a separate folder with the checkpoint to resume from.
     """
     claim = make_claim() if rendezvous.info.rank == 0 else None
     with claim.hold() if claim else nullcontext():
@@ -138,11 +155,26 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
             rendezvous.keep_failure = claim.keep_failure
             if (context := WORKER_CONTEXT.get()) is not None and context.claimed is not None:
                 context.claimed(claim.folder)
-        yield RunStart(Path(folder), Path(path) if path else None, done)
+        start = RunStart(Path(folder), Path(path) if path else None, done)
+        if location is not None and is_url(location):
+            start_id = rendezvous.tell(claim.remote.start_id if claim and claim.remote else "")
+            checkpoint = start.checkpoint  # with run.resume, it can be in a different run
+            name = checkpoint.name if checkpoint and checkpoint.parent.parent == start.folder else ""
+            own_folder, own_checkpoint = remote.join(location, start_id, name)
+            start = RunStart(own_folder, own_checkpoint or checkpoint, done)
+            with remote.upload_logs(location, start_id):
+                yield start
+        else:
+            yield start
 
 
-def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tuple[Path | None, list[str]]]) -> Claim:
-    """Claim a run folder by locking it. If the folder doesn't exist, create it.
+def claim_folder(
+    folder: Path,
+    done: Callable[[], str],
+    begin: Callable[[], tuple[Path | None, list[str]]],
+    claim_remote: Callable[[], RemoteClaim] | None = None,
+) -> Claim:
+    """Claim a run folder by locking it. If the folder doesn't exist, create it. If it is the local folder of a URL, `claim_remote` claims the URL.
 
     `done` returns a message if the run is already complete, or else an empty string. `begin` returns the checkpoint to
     resume from, if any, and messages for the user. Raises UsageError if the folder is in use or can't be used.
@@ -151,21 +183,43 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
     _check_paths(folder)
     with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose a different run.dir"):
         folder_lock = lock(folder)
+    remote_claim: RemoteClaim | None = None
     try:
+        remote_claim = None if claim_remote is None else claim_remote()
         if done_words := done():
-            return Claim(folder, folder_lock, created, done_message=done_words)
+            return Claim(folder, folder_lock, created, done_message=done_words, remote=remote_claim)
         last_start = LastStart.read(folder)
         with _write_failure_on_error(folder, created, last_start):
             checkpoint_path, notes = begin()
         (folder / RESULT).unlink(missing_ok=True)  # otherwise, scripts could read an outdated result
-    except BaseException:
-        folder_lock.release()
+    except BaseException as error:
+        with folder_lock:
+            if remote_claim is not None:
+                remote_claim.__exit__(type(error), error, error.__traceback__)
         raise
-    return Claim(folder, folder_lock, created, checkpoint_path, notes, last_start=last_start)
+    return Claim(folder, folder_lock, created, checkpoint_path, notes, last_start=last_start, remote=remote_claim)
 
 
-def claim_loop_folder(folder: Path, key: bytes | None) -> Claim:
+def claim_location(
+    location: str,
+    keep: int,
+    done: Callable[[], str],
+    begin: Callable[[], tuple[Path | None, list[str]]],
+) -> Claim:
+    """Lock the run folder at a path or URL, the value of run.dir. See `claim_folder`."""
+    folder = local_folder(location)
+    if not is_url(location):
+        return claim_folder(folder, done, begin)
+    try:
+        return claim_folder(folder, done, begin, lambda: remote.claim(location, keep, say))
+    except UsageError as error:  # name the URL, because the user doesn't know the local folder
+        text = re.sub(rf"(^|run\.dir[ =]){re.escape(str(folder))}", rf"\1{location}", str(error), flags=re.MULTILINE)
+        raise UsageError(text) from error
+
+
+def claim_loop_folder(location: str | Path, key: bytes | None, keep: int = 3) -> Claim:
     """Claim the run folder of a custom training loop. The run resumes from the newest checkpoint in the folder."""
+    folder = local_folder(str(location))
 
     def begin() -> tuple[Path | None, list[str]]:
         if os.path.lexists(folder / CONFIG):
@@ -173,7 +227,7 @@ def claim_loop_folder(folder: Path, key: bytes | None) -> Claim:
         newest = store.load_newest(folder / store.FOLDER, key)
         return (None, []) if newest is None else (newest.path, checkpoint_warnings(newest))
 
-    return claim_folder(folder, str, begin)
+    return claim_location(str(location), keep, str, begin)
 
 
 def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:

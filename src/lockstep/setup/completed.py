@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
+from lockstep.common.location import is_url, local_folder
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, comparable, read_run_recipe
 from lockstep.config.recorded import CONFIG
@@ -16,16 +16,19 @@ _FIELDS: Final = {"time", *Done.__dataclass_fields__}  # known fields of a log l
 _BEST: Final = "best_"
 
 
-def completion_notice(loaded: Loaded) -> str:
-    """Return a notice with the hash of the weights if the run is already complete, or else an empty string."""
-    done = find_completed_run(loaded)
+def completion_notice(loaded: Loaded, *, is_claimed: bool = False) -> str:
+    """Return a notice with the hash of the weights if the run is already complete, or else an empty string.
+
+    A run folder with a URL is only read if it `is_claimed`, because its local folder may be outdated before.
+    """
+    done = find_completed_run(loaded, is_claimed=is_claimed)
     if done is None:
         return ""
     steps, line = f"{done.step:,} steps", wording.format_hash_line(done.weights_sha256)
     return f"{loaded.config.run.dir}: already done, {steps}; to train again, choose a different run.dir\n{line}"
 
 
-def find_completed_run(loaded: Loaded) -> Done | None:
+def find_completed_run(loaded: Loaded, *, is_claimed: bool = False) -> Done | None:
     """Return the Done event if the run folder contains a complete run of this configuration, or else None.
 
     This function doesn't report mistakes, such as a folder with a run of a different recipe. They are reported when the
@@ -34,7 +37,9 @@ def find_completed_run(loaded: Loaded) -> Done | None:
     run = loaded.config.run
     if run.dir is None or run.resume != "auto" or run.key_file is not None:  # with a key, the log is untrusted
         return None
-    folder = Path(run.dir)
+    if is_url(run.dir) and not is_claimed:
+        return None
+    folder = local_folder(run.dir)
     try:
         last_event = jsonl.read_last_event(folder / jsonl.EVENTS)
         if last_event.get("event") != "done":

@@ -23,6 +23,7 @@ from lockstep.errors import ConfigError, TrainingError, UsageError, error_as
 from lockstep.models.adapters import has_adapters
 from lockstep.models.match_state import Fit, fit
 from lockstep.models.statefiles import read_tensors, strip_prefix
+from lockstep.runs.remote import local_copy, recorded_file
 from lockstep.tasks.facts import OUTPUT_PROPERTIES
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedState
@@ -148,7 +149,7 @@ def _load_from_file(
 def _load_from_run(
     loaded: Loaded, config: StartFromConfig, before: Recipe | None
 ) -> tuple[Loaded, InitialWeights | None]:
-    path, recipe = Path(config.run), loaded.config.recipe
+    path, recipe = local_copy(config.run), loaded.config.recipe
     if not path.exists() and before is not None and before.start is not None:
         return _record_hashes(loaded, start=before.start), None
     checkpoint = _load_checkpoint(path, loaded.config.run)
@@ -202,7 +203,7 @@ def _previous_recipe(run: RunConfig) -> Recipe | None:
     if run.dir is None or run.resume == "never":
         return None
     try:
-        return loading.read_run_recipe(Path(run.dir) / CONFIG)
+        return loading.read_run_recipe(recorded_file(run.dir, CONFIG))
     except ConfigError:  # errors are reported when the folder is claimed
         return None
 

@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 from typing import Final
 
+from lockstep.common.location import local_folder
 from lockstep.config.load import Loaded, read_run_recipe
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import CONFIG
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runs.folder import EVENTS, Claim, checkpoint_warnings, claim_folder, new_folder_path
+from lockstep.runs.folder import EVENTS, Claim, checkpoint_warnings, claim_location, new_folder_path
+from lockstep.runs.remote import local_copy
 from lockstep.setup.completed import completion_notice
 from lockstep.setup.resume import check_recipe, checkpoint_recipe, list_recipe_differences
 from lockstep.training.checkpoint import store
@@ -26,9 +28,15 @@ def claim(loaded: Loaded) -> Claim:
     run = loaded.config.run
     key = signing_key(run.key_file)
     # The checkpoint must be loaded before the run folder is created.
-    checkpoint = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
-    folder = Path(run.dir) if run.dir else new_run_folder(loaded)
-    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _find_start(loaded, folder, checkpoint, key))
+    checkpoint = None if run.resume in ("auto", "never") else store.load(local_copy(run.resume), key=key)
+    location = run.dir or str(new_run_folder(loaded))
+    folder = local_folder(location)
+    return claim_location(
+        location,
+        run.keep,
+        lambda: completion_notice(loaded, is_claimed=True),
+        lambda: _find_start(loaded, folder, checkpoint, key),
+    )
 
 
 def new_run_folder(loaded: Loaded) -> Path:

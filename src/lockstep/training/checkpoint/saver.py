@@ -15,6 +15,7 @@ disagree, nothing is saved.
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,8 @@ class Saver:
     """Writes checkpoints into `folder`, and keeps the newest `keep`. All ranks must make the same calls.
 
     `buffers` are the names of tensors that aren't parameters, for the message if ranks disagree. If `key` is set, each
-    checkpoint is signed with it.
+    checkpoint is signed with it. If `upload` is set, rank 0 calls it with each checkpoint. The save is only complete
+    once the upload is. For `remote`, see shards.py.
     """
 
     world: World
@@ -47,6 +49,8 @@ class Saver:
     background: bool
     buffers: frozenset[str] = frozenset()
     key: bytes | None = None
+    upload: Callable[[Path], None] | None = None
+    remote: shards.RemoteParts | None = None
 
     def __post_init__(self) -> None:
         self._world = self.world.duplicate() if self.background else self.world
@@ -87,13 +91,18 @@ class Saver:
         if (difference := find_disagreement(self._world, snapshot.model, weights)) is not None:
             raise HostError(_disagreement_message(step, difference, self.buffers))
         if not snapshot.is_whole:
-            weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
+            weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key, self.remote)
         else:
             with self._world.without_timeout():  # the other ranks wait in a collective, which may time out
                 if self._world.rank == 0:
                     store.save(self.folder, step, snapshot, self.keep, best, self.key)
-        path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - start_time
-        return Saved(**fields, path=path, weights_sha256=weights, best=best, seconds=seconds)
+        path = self.folder / store.step_name(step)
+        if self.upload is not None:
+            with self._world.without_timeout():
+                if self._world.rank == 0:
+                    self.upload(path)
+        seconds = time.perf_counter() - start_time
+        return Saved(**fields, path=str(path), weights_sha256=weights, best=best, seconds=seconds)
 
 
 def _disagreement_message(step: int, difference: Disagreement, buffers: frozenset[str]) -> str:

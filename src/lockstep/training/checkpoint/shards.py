@@ -13,9 +13,9 @@ After each phase, all ranks wait for each other. If a rank fails, all ranks rais
 """
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import safetensors.torch
 import torch
@@ -28,12 +28,28 @@ from lockstep.training.checkpoint.store import Snapshot
 T = TypeVar("T")
 
 
+class RemoteParts(Protocol):
+    """Sends the rows of a rank to rank 0, if they don't share a folder (runs/remote_shards.py)."""
+
+    def send(self, checkpoint: str, rank: int, files: Mapping[str, Iterable[tuple[int, memoryview]]]) -> None: ...
+
+    def receive(self, checkpoint: str, rank: int, folder: Path) -> None: ...
+
+
 def save(
-    world: World, folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key: bytes | None = None
+    world: World,
+    folder: Path,
+    step: int,
+    snapshot: Snapshot,
+    keep: int,
+    best: bool,
+    key: bytes | None = None,
+    remote: RemoteParts | None = None,
 ) -> str:
     """Write the checkpoint of `step`, as store.save does, and return the SHA-256 of the weights. All ranks call it.
 
-    If a rank can't write, all ranks raise HostError.
+    If a rank can't write, all ranks raise HostError. If `remote` is set, ranks without access to the folder of rank 0
+    send their rows through it.
     """
     final = folder / store.step_name(step)
     frames = {name: tensorfile.make_layout(tensors) for name, tensors in snapshot.files.items()}
@@ -44,11 +60,22 @@ def save(
             durable.create_sized(temporary / name, frame.head, frame.bytes)
         return str(temporary)
 
-    def write(temporary: Path) -> None:
-        for name, tensors in snapshot.files.items():
-            durable.write_at(temporary / name, tensorfile.local_parts(tensors, frames[name].starts, world.rank))
+    def write(temporary: Path) -> bool:
+        parts = {
+            name: tensorfile.local_parts(tensors, frames[name].starts, world.rank)
+            for name, tensors in snapshot.files.items()
+        }
+        if remote is not None and not temporary.is_dir():
+            remote.send(final.name, world.rank, parts)
+            return True
+        for name, file_parts in parts.items():
+            durable.write_at(temporary / name, file_parts)
+        return False
 
-    def publish(temporary: Path) -> str:
+    def publish(temporary: Path, senders: list[int]) -> str:
+        for rank in senders:
+            assert remote is not None
+            remote.receive(final.name, rank, temporary)
         files = {name: durable.hash_file(temporary / name) for name in frames}
         weights = store.weights_sha256(safetensors.torch.load_file(temporary / store.MODEL))  # a memory-mapped file
         store.publish(final, files, weights, snapshot.state, keep, best, key)
@@ -56,12 +83,20 @@ def save(
 
     try:
         temporary = Path(world.tell(_all_succeed(world, prepare if world.rank == 0 else str)))
-        _all_succeed(world, lambda: write(temporary))
-        return world.tell(_all_succeed(world, (lambda: publish(temporary)) if world.rank == 0 else str))
+        sends = _all_succeed(world, lambda: write(temporary))
+        senders = [] if remote is None else _ranks_where(world, sends)
+        return world.tell(_all_succeed(world, (lambda: publish(temporary, senders)) if world.rank == 0 else str))
     except OSError as error:
         if world.rank == 0:
             store.abandon(final)
         raise HostError(store.write_error_message(final, error)) from error
+
+
+def _ranks_where(world: World, condition: bool) -> list[int]:
+    """Return the ranks on which a condition is true. All ranks call it."""
+    flags = torch.zeros(world.size, dtype=torch.int64)
+    flags[world.rank] = condition
+    return [int(rank) for rank in world.add_(flags).nonzero().flatten()]
 
 
 def _all_succeed(world: World, action: Callable[[], T]) -> T:

@@ -298,6 +298,12 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
     return Manifest(files, weights)
 
 
+def verify(path: Path) -> None:
+    """Check the size and the hash of each file of the checkpoint `path`. Raise TrainingError if it is damaged."""
+    for name, written in manifest(path).files.items():
+        _verify(path / name, written)
+
+
 def parse_step(path: Path) -> int | None:
     """Return the step in the name of a checkpoint folder, or None if the user renamed the folder."""
     name = leftover[1] if (leftover := _LEFTOVER.fullmatch(path.name)) else path.name
@@ -371,9 +377,7 @@ def find_surplus(folder: Path, keep: int) -> list[Path]:
     """
     unneeded = _removable_checkpoints(folder, keep)
     if unneeded:
-        newest_checkpoint = checkpoints(folder)[0]
-        for name, written in manifest(newest_checkpoint).files.items():
-            _verify(newest_checkpoint / name, written)
+        verify(checkpoints(folder)[0])
     leftovers = sorted(folder.iterdir()) if folder.is_dir() else []
     return [*unneeded, *(path for path in leftovers if _is_leftover(path))]
 

@@ -1,0 +1,576 @@
+"""Run folders in object storage: copies a run folder on this host to a URL, and back.
+
+A run writes to a local folder, exactly as without a URL. Rank 0 copies the files to the storage. Objects have the same
+names as the files, so a copy of all objects is a run folder. There are three exceptions:
+
+- events.jsonl can't be appended to. Rank 0 uploads the new events as events/<offset in bytes>.jsonl. At the end of the
+run, and if there are many parts, it uploads the whole file and removes the parts.
+- `latest` and `best` are objects that contain the name of a checkpoint.
+- claims/ contains the lock (runs/remote_lock.py).
+
+A save uploads a checkpoint in these phases, after it is complete in the local folder:
+
+1. The events and small files.
+2. The files of the checkpoint. If the storage has a different checkpoint of the same step, it is first copied to
+`.step-N.old-0`, and its manifest is removed.
+3. The manifest, by a conditional write. From now on, the checkpoint is complete.
+4. `latest` and `best`.
+5. Checkpoints that are no longer needed are removed, beginning with their manifests.
+
+A kill between any two objects leaves a state that `pull` can read: a checkpoint without a manifest doesn't count. The
+storage is the source of truth. If a run resumes, everything in the local folder that isn't in the storage is removed.
+"""
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, final
+
+from lockstep.common import plainfile
+from lockstep.common.location import is_url, local_folder, name_of, scheme_of, storage_folder
+from lockstep.common.locking import exclusive
+from lockstep.errors import HostError, LockstepError, TrainingError, UsageError, os_error_as
+from lockstep.reporting.jsonl import EVENTS
+from lockstep.runs import remote_lock
+from lockstep.runs.remote_lock import CLAIMS, RemoteLock
+from lockstep.runs.storage import Storage, as_host_errors, check_storage, open_storage
+from lockstep.training.checkpoint import durable, store
+from lockstep.training.lock import LOCK
+
+Wanted = Literal["newest", "best", "all", "none"]
+
+PARTS: Final = "events"
+_MAX_PARTS: Final = 64  # more parts are merged, because a reader needs a request for each
+_PART: Final = re.compile(rf"{PARTS}/(\d{{16}})\.jsonl")
+_CHECKPOINT_FILE: Final = re.compile(rf"{store.FOLDER}/((?:step-\d{{8,}}|\.step-\d{{8,}}\.(?:old|tmp)-\d+))/([^/]+)")
+_STEP_NAME: Final = re.compile(r"step-\d{8,}")
+_NOT_PULLED: Final = (CLAIMS, PARTS, store.FOLDER, "exports", "tensorboard", "wandb")  # not needed to resume
+_SYNCED: Final = "synced.json"
+_CLAIM: Final = "claim.json"
+_PULL_TRIES: Final = 3  # a run that is in progress may remove a checkpoint while it is downloaded
+_MAX_RECORD_BYTES: Final = 1 << 24
+_RECORD = dict[str, Any]
+
+
+@final
+class RemoteClaim:
+    """A claimed run folder in object storage. Leave the `with` block to upload the last files and release the lock."""
+
+    def __init__(self, mirror: "Mirror", lock: RemoteLock, *, was_empty: bool) -> None:
+        self.start_id = lock.start_id
+        self._mirror = mirror
+        self._lock = lock
+        self._was_empty = was_empty
+
+    def __enter__(self) -> "RemoteClaim":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self.close()
+        except LockstepError:
+            if kind is None:  # otherwise, the run has already failed, with an error that this one must not hide
+                raise
+
+    def close(self) -> None:
+        """Upload the files that changed, merge the parts of the event log, and release the lock."""
+        mirror = self._mirror
+        try:
+            if mirror.folder.is_dir():
+                mirror.sync(merge=True)
+        finally:
+            is_unused = self._was_empty and not (mirror.folder / EVENTS).exists()
+            self._lock.release(remove=is_unused)
+
+
+@final
+@dataclass(frozen=True)
+class Mirror:
+    """Uploads the local folder of a run to `url`. Only the processes of the run that holds the lock may use it."""
+
+    url: str
+    keep: int
+
+    @property
+    def folder(self) -> Path:
+        """The local folder of the run."""
+        return local_folder(self.url)
+
+    def sync(self, *, merge: bool = False, wait: bool = True) -> None:
+        """Upload new events and all small files that changed, and remove files that no longer exist locally.
+
+        With `merge`, the parts of the event log are merged. If `wait` is False, this is a no-op while a checkpoint is
+        uploaded in the background. Raises HostError if the storage fails.
+        """
+        with self._writing(wait=wait) as storage:
+            if storage is not None:
+                self._sync(storage, merge=merge)
+
+    def push_checkpoint(self, path: Path) -> None:
+        """Upload a checkpoint that is complete in the local folder. It is safe in the storage when this returns.
+
+        Raises HostError if the storage fails, or if a different process has taken over the run.
+        """
+        with self._writing() as storage:
+            assert storage is not None
+            self._sync(storage, merge=False)
+            self._push(storage, path)
+
+    @contextmanager
+    def _writing(self, *, wait: bool = True) -> Iterator[Storage | None]:
+        """Yield the storage, after checking that this run still holds the lock. Only one process or thread enters.
+
+        If `wait` is False and another thread or process is inside, yield None.
+        """
+        own = storage_folder(self.url)
+        with (
+            as_host_errors(f"{self.folder}: not uploaded"),
+            exclusive(own / "upload-lock", wait=wait) as acquired,
+        ):
+            if not acquired:
+                yield None
+                return
+            storage = open_storage(self.url)
+            remote_lock.check(storage, str(_read_record(own / _CLAIM).get("start_id", "")))
+            with os_error_as(HostError, f"{self.url}: not uploaded"):
+                yield storage
+
+    def _sync(self, storage: Storage, *, merge: bool) -> None:
+        own = storage_folder(self.url)
+        record = _read_record(own / _SYNCED)
+        try:
+            files = record.setdefault("files", {})
+            for name in _small_files(self.folder):
+                with suppress(FileNotFoundError):  # a sink may replace its files at any time
+                    signature = _signature(self.folder / name)
+                    if files.get(name) != signature:
+                        storage.upload(name, self.folder / name)
+                        files[name] = signature
+            for name in [name for name in files if not (self.folder / name).exists()]:
+                storage.remove(name)
+                del files[name]
+            # The events are last, as in a local folder, where a run with events has a config.yaml.
+            self._sync_events(storage, record, merge)
+        finally:
+            durable.replace(own / _SYNCED, json.dumps(record).encode())
+
+    def _sync_events(self, storage: Storage, record: _RECORD, merge: bool) -> None:
+        """Upload the events since the last call. `record` has the size of the uploaded log, and the number of parts."""
+        path = self.folder / EVENTS
+        size, parts = int(record.get("events", 0)), int(record.get("parts", 0))
+        try:
+            with plainfile.reader(path) as file:
+                length = os.fstat(file.fileno()).st_size
+                file.seek(min(size, length))
+                new = file.read()
+        except FileNotFoundError:
+            return
+        new = new[: new.rfind(b"\n") + 1]
+        if length < size or ((merge or parts >= _MAX_PARTS) and (parts or new)):
+            log = path.read_bytes()
+            log = log[: log.rfind(b"\n") + 1]
+            storage.write(EVENTS, log)
+            for name in storage.names(PARTS):
+                storage.remove(name)
+            record["events"], record["parts"] = len(log), 0
+        elif new:
+            storage.write(f"{PARTS}/{size:016d}.jsonl", new)
+            record["events"], record["parts"] = size + len(new), parts + 1
+
+    def _push(self, storage: Storage, path: Path) -> None:
+        names = storage.names(store.FOLDER)
+        manifest, target = (path / store.MANIFEST).read_bytes(), f"{store.FOLDER}/{path.name}"
+        sizes = {f"{target}/{file.name}": file.stat().st_size for file in path.iterdir()}
+        manifest_name = f"{target}/{store.MANIFEST}"
+        is_present = manifest_name in names and storage.read(manifest_name) == manifest
+        if not (is_present and all(names.get(name) == size for name, size in sizes.items())):
+            if manifest_name in names:
+                _move_aside(storage, path.name, names)
+            for name in sorted(sizes, key=lambda name: (name.endswith(store.STATE), name)):
+                if name != manifest_name:
+                    storage.upload(name, path / name.rpartition("/")[2])
+            if not storage.create(manifest_name, manifest) and storage.read(manifest_name) != manifest:
+                raise HostError(f"{self.url}/{target}: a different process wrote this checkpoint at the same time")
+        for link in (store.LATEST, store.BEST):
+            with suppress(OSError):
+                linked = os.readlink(path.parent / link)
+                pointer = f"{store.FOLDER}/{link}"
+                if pointer not in names or storage.read(pointer).decode(errors="replace") != linked:
+                    storage.write(pointer, linked.encode())
+        _remove_old(storage, self.keep)
+
+
+def claim(url: str, keep: int, tell: Callable[[str], None]) -> RemoteClaim:
+    """Lock the run folder `url`, and make the local folder equal to it, with its newest checkpoint.
+
+    The caller must hold the lock of the local folder. Raises UsageError if the folder is in use
+    or the URL isn't usable.
+    """
+    storage, own = open_storage(url), storage_folder(url)
+    with os_error_as(UsageError, f"run.dir {url}: cannot be used", "; choose a different run.dir"):
+        own.chmod(0o700)
+        lock = remote_lock.acquire(storage, own, tell)
+        try:
+            durable.replace(own / _CLAIM, json.dumps({"start_id": lock.start_id}).encode())
+            record = _pull(storage, local_folder(url), "newest")
+            _repair_pointers(storage, local_folder(url) / store.FOLDER)
+            durable.replace(own / _SYNCED, json.dumps(record).encode())
+        except BaseException:
+            lock.release(remove=not _is_used(storage))
+            raise
+    return RemoteClaim(Mirror(url, keep), lock, was_empty=not record["files"] and not record["events"])
+
+
+def check_run_dir(location: str | None, processes: int) -> None:
+    """Raise UsageError if a run with this number of processes can't use a location as its run folder."""
+    if location is None or not is_url(location):
+        return
+    check_storage(location)
+    if scheme_of(location) == "memory" and processes > 1:
+        raise UsageError(
+            f"run.dir {location}: is in the memory of one process, but the run has {processes} processes; use a "
+            f"folder, s3:// or gs://, or set placement.processes=1"
+        )
+
+
+def shares_folder(url: str, start_id: str) -> bool:
+    """Return whether this process uses the same local folder as the process that claimed the run with `start_id`."""
+    return _read_record(storage_folder(url) / _CLAIM).get("start_id") == start_id
+
+
+def join(url: str, start_id: str, checkpoint: str) -> tuple[Path, Path | None]:
+    """Return the local folder of this rank, and the checkpoint to resume from. Downloads the checkpoint if needed.
+
+    `checkpoint` is the name of the checkpoint, or empty. Ranks on the host of rank 0 use its local folder.
+    """
+    folder = local_folder(url)
+    path = folder / store.FOLDER / checkpoint if checkpoint else None
+    own = storage_folder(url)
+    with os_error_as(HostError, f"{folder}: cannot be used"), exclusive(_private(own) / "pull-lock"):
+        if not shares_folder(url, start_id):
+            folder.mkdir(exist_ok=True)
+            if path is not None:
+                storage = open_storage(url)
+                names = storage.names(store.FOLDER)
+                _pull_checkpoint(storage, folder, checkpoint, names, _complete(names).get(checkpoint))
+    return folder, path
+
+
+@contextmanager
+def upload_logs(url: str, start_id: str) -> Iterator[None]:
+    """At the end of the block, upload the logs of this host, unless rank 0 does it because it uses the same folder."""
+    try:
+        yield
+    finally:
+        if not shares_folder(url, start_id):
+            with suppress(LockstepError, OSError):  # a missing log must not hide how the run ended
+                storage, folder = open_storage(url), local_folder(url)
+                for log in (folder / "logs").glob("rank-*.log"):
+                    storage.upload(log.relative_to(folder).as_posix(), log)
+
+
+def local_copy(location: str | Path, wanted: Wanted = "newest") -> Path:
+    """Return the path of a run folder or checkpoint for reading. If `location` is a URL, it is downloaded first.
+
+    `location` is a run folder, or a checkpoint in it such as s3://bucket/runs/a/checkpoints/best. `wanted` selects the
+    checkpoints of a run folder to download. The copy in the cache folder is updated by each call. Raises UsageError if
+    there is no run at the URL.
+    """
+    if not is_url(location):
+        return Path(location)
+    url, checkpoint = _split_checkpoint(str(location))
+    storage, own = open_storage(url), storage_folder(url)
+    folder = own / "copy" / name_of(url)
+    with os_error_as(UsageError, f"{location}: cannot be copied to {folder}"), exclusive(_private(own) / "copy-lock"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in reversed(range(_PULL_TRIES)):
+            try:
+                record = _pull(storage, folder, checkpoint or wanted)
+                break
+            except FileNotFoundError:
+                if not left:
+                    raise
+    if not record["files"] and not record["events"] and not store.checkpoints(folder / store.FOLDER):
+        raise UsageError(f"{location}: no run found; pass the URL of a run folder, or of a checkpoint in it")
+    if not checkpoint:
+        return folder
+    path = folder / store.FOLDER / checkpoint
+    if not path.exists():
+        raise UsageError(f"{location}: no such checkpoint; pass the URL of the run folder for its newest checkpoint")
+    return path
+
+
+def recorded_file(location: str, name: str) -> Path:
+    """Return the path of a file of a run folder, or of the run folder of a checkpoint if `location` is its URL.
+
+    For a URL, the file is downloaded first. If it doesn't exist, neither does the path.
+    """
+    if not is_url(location):
+        return Path(location) / name
+    url, _ = _split_checkpoint(location)
+    storage, own = open_storage(url), storage_folder(url)
+    path = own / "recorded" / name
+    with os_error_as(UsageError, f"{location}: cannot be read"), exclusive(_private(own) / "copy-lock"):
+        path.parent.mkdir(exist_ok=True)
+        try:
+            _download(storage, name, path)
+        except FileNotFoundError:
+            path.unlink(missing_ok=True)
+    return path
+
+
+def on_this_host(checkpoint: Path | None, location: str) -> Path | None:
+    """Return a checkpoint that rank 0 downloaded from `location`, the value of run.resume, on the host of this rank."""
+    if checkpoint is None or not is_url(location) or checkpoint.exists():
+        return checkpoint
+    url, _ = _split_checkpoint(location)
+    return local_copy(f"{url}/{store.FOLDER}/{checkpoint.name}")
+
+
+def local_copies(locations: Iterable[str | Path], wanted: Wanted = "none") -> list[Path]:
+    """Return the paths of run folders, or of folders of runs. The runs at a URL are downloaded first."""
+    paths: list[Path] = []
+    for location in locations:
+        urls = (_find_runs(open_storage(str(location)), 4) if is_url(location) else []) or [str(location)]
+        paths += [local_copy(url, wanted) for url in urls]
+    return paths
+
+
+def _find_runs(storage: Storage, depth: int) -> list[str]:
+    """Return the URLs of the runs in a folder and its subfolders."""
+    folders = storage.folders()
+    if CLAIMS in folders or store.FOLDER in folders or PARTS in folders:
+        return [storage.url]
+    subfolders = [open_storage(f"{storage.url.rstrip('/')}/{name}") for name in folders] if depth else []
+    return [url for subfolder in subfolders for url in _find_runs(subfolder, depth - 1)]
+
+
+def _pull(storage: Storage, folder: Path, wanted: str) -> _RECORD:
+    """Make a local folder equal to the run folder in the storage. Return the record of what both have.
+
+    `wanted` is the name of a checkpoint, or see `local_copy`.
+    """
+    names = storage.names()
+    complete = _complete(names)
+    small = [name for name in names if name.partition("/")[0] not in _NOT_PULLED and name not in (EVENTS, LOCK)]
+    _remove_others(folder, {*small, EVENTS}, {name: complete[name] for name in complete})
+    record: _RECORD = {"files": {}, "events": 0, "parts": 0}
+    for name in small:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _download(storage, name, path)
+        record["files"][name] = _signature(path)
+    log, parts = _read_events(storage, names)
+    if log:
+        durable.replace(folder / EVENTS, log)
+        record["events"], record["parts"] = len(log), parts
+    _pull_pointers(storage, folder, names, complete)
+    if wanted != "none":
+        _pull_checkpoints(storage, folder, wanted, complete, names)
+    return record
+
+
+def _pull_checkpoints(
+    storage: Storage, folder: Path, wanted: str, complete: Mapping[str, str], names: Mapping[str, int]
+) -> None:
+    """Download checkpoints: the newest intact checkpoint by default, and all newer ones that are damaged."""
+    link = folder / store.FOLDER / wanted
+    if wanted in (store.LATEST, store.BEST) and link.is_symlink():
+        wanted = os.readlink(link)
+    if _STEP_NAME.fullmatch(wanted):
+        if wanted in complete:
+            _pull_checkpoint(storage, folder, wanted, names, complete[wanted])
+        return
+    for name in sorted(complete, key=lambda name: int(name.removeprefix("step-")), reverse=True):
+        path = _pull_checkpoint(storage, folder, name, names, complete[name])
+        if wanted != "all":
+            with suppress(TrainingError):
+                store.verify(path)
+                return
+
+
+def _pull_checkpoint(
+    storage: Storage, folder: Path, name: str, names: Mapping[str, int], source: str | None = None
+) -> Path:
+    """Download a checkpoint, unless the local folder has a checkpoint with the same manifest that is intact."""
+    source, final = f"{store.FOLDER}/{source or name}", folder / store.FOLDER / name
+    manifest = storage.read(f"{source}/{store.MANIFEST}")
+    with suppress(OSError, TrainingError):
+        if (final / store.MANIFEST).read_bytes() == manifest:
+            store.verify(final)
+            return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".{name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for object_name in names:
+        match = _CHECKPOINT_FILE.fullmatch(object_name)
+        if match and f"{store.FOLDER}/{match[1]}" == source and match[2] != store.MANIFEST:
+            storage.download(object_name, temporary / match[2])
+    (temporary / store.MANIFEST).write_bytes(manifest)
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    return final
+
+
+def _complete(names: Mapping[str, int]) -> dict[str, str]:
+    """Return the folder of each complete checkpoint, by the name of its step. It is complete if it has a manifest."""
+    complete: dict[str, str] = {}
+    for name in names:
+        match = _CHECKPOINT_FILE.fullmatch(name)
+        if match and match[2] == store.MANIFEST:
+            step = match[1].removeprefix(".").partition(".")[0]
+            if step not in complete or match[1] == step:
+                complete[step] = match[1]
+    return complete
+
+
+def _pull_pointers(storage: Storage, folder: Path, names: Mapping[str, int], complete: Mapping[str, str]) -> None:
+    """Create the links `latest` and `best`. A link to a checkpoint that isn't downloaded is dangling."""
+    for link in (store.LATEST, store.BEST):
+        path = folder / store.FOLDER / link
+        target = _read_pointer(storage, link, names)
+        if target in complete:
+            path.parent.mkdir(exist_ok=True)
+            durable.point(path, target)
+        elif path.is_symlink():
+            path.unlink()
+
+
+def _repair_pointers(storage: Storage, folder: Path) -> None:
+    """Point `latest` and, if it is the best, `best` to the newest checkpoint, in case a save was killed before that."""
+    newest = next(iter(store.checkpoints(folder)), None)
+    if newest is None:
+        return
+    links = [store.LATEST]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        state = plainfile.parse_json(plainfile.content(newest / store.STATE, _MAX_RECORD_BYTES))
+        links += [store.BEST] if state["progress"]["best_at"] == store.step_of(newest) else []
+    names = storage.names(store.FOLDER)
+    for link in links:
+        if _read_pointer(storage, link, names) != newest.name:
+            storage.write(f"{store.FOLDER}/{link}", newest.name.encode())
+            durable.point(folder / link, newest.name)
+
+
+def _read_pointer(storage: Storage, link: str, names: Mapping[str, int]) -> str:
+    name = f"{store.FOLDER}/{link}"
+    if name not in names:
+        return ""
+    text = storage.read(name).decode(errors="replace").strip()
+    return text if _STEP_NAME.fullmatch(text) else ""
+
+
+def _read_events(storage: Storage, names: Mapping[str, int]) -> tuple[bytes, int]:
+    """Return the event log, and its number of parts. A merge that was killed leaves parts that the log already has."""
+    log, parts = storage.read(EVENTS) if EVENTS in names else b"", 0
+    for name in sorted(names):
+        match = _PART.fullmatch(name)
+        if match and (start := int(match[1])) <= len(log):
+            part = storage.read(name)
+            log += part[len(log) - start :]
+            parts += 1
+    return log[: log.rfind(b"\n") + 1], parts
+
+
+def _move_aside(storage: Storage, name: str, names: Mapping[str, int]) -> None:
+    """Copy a complete checkpoint to `.step-N.old-0`, so that a save can replace it. The manifest is last, and first."""
+    source = f"{store.FOLDER}/{name}"
+    files = [each for each in names if each.startswith(f"{source}/")]
+    for file in sorted(files, key=lambda file: file.endswith(f"/{store.MANIFEST}")):
+        storage.copy(file, f"{store.FOLDER}/.{name}.old-0/{file.rpartition('/')[2]}")
+    storage.remove(f"{source}/{store.MANIFEST}")
+
+
+def _remove_old(storage: Storage, keep: int) -> None:
+    """Remove checkpoints except for the newest `keep` and the targets of `latest` and `best`, and all leftovers."""
+    names = storage.names(store.FOLDER)
+    complete = _complete(names)
+    newest = sorted(complete, key=lambda name: int(name.removeprefix("step-")), reverse=True)
+    kept = {*newest[:keep], *(_read_pointer(storage, link, names) for link in (store.LATEST, store.BEST))}
+    folders = {complete[name] for name in kept if name in complete}
+    unneeded = [name for name in names if (match := _CHECKPOINT_FILE.fullmatch(name)) and match[1] not in folders]
+    for name in sorted(unneeded, key=lambda name: (not name.endswith(f"/{store.MANIFEST}"), name)):
+        storage.remove(name)
+
+
+def _remove_others(folder: Path, files: set[str], complete: Mapping[str, str]) -> None:
+    """Remove everything from a local folder that isn't in the storage, except for the lock and its checkpoints."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.name == LOCK or path.name in files:
+            continue
+        if path.name == store.FOLDER and path.is_dir() and not path.is_symlink():
+            for checkpoint in path.iterdir():
+                if checkpoint.name not in complete:
+                    _remove(checkpoint)
+        else:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _download(storage: Storage, name: str, path: Path) -> None:
+    """Replace a local file with an object."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        storage.download(name, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _small_files(folder: Path) -> Iterator[str]:
+    """Yield the names of all files of a run, except for checkpoints, events and the lock."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        is_other = name.partition("/")[0] in (store.FOLDER, "exports") or name in (EVENTS, LOCK)
+        if not is_other and not path.name.startswith(".") and path.is_file() and not path.is_symlink():
+            yield name
+
+
+def _signature(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _split_checkpoint(url: str) -> tuple[str, str]:
+    """Return the URL of the run and the name of the checkpoint, or an empty name for the URL of a run."""
+    run, separator, name = url.rstrip("/").rpartition(f"/{store.FOLDER}")
+    return (run, name.strip("/")) if separator and (not name or name.startswith("/")) else (url.rstrip("/"), "")
+
+
+def _is_used(storage: Storage) -> bool:
+    """Return whether the storage has any object besides the lock. If it can't be listed, assume that it has."""
+    try:
+        return any(not name.startswith(f"{CLAIMS}/") for name in storage.names())
+    except LockstepError:
+        return True
+
+
+def _private(folder: Path) -> Path:
+    """Create a folder that only its user can read."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _read_record(path: Path) -> _RECORD:
+    try:
+        content = plainfile.parse_json(plainfile.content(path, _MAX_RECORD_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

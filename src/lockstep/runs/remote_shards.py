@@ -1,0 +1,75 @@
+"""Sends shards of a checkpoint to rank 0 through object storage, from ranks on hosts with a separate local folder.
+
+Without object storage, all ranks write their rows into the files of one folder (training/checkpoint/shards.py). A rank
+that doesn't have this folder uploads its rows as one object, and rank 0 writes them into the files. The object consists
+of the parts, a JSON list with the file, offset and length of each part, and 8 bytes with the length of the list.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from lockstep.common import plainfile
+from lockstep.common.location import storage_folder
+from lockstep.errors import HostError
+from lockstep.runs.storage import Storage, as_host_errors, open_storage
+from lockstep.training.checkpoint import durable, store
+
+_LENGTH_BYTES: Final = 8
+_MAX_LIST_BYTES: Final = 1 << 28
+
+
+@final
+@dataclass(frozen=True)
+class RemoteShards:
+    """Exchanges shards through the run folder `url`."""
+
+    url: str
+
+    def send(self, checkpoint: str, rank: int, files: Mapping[str, Iterable[tuple[int, memoryview]]]) -> None:
+        """Upload the parts of this rank, with their offsets, by file. Raises HostError if the storage fails."""
+        path = self._local_file(rank)
+        try:
+            with path.open("wb") as file:
+                listed = [[name, start, file.write(data)] for name, parts in files.items() for start, data in parts]
+                text = json.dumps(listed).encode()
+                file.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
+            with as_host_errors(f"{path}: not uploaded"):
+                self._storage().upload(_object(checkpoint, rank), path)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def receive(self, checkpoint: str, rank: int, folder: Path) -> None:
+        """Download the parts of a rank, write them into the files in `folder`, and remove the object. For rank 0."""
+        path, name, storage = self._local_file(rank), _object(checkpoint, rank), self._storage()
+        try:
+            with as_host_errors(f"{self.url}/{name}: not downloaded"):
+                storage.download(name, path)
+            with path.open("rb") as file:
+                end = file.seek(-_LENGTH_BYTES, os.SEEK_END)
+                length = int.from_bytes(file.read(), "little")
+                if not 0 <= length <= min(end, _MAX_LIST_BYTES):
+                    raise HostError(f"{self.url}/{name}: damaged; start again to continue from the last checkpoint")
+                file.seek(end - length)
+                listed = plainfile.parse_json(file.read(length))
+                file.seek(0)
+                for file_name, start, size in listed:
+                    durable.write_at(folder / file_name, [(start, memoryview(file.read(size)))])
+            with as_host_errors(f"{self.url}/{name}: not removed"):
+                storage.remove(name)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _storage(self) -> Storage:
+        return open_storage(self.url)
+
+    def _local_file(self, rank: int) -> Path:
+        return storage_folder(self.url) / f"shards-rank-{rank}-{os.getpid()}"
+
+
+def _object(checkpoint: str, rank: int) -> str:
+    """Return the name of the object of a rank. A save removes all objects of this kind that a killed save left."""
+    return f"{store.FOLDER}/.{checkpoint}.tmp-0/rank-{rank}"

@@ -1,0 +1,271 @@
+"""A folder in object storage, accessed through fsspec. All other modules only use the operations of `Storage`.
+
+Object storage has no append, no rename and no links, and listing is the only way to see which objects exist. Each
+operation of `Storage` reads, writes or removes a single object, or lists objects. A write either replaces an object as
+a whole or has no effect. Errors never contain credentials.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar, final
+
+from lockstep.common.location import scheme_of
+from lockstep.common.text import printable_line
+from lockstep.errors import HostError, LockstepError, UsageError
+
+T = TypeVar("T")
+
+# Storage in which a write can fail if the object already exists: by If-None-Match in S3 and Azure, and by
+# ifGenerationMatch in Google Cloud Storage.
+_CONDITIONAL: Final = ("s3", "s3a", "gs", "gcs", "memory")
+_WITHOUT_FOLDERS: Final = (*_CONDITIONAL, "abfs", "abfss", "az", "adl", "oss", "tos", "tosfs", "oci", "ocilake")
+_PACKAGES: Final = {"s3": "lockstep-train[storage]", "s3a": "lockstep-train[storage]", "gs": "gcsfs", "gcs": "gcsfs"}
+_PACKAGES_AZURE: Final = {"abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
+_CONFIRM_S: Final = 2.0  # time after which a write without a condition is read back
+_MAX_REASON_CHARS: Final = 300
+# Names of environment variables with secrets, and secrets in a URL. Their values are removed from errors.
+_SECRET_VARIABLE: Final = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY|SAS|CONNECTION_STRING")
+_SECRET_IN_URL: Final = re.compile(
+    r"(?<=://)[^/@\s]+@|(?<=[?&])[\w-]*(?:signature|token|credential|sig|key)=[^&\s\"']+", re.IGNORECASE
+)
+_LONGEST_PUBLIC_VALUE: Final = 3  # shorter values of such variables, such as "1", aren't secrets
+
+
+class Files(Protocol):
+    """The part of fsspec's AbstractFileSystem that Lockstep uses. All methods take full paths."""
+
+    def find(self, path: str, *, detail: bool) -> Any: ...
+    def ls(self, path: str, *, detail: bool) -> Any: ...
+    def cat_file(self, path: str) -> Any: ...
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> Any: ...
+    def put_file(self, lpath: str, rpath: str) -> Any: ...
+    def get_file(self, rpath: str, lpath: str) -> Any: ...
+    def cp_file(self, path1: str, path2: str) -> Any: ...
+    def rm_file(self, path: str) -> Any: ...
+    def modified(self, path: str) -> Any: ...
+    def makedirs(self, path: str, exist_ok: bool) -> Any: ...
+    def invalidate_cache(self) -> Any: ...
+
+
+@final
+@dataclass(frozen=True)
+class Storage:
+    """The folder `url`, which is at the path `root` of the file system `files`. Names of objects are relative to it."""
+
+    url: str
+    files: Files
+    root: str
+
+    def names(self, prefix: str = "") -> dict[str, int]:
+        """Return the size of each object below `prefix`, a folder such as `checkpoints`, by its name."""
+
+        def find() -> dict[str, int]:
+            self.files.invalidate_cache()
+            found = self.files.find(self._path(prefix), detail=True)
+            return {path: int(info.get("size") or 0) for path, info in found.items() if info.get("type") != "directory"}
+
+        try:
+            found = self._do("list", prefix, find)
+        except FileNotFoundError:
+            return {}
+        start = self.root.rstrip("/") + "/"
+        named = {path.removeprefix(start): size for path, size in found.items() if path.startswith(start)}
+        return {name: named[name] for name in sorted(named) if _is_safe(name)}
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders in this folder."""
+
+        def entries() -> list[str]:
+            self.files.invalidate_cache()
+            listed = self.files.ls(self.root, detail=True)
+            names = [str(info["name"]).rstrip("/").rpartition("/")[2] for info in listed if info["type"] == "directory"]
+            return sorted(name for name in names if _is_safe(name))
+
+        try:
+            return self._do("list", "", entries)
+        except FileNotFoundError:
+            return []
+
+    def read(self, name: str) -> bytes:
+        """Return the content of an object. Raise FileNotFoundError if it doesn't exist."""
+        return bytes(self._do("read", name, lambda: self.files.cat_file(self._path(name))))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Create or replace an object."""
+        self._do("write", name, lambda: self.files.pipe_file(self._writable(name), data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Create an object, and return whether it is this call that created it.
+
+        If the storage has no conditional writes, two processes that create the same object at the same time are only
+        told apart by reading it back after a pause. `data` must differ between the processes.
+        """
+        if scheme_of(self.url) in _CONDITIONAL:
+            try:
+                self._do("create", name, lambda: self.files.pipe_file(self._writable(name), data, mode="create"))
+            except FileExistsError:
+                return False
+            return self.read(name) == data  # storage that is only compatible with S3 may ignore the condition
+        if name in self.names(name.rpartition("/")[0]):
+            return False
+        self.write(name, data)
+        time.sleep(_CONFIRM_S)
+        return self.read(name) == data
+
+    def upload(self, name: str, file: Path) -> None:
+        """Create or replace an object with the content of a local file."""
+        self._do("upload", name, lambda: self.files.put_file(str(file), self._writable(name)))
+
+    def download(self, name: str, file: Path) -> None:
+        """Write an object to a local file. Raise FileNotFoundError if the object doesn't exist."""
+        self._do("download", name, lambda: self.files.get_file(self._path(name), str(file)))
+
+    def copy(self, name: str, new_name: str) -> None:
+        """Copy an object within the storage."""
+        self._do("copy", name, lambda: self.files.cp_file(self._path(name), self._writable(new_name)))
+
+    def remove(self, name: str) -> None:
+        """Remove an object. Removing an object that doesn't exist is a no-op."""
+        try:
+            self._do("remove", name, lambda: self.files.rm_file(self._path(name)))
+        except FileNotFoundError:
+            return
+
+    def modified(self, name: str) -> datetime | None:
+        """Return when an object was written, by the clock of the storage. None if the storage doesn't tell."""
+
+        def modified() -> object:
+            self.files.invalidate_cache()
+            with suppress(NotImplementedError):
+                return self.files.modified(self._path(name))
+            return None
+
+        try:
+            time_written = self._do("read", name, modified)
+        except FileNotFoundError:
+            return None
+        return time_written if isinstance(time_written, datetime) else None
+
+    def _path(self, name: str) -> str:
+        return f"{self.root.rstrip('/')}/{name}".rstrip("/")
+
+    def _writable(self, name: str) -> str:
+        path = self._path(name)
+        if scheme_of(self.url) not in _WITHOUT_FOLDERS:  # in object storage, this could create a bucket
+            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return path
+
+    def _do(self, operation: str, name: str, action: Callable[[], T]) -> T:
+        """Do an operation on an object. All operations come through here, which lets tests end a process at each."""
+        try:
+            return action()
+        except LockstepError:
+            raise
+        except NotImplementedError:
+            raise UsageError(
+                f"{self.url}: {scheme_of(self.url)}:// cannot {operation} objects; use a path, s3:// or gs://"
+            ) from None
+        except (FileNotFoundError, FileExistsError) as error:
+            if "bucket does not exist" in str(error):
+                raise UsageError(
+                    f"{self.url}: the bucket does not exist; create it, or choose a different URL"
+                ) from None
+            raise
+        except Exception as error:  # each file system has its own errors
+            raise _storage_error(f"{self.url}/{name}".rstrip("/"), error) from None
+
+
+def open_storage(url: str) -> Storage:
+    """Open a folder in object storage. Raise UsageError if the URL can't be used on this host.
+
+    This doesn't connect to the storage yet.
+    """
+    check_storage(url)
+    import fsspec
+
+    try:
+        files, root = fsspec.url_to_fs(url)
+    except Exception as error:
+        raise UsageError(f"{url}: cannot be opened: {_reason(error)}") from None
+    return Storage(url, files, root)
+
+
+def check_storage(url: str) -> None:
+    """Raise UsageError if a URL contains a password, has an unknown scheme, or needs a package that is missing."""
+    scheme = scheme_of(url)
+    shown = printable_line(_SECRET_IN_URL.sub("***", url))
+    if shown != printable_line(url) or "?" in url:
+        raise UsageError(
+            f"{shown}: contains credentials or options, which config.yaml would store; pass them in the environment, "
+            f"such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, and remove them from the URL"
+        )
+    if "::" in url or "#" in url or ".." in url.split("/"):
+        raise UsageError(f"{shown}: is not the URL of a folder; use a URL such as s3://bucket/runs/a")
+    if scheme in ("file", "local"):
+        raise UsageError(f"{shown}: is a folder of this host; pass its path without {scheme}://")
+    try:
+        import fsspec
+    except ImportError:
+        raise UsageError(f"{shown}: fsspec is not installed; pip install {_package(scheme)}") from None
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        if scheme in {**_PACKAGES, **_PACKAGES_AZURE}:
+            raise UsageError(f"{shown}: {_missing(scheme)} is not installed; pip install {_package(scheme)}") from None
+        raise UsageError(f"{shown}: a package for {scheme}:// is not installed: {_reason(error)}") from None
+    except ValueError:
+        raise UsageError(f"{shown}: unknown scheme {scheme}://; use a path, s3:// or gs://") from None
+
+
+def _missing(scheme: str) -> str:
+    return "s3fs" if scheme in ("s3", "s3a") else {**_PACKAGES, **_PACKAGES_AZURE}[scheme]
+
+
+def _package(scheme: str) -> str:
+    package = {**_PACKAGES, **_PACKAGES_AZURE}.get(scheme, "lockstep-train[storage]")
+    return f"'{package}'" if "[" in package else f"'lockstep-train[storage]' {package}"
+
+
+def _is_safe(name: str) -> bool:
+    """Return whether the name of an object can be the path of a file in a folder. Anyone may have named the object."""
+    return "\0" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def _storage_error(place: str, error: Exception) -> LockstepError:
+    """Return the error for an operation that failed: a mistake of the user, or a failure of the network or service."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound"}:
+        advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in with the tool of your storage"
+        return UsageError(f"{place}: no credentials found ({_reason(error)}); {advice}")
+    if isinstance(error, PermissionError):
+        return UsageError(f"{place}: permission denied ({_reason(error)}); use credentials that may read and write it")
+    if isinstance(error, ValueError | IsADirectoryError | NotADirectoryError):
+        return UsageError(f"{place}: not usable: {_reason(error)}; choose a different URL")
+    return HostError(f"{place}: storage failed: {_reason(error)}; start again to continue from the last checkpoint")
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error without credentials."""
+    text = _SECRET_IN_URL.sub("***", str(error) or type(error).__name__)
+    for name, value in os.environ.items():
+        if _SECRET_VARIABLE.search(name.upper()) and len(value) > _LONGEST_PUBLIC_VALUE:
+            text = text.replace(value, "***")
+    lines = text.strip().splitlines() or [type(error).__name__]
+    return printable_line(lines[0])[:_MAX_REASON_CHARS].rstrip(".")
+
+
+@contextmanager
+def as_host_errors(action: str) -> Iterator[None]:
+    """Convert an error of the storage during training to a HostError, because the user's input was valid before."""
+    try:
+        yield
+    except UsageError as error:
+        raise HostError(f"{action}: {error}") from None
+    except (FileNotFoundError, FileExistsError) as error:
+        raise HostError(f"{action}: {_reason(error)}; another process changes the same run folder") from None
