@@ -86,8 +86,8 @@ def test_a_relative_run_folder_lies_in_that_of_rays_run() -> None:
     assert ray.resolve_run_folder(Context(), "runs/b") == "/shared/runs/a/runs/b"
     assert ray.resolve_run_folder(Context(), "/elsewhere/b") == "/elsewhere/b"
     assert ray.resolve_run_folder(Context(storage=None), "runs/b") == "runs/b"
-    assert ray.run_folder(Context(stored("s3", "bucket/a")), "runs/b") == "s3://bucket/a/runs/b"
-    assert ray.run_folder(Context(stored("gcs", "bucket/a")), "runs/b") == "gs://bucket/a/runs/b"
-    assert ray.run_folder(Context(), "s3://bucket/b") == "s3://bucket/b"
+    assert ray.resolve_run_folder(Context(stored("s3", "bucket/a")), "runs/b") == "s3://bucket/a/runs/b"
+    assert ray.resolve_run_folder(Context(stored("gcs", "bucket/a")), "runs/b") == "gs://bucket/a/runs/b"
+    assert ray.resolve_run_folder(Context(), "s3://bucket/b") == "s3://bucket/b"
     with pytest.raises(UsageError, match=r"run.dir runs/b: .* not a folder but hdfs; set run.dir to an absolute path"):
         ray.resolve_run_folder(Context(stored("hdfs", "/a")), "runs/b")

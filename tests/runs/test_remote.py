@@ -55,7 +55,7 @@ def train(url: str, saves: dict[int, bool] | None = None) -> int:
         folder, mirror = claim.folder, Mirror(url, KEEP)
         began = 0 if claim.checkpoint is None else int(claim.checkpoint.name.removeprefix("step-"))
         if claim.checkpoint is not None:
-            assert store.read(claim.checkpoint).model["w"].tolist() == [float(began)] * 3
+            assert store.read_checkpoint(claim.checkpoint).model["w"].tolist() == [float(began)] * 3
         log = folder / "events.jsonl"
         with log.open("a") as events:
             events.write(json.dumps({"event": "started", "step": began}) + "\n")
@@ -131,7 +131,7 @@ def test_a_replaced_checkpoint_of_the_same_step_is_never_lost(
             Mirror(other, 1).push_checkpoint(path)
         monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / f"host-{changes}-b"))
         with run_folder.claim_loop_folder(other, None, 1).hold():
-            newest = store.newest(local_folder(other) / "checkpoints")
+            newest = store.load_newest(local_folder(other) / "checkpoints")
         assert newest is not None
         assert not newest.problems
         states.add(newest.snapshot.state["extra"])

@@ -88,7 +88,11 @@ class Claim:
         training hasn't begun, restore the folder instead: remove the folders that this process created, or restore the
         result.json of the previous start.
         """
-        with self.lock, self.remote or nullcontext(), _write_failure_on_error(self.folder, self.created, self.last_start):
+        with (
+            self.lock,
+            self.remote or nullcontext(),
+            _write_failure_on_error(self.folder, self.created, self.last_start),
+        ):
             yield
 
     def keep_failure(self, failure: Failure) -> None:
@@ -174,7 +178,9 @@ def claim_folder(
     begin: Callable[[], tuple[Path | None, list[str]]],
     claim_remote: Callable[[], RemoteClaim] | None = None,
 ) -> Claim:
-    """Claim a run folder by locking it. If the folder doesn't exist, create it. If it is the local folder of a URL, `claim_remote` claims the URL.
+    """Claim a run folder by locking it. If the folder doesn't exist, create it.
+
+    If it is the local folder of a URL, `claim_remote` claims the URL.
 
     `done` returns a message if the run is already complete, or else an empty string. `begin` returns the checkpoint to
     resume from, if any, and messages for the user. Raises UsageError if the folder is in use or can't be used.
@@ -211,7 +217,7 @@ def claim_location(
     if not is_url(location):
         return claim_folder(folder, done, begin)
     try:
-        return claim_folder(folder, done, begin, lambda: remote.claim(location, keep, say))
+        return claim_folder(folder, done, begin, lambda: remote.claim(location, keep, print_message))
     except UsageError as error:  # name the URL, because the user doesn't know the local folder
         text = re.sub(rf"(^|run\.dir[ =]){re.escape(str(folder))}", rf"\1{location}", str(error), flags=re.MULTILINE)
         raise UsageError(text) from error

@@ -440,7 +440,7 @@ def _pull_pointers(storage: Storage, folder: Path, names: Mapping[str, int], com
         target = _read_pointer(storage, link, names)
         if target in complete:
             path.parent.mkdir(exist_ok=True)
-            durable.point(path, target)
+            durable.replace_link(path, target)
         elif path.is_symlink():
             path.unlink()
 
@@ -453,12 +453,12 @@ def _repair_pointers(storage: Storage, folder: Path) -> None:
     links = [store.LATEST]
     with suppress(OSError, ValueError, KeyError, TypeError):
         state = plainfile.parse_json(plainfile.content(newest / store.STATE, _MAX_RECORD_BYTES))
-        links += [store.BEST] if state["progress"]["best_at"] == store.step_of(newest) else []
+        links += [store.BEST] if state["progress"]["best_at"] == store.parse_step(newest) else []
     names = storage.names(store.FOLDER)
     for link in links:
         if _read_pointer(storage, link, names) != newest.name:
             storage.write(f"{store.FOLDER}/{link}", newest.name.encode())
-            durable.point(folder / link, newest.name)
+            durable.replace_link(folder / link, newest.name)
 
 
 def _read_pointer(storage: Storage, link: str, names: Mapping[str, int]) -> str:
