@@ -191,7 +191,7 @@ def _check_same_kind(cards: Sequence[Card]) -> Iterator[Finding]:
 
 
 def _device_findings(evidence: GpuFacts) -> Iterator[Finding]:
-    """Yield a finding for each CUDA device of torch, with the number of its GPU in the driver.
+    """Yield a finding for each CUDA device that torch sees, with the index that the driver assigns to its GPU.
 
     torch may find fewer GPUs than the driver, and number them differently.
     """

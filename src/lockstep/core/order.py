@@ -68,7 +68,7 @@ class Steps:
 
     @cached_property
     def per_epoch(self) -> int:
-        """The number of updates in an epoch."""
+        """The number of steps in an epoch."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     @cached_property

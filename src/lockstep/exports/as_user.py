@@ -33,19 +33,19 @@ def main(name: str, path: str, job_folder: str) -> None:
     leaves = [tensors[str(number)] for number in range(len(tensors))]
     inputs = pytree.tree_unflatten(leaves, pytree.treespec_loads(job["inputs"]))
     loaders: dict[str, Any] = {
-        "safetensors": safetensors,
-        "torch": program,
-        "onnx": onnx,
-        "transformers": transformers,
-        "timm": timm,
+        "safetensors": run_safetensors,
+        "torch": run_program,
+        "onnx": run_onnx,
+        "transformers": run_transformers,
+        "timm": run_timm,
     }
     with torch.no_grad():
         outputs = loaders[name](Path(path), inputs, job)
     save_file({"outputs": outputs.contiguous()}, folder / "outputs.safetensors")
 
 
-def safetensors(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Build the model from the metadata of the file, load its weights, and run it."""
+def run_safetensors(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+    """Build the model from the metadata of the file, load its weights, and return its output."""
     with safe_open(path, "pt") as file:
         build = json.loads(file.metadata()["build"])
     if "config" in build:
@@ -62,7 +62,7 @@ def safetensors(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     return _output_tensor(_run(model.eval(), inputs))
 
 
-def program(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+def run_program(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Load and run a torch.export program, which takes positional inputs."""
     module: Any = torch.export.load(path).module()
     arguments = list(inputs.values()) if isinstance(inputs, dict) else inputs
@@ -70,7 +70,7 @@ def program(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     return outputs
 
 
-def onnx(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+def run_onnx(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Run the model with onnxruntime on the CPU."""
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
@@ -81,7 +81,7 @@ def onnx(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     return torch.from_numpy(session.run(None, dict(zip(names, arrays, strict=True)))[0])
 
 
-def transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+def run_transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Load a folder with the Auto classes of transformers, and run the model.
 
     If there is a tokenizer or an image processor, also check its tokens or its normalization.
@@ -97,7 +97,7 @@ def transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     return _output_tensor(_run(model.eval(), inputs))
 
 
-def timm(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+def run_timm(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Build the model from the folder alone, run it, and check that its labels and normalization match the run."""
     library = import_module("timm")
     model = library.create_model(f"local-dir:{path}", pretrained=True).eval()

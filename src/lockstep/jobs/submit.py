@@ -86,7 +86,10 @@ def make_manifest(job: Job, cluster: kubernetes.Cluster) -> str:
 def create_objects(objects: str, namespace: str) -> list[str]:
     """Create the objects of a manifest, and return their names. If any object fails, delete all objects."""
     if shutil.which("kubectl") is None:
-        raise UsageError("kubectl not found; install it, or create the output of --dry-run on a host that has kubectl")
+        raise UsageError(
+            "kubectl not found; install it, or run `kubectl create -f` with the output of --dry-run on a host that "
+            "has it"
+        )
     options = ["--namespace", namespace] if namespace else []
     line = ["kubectl", "create", *options, "--output", "name", "--filename", "-"]
     completed = subprocess.run(line, input=objects, capture_output=True, text=True)

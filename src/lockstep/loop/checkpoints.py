@@ -37,7 +37,7 @@ class LoopCheckpoints:
     @property
     def weights(self) -> str:
         """The SHA-256 of the weights in the last checkpoint."""
-        return self._checkpoints.weights
+        return self._checkpoints.weights_sha256
 
     def resume(self) -> None:
         """Resume from the checkpoint in the run folder, if there is one.

@@ -111,7 +111,7 @@ _LOSS_ADVICE: Final = (
     "compute a penalty on the weights in the model's forward, set weight_decay in the optimizer, or use strategy ddp, "
     "zero1 or zero2"
 )
-# The guard runs its expensive checks during the first updates, and at this interval after that.
+# The guard runs its expensive checks in the first 8 updates, and in every 16th update after that.
 _CAREFUL_UPDATES: Final = 8
 _CAREFUL_INTERVAL: Final = 16
 _TORCH_DATA: Final[Any] = TensorBase.data

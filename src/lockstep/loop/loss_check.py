@@ -200,7 +200,7 @@ class LossCheck:
         if not sums:
             return
         divisors = [scale.value for scale in uncanceled(sums[0]) if not graph.is_usual(scale)]
-        if len(sums) == len(graph.terms) and not divisors and all(map(graph.is_over_samples, sums)):
+        if len(sums) == len(graph.terms) and not divisors and all(map(graph.sums_all_samples, sums)):
             raise refusal(
                 f"step {step}: {self._loss} is a sum over {sums[0].size:g} values",
                 f"pass it as {self._call('sum')}, which step.update divides by the weight of the step; to keep the "
@@ -321,8 +321,8 @@ class _LossGraph:
             return 0
         return term.size / math.prod(scale.value for scale in uncanceled(term) if scale.value in term.sizes[1:])
 
-    def is_over_samples(self, term: LossTerm) -> bool:
-        """Return whether a sum clearly includes all samples of the micro-batch."""
+    def sums_all_samples(self, term: LossTerm) -> bool:
+        """Return whether a term is certain to sum over all samples of the micro-batch."""
         is_loss = getattr(term.node, "_saved_reduction", None) is not None
         return is_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
 

@@ -76,7 +76,10 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
         for kind in {base.__name__ for base in type(module).__mro__} & _WRAPPERS.keys():
             raise refusal(f"run.place: {name or 'the model'} is wrapped in {kind}", _WRAPPERS[kind])
         if module._compiled_call_impl is not None:
-            raise refusal(f"run.place: {name or 'the model'} was compiled in place", _WRAPPERS["OptimizedModule"])
+            raise refusal(
+                f"run.place: {name or 'the model'} is already compiled by Module.compile()",
+                _WRAPPERS["OptimizedModule"],
+            )
     if sync_layers := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
         raise refusal(
             f"run.place: {sync_layers[0] or 'the model'} is a torch.nn.SyncBatchNorm, but in a custom training loop, "

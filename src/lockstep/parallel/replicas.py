@@ -74,7 +74,7 @@ class Replicas:
 
     def switch_to(self, index: int) -> None:
         """Switch to the device of micro-batch `index`."""
-        self._switch(index % len(self._devices))
+        self._switch_to(index % len(self._devices))
 
     def return_home(self) -> None:
         """Switch back to the home device, and move the micro-batch's gradients and BatchNorm statistics there."""
@@ -84,7 +84,7 @@ class Replicas:
         observed = self._running.observed.detach()
         for parameter in chain.from_iterable(self._buckets):
             parameter.grad = None
-        self._switch(self._home)
+        self._switch_to(self._home)
         for bucket, gradients in zip(self._buckets, flat, strict=True):
             set_gradients(bucket, unflatten(self.to_home(gradients), bucket))
         self._running.observed.copy_(observed)
@@ -110,7 +110,8 @@ class Replicas:
             views.append(view.set_(storage.untyped_storage(), *place))
         return views
 
-    def _switch(self, number: int) -> None:
+    def _switch_to(self, number: int) -> None:
+        """Let the parameters and buffers of the model be those of replica `number`."""
         if number == self._current:
             return
         for tensor, copy in zip(self._tensors, self._copies[number], strict=True):
@@ -123,4 +124,4 @@ class Replicas:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._switch(self._home)
+            self._switch_to(self._home)

@@ -25,7 +25,7 @@ _ShortText = Annotated[str, Field(max_length=1000)]
 
 
 class TracedTensor(NamedTuple):
-    """A traced tensor: its part of the step, module, name, dtype and shape (`kind`), digest and L2 norm.
+    """A traced tensor: its part of the step, module, name, dtype and shape (in `kind`), digest and L2 norm.
 
     The norm is stored as text, because it may be infinite or NaN.
     """

@@ -60,13 +60,13 @@ class Checkpoints:
         shards = None if url is None else RemoteShards(url)
         self._saver = Saver(self.rank.world, folder, run.keep, run.save_async, self.buffers, key, upload, shards)
         self._saved_at = -1
-        self.weights = ""  # SHA-256 of the weights in the last checkpoint
+        self.weights_sha256 = ""  # of the last checkpoint
 
     def resume(self, resumed: Resumed) -> None:
         """Load a checkpoint, and warn about changes since it was saved that may affect the results of the run."""
         rank, state = self.rank, resumed.state
         self.engine.load(engine_state(resumed.snapshot))
-        rank.progress, self.weights = state.progress, resumed.weights_sha256
+        rank.progress, self.weights_sha256 = state.progress, resumed.weights_sha256
         self._saved_at = rank.progress.step
         for line in lost_feedback_warning(resumed.snapshot, self.engine.state()):
             rank.warn(line)
@@ -118,7 +118,7 @@ class Checkpoints:
 
     def _record_sha256(self, saves: list[Saved]) -> list[Saved]:
         for saved in saves:
-            self.weights = saved.weights_sha256
+            self.weights_sha256 = saved.weights_sha256
         return [replace(saved, path=location_of(saved.path, self.run.dir)) for saved in saves]
 
 

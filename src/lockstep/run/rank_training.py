@@ -199,7 +199,7 @@ class RankTraining:
         progress = self.rank.progress
         return Done(
             **progress.at,
-            weights_sha256=self.checkpoints.weights,
+            weights_sha256=self.checkpoints.weights_sha256,
             figures=progress.figures,
             best=progress.best,
             skipped_steps=progress.skipped_steps,

@@ -116,7 +116,7 @@ def _make_stall_detector(rendezvous: Rendezvous, placement: Placement, device: t
         rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
 
     report_stall = end_run if placement.on_stall == "end" else rendezvous.rank_log.notice
-    # With NCCL, the device waits for the other ranks instead of this thread.
+    # With NCCL, the device waits for the other ranks, and not this thread.
     nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"
     dump_collectives = partial(_dump_flight_recorder, rendezvous, nccl)
     detector = StallDetector(rendezvous, placement.stall_timeout_s, report_stall, dump_collectives, hidden=nccl)

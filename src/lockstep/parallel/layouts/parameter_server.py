@@ -40,14 +40,14 @@ Pieces = Mapping[LeafBlock, Tensor]
 def make_parameter_server_layout(world: World, server: "Server", rpc: Rpc, bucket_bytes: int) -> MakeLayout:
     """Return a function that creates the layout, in which ranks push gradients to the `server` on rank 0."""
 
-    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+    def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         layout = ServedLayout(model, world, server, rpc, dtype)
         pushed_sum = PushedSum(world.rank == 0, server, rpc)
         return layout, Gradients(
             trainable_parameters(model), pushed_sum, stream, single_process=False, bucket_bytes=bucket_bytes
         )
 
-    return make
+    return make_layout
 
 
 @final

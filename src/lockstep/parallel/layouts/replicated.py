@@ -21,11 +21,11 @@ def replicated(
     chunks.
     """
 
-    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+    def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)  # first, because it may replace parameters by copies, which get the gradients
         canonical = world.canonical(mesh, "replicate", "context", chunks=chunks)
         among = canonical if sent is None else HalfPrecisionSum(canonical, sent)
         gradients = Gradients(trainable_parameters(model), among, stream, world.size == 1, bucket_bytes)
         return weights, gradients
 
-    return make
+    return make_layout

@@ -32,12 +32,12 @@ def make_row_layout(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, 
     split into `chunks` chunks.
     """
 
-    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+    def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         canonical = world.canonical(mesh, "replicate", chunks=chunks)
         gradients = Gradients(trainable_parameters(model), canonical, stream, world.size == 1, bucket_bytes)
         return RowLayout(model, world, offload, dtype), gradients
 
-    return make
+    return make_layout
 
 
 @final

@@ -24,7 +24,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches
 def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
     """Return a function that creates the layout. Sequences are split into `chunks` chunks."""
 
-    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+    def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)
         split_parameters = {
             getattr(layer.module, key) for layer in cut_layers(model).values() for key in layer.parameters
@@ -41,7 +41,7 @@ def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, c
 
         return weights, SequenceParallelGradients(make_sum(mesh.spread, is_split=False), make_sum(mesh, is_split=True))
 
-    return make
+    return make_layout
 
 
 @final

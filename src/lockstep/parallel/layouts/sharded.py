@@ -54,13 +54,13 @@ def make_sharded_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: 
     split into `chunks` chunks, and each rank computes one of the chunks.
     """
 
-    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+    def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         # NCCL calls return immediately, and fully_shard only supports communication buffers on a single stream.
         stream = InlineStream() if world.on_gpu else stream
         layout = ShardedLayout(model, world, mesh, keep_gathered, offload, stream, dtype, chunks)
         return layout, layout.gradients
 
-    return make
+    return make_layout
 
 
 @final

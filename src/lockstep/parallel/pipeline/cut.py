@@ -224,8 +224,8 @@ def _cut_at_modules(
     parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
     for block in sorted(parents & start.unsplit):
         raise UsageError(
-            f"strategy pipeline: cut: no stage can begin within {block}, which recipe.compile or recipe.model.chunks "
-            f"does not split; list {block} in cut instead, or don't set the key that applies"
+            f"strategy pipeline: cut: no stage can begin within {block}, because recipe.compile or recipe.model.chunks "
+            f"keeps it together; list {block} in cut instead, or unset the key that you set"
         )
     cut = replace(start, stage_starts=tuple(names), expanded=frozenset(parents))
     trace = trace_forward(model, cut, training=True)
