@@ -1,6 +1,6 @@
 """sft and dpo by the commands: one hash on any number of processes, also stopped and resumed, and exports."""
 
-import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import safetensors.torch
 import torch
 import yaml
 from chat_files import LLAMA, answer_pairs, conversations, write_rows, write_tokenizer
-from forked import Server
+from conftest import stopped_at
+from forked import Server, events
 
 import lockstep
 
@@ -47,7 +48,7 @@ def recipe(tmp_path: Path) -> Any:
             "task": task,
             "batch": 8,
             "microbatches": 4,
-            "steps": 4,
+            "steps": 6,
             "optimizer": {"name": "adamw", "lr": 0.01},
         }
         file = tmp_path / "recipe.yaml"
@@ -57,25 +58,23 @@ def recipe(tmp_path: Path) -> Any:
     return recipe
 
 
-def _events(folder: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(folder, "events.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_every_placement_gives_one_hash_also_resumed(run, recipe, name):
+def test_every_placement_gives_one_hash_also_killed_and_resumed(run, start, recipe, name):
     file = recipe(name)
     alone = run("train", file, "run.dir=single", "placement.processes=1")
     for strategy, count in (*PLACED, *([("pipeline", 2)] if name.startswith("sft") else [])):
         words = (f"run.dir={strategy}{count}", f"placement.strategy={strategy}", f"placement.processes={count}")
         assert run("train", file, *words).sha256 == alone.sha256, words
-    # A run that was killed after a checkpoint has the files of that checkpoint only.
-    Path("half").mkdir()
-    half = run("train", file, "run.dir=half", "placement.processes=2", "placement.strategy=zero3", "recipe.steps=4")
-    assert half.sha256 == alone.sha256
-    evaluated = [event for event in _events("single") if event["event"] == "evaluated"]
-    assert evaluated
-    wanted = {"token_accuracy", "perplexity"} if name.startswith("sft") else {"reward_accuracy", "reward_margin"}
-    assert wanted <= evaluated[-1].keys()
+    words = ("train", file, "run.dir=run")
+    stopped_at(start, 3, *words, "placement.processes=2", "placement.strategy=zero3", number=signal.SIGKILL)
+    assert Path("run/checkpoints/step-00000002").is_dir()
+    assert not Path("run/checkpoints/step-00000004").exists()
+    resumed = run(*words, "placement.processes=1")
+    assert "step 2" in resumed.out
+    assert resumed.sha256 == alone.sha256
+    evaluated = events(Path("single"), "evaluated")
+    figures = {"token_accuracy", "perplexity"} if name.startswith("sft") else {"reward_accuracy", "reward_margin"}
+    assert figures <= evaluated[-1].keys()
 
 
 def test_dpo_on_a_pipeline_is_refused_before_any_process_starts(run, recipe):
