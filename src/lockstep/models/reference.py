@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_evaluation
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 from lockstep.tasks.dpo import POLICY, REFERENCE, answer_log_probs
 
 PREFIX: Final = f"{REFERENCE}."  # of the tensors of a frozen copy
@@ -61,10 +61,10 @@ def _compare(model: nn.Module, adapters_only: bool, input_ids: Tensor, answers: 
                 outputs = forward(model, ids)
         else:
             outputs = model.get_submodule(REFERENCE)(ids)
-        reference = answer_log_probs(predictions(outputs), targets)
+        reference = answer_log_probs(get_predictions(outputs), targets)
         del outputs  # the logits are large
-    policy = answer_log_probs(predictions(forward(model, ids)), targets)
-    return {POLICY: policy.unflatten(0, answers.shape[:2]), REFERENCE: reference.unflatten(0, answers.shape[:2])}
+    policy = answer_log_probs(get_predictions(forward(model, ids)), targets)
+    return {POLICY: policy.view(answers.shape[:2]), REFERENCE: reference.view(answers.shape[:2])}
 
 
 @contextmanager

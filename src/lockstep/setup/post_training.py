@@ -2,28 +2,29 @@
 
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.common.own_code import UserCode
-from lockstep.core.batch import call
+from lockstep.core.batch import call, tensors_of
 from lockstep.data.items import preserve_generators
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError
 from lockstep.models.initialise import initialise
-from lockstep.setup.build import Setup, plain_model
-from lockstep.setup.resolved import Resolved
-from lockstep.tasks.batches import predictions
+from lockstep.setup.build import Setup, make_model_builder
+from lockstep.setup.resolved import ResolvedConfig
+from lockstep.tasks.batches import get_predictions
 from lockstep.tasks.dpo import Dpo
 from lockstep.tasks.sft import POSITIONS
 
 _LARGEST: Final = 250_000_000  # the maximum number of parameters of a model that is checked with all its layers
 _FEW_LAYERS: Final = 2
-_LENGTH: Final = 8  # of each of the two sequences
+_LENGTH: Final = 8  # of each of the two sequences, which consist of values of a sample
 _BOUND: Final = 2.0**-10  # maximum difference between shapes, relative to the largest magnitude
 
 
-def check_reference(resolved: Resolved, ready: Setup) -> None:
+def check_reference(resolved: ResolvedConfig, ready: Setup) -> None:
     """Raise UsageError if the recipe or the strategy doesn't support a task with a reference."""
     if not isinstance(ready.task, Dpo):
         return
@@ -53,7 +54,8 @@ def check_packing(ready: Setup) -> None:
     with preserve_generators(), drop_new_tensors():
         model = _model(ready).eval()
         with torch.no_grad(), UserCode(name):
-            first, second, other = torch.randint(ready.data.facts["vocabulary"], (3, 1, _LENGTH))
+            sample = tensors_of(ready.data.train.fetch(np.array([0]), None))[0].flatten()
+            first, second, other = sample[torch.randint(len(sample), (3, 1, _LENGTH))]
             packed, changed = _outputs(model, first, second), _outputs(model, other, second)
             alone = _outputs(model, second)
     tail = packed[:, _LENGTH:]
@@ -74,9 +76,9 @@ def _model(ready: Setup) -> nn.Module:
     model = ready.recipe.model
     options = {**model.options, "num_hidden_layers": _FEW_LAYERS}
     recipe = ready.recipe.model_copy(update={"model": model.model_copy(update={"options": options})})
-    return initialise(plain_model(recipe, ready.data.facts), ready.recipe.seed)
+    return initialise(make_model_builder(recipe, ready.data.facts), ready.recipe.seed)
 
 
 def _outputs(model: nn.Module, *sequences: Tensor) -> Tensor:
     positions = torch.cat([torch.arange(sequence.shape[1])[None] for sequence in sequences], 1)
-    return predictions(call(model, {"input_ids": torch.cat(sequences, 1), POSITIONS: positions}))
+    return get_predictions(call(model, {"input_ids": torch.cat(sequences, 1), POSITIONS: positions}))

@@ -110,4 +110,4 @@ def answer_log_probs(logits: Tensor, answers: Tensor) -> Tensor:
         logits = logits.float()
     # The backward of gather isn't deterministic on CUDA. The backward of cross_entropy is.
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="none")
-    return -losses.unflatten(0, targets.shape).sum(1)
+    return -losses.view(targets.shape).sum(1)

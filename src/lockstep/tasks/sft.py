@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
-from lockstep.tasks.batches import predictions
+from lockstep.tasks.batches import get_predictions
 from lockstep.tasks.language import LABELS, Language
 
 POSITIONS: Final = "position_ids"
@@ -54,7 +54,7 @@ class Sft:
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the number of targets that are the most likely token."""
         targets = batch[LABELS][:, 1:]
-        likely = predictions(outputs, self.model_name)[:, :-1].argmax(2)
+        likely = get_predictions(outputs, self.model_name)[:, :-1].argmax(2)
         return {"correct": ((likely == targets) & (targets != self._language.ignore)).sum()}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:

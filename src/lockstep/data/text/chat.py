@@ -156,7 +156,7 @@ class PairSplit:
         """See Split."""
         pairs = [self._items[self._bins[index][0]] for index in indices.tolist()]
         batch = _padded([tokens for pair in pairs for tokens in pair])
-        return {name: tensor.unflatten(0, (len(pairs), 2)) for name, tensor in batch.items()}
+        return {name: tensor.view(len(pairs), 2, tensor.shape[1]) for name, tensor in batch.items()}
 
 
 def _split_class(kind: Kind, packed: bool) -> Callable[[Any, Sequence[Sequence[int]]], Split]:

@@ -92,7 +92,7 @@ def _messages(key: str, value: Any) -> list[Message]:
     """Check a list of messages, and return it without keys that are null. Raises RowError if a message is invalid."""
     if not isinstance(value, list) or not value:
         raise RowError(f"{key}: expected a list of messages, got {type_name(value)}")
-    messages = []
+    messages: list[Message] = []
     for number, message in enumerate(value):
         where = f"{key}[{number}]"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
