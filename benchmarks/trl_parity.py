@@ -10,6 +10,7 @@ import json
 import random
 import tempfile
 from copy import deepcopy
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from torch.utils.data import SequentialSampler
 
 import lockstep
 from lockstep.config.load import load
+from lockstep.core.shuffle import permutation
 from lockstep.models.reference import remove_reference
 from lockstep.setup.prepare import PreparedRun, prepare
 
@@ -104,7 +106,7 @@ def their_losses(prepared: PreparedRun, folder: Path, task: str) -> list[float]:
     import trl
 
     ready = prepared.ready
-    order = [int(number) for step in ready.steps for part in step.microbatches(1) for number in part]
+    order = permutation(ready.recipe.seed, 0, len(ready.data.train)).tolist()
     ordered = datasets.Dataset.from_list([rows(task)[number] for number in order])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|end|>", pad_token="<|end|>", chat_template=TEMPLATE
@@ -175,7 +177,8 @@ def main() -> None:
         print(f"{task}: largest difference {result['largest_difference']:.3g} in {len(result['trl'])} steps")
     if path is not None:
         versions = {name: version(name) for name in ("torch", "transformers", "trl")}
-        path.write_text(json.dumps({"versions": versions, "limit": LIMIT, **results}, indent=1) + "\n")
+        document = {"date": str(date.today()), "versions": versions, "limit": LIMIT, **results}
+        path.write_text(json.dumps(document, indent=1) + "\n")
     if not all(result["within"] for result in results.values()):
         raise SystemExit(f"a loss differs by more than {LIMIT}")
 
