@@ -24,7 +24,7 @@ import lockstep
 from lockstep.config.load import load
 from lockstep.core.shuffle import permutation
 from lockstep.models.reference import remove_reference
-from lockstep.setup.prepare import PreparedRun, prepare
+from lockstep.setup.prepare import PreparedRun, prepare_run
 
 STEPS, BATCH, LIMIT = 6, 8, 1e-4
 TEMPLATE: Final = (
@@ -160,7 +160,7 @@ def compare(task: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = write_recipe(folder, task)
-        prepared = prepare(load(str(file), []), 1)
+        prepared = prepare_run(load(str(file), []), 1)
         theirs = their_losses(prepared, folder, task)
         ours = our_losses(file)
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.config.load import load
 from lockstep.errors import UsageError
 from lockstep.setup.post_training import check_packing
-from lockstep.setup.prepare import prepare
+from lockstep.setup.prepare import prepare_run
 
 pytestmark = pytest.mark.imports("transformers.models.llama.modeling_llama")
 
@@ -44,7 +44,7 @@ def _prepare(folder: Path, rows: list[Any], *overrides: str, **recipe: Any) -> A
     file = folder / "recipe.yaml"
     content = {"recipe": {"model": model, "data": {**data, "options": options}, **steps, **recipe}}
     file.write_text(yaml.safe_dump(content))
-    return prepare(load(str(file), ["placement.device=cpu", *overrides]), 2)
+    return prepare_run(load(str(file), ["placement.device=cpu", *overrides]), 2)
 
 
 def test_a_model_of_transformers_keeps_packed_conversations_apart(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from chat_files import LLAMA, conversations, write_rows, write_tokenizer
 from torch.nn import functional as F
 
-from lockstep.core.batch import call
+from lockstep.core.batch import call_model
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import UsageError
@@ -65,7 +65,7 @@ def test_packing_changes_neither_the_loss_nor_the_gradients(tmp_path: Any, atten
         total, weight = torch.zeros((), dtype=torch.float64), 0
         for start in range(0, len(data.train), 4):
             batch = data.train.fetch(np.arange(start, min(start + 4, len(data.train))), None)
-            loss = task.loss(call(model, task.inputs(batch)), batch)
+            loss = task.loss(call_model(model, task.inputs(batch)), batch)
             loss.backward()
             total, weight = total + loss.detach(), weight + task.weight(batch)
         results.append(

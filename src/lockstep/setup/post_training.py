@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.common.own_code import UserCode
-from lockstep.core.batch import call, tensors_of
+from lockstep.core.batch import call_model, tensors_of
 from lockstep.data.items import preserve_generators
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError
@@ -81,4 +81,4 @@ def _model(ready: Setup) -> nn.Module:
 
 def _outputs(model: nn.Module, *sequences: Tensor) -> Tensor:
     positions = torch.cat([torch.arange(sequence.shape[1])[None] for sequence in sequences], 1)
-    return get_predictions(call(model, {"input_ids": torch.cat(sequences, 1), POSITIONS: positions}))
+    return get_predictions(call_model(model, {"input_ids": torch.cat(sequences, 1), POSITIONS: positions}))
