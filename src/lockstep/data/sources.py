@@ -33,6 +33,7 @@ SOURCES: Final[Mapping[str, SourceInfo]] = {
     "text": SourceInfo("text.files"),
     "shakespeare": SourceInfo("text.shakespeare"),
     "tokens": SourceInfo("text.tokens"),
+    "chat": SourceInfo("text.chat"),
     "table": SourceInfo("tables.table"),
     "datasets": SourceInfo("tables.datasets_on_disk"),
     "webdataset": SourceInfo("images.webdataset"),

@@ -31,6 +31,7 @@ from lockstep.exports.to_transformers import auto_class_name, image_settings
 from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.text import get_tokenizer
 from lockstep.models.adapters import merge_adapters
+from lockstep.models.reference import remove_reference
 from lockstep.run.background import in_background, to_arguments
 from lockstep.run.evaluation import EvalRequest
 from lockstep.setup.chunk_check import check_saved
@@ -104,6 +105,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
         raise UsageError(f"{path}: already exists; remove it, or use a different name in --out")
     sample = make_sample(saved)
     model = saved.model()
+    remove_reference(model)
     check_saved(saved.path, model, saved.recipe.model, sample.inputs)
     outputs = _run_model(saved, model, sample.inputs)  # before adapters are merged
     has_adapters = merge_adapters(model)

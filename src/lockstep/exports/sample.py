@@ -1,5 +1,6 @@
 """Samples for checking an export: samples of the run's dataset if it is on this machine, or else synthetic samples."""
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError, UsageError
 from lockstep.inference.saved import SavedModel
 from lockstep.setup.examples import transforms_of
+from lockstep.tasks.dpo import ANSWERS, IDS
 
 _SAMPLES: Final = 3  # must differ from 2, the number of samples that programs are traced with (to_torch.py)
 _POSITIONS: Final = 16  # number of tokens in a synthetic sample if the context length is unknown
@@ -33,7 +35,10 @@ def make_sample(saved: SavedModel) -> Sample:
         count = min(_SAMPLES, len(split))
         batch = split.fetch(np.arange(count), None)
         arrived = transforms_of(saved.recipe, data).transform_evaluation_batch(batch)
-        return Sample(saved.task(arrived).inputs(arrived), f"{count} samples of the {name} data")
+        real = saved.task(arrived).inputs(arrived)
+        if isinstance(real, Mapping) and ANSWERS in real:
+            real = (real[IDS].flatten(0, 1),)  # the exported model has no reference
+        return Sample(real, f"{count} samples of the {name} data")
     except (UsageError, TrainingError) as error:
         inputs = _synthesize(saved)
         if inputs is None:

@@ -12,6 +12,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError, UsageError, error_as
 from lockstep.models.finetuning import build_finetuned
+from lockstep.models.reference import remove_reference
 from lockstep.runs.remote import local_copy
 from lockstep.setup.build import make_model_builder, open_recipe_data, tuning_of
 from lockstep.setup.chunk_check import check_saved
@@ -54,6 +55,7 @@ def load(
     weights = checkpoint.snapshot.model if checkpoint.snapshot.ema is None else checkpoint.snapshot.ema
     with error_as(UsageError, RuntimeError, f"{checkpoint.path}: its weights do not fit {type(module).__name__}"):
         module.load_state_dict({name: local_tensor(tensor) for name, tensor in weights.items()}, strict=True)
+    remove_reference(module)
     module.eval()  # not chained, because eval() returns the result of train(), which user code may override
     if recipe is not None and recipe.model.chunks > 1:
         _check_chunks(checkpoint.path, module, recipe, trust)

@@ -67,7 +67,13 @@ class Summary:
 
 
 def check_model(
-    build: Build, *, name: str, evaluation: Inputs, training: Inputs, check: Callable[[Any, int], None]
+    build: Build,
+    *,
+    name: str,
+    evaluation: Inputs,
+    training: Inputs,
+    check: Callable[[Any, int], None],
+    check_evaluation: Callable[[Any, int], None] | None = None,
 ) -> Summary:
     """Run the model on a few samples, and return a summary of the model.
 
@@ -78,6 +84,7 @@ def check_model(
       micro-batch of the run, because BatchNorm can fail on small batches.
     - `check`: Called with the outputs and the number of samples. Must raise UsageError if the task can't use the
       outputs.
+    - `check_evaluation`: Called instead of `check` for the outputs of the evaluation samples.
 
     The model runs on the meta device, which needs neither memory nor compute. If this fails, it runs on the CPU.
     """
@@ -89,7 +96,7 @@ def check_model(
             evaluation_outputs, training_outputs, summary = trial("meta")
         except Exception:  # the model may need real values; any other error occurs on the CPU again
             evaluation_outputs, training_outputs, summary = trial("cpu")
-    check(evaluation_outputs, get_batch_size(evaluation))
+    (check_evaluation or check)(evaluation_outputs, get_batch_size(evaluation))
     check(training_outputs, get_batch_size(training))
     if not any(tensor.requires_grad for tensor in tensors_of(training_outputs)):
         raise UsageError(

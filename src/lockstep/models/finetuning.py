@@ -6,8 +6,10 @@ from typing import Protocol
 
 from torch import nn
 
+from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora, add_adapters
 from lockstep.models.freezing import freeze, freeze_batchnorm
+from lockstep.models.reference import add_reference
 from lockstep.tasks.base import Build
 
 
@@ -29,11 +31,13 @@ class Tuning:
     - `lora`: The adapters to add, if any.
     - `frozen`: Patterns of parameters to freeze.
     - `frozen_batchnorm`: Whether to freeze the running statistics of all BatchNorm layers.
+    - `reference`: Whether to add a frozen reference, which the task compares the model with.
     """
 
     lora: Lora | None = None
     frozen: Sequence[str] = ()
     frozen_batchnorm: bool = False
+    reference: bool = False
 
 
 def build_finetuned(build: Build, tuning: Tuning, first_weights: InitialWeights | None = None) -> nn.Module:
@@ -54,4 +58,11 @@ def build_finetuned(build: Build, tuning: Tuning, first_weights: InitialWeights 
         freeze(model, tuning.frozen)
     if tuning.frozen_batchnorm:
         freeze_batchnorm(model)
+    if tuning.reference:
+        if adapted:
+            raise UsageError(
+                "recipe.task: dpo cannot start from weights with adapters, because its reference would be the model "
+                "without them; merge them with `lockstep export --to safetensors`, and start from that file"
+            )
+        add_reference(model, adapters_only=tuning.lora is not None and not tuning.lora.train)
     return model

@@ -40,6 +40,7 @@ from lockstep.runs.remote import check_run_dir, on_this_host
 from lockstep.setup import recipe_folder
 from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import collect_comparison_facts
+from lockstep.setup.post_training import check_packing
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config, prepare_run
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.resume import check_start
@@ -203,7 +204,8 @@ def run_rank(
 
 
 def warn(prepared: PreparedRun) -> None:
-    """Print warnings about settings that are valid but probably unintended."""
+    """Check packing with real values, and print warnings about settings that are valid but probably unintended."""
+    check_packing(prepared.ready)
     for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
         run_folder.print_message(f"warning: {warning}")
 

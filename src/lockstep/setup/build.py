@@ -162,7 +162,7 @@ def tuning_of(recipe: Recipe) -> Tuning:
             lora_config.rslora,
             lora_config.train,
         )
-    return Tuning(lora, recipe.model.freeze, recipe.batchnorm == "frozen")
+    return Tuning(lora, recipe.model.freeze, recipe.batchnorm == "frozen", recipe.task.name == "dpo")
 
 
 def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
@@ -242,9 +242,13 @@ def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example
     """
     evaluation_inputs = task.inputs(repeat_samples(evaluation, 2))
     training_inputs = task.inputs(repeat_samples(example, min_microbatch_size(recipe, steps)))
-    check = partial(_check_task, task, example)
     return check_model(
-        build, name=recipe.model.name, evaluation=evaluation_inputs, training=training_inputs, check=check
+        build,
+        name=recipe.model.name,
+        evaluation=evaluation_inputs,
+        training=training_inputs,
+        check=partial(_check_task, task, example),
+        check_evaluation=partial(_check_task, task, evaluation),  # its sequences can have a different length
     )
 
 

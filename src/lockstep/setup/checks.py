@@ -22,6 +22,7 @@ from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
 from lockstep.setup.examples import examples
 from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factories
+from lockstep.setup.post_training import check_reference
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.strategy import check_strategy
 from lockstep.strategies.base import CutsModel, ExternalEngine, replica_devices
@@ -164,6 +165,7 @@ def _check_sequences(resolved: ResolvedConfig) -> None:
 def check_cut(resolved: ResolvedConfig, ready: Setup) -> None:
     """Raise UsageError if the strategy can't shard this model or optimizer over this number of processes."""
     strategy = resolved.strategy
+    check_reference(resolved, ready)
     needs_whole_updates(resolved, ready)
     if isinstance(strategy, ExternalEngine):
         for make_optimizer in optimizer_factories(ready.recipe, ready.parameter_settings)[1:]:

@@ -15,13 +15,15 @@ from lockstep.errors import UsageError
 from lockstep.tasks.base import Task
 from lockstep.tasks.batches import split_batch
 from lockstep.tasks.classification import Classification, find_loss
+from lockstep.tasks.dpo import dpo
 from lockstep.tasks.language import language
 from lockstep.tasks.own import OwnTask
 from lockstep.tasks.regression import LOSSES, regression
 from lockstep.tasks.segmentation import segmentation
+from lockstep.tasks.sft import sft
 
 AUTO: Final = "auto"
-NAMES: Final = ("classification", "regression", "language", "segmentation")
+NAMES: Final = ("classification", "regression", "language", "segmentation", "sft", "dpo")
 _CROSS_ENTROPY: Final = "cross_entropy"
 
 Facts = Mapping[str, Any]
@@ -75,6 +77,10 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
             task = _build_task(regression, options, {"model": model})
         case "language":
             task = _build_task(language, options, {"model": model, "vocabulary": facts.get("vocabulary")})
+        case "sft":
+            task = _build_task(sft, options, {"model": model, "vocabulary": facts.get("vocabulary")})
+        case "dpo":
+            task = _build_task(dpo, options, {"model": model})
         case _:
             task = _build_task(
                 segmentation, options, {"model": model, "classes": _get_required_names(name, facts, "classes")}
@@ -88,6 +94,10 @@ def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
         return "segmentation", f": the data has {len(facts['classes'])} classes, and each pixel has one"
     if "classes" in facts:
         return "classification", f": the data has {len(facts['classes'])} classes"
+    if facts.get("rows") == "conversations":
+        return "sft", ": the data has conversations"
+    if facts.get("rows") == "pairs":
+        raise UsageError("recipe.task: the data has pairs of answers; set recipe.task=dpo")
     if "vocabulary" in facts:
         return "language", f": the data has a vocabulary of {facts['vocabulary']} tokens"
     if "outputs" in facts or _has_float_targets(example):

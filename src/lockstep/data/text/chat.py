@@ -1,0 +1,280 @@
+"""Datasets of conversations, and of pairs of answers, from JSON lines."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from lockstep.common import plainfile
+from lockstep.data.base import DataSet, Split
+from lockstep.data.options import Count, Share, Text
+from lockstep.data.request import DataRequest
+from lockstep.data.shares import rows_in_share
+from lockstep.data.text.chat_rows import Kind, Pair, check_pair, kind_of_row, parse_conversation, parse_pair
+from lockstep.data.text.chat_template import ChatTokenizer, RowError, Tokens, read_format
+from lockstep.data.text.packing import pack
+from lockstep.data.text.windows import IGNORED
+from lockstep.errors import UsageError
+
+_MAX_SHOWN: Final = 3  # the maximum number of invalid rows in a message
+
+Item = Tokens | Pair
+Variables = Annotated[dict[str, Any], Field(description="a mapping")]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings to turn rows into samples.
+
+    - `tokenizer`: A tokenizer file, such as the tokenizer.json of a model. The chat template is next to it.
+    - `context`: The maximum number of tokens of a conversation, or of a sequence of packed conversations.
+    - `chat_template`: The file of a Jinja template that replaces the template of the tokenizer.
+    - `template_options`: Variables of the template.
+    - `pack`: Whether to pack several conversations into a sequence.
+    - `truncate`: Whether to cut longer conversations after `context` tokens. By default, they are an error.
+    - `validation`: The fraction of rows for validation. 0 means no validation.
+    """
+
+    tokenizer: Text
+    context: Count = 1024
+    chat_template: Text | None = None
+    template_options: Variables | None = None
+    pack: bool = False
+    truncate: bool = False
+    validation: Share = 0.1
+
+
+class _Rows(NamedTuple):
+    """The rows of a file that can be used, the line of each row, and the problems of the other rows by line."""
+
+    kind: Kind
+    items: list[Item]
+    lines: list[int]
+    problems: dict[int, str]
+
+
+def open_data(request: DataRequest, options: Options) -> DataSet:
+    """Open the rows at `root`, which is a file of JSON lines, or a folder with train.jsonl and val.jsonl."""
+    root = Path(request.root)
+    train_file, validation_file = (root / "train.jsonl", root / "val.jsonl") if root.is_dir() else (root, None)
+    chat = read_format(Path(options.tokenizer), options.chat_template, options.template_options or {})
+    tokenizer = ChatTokenizer(options.tokenizer, chat)
+    rows = _read_rows(train_file, tokenizer, options)
+    files = [(train_file, rows)]
+    if validation_file is not None and validation_file.exists():
+        files.append((validation_file, _read_rows(validation_file, tokenizer, options)))
+        if files[1][1].kind != rows.kind:
+            raise UsageError(
+                f"dataset chat: {train_file} has {rows.kind}, but {validation_file} has {files[1][1].kind}"
+            )
+    warnings = tuple(_report_problems(files, skip=request.on_error == "skip"))
+    held_out = rows_in_share(len(rows.items), options.validation if len(files) == 1 else 0.0)
+    if rows.kind == "pairs" and options.pack:
+        raise UsageError("dataset chat: recipe.data.options.pack: pairs of answers cannot be packed; remove it")
+    numbers = np.flatnonzero(~held_out)
+    bins = _bins(rows, numbers, options)
+    validation = files[1][1] if len(files) > 1 else rows
+    validation_bins = _bins(validation, np.flatnonzero(held_out) if len(files) == 1 else None, options)
+    if not bins:
+        raise UsageError(
+            f"dataset chat: {train_file}: no rows are left for training; add rows, or set "
+            f"recipe.data.options.validation=0"
+        )
+    split = _split_class(rows.kind, options.pack)
+
+    def sample_name(number: int) -> str:
+        shown = [rows.lines[index] for index in bins[number][:_MAX_SHOWN]]
+        more = ", ..." if len(bins[number]) > _MAX_SHOWN else ""
+        return f"in line {', '.join(map(str, shown))}{more} of {train_file.name}"
+
+    return DataSet(
+        train=split(rows.items, bins),
+        validation=split(validation.items, validation_bins) if validation_bins else None,
+        facts={
+            "vocabulary": tokenizer.vocabulary,
+            "tokenizer": tokenizer.facts,
+            "template": chat.sha256,
+            "context": options.context,
+            "rows": rows.kind,
+            "packed": options.pack,
+        },
+        name=sample_name,
+        warnings=warnings,
+    )
+
+
+@final
+class ConversationSplit:
+    """The split of conversations. A batch has `input_ids` and `labels`, both int64 of shape [n, t].
+
+    Sequences are padded to the longest sequence of the batch. The label of a token is the token itself if it is a
+    target, and IGNORED otherwise. If conversations are `packed`, `position_ids` start at 0 in each conversation.
+    """
+
+    in_memory: bool = True
+
+    def __init__(self, items: Sequence[Tokens], bins: Sequence[Sequence[int]], packed: bool = False) -> None:
+        self._items = items
+        self._bins = bins
+        self._packed = packed
+
+    def __len__(self) -> int:
+        return len(self._bins)
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> dict[str, Tensor]:
+        """See Split."""
+        rows = [[self._items[number] for number in self._bins[index]] for index in indices.tolist()]
+        batch = _padded([_joined(tokens) for tokens in rows])
+        if self._packed:
+            batch["position_ids"] = _positions(rows, batch["input_ids"].shape[1])
+        return batch
+
+
+@final
+class PairSplit:
+    """The split of pairs. A batch has `input_ids` and `labels`, both int64 of shape [n, 2, t].
+
+    The chosen answer comes first. See ConversationSplit for the labels.
+    """
+
+    in_memory: bool = True
+
+    def __init__(self, items: Sequence[Pair], bins: Sequence[Sequence[int]]) -> None:
+        self._items = items
+        self._bins = bins
+
+    def __len__(self) -> int:
+        return len(self._bins)
+
+    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> dict[str, Tensor]:
+        """See Split."""
+        pairs = [self._items[self._bins[index][0]] for index in indices.tolist()]
+        batch = _padded([tokens for pair in pairs for tokens in pair])
+        return {name: tensor.view(len(pairs), 2, tensor.shape[1]) for name, tensor in batch.items()}
+
+
+def _split_class(kind: Kind, packed: bool) -> Callable[[Any, Sequence[Sequence[int]]], Split]:
+    if kind == "pairs":
+        return PairSplit
+    return lambda items, bins: ConversationSplit(items, bins, packed)
+
+
+def _bins(rows: _Rows, numbers: NDArray[np.int64] | None, options: Options) -> list[list[int]]:
+    """Return the indices of the rows in each sample. `numbers` are the rows to use, or None for all of them."""
+    selected = list(range(len(rows.items))) if numbers is None else numbers.tolist()
+    if not options.pack:
+        return [[number] for number in selected]
+    lengths = [len(rows.items[number][0]) for number in selected]
+    return [[selected[index] for index in indices] for indices in pack(lengths, options.context)]
+
+
+def _joined(rows: Sequence[Tokens]) -> Tokens:
+    return Tokens(np.concatenate([each.ids for each in rows]), np.concatenate([each.counted for each in rows]))
+
+
+def _padded(rows: Sequence[Tokens]) -> dict[str, Tensor]:
+    """Return tokens and labels of sequences, padded on the right. A causal model needs no mask for such padding."""
+    width = max((len(tokens.ids) for tokens in rows), default=1)
+    ids = np.zeros((len(rows), width), np.int64)
+    labels = np.full((len(rows), width), IGNORED, np.int64)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens.ids)] = tokens.ids
+        labels[row, : len(tokens.ids)] = np.where(tokens.counted, tokens.ids, IGNORED)
+    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+
+
+def _positions(rows: Sequence[Sequence[Tokens]], width: int) -> Tensor:
+    """Return the position of each token in its conversation. Padding continues the last conversation."""
+    positions = torch.arange(width).repeat(len(rows), 1)
+    for row, tokens in enumerate(rows):
+        start = 0
+        for length in [len(each.ids) for each in tokens[:-1]]:
+            start += length
+            positions[row, start:] = torch.arange(width - start)
+    return positions
+
+
+def _read_rows(file: Path, tokenizer: ChatTokenizer, options: Options) -> _Rows:
+    kind: Kind | None = None
+    items: list[Item] = []
+    lines: list[int] = []
+    problems: dict[int, str] = {}
+    for line, text in _read_lines(file):
+        try:
+            row = _parse_json(text)
+            kind = kind or kind_of_row(row)
+            if kind_of_row(row) != kind:
+                raise RowError(f"the rows before it are {kind}; use a separate file")
+            parse = parse_conversation if kind == "conversations" else parse_pair
+            items.append(_fit(parse(row, tokenizer), options))
+            lines.append(line)
+        except RowError as error:
+            problems[line] = str(error)
+    if not items and not problems:
+        raise UsageError(f"dataset chat: {file} has no rows; add rows, or set recipe.data.root to a different file")
+    return _Rows(kind or "conversations", items, lines, problems)
+
+
+def _fit(item: Item, options: Options) -> Item:
+    """Return an item of at most `context` tokens. Raises RowError if it is longer, or if nothing is left to learn."""
+    longest = max(len(tokens.ids) for tokens in (item if isinstance(item, Pair) else [item]))
+    if longest <= options.context:
+        return item
+    if not options.truncate:
+        raise RowError(
+            f"has {longest:,} tokens, more than context={options.context:,}; set recipe.data.options.context={longest} "
+            f"or recipe.data.options.truncate=true to cut it"
+        )
+    if isinstance(item, Pair):
+        pair = Pair(*(_first_tokens(tokens, options.context) for tokens in item))
+        check_pair(pair)
+        return pair
+    tokens = _first_tokens(item, options.context)
+    if not tokens.counted.any():
+        raise RowError(f"has no tokens of the assistant among the first {options.context:,}; set a larger context")
+    return tokens
+
+
+def _first_tokens(tokens: Tokens, count: int) -> Tokens:
+    return Tokens(tokens.ids[:count], tokens.counted[:count])
+
+
+def _read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with plainfile.reader(file, links=True) as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise UsageError(
+            f"dataset chat: cannot read {file}: {error.strerror}; set recipe.data.root to a file of JSON lines, or to "
+            f"a folder with train.jsonl"
+        ) from None
+
+
+def _parse_json(line: bytes) -> Any:
+    try:
+        return plainfile.parse_json(line)
+    except ValueError as error:
+        raise RowError(f"not valid JSON: {error}") from None
+
+
+def _report_problems(files: Sequence[tuple[Path, _Rows]], *, skip: bool) -> Iterator[str]:
+    """Yield a warning for each file with skipped rows. Without `skip`, raise UsageError instead."""
+    for file, rows in files:
+        if not rows.problems:
+            continue
+        shown = "".join(f"\n  line {line}: {problem}" for line, problem in [*rows.problems.items()][:_MAX_SHOWN])
+        total = len(rows.items) + len(rows.problems)
+        if not rows.items or not skip:
+            advice = "" if skip else "\nCorrect them, or set recipe.data.on_error=skip to train without them"
+            raise UsageError(
+                f"dataset chat: {file}: {len(rows.problems):,} of {total:,} rows cannot be used:{shown}{advice}"
+            )
+        yield f"dataset chat: {file}: skipped {len(rows.problems):,} of {total:,} rows:{shown}"

@@ -1,0 +1,106 @@
+"""Parses rows of chat data: conversations, completions of a prompt, and pairs of a chosen and a rejected answer."""
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from lockstep.common.names import choices
+from lockstep.common.type_name import type_name
+from lockstep.data.text.chat_template import ASSISTANT, ChatTokenizer, Message, RowError, Tokens
+
+Kind = Literal["conversations", "pairs"]
+
+_ROLES: Final = ("system", "developer", "user", ASSISTANT, "tool")
+_KEYS: Final = "messages, prompt and completion, or chosen and rejected"
+
+
+class Pair(NamedTuple):
+    """Two answers to the same prompt."""
+
+    chosen: Tokens
+    rejected: Tokens
+
+
+def kind_of_row(row: Any) -> Kind:
+    """Return the kind of a row. Raises RowError if it has none of the known keys."""
+    if not isinstance(row, Mapping):
+        raise RowError(f"expected an object with {_KEYS}, got {type_name(row)}")
+    if "chosen" in row and "rejected" in row:
+        return "pairs"
+    if "messages" in row or ("prompt" in row and "completion" in row):
+        return "conversations"
+    raise RowError(f"expected {_KEYS}, got {', '.join(map(str, row)) or 'no keys'}; rename the keys")
+
+
+def parse_conversation(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Tokens:
+    """Encode a conversation, or a prompt and its completion. Raises RowError if no token is a target."""
+    if "messages" in row:
+        tokens = tokenizer.encode_messages(_messages("messages", row["messages"]), 0, row.get("tools"))
+    else:
+        tokens = _completion(row, "completion", row["prompt"], row["completion"], tokenizer)
+    if not tokens.counted.any():
+        raise RowError("no assistant message, so there is nothing to learn; add one, or remove the row")
+    return tokens
+
+
+def parse_pair(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Pair:
+    """Encode the chosen and the rejected answer, each with the prompt before it. Raises RowError if they are equal.
+
+    If there is no `prompt`, the prompt consists of the messages that both answers begin with.
+    """
+    chosen, rejected = row["chosen"], row["rejected"]
+    if "prompt" in row:
+        prompt = row["prompt"]
+    else:
+        chosen, rejected = _messages("chosen", chosen), _messages("rejected", rejected)
+        length = next((i for i, two in enumerate(zip(chosen, rejected, strict=False)) if two[0] != two[1]), None)
+        if length is None:
+            raise RowError("chosen and rejected are equal, so there is nothing to learn; remove the row")
+        prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+    pair = Pair(
+        _completion(row, "chosen", prompt, chosen, tokenizer), _completion(row, "rejected", prompt, rejected, tokenizer)
+    )
+    check_pair(pair)
+    return pair
+
+
+def check_pair(pair: Pair) -> None:
+    """Raise RowError if the answers are equal, or if one of them has no tokens."""
+    for name, tokens in pair._asdict().items():
+        if not tokens.counted.any():
+            raise RowError(f"{name}: has no tokens of the assistant; add an answer, or remove the row")
+    if np.array_equal(pair.chosen.ids, pair.rejected.ids):
+        raise RowError("chosen and rejected are equal, so there is nothing to learn; remove the row")
+
+
+def _completion(row: Mapping[str, Any], key: str, prompt: Any, answer: Any, tokenizer: ChatTokenizer) -> Tokens:
+    if isinstance(prompt, str) and isinstance(answer, str):
+        if not answer:
+            raise RowError(f"{key}: is empty; add an answer, or remove the row")
+        return tokenizer.encode_texts(prompt, answer)
+    if isinstance(prompt, str) != isinstance(answer, str):
+        raise RowError(
+            f"prompt is {type_name(prompt)}, but {key} is {type_name(answer)}; use strings for both, or lists of "
+            f"messages for both"
+        )
+    messages = [*_messages("prompt", prompt), *_messages(key, answer)]
+    return tokenizer.encode_messages(messages, len(prompt), row.get("tools"))
+
+
+def _messages(key: str, value: Any) -> list[Message]:
+    """Check a list of messages, and return it without keys that are null. Raises RowError if a message is invalid."""
+    if not isinstance(value, list) or not value:
+        raise RowError(f"{key}: expected a list of messages, got {type_name(value)}")
+    messages: list[Message] = []
+    for number, message in enumerate(value):
+        where = f"{key}[{number}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RowError(f"{where}: expected an object with role and content, got {type_name(message)}")
+        role, content = message["role"], message.get("content")
+        if role not in _ROLES:
+            raise RowError(f"{where}.role: unknown role {role!r}{choices(role, _ROLES)}")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise RowError(f"{where}.content: expected a string, got {type_name(content)}")
+        messages.append({name: item for name, item in message.items() if item is not None})
+    return messages

@@ -1,0 +1,208 @@
+"""Renders conversations with a chat template, and finds the tokens that the assistant writes."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.common import plainfile
+from lockstep.common.importing import import_extra
+from lockstep.data.text.tokenizer import FromFile
+from lockstep.errors import UsageError, error_as, os_error_as
+
+ASSISTANT: Final = "assistant"
+_MAX_FILE_BYTES: Final = 1 << 24
+_CONFIG: Final = "tokenizer_config.json"
+_TEMPLATE: Final = "chat_template.jinja"
+_GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TODAY: Final = "strftime_now"  # a function of chat templates that returns today's date
+_MAX_MESSAGE_LENGTH: Final = 200
+
+Message = Mapping[str, Any]
+Spans = Sequence[tuple[int, int]]  # start and end in characters
+
+
+class RowError(ValueError):
+    """A row of the data can't be used. The message has the reason, and what to do."""
+
+
+class Tokens(NamedTuple):
+    """The tokens of a text, and for each token whether it is a target. Both have the shape [length]."""
+
+    ids: NDArray[np.int64]
+    counted: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A chat template, and the special tokens and variables that it can use.
+
+    - `template`: The Jinja template, or None if there is none.
+    - `special`: The special tokens by name, such as `eos_token`.
+    - `variables`: Additional variables of the template.
+    """
+
+    template: str | None
+    special: Mapping[str, str]
+    variables: Mapping[str, Any]
+
+    @property
+    def sha256(self) -> str:
+        """The hash of everything that determines the text of a conversation."""
+        parts = [self.template, dict(self.special), dict(self.variables)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def read_format(tokenizer: Path, template: str | None, variables: Mapping[str, Any]) -> ChatFormat:
+    """Read the chat template and the special tokens from the files next to a tokenizer file.
+
+    `template` is the file of a Jinja template that replaces the template of the tokenizer.
+    """
+    config = _read_config(tokenizer.parent / _CONFIG)
+    special = {name: text for name, value in config.items() if name.endswith("_token") and (text := _token_text(value))}
+    beside = tokenizer.parent / _TEMPLATE
+    if template is not None:
+        return ChatFormat(_read(Path(template)).decode(), special, variables)
+    if beside.is_file():
+        return ChatFormat(_read(beside).decode(), special, variables)
+    return ChatFormat(_template_text(config.get("chat_template")), special, variables)
+
+
+@final
+class ChatTokenizer:
+    """Encodes conversations, and texts that consist of a prompt and a completion."""
+
+    def __init__(self, file: str, chat: ChatFormat) -> None:
+        tokenizer = FromFile(file)
+        self.vocabulary = tokenizer.vocabulary
+        self.facts = tokenizer.facts
+        self._library: Any = tokenizer.library
+        # A tokenizer.json can contain settings that truncate or pad each text.
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._file = file
+        self._chat = chat
+        self._marks_assistant = chat.template is not None and bool(_GENERATION.search(chat.template))
+
+    def encode_messages(self, messages: Sequence[Message], first: int = 0, tools: Any = None) -> Tokens:
+        """Encode a conversation. The tokens of assistant messages from message `first` on are targets.
+
+        Raises RowError if the template rejects the conversation, or if the tokens of the assistant can't be found.
+        """
+        text, marked = self._render(messages, tools, marked=self._marks_assistant)
+        if self._marks_assistant:
+            start = 0 if not first else len(self._prefix(text, messages[:first], tools, prompt=False))
+            spans: Spans = [(begin, end) for begin, end in marked if begin >= start]
+        else:
+            numbers = [number for number in range(first, len(messages)) if messages[number]["role"] == ASSISTANT]
+            spans = [
+                (
+                    len(self._prefix(text, messages[:number], tools, prompt=True)),
+                    len(self._prefix(text, messages[: number + 1], tools, prompt=False)),
+                )
+                for number in numbers
+            ]
+        return self._encode(text, spans, add_special_tokens=False)  # the template writes special tokens itself
+
+    def encode_texts(self, prompt: str, completion: str) -> Tokens:
+        """Encode a prompt and its completion without a template. The completion and `eos_token` are targets."""
+        if (end := self._chat.special.get("eos_token")) is None:
+            raise UsageError(
+                f"dataset chat: {self._file}: the tokenizer has no eos_token, so a model would not learn where a "
+                f"completion ends; set eos_token in {_CONFIG} next to it, or use messages and a chat template"
+            )
+        text = prompt + completion + end
+        return self._encode(text, [(len(prompt), len(text))], add_special_tokens=True)
+
+    def _prefix(self, text: str, messages: Sequence[Message], tools: Any, *, prompt: bool) -> str:
+        """Render the first messages of a conversation. Raises RowError if they aren't a prefix of its `text`."""
+        prefix, _ = self._render(messages, tools, prompt=prompt)
+        if not text.startswith(prefix):
+            raise RowError(
+                f"the chat template renders the first {len(messages)} messages differently if more messages follow, so "
+                f"the tokens of the assistant cannot be found; mark them in the template with {{% generation %}} and "
+                f"{{% endgeneration %}}, and set recipe.data.options.chat_template to its file"
+            )
+        return prefix
+
+    def _render(
+        self, messages: Sequence[Message], tools: Any, *, marked: bool = False, prompt: bool = False
+    ) -> tuple[str, Spans]:
+        """Return the text of a conversation. If `marked` is set, also return the spans that the template marks."""
+        if self._chat.template is None:
+            raise UsageError(
+                f"dataset chat: {self._file}: the tokenizer has no chat template: neither {_TEMPLATE} nor a "
+                f"chat_template in {_CONFIG} is next to it; set recipe.data.options.chat_template to the file of a "
+                f"Jinja template"
+            )
+        rendering = import_extra("transformers.utils.chat_template_utils", "transformers", "dataset chat")
+        # The date of a run must not change its data. As a string, the function of this name can't be called.
+        variables = {**self._chat.special, _TODAY: "", **self._chat.variables}
+        try:
+            texts, spans = rendering.render_jinja_template(
+                [list(messages)],
+                tools=tools,
+                chat_template=self._chat.template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=prompt,
+                **variables,
+            )
+        except ImportError as error:
+            raise UsageError(f"dataset chat: {' '.join(str(error).split())}") from error
+        except Exception as error:  # a template can fail in any way
+            message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
+            if _TODAY in self._chat.template and "not callable" in message:
+                raise UsageError(
+                    f"dataset chat: the chat template writes today's date with {_TODAY}, so the data would change from "
+                    f"day to day; set the date in recipe.data.options.template_options, such as date_string"
+                ) from error
+            raise RowError(f"the chat template rejects it: {message}") from error
+        return texts[0], spans[0] if marked else ()
+
+    def _encode(self, text: str, spans: Spans, *, add_special_tokens: bool) -> Tokens:
+        encoding = self._library.encode(text, add_special_tokens=add_special_tokens)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        counted = np.zeros(len(offsets), np.bool_)
+        # A token that begins before a span contains a part of the prompt. A special token that the library adds is
+        # empty.
+        for begin, end in spans:
+            counted |= (offsets[:, 0] >= begin) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
+        counted[:1] = False  # nothing predicts the first token
+        return Tokens(np.array(encoding.ids, np.int64), counted)
+
+
+def _read(path: Path) -> bytes:
+    advice = "; set recipe.data.options.chat_template to a readable file"
+    with (
+        os_error_as(UsageError, f"dataset chat: {path}: cannot be read", advice),
+        plainfile.reader(path, links=True) as file,
+    ):
+        return file.read(_MAX_FILE_BYTES)
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    with error_as(UsageError, ValueError, f"dataset chat: {path}: not valid JSON", "; correct the file"):
+        config = plainfile.parse_json(_read(path))
+    return config if isinstance(config, dict) else {}
+
+
+def _token_text(value: Any) -> str | None:
+    """Return the text of a special token, which is a string, or an object with its content."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def _template_text(value: Any) -> str | None:
+    """Return the template of a config, or its template `default` if it has several."""
+    if isinstance(value, list):
+        named = {each.get("name"): each.get("template") for each in value if isinstance(each, Mapping)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,90 @@
+"""Adds a frozen reference to a language model, for tasks that compare the two.
+
+The reference is the model as it is when training starts. If only adapters are trained, this is the model with its
+adapters disabled, which needs no memory. Otherwise, it is a frozen copy, which is part of the model, so engines shard
+it and checkpoints contain it.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.models.freezing import keep_in_evaluation
+from lockstep.tasks.batches import get_predictions
+from lockstep.tasks.dpo import POLICY, REFERENCE, answer_log_probs
+
+PREFIX: Final = f"{REFERENCE}."  # of the tensors of a frozen copy
+
+
+def add_reference(model: nn.Module, *, adapters_only: bool) -> None:
+    """Add a reference to a model, and replace its forward by a forward of both.
+
+    The new forward takes `input_ids` and `answers` of shape [n, 2, t], and returns the log-probabilities of the answers
+    as Dpo expects them. If it is called without `answers`, it returns the outputs of the model. The names of the
+    model's parameters don't change. If `adapters_only` is set, all other parameters must be frozen.
+    """
+    if not adapters_only:
+        if REFERENCE in dict(model.named_children()):
+            raise UsageError(
+                f"recipe.task: dpo adds a module {REFERENCE} to the model, which already has one; rename it"
+            )
+        reference = copy.deepcopy(model).requires_grad_(False)
+        _set_adapters(reference, enabled=False)
+        keep_in_evaluation(reference)
+        model.add_module(REFERENCE, reference)
+    model.forward = partial(_compare, model, adapters_only)
+
+
+def remove_reference(model: nn.Module) -> None:
+    """Remove the reference of a model, and restore its forward. Without a reference, this is a no-op."""
+    forward = vars(model).get("forward")
+    if isinstance(forward, partial) and forward.func is _compare:
+        del model.forward
+        if REFERENCE in dict(model.named_children()):
+            delattr(model, REFERENCE)
+
+
+def _compare(model: nn.Module, adapters_only: bool, input_ids: Tensor, answers: Tensor | None = None) -> Any:
+    forward = type(model).forward
+    if answers is None:
+        return forward(model, input_ids)
+    ids, targets = input_ids.flatten(0, 1), answers.flatten(0, 1)
+    with torch.no_grad():
+        if adapters_only:
+            with _as_reference(model):
+                outputs = forward(model, ids)
+        else:
+            outputs = model.get_submodule(REFERENCE)(ids)
+        reference = answer_log_probs(get_predictions(outputs), targets)
+        del outputs  # the logits are large
+    policy = answer_log_probs(get_predictions(forward(model, ids)), targets)
+    return {POLICY: policy.view(answers.shape[:2]), REFERENCE: reference.view(answers.shape[:2])}
+
+
+@contextmanager
+def _as_reference(model: nn.Module) -> Iterator[None]:
+    """Disable adapters and dropout."""
+    training = [module for module in model.modules() if module.training]
+    _set_adapters(model, enabled=False)
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        _set_adapters(model, enabled=True)
+        for module in training:
+            module.training = True
+
+
+def _set_adapters(model: nn.Module, *, enabled: bool) -> None:
+    for name in [path for path, _ in model.named_modules()]:
+        if name.endswith(".lora_A"):
+            layer: Any = model.get_submodule(name.removesuffix(".lora_A"))
+            # The method enable_adapters would also change requires_grad.
+            layer._disable_adapters = not enabled

@@ -1,0 +1,84 @@
+"""Checks of post-training: that packed conversations don't affect each other, and that a reference is supported."""
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.common.own_code import UserCode
+from lockstep.core.batch import call_model, tensors_of
+from lockstep.data.items import preserve_generators
+from lockstep.device.cached_tensors import drop_new_tensors
+from lockstep.errors import UsageError
+from lockstep.models.initialise import initialise
+from lockstep.setup.build import Setup, make_model_builder
+from lockstep.setup.resolved import ResolvedConfig
+from lockstep.tasks.batches import get_predictions
+from lockstep.tasks.dpo import Dpo
+from lockstep.tasks.sft import POSITIONS
+
+_LARGEST: Final = 250_000_000  # the maximum number of parameters of a model that is checked with all its layers
+_FEW_LAYERS: Final = 2
+_LENGTH: Final = 8  # of each of the two sequences, which consist of values of a sample
+_BOUND: Final = 2.0**-10  # maximum difference between shapes, relative to the largest magnitude
+
+
+def check_reference(resolved: ResolvedConfig, ready: Setup) -> None:
+    """Raise UsageError if the recipe or the strategy doesn't support a task with a reference."""
+    if not isinstance(ready.task, Dpo):
+        return
+    recipe, strategy = resolved.recipe, resolved.strategy
+    if resolved.strategy_name == "pipeline" or strategy.mesh(resolved.processes).pipe > 1:
+        raise UsageError(
+            f"strategy {resolved.strategy_name}: not supported by task dpo, which runs the model and its reference one "
+            f"after the other, so it has no single sequence of modules to split; use strategy ddp, zero1, zero2, zero3 "
+            f"or hsdp"
+        )
+    for key, value in {"chunks": recipe.model.chunks, "sequence_chunks": recipe.model.sequence_chunks}.items():
+        if value > 1:
+            raise UsageError(f"recipe.model.{key}: not supported by task dpo; remove it")
+    if recipe.compile:
+        raise UsageError("recipe.compile: not supported by task dpo; set recipe.compile=false")
+
+
+def check_packing(ready: Setup) -> None:
+    """Raise UsageError if a sequence affects the outputs of the sequence that is packed after it.
+
+    Two packed sequences must have the outputs that they have on their own. Changing the first sequence must not change
+    a bit of the outputs of the second.
+    """
+    if not ready.data.facts.get("packed"):
+        return
+    name = ready.problem.name
+    with preserve_generators(), drop_new_tensors():
+        model = _model(ready).eval()
+        with torch.no_grad(), UserCode(name):
+            sample = tensors_of(ready.data.train.fetch(np.array([0]), None))[0].flatten()
+            first, second, other = sample[torch.randint(len(sample), (3, 1, _LENGTH))]
+            packed, changed = _outputs(model, first, second), _outputs(model, other, second)
+            alone = _outputs(model, second)
+    tail = packed[:, _LENGTH:]
+    leaks = not torch.equal(tail, changed[:, _LENGTH:])
+    if leaks or not (tail - alone).abs().max() <= _BOUND * alone.abs().max():
+        raise UsageError(
+            f"{name}: recipe.data.options.pack: a packed conversation "
+            f"{'affects the conversation after it' if leaks else 'has different outputs than on its own'}, since the "
+            f"model does not start anew where {POSITIONS} start at 0; remove pack, or use a model that does, such as "
+            f"llama or qwen3"
+        )
+
+
+def _model(ready: Setup) -> nn.Module:
+    """Build the model with random weights. A large model of transformers gets only a few layers."""
+    if ready.summary.parameters <= _LARGEST:
+        return initialise(ready.blank, ready.recipe.seed)
+    model = ready.recipe.model
+    options = {**model.options, "num_hidden_layers": _FEW_LAYERS}
+    recipe = ready.recipe.model_copy(update={"model": model.model_copy(update={"options": options})})
+    return initialise(make_model_builder(recipe, ready.data.facts), ready.recipe.seed)
+
+
+def _outputs(model: nn.Module, *sequences: Tensor) -> Tensor:
+    positions = torch.cat([torch.arange(sequence.shape[1])[None] for sequence in sequences], 1)
+    return get_predictions(call_model(model, {"input_ids": torch.cat(sequences, 1), POSITIONS: positions}))

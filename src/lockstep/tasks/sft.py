@@ -1,0 +1,93 @@
+"""Supervised fine-tuning: next-token prediction of the tokens that the assistant writes in a conversation."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, final
+
+from torch import Tensor
+
+from lockstep.core.batch import Batch, Inputs
+from lockstep.errors import UsageError
+from lockstep.tasks.base import LOSS, Figures, Monitor, Report
+from lockstep.tasks.batches import get_predictions
+from lockstep.tasks.language import LABELS, Language
+
+POSITIONS: Final = "position_ids"
+_IDS: Final = "input_ids"
+
+
+@final
+@dataclass(frozen=True)
+class Sft:
+    """A task whose outputs are the logits of the next token at each position, with shape [n, t, vocabulary].
+
+    A batch has `input_ids` and `labels` of shape [n, t]. Labels have the same positions as the tokens, and are -100 for
+    tokens that aren't targets. If sequences contain several conversations, `position_ids` start at 0 in each
+    conversation. The weight of a batch is the number of its targets.
+    """
+
+    vocabulary: int | None = None
+    model_name: str = "model"
+    counts_samples: ClassVar[bool] = False
+    unit: ClassVar[str] = "tokens"
+    fractions: ClassVar[tuple[str, ...]] = ("token_accuracy",)
+    monitor: ClassVar[Monitor] = LOSS
+
+    @property
+    def _language(self) -> Language:
+        return Language(vocabulary=self.vocabulary, model_name=self.model_name)
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """See Task."""
+        ids = _rows(batch)[_IDS]
+        return {_IDS: ids, POSITIONS: batch[POSITIONS]} if POSITIONS in batch else (ids,)
+
+    def weight(self, batch: Batch) -> int:
+        """See Task."""
+        return self._language.weight(_rows(batch))
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """See Task."""
+        return self._language.loss(outputs, batch)
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return the number of targets that are the most likely token."""
+        targets = batch[LABELS][:, 1:]
+        likely = get_predictions(outputs, self.model_name)[:, :-1].argmax(2)
+        return {"correct": ((likely == targets) & (targets != self._language.ignore)).sum()}
+
+    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+        """Return the perplexity, and the fraction of targets that are the most likely token."""
+        weight = max(int(sums["weight"]), 1)
+        loss = float(sums["loss"]) / weight
+        return {
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "token_accuracy": int(sums["correct"]) / weight,
+        }
+
+    def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """See Task."""
+        return {}
+
+    def report(self, sums: Mapping[str, Tensor]) -> Report:
+        """See Task."""
+        return {}
+
+    def check(self, outputs: Any, batch: Batch) -> None:
+        """See Task."""
+        self._language.check(outputs, batch)
+
+
+def sft(model: str, vocabulary: int | None = None) -> Sft:
+    """Create the task from the options of a recipe. `vocabulary` is the vocabulary size of the data."""
+    return Sft(vocabulary, model)
+
+
+def _rows(batch: Batch) -> Mapping[str, Tensor]:
+    if not isinstance(batch, Mapping) or not {_IDS, LABELS} <= batch.keys():
+        raise UsageError(
+            f"recipe.task: sft requires batches with {_IDS} and {LABELS}; use recipe.data.name=chat, or a dataset "
+            f"whose samples have both"
+        )
+    return batch
