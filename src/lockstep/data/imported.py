@@ -4,20 +4,25 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from lockstep.common.importing import import_callable, import_object
 from lockstep.common.own_code import UserCode
 from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
-from lockstep.data.items import CheckedSplit, Collate, ImportedSplit, is_map_style
+from lockstep.data.items import CheckedSplit, Collate, ImportedSplit, is_map_style, preserve_generators
+from lockstep.data.streams.find import open_stream
+from lockstep.data.streams.sharded import Sharded
 from lockstep.errors import UsageError, error_as
 from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, infer_target_facts
+
+_STREAM_ADVICE: Final = "; a stream needs known shards, as a datasets.IterableDataset or a webdataset.WebDataset has"
 
 
 def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
@@ -62,6 +67,7 @@ def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, co
         else ImportedSplit(f"{label}: validation", validation, names, getattr(validation, "collate", None) or collate),
         facts=_check_json(label, {**_infer_facts(batch, names), **(getattr(train, "facts", None) or {})}),
         skipped=find_skip_mask(batch, names),
+        name=train.name if isinstance(train, Sharded) else None,
     )
 
 
@@ -110,6 +116,8 @@ def _select_options(label: str, function: Callable[..., Any], options: Mapping[s
 def _check_pair(label: str, result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {type_name(result)}")
+    with preserve_generators():  # indexing calls functions of the user, which may draw random numbers
+        result = [open_stream(dataset) for dataset in result]
     for name, dataset in zip(("training", "validation"), result, strict=True):
         if dataset is None and name == "validation":
             continue
@@ -117,6 +125,7 @@ def _check_pair(label: str, result: Any) -> tuple[Any, Any]:
             raise UsageError(
                 f"{label}: {name} part: expected a map-style dataset with a length and integer indexing"
                 f"{', or None for no validation' if name == 'validation' else ''}, got {type_name(dataset)}"
+                f"{_STREAM_ADVICE if isinstance(dataset, IterableDataset) else ''}"
             )
         if not len(dataset):
             raise UsageError(

@@ -17,6 +17,7 @@ from lockstep.core import random
 from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.data.base import Split
 from lockstep.data.collate import check_batch, stack_samples
+from lockstep.data.streams.sharded import Sharded
 from lockstep.errors import UsageError
 from lockstep.tasks.facts import check_pair
 
@@ -35,10 +36,13 @@ class Items:
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
-        self._label = label or f"dataset {type(dataset).__name__}"
+        # A digest of the shards and samples of a stream. None for any other dataset.
+        self.shards = dataset.digest if isinstance(dataset, Sharded) else None
+        self._label = label or (dataset.label if isinstance(dataset, Sharded) else f"dataset {type(dataset).__name__}")
         if not is_map_style(dataset):
-            advice = "pass loader.dataset" if isinstance(dataset, DataLoader) else "pass one, such as a list of items"
-            raise UsageError(f"{self._label}: not a map-style dataset with a length and integer indexing; {advice}")
+            raise UsageError(
+                f"{self._label}: not a map-style dataset with a length and integer indexing; {_advice(dataset)}"
+            )
         self._dataset = dataset
         self._collate = collate or default_collate
         self._length = _get_length(self._label, dataset)
@@ -163,6 +167,14 @@ def is_map_style(dataset: Any) -> bool:
     """Return whether a dataset has a length and integer indexing."""
     indexed = all(callable(getattr(type(dataset), name, None)) for name in ("__getitem__", "__len__"))
     return indexed and not isinstance(dataset, IterableDataset | dict)
+
+
+def _advice(dataset: Any) -> str:
+    if isinstance(dataset, DataLoader):
+        return "pass loader.dataset"
+    if isinstance(dataset, IterableDataset):
+        return "pass one, or a stream whose shards are known: a datasets.IterableDataset or a webdataset.WebDataset"
+    return "pass one, such as a list of items"
 
 
 def _get_length(label: str, dataset: Any) -> int:

@@ -69,6 +69,8 @@ class LoopPlan:
             "weighs": self.weight is not None,
         }
         data_settings["order"] = self.order.name
+        if self.items.shards is not None:
+            data_settings["shards"] = self.items.shards
         return {"batch": steps.batch, "microbatches": self.microbatches, **data_settings}
 
     def make_weigher(self, world: World) -> Weigh | None:

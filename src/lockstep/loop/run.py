@@ -42,6 +42,7 @@ from lockstep.loop.sequence import StepSequence
 from lockstep.loop.settings import validate_settings
 from lockstep.loop.state import ScriptState
 from lockstep.loop.step import Step
+from lockstep.loop.streams import Streams
 from lockstep.loop.training_loop import TrainingLoop, finish_loop, refuse_autocast
 from lockstep.ranks.status import RankStatus
 from lockstep.setup.strategy import check_strategy
@@ -79,6 +80,7 @@ class Run:
         self._evaluation = Evaluation(rank, self._gate, self._call_check, member.settings.seed)
         self._state = ScriptState(self._world)
         self._record = LoopRecord(rank, member.checkpoint)
+        self._streams = Streams(self._world)
         self._sequence = StepSequence(
             member, self._gate, self._call_check, self._logged_metrics, self._evaluation, self._state
         )
@@ -220,6 +222,7 @@ class Run:
         placed = self._begin_placed_call("run.steps")
         refuse_autocast("run.steps")
         with add_calling_line():
+            dataset = self._streams.open(dataset)
             items = Items(dataset, collate)
             sample_order = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
             if microbatches is None and microbatch is None:
@@ -251,7 +254,7 @@ class Run:
         samples = self._evaluation.batch_size(batch)
         self._sequence.report_complete()
         with add_calling_line():
-            items = Items(dataset, collate)
+            items = Items(self._streams.open(dataset), collate)
         loader = make_loader(placed, items, Steps(len(items), samples, epochs=1))
         return self._evaluation.batches(placed, loader, samples)
 

@@ -16,6 +16,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images import tar_index
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
+from lockstep.data.streams.index import FileMark
 from lockstep.errors import TrainingError, UsageError
 
 
@@ -70,9 +71,9 @@ def test_the_index_is_made_once_and_anew_for_another_archive(root: Path, monkeyp
     made: list[str] = []
     look = tar_index._scan_archive
 
-    def counted(archive: tarfile.TarFile, file: Path, label: str) -> tar_index.TarIndex:
-        made.append(file.name)
-        return look(archive, file, label)
+    def counted(archive: tarfile.TarFile, state: FileMark, label: str) -> tar_index.TarIndex:
+        made.append(Path(state.path).name)
+        return look(archive, state, label)
 
     monkeypatch.setattr(tar_index, "_scan_archive", counted)
     again = _open(root)
@@ -158,8 +159,18 @@ def test_a_damaged_picture_names_archive_and_member(tmp_path: Path) -> None:
         data.train.fetch(np.array([1, 0]), None)
     with (tmp_path / "train.tar").open("r+b") as file:
         file.truncate(600)
-    with pytest.raises(TrainingError, match=r"train\.tar: 002: the archive was truncated while in use; copy it again"):
+    with pytest.raises(
+        TrainingError, match=r"train\.tar: changed after it was indexed, from [\d,]+ to 600 bytes; keep"
+    ):
         data.train.fetch(np.array([2]), None)
+
+
+def test_an_archive_that_is_written_again_is_named(root: Path) -> None:
+    data = _open(root)
+    _write(root / "train-0.tar", _samples(1, 5))  # of the same size
+    with pytest.raises(TrainingError, match=r"train-0\.tar: changed after it was indexed: .* was written again; keep"):
+        data.train.fetch(np.array([0]), None)
+    data.train.fetch(np.array([6]), None)
 
 
 @pytest.mark.parametrize("rest", [0, 100, 512, 700])

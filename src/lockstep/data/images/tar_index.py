@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lockstep.common import plainfile
 from lockstep.data.images.scan import IMAGE_SUFFIXES
+from lockstep.data.streams.index import FileMark
 from lockstep.errors import UsageError, error_as
 
 _VERSION: Final = 1
@@ -23,10 +24,12 @@ _MAX_LABEL_BYTES: Final = 1 << 20  # maximum size of a label file
 class TarIndex(NamedTuple):
     """The images in the archive `file`: their names, classes, and `spans`.
 
-    `spans` contains the offset and size of each image in bytes, int64 of shape [n, 2].
+    `spans` contains the offset and size of each image in bytes, int64 of shape [n, 2]. `mark` is the state of the file
+    when it was indexed.
     """
 
     file: str
+    mark: FileMark
     names: NDArray[np.str_]
     spans: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -53,7 +56,8 @@ def load_index(file: Path, label: str) -> TarIndex:
         index = None if cache is None else _read_cached(cache, file, mark)
         if index is None:
             with tarfile.open(fileobj=stream, mode="r:") as archive:
-                index = _scan_archive(archive, file, label)
+                state = FileMark(str(file), status.st_size, str(status.st_mtime_ns))
+                index = _scan_archive(archive, state, label)
                 _check_end(stream, archive.offset, file)
             if cache is not None:
                 _write_cache(cache, index, mark)
@@ -66,7 +70,8 @@ def _read_cached(cache: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex |
         with plainfile.reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
             if not np.array_equal(arrays["mark"], mark):
                 return None
-            index = TarIndex(str(file), arrays["names"], arrays["spans"], arrays["targets"])
+            state = FileMark(str(file), int(mark[1]), str(mark[2]))
+            index = TarIndex(str(file), state, arrays["names"], arrays["spans"], arrays["targets"])
     except Exception:  # NumPy and zipfile may raise any exception for invalid bytes
         return None
     return index if len(index.names) == len(index.spans) == len(index.targets) else None
@@ -95,7 +100,8 @@ def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
         )
 
 
-def _scan_archive(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
+def _scan_archive(archive: tarfile.TarFile, state: FileMark, label: str) -> TarIndex:
+    file = state.path
     names, spans, targets = [], [], []
     for name, parts in _group_members(archive):
         picture = next((member for ending, member in parts.items() if f".{ending.lower()}" in IMAGE_SUFFIXES), None)
@@ -106,7 +112,7 @@ def _scan_archive(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
         targets.append(_read_target(archive, f"{file}: {name}", parts, label))
     if not names:
         raise UsageError(f"dataset webdataset: {file} has no images; add files that end in {', '.join(IMAGE_SUFFIXES)}")
-    return TarIndex(str(file), np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
+    return TarIndex(file, state, np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
 
 
 def _group_members(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:

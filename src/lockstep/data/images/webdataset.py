@@ -19,6 +19,7 @@ from lockstep.data.images.tar_index import TarIndex, load_index
 from lockstep.data.options import Count, Names, Share, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.shares import is_in_share
+from lockstep.data.streams.index import FileMark, check_unchanged
 from lockstep.errors import DataError, UsageError, os_error_as
 
 
@@ -90,6 +91,8 @@ class Archives:
         with os_error_as(DataError, f"{archive.file}: cannot be read", "; check the disk it is on"):
             if number not in self._descriptors:
                 self._descriptors[number] = plainfile.descriptor(Path(archive.file), links=True)
+            status = os.fstat(self._descriptors[number])
+            check_unchanged(archive.mark, FileMark(archive.file, status.st_size, str(status.st_mtime_ns)))
             content = bytearray(size)
             if os.preadv(self._descriptors[number], [content], offset) != size:
                 raise DataError(f"{self.name(index)}: the archive was truncated while in use; copy it again")

@@ -1,0 +1,215 @@
+"""The shards of an IterableDataset of Hugging Face's `datasets`. Its stages are applied to one row at a time."""
+
+import copy
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+
+from lockstep.common.own_code import UserCode, describe_error
+from lockstep.data.streams.index import (
+    FileMark,
+    ShardIndex,
+    check_unchanged,
+    mark_file,
+    read_cached,
+    write_cache,
+)
+from lockstep.data.streams.rows import RowStages, copy_dataset
+from lockstep.data.streams.sequential import Part, SequentialReader
+from lockstep.data.streams.stages import SourceShard, split_shards, split_windows
+from lockstep.errors import DataError, LockstepError, UsageError, UserCodeError, error_as
+
+_TABLE_FORMATS: Final = ("arrow", "pandas", "polars")
+_ROWS_PER_PART: Final = 64  # of a shard that is read row by row
+
+
+def hugging_face_shards(dataset: Any) -> "HuggingFaceShards | None":
+    """Return the shards of an IterableDataset of the library, or None if `dataset` is a different object.
+
+    Raises UsageError if the dataset has a stage that Lockstep can't apply to one row at a time.
+    """
+    module = sys.modules.get("datasets.iterable_dataset")
+    is_stream = module is not None and isinstance(dataset, module.IterableDataset)
+    return HuggingFaceShards(dataset) if is_stream else None
+
+
+@final
+class HuggingFaceShards:
+    """The shards of a dataset. See Shards. A sample is a dict of the columns, as in an iteration over the dataset."""
+
+    unordered: Sequence[str] = ()
+
+    def __init__(self, dataset: Any) -> None:
+        self.label = "dataset IterableDataset"
+        if dataset._distributed is not None:
+            raise UsageError(
+                f"{self.label}: has only the samples of one rank (split_dataset_by_node); pass the whole dataset, "
+                f"because Lockstep distributes the samples"
+            )
+        if dataset._formatting is not None and dataset._formatting.format_type in _TABLE_FORMATS:
+            raise UsageError(
+                f"{self.label}: returns tables (with_format({dataset._formatting.format_type!r})); use "
+                f"with_format('torch') or with_format(None)"
+            )
+        self._windows, inner = split_windows(self.label, dataset._ex_iterable)
+        self._shards = split_shards(self.label, inner)
+        self.names: Sequence[str] = [_shard_name(number, shard) for number, shard in enumerate(self._shards)]
+        self._dataset = copy_dataset(dataset)
+        self._dataset._epoch = 0  # `set_epoch` changes the order of shards
+        self._dataset._starting_state_dict = None
+        self._reader = SequentialReader(self._parts, self.names.__getitem__)
+        self._marks: dict[int, Sequence[FileMark]] = {}  # of the files of each shard when it was indexed
+        self._tables: dict[int, Any] = {}
+        self._stages: dict[tuple[Any, ...], RowStages] = {}
+
+    def window(self, samples: int) -> range:
+        """See Shards."""
+        window = range(samples)
+        for stage in self._windows:
+            window = window[stage.n :] if type(stage).__name__.startswith("Skip") else window[: stage.n]
+        return window
+
+    def index(self, shard: int) -> ShardIndex:
+        """See Shards. The number of rows of files is cached. A filter is applied each time."""
+        source = self._shards[shard]
+        with error_as(UsageError, OSError, f"{self.label}: {self.names[shard]}", "; check that the file exists"):
+            files = [mark_file(path) for path in source.files]
+        if source.filters:
+            kept = np.array([*self._kept_rows(shard)], np.int64)
+            return ShardIndex(len(kept), files, {"rows": kept})
+        if source.table is not None:
+            return ShardIndex(len(source.table), files)
+        cache = self._cache(source, files)
+        index = None if cache is None else read_cached(cache, files)
+        if index is None:
+            index = ShardIndex(sum(part.size for part in self._parts(shard, UsageError)), files)
+            if cache is not None:
+                write_cache(cache, index)
+        return index
+
+    def read(self, shard: int, index: ShardIndex, offset: int) -> Any:
+        """See Shards."""
+        source, row = self._shards[shard], _row_number(index, offset)
+        self._marks.setdefault(shard, index.files)
+        key = (type(source.source), *map(id, source.stages))
+        if key not in self._stages:
+            self._stages[key] = RowStages(self._dataset, source, source.stages)
+        content = self._row(shard, row)
+        with UserCode(f"{self.names[shard]}: row {row}"):
+            samples = self._stages[key].run(content)
+        if len(samples) != 1:
+            raise UserCodeError(
+                f"{self.names[shard]}: row {row}: the stages of the dataset return {len(samples)} samples for this "
+                f"row, expected 1; drop rows with filter, by a function of the row only"
+            )
+        return samples[0]
+
+    def sample_name(self, shard: int, index: ShardIndex, offset: int) -> str:
+        """See Shards."""
+        return f"{self.names[shard]}: row {_row_number(index, offset)}"
+
+    def _kept_rows(self, shard: int) -> Iterator[int]:
+        """Yield the numbers of the rows that the filters keep. Raises UsageError if a stage returns a row twice."""
+        stages = RowStages(self._dataset, self._shards[shard], self._shards[shard].filters)
+        name, previous = f"{self.label}: {self.names[shard]}", -1
+        try:
+            for row in stages.kept(self._rows(shard)):
+                if row == previous:
+                    raise UserCodeError(
+                        f"{name}: row {row}: a stage returns several samples for this row; use functions that return "
+                        f"one sample for each row"
+                    )
+                yield row
+                previous = row
+        except LockstepError:
+            raise
+        except Exception as error:  # of the functions
+            raise UserCodeError(f"{name}: row {stages.current}: {describe_error(error)}") from error
+
+    def _rows(self, shard: int) -> Iterator[Any]:
+        """Yield all rows of a shard."""
+        source = self._shards[shard]
+        if source.table is not None:
+            yield from (self._row(shard, row) for row in range(len(source.table)))
+            return
+        for part in self._parts(shard, UsageError):
+            yield from (_row_of_part(part, row) for row in range(part.size))
+
+    def _row(self, shard: int, row: int) -> Any:
+        """Return a row as the source of the shard does: a table with a single row, or a dict."""
+        source = self._shards[shard]
+        if source.table is None:
+            return _row_of_part(*self._reader.row(shard, row))
+        if shard not in self._tables:
+            self._tables[shard] = source.table.with_format("arrow")
+        return self._tables[shard][row : row + 1]
+
+    def _parts(self, shard: int, kind: type[LockstepError] = DataError) -> Iterator[Part]:
+        """Yield the tables of a shard, or lists of its rows. Raises an error of type `kind` if reading fails."""
+        source = self._shards[shard]
+        for mark in self._marks.get(shard, ()):
+            check_unchanged(mark)
+        arguments = copy.deepcopy(source.arguments)
+        with error_as(kind, Exception, f"{self.label}: cannot read {self.names[shard]}", "; check or replace it"):
+            if source.has_tables:
+                for _, table in source.generate(**arguments):
+                    yield Part(table, len(table), table.nbytes)
+                return
+            rows = (row for _, row in source.generate(**arguments))
+            while group := [*islice(rows, _ROWS_PER_PART)]:
+                yield Part(group, len(group), _bytes(group))
+
+    def _cache(self, source: SourceShard, files: Sequence[FileMark]) -> Path | None:
+        """Return the path of the cached number of rows, or None if the shard isn't read from files."""
+        if not files or any(mark.size < 0 for mark in files):
+            return None
+        key = self._source_hashes.get(id(source.source))
+        if key is None:
+            return None
+        arguments = json.dumps(dict(source.arguments), default=lambda value: type(value).__name__)
+        digest = hashlib.sha256(f"{key} {arguments} {files}".encode()).hexdigest()
+        folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(folder).expanduser() / "lockstep" / "shards" / f"{digest[:32]}.npz"
+
+    @cached_property
+    def _source_hashes(self) -> Mapping[int, str]:
+        """The hash of the code and settings of each source. The library can't hash every function."""
+        hashes: dict[int, str] = {}
+        version, hasher = sys.modules["datasets"].__version__, sys.modules["datasets.fingerprint"].Hasher
+        for source, generate in {id(shard.source): shard.generate for shard in self._shards}.items():
+            with suppress(Exception):
+                hashes[source] = hasher.hash([version, generate])
+        return hashes
+
+
+def _shard_name(number: int, shard: SourceShard) -> str:
+    files = [] if shard.table is not None else shard.files
+    return files[0] if files else f"shard {number}"
+
+
+def _row_number(index: ShardIndex, offset: int) -> int:
+    return int(index.positions["rows"][offset]) if "rows" in index.positions else offset
+
+
+def _row_of_part(part: Part, row: int) -> Any:
+    return part.rows[row] if isinstance(part.rows, list) else part.rows.slice(row, 1)
+
+
+def _bytes(value: Any) -> int:
+    """Return about how much memory a value takes."""
+    if isinstance(value, Mapping):
+        return sum(map(_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes, value))
+    if isinstance(value, bytes | str):
+        return len(value)
+    return int(getattr(value, "nbytes", 0)) or sys.getsizeof(value)

@@ -1,0 +1,153 @@
+"""The index of a shard: its samples and their positions, the files that it is read from, and the cache of the index."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.common import plainfile
+from lockstep.common.patterns import list_some
+from lockstep.errors import DataError
+
+_VERSION: Final = 1
+_REMOTE_VERSIONS: Final = ("ETag", "etag", "blob_id", "mtime", "last_modified", "LastModified", "created")
+_COPY_AGAIN: Final = "keep the shards unchanged during a run, and start it again"
+
+
+class FileMark(NamedTuple):
+    """The state of a file: its size in bytes, and its modification time or the version that a server reports."""
+
+    path: str
+    size: int
+    version: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the file is on a file system of this host."""
+        return "://" not in self.path
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """The samples of a shard.
+
+    - `samples`: The number of samples.
+    - `files`: The files that the shard is read from, as they were when it was indexed.
+    - `positions`: The positions of the samples, as int64 arrays. Each kind of shard has different arrays.
+    - `names`: The names that occur in the shard. Each kind of shard has different lists.
+    """
+
+    samples: int
+    files: Sequence[FileMark] = ()
+    positions: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the index as JSON-serializable values."""
+        positions = {name: array.tolist() for name, array in self.positions.items()}
+        names = {name: [*values] for name, values in self.names.items()}
+        return {"samples": self.samples, "files": [[*mark] for mark in self.files], "positions": positions} | {
+            "names": names
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> "ShardIndex":
+        """Return the index for the result of `to_json`."""
+        positions = {name: np.array(array, np.int64) for name, array in value["positions"].items()}
+        return ShardIndex(value["samples"], [FileMark(*mark) for mark in value["files"]], positions, value["names"])
+
+    def digest(self, ignored: Iterable[str] = ()) -> str:
+        """Return a digest of the samples. It doesn't depend on the location of the files, or on `ignored` positions."""
+        positions = {name: array.tolist() for name, array in self.positions.items() if name not in ignored}
+        names = {name: [*values] for name, values in self.names.items()}
+        return hashlib.sha256(json.dumps([self.samples, positions, names]).encode()).hexdigest()
+
+
+def mark_file(path: str) -> FileMark:
+    """Return the current state of a file. Raises OSError if a local file doesn't exist.
+
+    If a server doesn't report the state of a remote file, the size is -1.
+    """
+    if "://" not in path:
+        status = os.stat(path)
+        return FileMark(path, status.st_size, str(status.st_mtime_ns))
+    try:
+        import fsspec  # comes with datasets
+
+        system, name = fsspec.core.url_to_fs(path)
+        info = system.info(name)
+    except Exception:  # each file system and each server may raise any exception
+        return FileMark(path, -1, "")
+    versions = [str(info[key]) for key in _REMOTE_VERSIONS if info.get(key)]
+    return FileMark(path, int(info.get("size") or -1), " ".join(versions))
+
+
+def check_unchanged(mark: FileMark, current: FileMark | None = None) -> None:
+    """Raise DataError if a file isn't in the state `mark`, in which it was indexed. Pass `current` if it is known."""
+    if current is None:
+        try:
+            current = mark_file(mark.path)
+        except OSError as error:
+            raise DataError(
+                f"{mark.path}: cannot be read since it was indexed: {error.strerror}; {_COPY_AGAIN}"
+            ) from error
+    if current.size != mark.size:
+        raise DataError(
+            f"{mark.path}: changed after it was indexed, from {mark.size:,} to {current.size:,} bytes; {_COPY_AGAIN}"
+        )
+    if current.version != mark.version:
+        raise DataError(
+            f"{mark.path}: changed after it was indexed: it has {mark.size:,} bytes as before, but was written again; "
+            f"{_COPY_AGAIN}"
+        )
+
+
+def read_cached(cache: Path, files: Sequence[FileMark]) -> ShardIndex | None:
+    """Return the cached index, or None if it doesn't exist or if the files have changed since."""
+    try:
+        with plainfile.reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
+            if str(arrays["mark"]) != _mark_text(files):
+                return None
+            texts = plainfile.parse_json(str(arrays["names"]))
+            positions = {name.removeprefix("at_"): arrays[name] for name in arrays if name.startswith("at_")}
+            return ShardIndex(int(arrays["samples"]), files, positions, texts)
+    except Exception:  # for invalid bytes, NumPy and zipfile may raise any exception
+        return None
+
+
+def write_cache(cache: Path, index: ShardIndex) -> None:
+    """Cache an index, if its folder is writable.
+
+    Several ranks may write the same cache. Each rank writes its own temporary file with the same content, and the last
+    rename takes effect.
+    """
+    new = cache.with_name(f"{cache.name}.{os.getpid()}.new")
+    positions = {f"at_{name}": array for name, array in index.positions.items()}
+    names = json.dumps({name: [*values] for name, values in index.names.items()})
+    with suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with open(new, "xb") as stream:
+            np.savez(
+                stream,
+                mark=np.array(_mark_text(index.files)),
+                samples=np.array(index.samples),
+                names=np.array(names),
+                **positions,  # type: ignore[arg-type]
+            )
+        os.replace(new, cache)
+
+
+def describe(files: Sequence[FileMark]) -> str:
+    """Return the paths of files for messages."""
+    return list_some([mark.path for mark in files], 3)
+
+
+def _mark_text(files: Sequence[FileMark]) -> str:
+    return json.dumps([_VERSION, *([*mark] for mark in files)])

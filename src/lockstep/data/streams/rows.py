@@ -1,0 +1,85 @@
+"""Applies the stages of a Hugging Face IterableDataset to single rows."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch.utils.data._utils import worker
+
+from lockstep.data.streams.stages import SourceShard, is_one_to_one, replace_input
+
+
+@final
+class RowStages:
+    """The stages of a dataset, for rows of one kind of source.
+
+    Setting up the stages takes about a millisecond, which is more than most rows take. Therefore the stages are set up
+    once, and read from a queue of rows. They never read ahead. If a stage drops a row, or returns several, the stages
+    are set up again for the next row.
+    """
+
+    def __init__(self, dataset: Any, shard: SourceShard, stages: Sequence[Any]) -> None:
+        self._dataset = dataset
+        self._source = type(shard.source)
+        self._stages = stages
+        self._is_one_to_one = is_one_to_one(stages)
+        self._queue: deque[Any] = deque()
+        self._samples: Iterator[dict[str, Any]] | None = None
+        self.current = -1  # the number of the row that `kept` has read last
+
+    def run(self, row: Any) -> list[dict[str, Any]]:
+        """Return the samples for a row, which is a table with a single row, or a dict."""
+        self._queue.clear()  # a stage that failed may have left a row
+        self._queue.append(row)
+        samples, self._samples = self._samples or self._run(self._rows()), None
+        results = []
+        for sample in samples:
+            results.append(sample)
+            if self._is_one_to_one:
+                self._samples = samples
+                break
+        return results
+
+    def kept(self, rows: Iterable[Any]) -> Iterator[int]:
+        """Yield the index of the row of each sample, for all rows of a shard."""
+        for _ in self._run(self._number(rows)):
+            yield self.current
+
+    def _number(self, rows: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        for self.current, row in enumerate(rows):
+            yield self.current, row
+
+    def _rows(self) -> Iterator[tuple[int, Any]]:
+        while self._queue:
+            yield 0, self._queue.popleft()
+
+    def _run(self, rows: Iterator[tuple[int, Any]]) -> Iterator[dict[str, Any]]:
+        node = self._source(lambda: rows, {})
+        for stage in self._stages:
+            node = replace_input(stage, node)
+        dataset = copy_dataset(self._dataset)
+        dataset._ex_iterable = node
+        samples = iter(dataset)
+        with _outside_loader_process():
+            first = next(samples, None)
+        if first is not None:
+            yield first
+            yield from samples
+
+
+@contextmanager
+def _outside_loader_process() -> Iterator[None]:
+    """Hide that this is a loader process. The library would read a part of the shards, which it checks once."""
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
+
+
+def copy_dataset(dataset: Any) -> Any:
+    """Return a copy of a dataset. copy.copy would return a dataset that shares all attributes with the original."""
+    result = object.__new__(type(dataset))
+    vars(result).update(vars(dataset))
+    return result

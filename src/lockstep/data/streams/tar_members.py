@@ -1,0 +1,112 @@
+"""Finds the members of a tar archive in WebDataset format: the key of each sample, and where its files are."""
+
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+from lockstep.common import plainfile
+from lockstep.common.own_code import UserCode
+from lockstep.data.streams.index import FileMark, ShardIndex
+from lockstep.data.streams.pipeline import Pipeline
+from lockstep.errors import LockstepError, UsageError
+
+_BLOCK: Final = tarfile.BLOCKSIZE
+_METADATA: Final = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
+_COPY_AGAIN: Final = "use a complete tar archive without compression"
+LOCAL_PATH: Final = "__local_path__"  # the path of the archive in a sample, which newer versions of webdataset add
+
+
+def scan_members(label: str, path: str, pipeline: Pipeline) -> ShardIndex:
+    """Read the headers of an archive and return its index. The content of members isn't read.
+
+    The grouping stage of the pipeline gets an (offset, size) pair instead of the content of each member. Nothing is
+    unpacked, so paths in names have no effect. Raises UsageError if the file isn't a complete archive.
+    """
+    try:
+        with plainfile.reader(Path(path), links=True) as stream:
+            status = os.fstat(stream.fileno())
+            mark = FileMark(path, status.st_size, str(status.st_mtime_ns))
+            with tarfile.open(fileobj=stream, mode="r:") as archive:
+                samples = [*pipeline.group(_members(label, archive, path, pipeline))]
+                _check_end(label, stream, archive.offset, path)
+    except LockstepError:
+        raise
+    except (OSError, ValueError, OverflowError, tarfile.TarError) as error:
+        # The library adds objects to the arguments of an exception. The first one is its message.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else (error.args or (error,))[0]
+        raise UsageError(f"{label}: cannot read {path} as a tar archive: {reason}; {_COPY_AGAIN}") from error
+    return _index(samples, mark)
+
+
+def _members(label: str, archive: tarfile.TarFile, path: str, pipeline: Pipeline) -> Iterator[dict[str, Any]]:
+    """Yield the regular members of an archive as the file expander of webdataset does, with their positions."""
+    local_path = {LOCAL_PATH: path} if pipeline.has_local_path else {}
+    for member in archive:
+        name = member.name
+        if not member.isreg() or ("/" not in name and name.startswith("__") and name.endswith("__")):
+            continue
+        if _METADATA.match(name):
+            continue
+        if member.issparse():
+            raise UsageError(f"{label}: {path}: {name} is a sparse file, which has no single position; pack it again")
+        with UserCode(f"{label}: {path}: {name}"):
+            name = name if pipeline.rename is None else pipeline.rename(name)
+            if pipeline.select is not None and not pipeline.select(name):
+                continue
+        yield {"fname": name, "data": (member.offset_data, member.size), "__url__": path, **local_path}
+
+
+def _check_end(label: str, stream: BinaryIO, offset: int, path: str) -> None:
+    """Raise UsageError if the archive doesn't end with an empty block, which tarfile doesn't check."""
+    stream.seek(offset)
+    if stream.read(_BLOCK) != bytes(_BLOCK):
+        raise UsageError(
+            f"{label}: {path} is truncated or damaged at byte {offset:,}, where it is expected to end; copy it again"
+        )
+
+
+def _index(samples: list[dict[str, Any]], mark: FileMark) -> ShardIndex:
+    suffixes: dict[str, int] = {}
+    members = [
+        (number, suffixes.setdefault(suffix, len(suffixes)), *position)
+        for number, sample in enumerate(samples)
+        for suffix, position in sample.items()
+        if isinstance(position, tuple)
+    ]
+    table = np.array(members, np.int64).reshape(-1, 4)
+    firsts = np.searchsorted(table[:, 0], np.arange(len(samples) + 1))
+    return ShardIndex(
+        len(samples),
+        [mark],
+        {"firsts": firsts, "suffixes": table[:, 1], "offsets": table[:, 2], "sizes": table[:, 3]},
+        {
+            "keys": [sample["__key__"] for sample in samples],
+            "suffixes": [*suffixes],
+            "extras": [LOCAL_PATH] if samples and LOCAL_PATH in samples[0] else [],
+        },
+    )
+
+
+def spans(index: ShardIndex, sample: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the suffix, the offset and the size in bytes of each file of a sample."""
+    first, end = index.positions["firsts"][sample : sample + 2].tolist()
+    columns = (index.positions[name][first:end].tolist() for name in ("suffixes", "offsets", "sizes"))
+    for suffix, offset, size in zip(*columns, strict=True):
+        yield index.names["suffixes"][suffix], offset, size
+
+
+def select_samples(index: ShardIndex, kept: list[int]) -> ShardIndex:
+    """Return the index of only some samples of a shard."""
+    firsts = index.positions["firsts"]
+    ranges = [np.arange(firsts[sample], firsts[sample + 1]) for sample in kept]
+    rows = np.concatenate([*ranges, np.arange(0)])
+    positions = {name: array[rows] for name, array in index.positions.items() if name != "firsts"}
+    positions["firsts"] = np.cumsum([0, *(len(part) for part in ranges)])
+    keys = index.names["keys"]
+    names = {**index.names, "keys": [keys[sample] for sample in kept]}
+    return ShardIndex(len(kept), index.files, positions, names)

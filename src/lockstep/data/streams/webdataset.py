@@ -1,0 +1,141 @@
+"""The shards of a WebDataset pipeline. A sample is read at the positions of its files."""
+
+import hashlib
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+from urllib.parse import urlparse
+
+from lockstep.common import plainfile
+from lockstep.common.own_code import UserCode
+from lockstep.data.streams.index import (
+    FileMark,
+    ShardIndex,
+    check_unchanged,
+    mark_file,
+    read_cached,
+    write_cache,
+)
+from lockstep.data.streams.pipeline import Stage, is_local, parse_pipeline
+from lockstep.data.streams.tar_members import LOCAL_PATH, scan_members, select_samples, spans
+from lockstep.errors import DataError, UsageError, UserCodeError, error_as, os_error_as
+
+_MAX_OPEN: Final = 128  # archives
+
+
+def webdataset_shards(dataset: Any) -> "WebDatasetShards | None":
+    """Return the shards of a WebDataset pipeline, or None if `dataset` is a different object.
+
+    Raises UsageError if the pipeline has a stage that Lockstep can't apply to one sample at a time.
+    """
+    module = sys.modules.get("webdataset.pipeline")
+    return WebDatasetShards(dataset) if module is not None and isinstance(dataset, module.DataPipeline) else None
+
+
+@final
+class WebDatasetShards:
+    """The archives of a pipeline. See Shards.
+
+    An archive is a local file, or a file that the pipeline downloads to its `cache_dir`.
+    """
+
+    unordered: Sequence[str] = ("offsets",)
+
+    def __init__(self, dataset: Any) -> None:
+        self.label = f"dataset {type(dataset).__name__}"
+        self._pipeline = pipeline = parse_pipeline(self.label, dataset)
+        self.names: Sequence[str] = pipeline.urls
+        ends = [number for number, stage in enumerate(pipeline.stages, 1) if stage.name == "select"]
+        self._filters = pipeline.stages[: max(ends, default=0)]  # the stages up to the last one that drops samples
+        # The descriptors of open archives. Forked processes share them, because pread doesn't use the file position.
+        self._descriptors: OrderedDict[str, int] = OrderedDict()
+
+    def window(self, samples: int) -> range:
+        """See Shards."""
+        return range(samples)
+
+    def index(self, shard: int) -> ShardIndex:
+        """See Shards. The index of all samples is cached next to the archive. A `select` stage is applied each time."""
+        path = self._path(shard)
+        with os_error_as(UsageError, f"{self.label}: cannot read {path}", "; pass the paths of existing archives"):
+            mark = mark_file(path)
+        cache = self._cache(path)
+        index = None if cache is None else read_cached(cache, [mark])
+        if index is None:
+            pipeline = self._pipeline
+            index = scan_members(self.label, path, pipeline)
+            if cache is not None:
+                write_cache(cache, index)
+        if not self._filters:
+            return index
+        return select_samples(index, [sample for sample in range(index.samples) if self._keeps(shard, index, sample)])
+
+    def read(self, shard: int, index: ShardIndex, offset: int) -> Any:
+        """See Shards."""
+        samples = self._run(self._pipeline.stages, shard, index, offset)
+        if len(samples) != 1:
+            raise UserCodeError(
+                f"{self.sample_name(shard, index, offset)}: the stages of the pipeline return {len(samples)} samples "
+                f"for this sample, expected 1; drop samples with .select, by a function of the sample only"
+            )
+        return samples[0]
+
+    def sample_name(self, shard: int, index: ShardIndex, offset: int) -> str:
+        """See Shards."""
+        return f"{self.names[shard]}: {index.names['keys'][offset]}"
+
+    def _keeps(self, shard: int, index: ShardIndex, sample: int) -> bool:
+        with error_as(UsageError, DataError, self.label):
+            return bool(self._run(self._filters, shard, index, sample))
+
+    def _run(self, stages: Sequence[Stage], shard: int, index: ShardIndex, offset: int) -> list[Any]:
+        """Return the results of stages for a sample of a shard."""
+        name, [mark] = self.sample_name(shard, index, offset), index.files
+        sample: dict[str, Any] = {"__key__": index.names["keys"][offset], "__url__": self.names[shard]}
+        sample |= {suffix: self._content(name, mark, *span) for suffix, *span in spans(index, offset)}
+        if LOCAL_PATH in index.names["extras"]:
+            sample[LOCAL_PATH] = mark.path
+        with UserCode(name):
+            samples: Iterator[Any] = iter([sample])
+            for stage in stages:
+                samples = stage(samples)
+            return [*samples]
+
+    def _content(self, name: str, mark: FileMark, offset: int, size: int) -> bytes:
+        with os_error_as(DataError, f"{mark.path}: cannot be read", "; check the disk it is on"):
+            descriptor = self._descriptor(mark.path)
+            status = os.fstat(descriptor)
+            check_unchanged(mark, FileMark(mark.path, status.st_size, str(status.st_mtime_ns)))
+            content = os.pread(descriptor, size, offset)
+        if len(content) != size:
+            raise DataError(f"{name}: the archive was truncated while in use; copy it again")
+        return content
+
+    def _descriptor(self, path: str) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = plainfile.descriptor(Path(path), links=True)
+        self._descriptors.move_to_end(path)
+        if len(self._descriptors) > _MAX_OPEN:
+            os.close(self._descriptors.popitem(last=False)[1])
+        return self._descriptors[path]
+
+    def _path(self, shard: int) -> str:
+        """Return the path of an archive, after downloading it if it is remote."""
+        url = self.names[shard]
+        if is_local(url) or self._pipeline.download is None:
+            return urlparse(url).path
+        with error_as(UsageError, Exception, f"{self.label}: cannot download {url}", "; check the address"):
+            return self._pipeline.download(url)
+
+    def _cache(self, path: str) -> Path | None:
+        """Return the path of the cached index, or None if the user's functions decide what a sample is."""
+        pipeline = self._pipeline
+        options = {name: value for name, value in pipeline.group_options.items() if name in ("lcase", "suffixes")}
+        if pipeline.select is not None or pipeline.rename is not None or "keys" in pipeline.group_options:
+            return None
+        text = repr(sorted((name, str(value)) for name, value in options.items())) + str(pipeline.has_local_path)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        return Path(path).with_name(f".{Path(path).name}.samples-{digest}.npz")

@@ -1,0 +1,46 @@
+"""Opens iterable datasets in a custom loop. Each rank indexes a part of the shards, and all get the same index."""
+
+from typing import Any, Final, final
+from weakref import WeakKeyDictionary
+
+from lockstep.comm.world import World
+from lockstep.data.items import preserve_generators
+from lockstep.data.streams.find import find_shards
+from lockstep.data.streams.index import ShardIndex
+from lockstep.data.streams.sharded import Sharded, Shards
+
+_SAME_SHARDS: Final = "pass the same shards on every rank, because run.steps distributes the samples"
+
+
+@final
+class Streams:
+    """The opened streams of a run. A stream that is passed again isn't indexed again."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._opened: WeakKeyDictionary[Any, Sharded] = WeakKeyDictionary()
+
+    def open(self, dataset: Any) -> Any:
+        """Return a map-style dataset for an iterable dataset whose shards are known, and any other object unchanged.
+
+        All ranks must call this method. Raises UsageError if the dataset has a stage that Lockstep can't apply to one
+        sample at a time, or if a shard can't be read.
+        """
+        shards = find_shards(dataset)
+        if shards is None:
+            return dataset
+        opened = self._opened.get(dataset)
+        if opened is None:
+            with preserve_generators():  # indexing calls functions of the user, which may draw random numbers
+                opened = self._opened[dataset] = self._index(shards, dataset)
+        return opened
+
+    def _index(self, shards: Shards, dataset: Any) -> Sharded:
+        world, count = self._world, len(shards.names)
+        world.compare({f"{shards.label}: its shards": [*shards.names]}, _SAME_SHARDS)
+        own = range(world.rank, count, world.size)
+        with world.without_timeout():
+            values = {number: shards.index(number).to_json() for number in own}
+        merged = {int(number): value for part in world.all_gather_json(values) for number, value in part.items()}
+        indexes = [ShardIndex.from_json(merged[number]) for number in range(count)]
+        return Sharded(shards, indexes, dataset, indexed_here=own)
