@@ -1,5 +1,6 @@
 """A run folder in object storage: what is there after each kill is complete, and any host resumes from it."""
 
+import hashlib
 import json
 import os
 import threading
@@ -77,6 +78,19 @@ def objects(url: str) -> dict[str, bytes]:
     return {name: storage.read(name) for name in storage.names() if not name.startswith("claims/")}
 
 
+def check(url: str) -> None:
+    """Check that each checkpoint with a manifest has all its files, and that the event log has each event once."""
+    stored = objects(url)
+    for name, content in stored.items():
+        if name.endswith("/manifest.json"):
+            for file, written in json.loads(content)["files"].items():
+                data = stored[f"{name.removesuffix('manifest.json')}{file}"]
+                assert hashlib.sha256(data).hexdigest() == written["sha256"]
+    storage = open_storage(url)
+    log, _ = remote._read_events(storage, storage.names())
+    assert len({*log.splitlines()}) == len(log.splitlines())
+
+
 def test_a_run_leaves_the_files_of_a_run_folder(url: str) -> None:
     assert train(url) == 0
     names = {name.rpartition("/")[0] if "step-" in name else name for name in objects(url)}
@@ -100,6 +114,7 @@ def test_a_kill_between_any_two_changes_leaves_a_run_that_another_host_resumes(
         manifests = [int(change[-22:-14]) for change in happened if change.startswith("create checkpoints")]
         if len(happened) < changes:
             break
+        check(other)
         monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / f"host-{changes}-b"))
         began = train(other)
         assert began == max(manifests, default=0), happened[-3:]
@@ -146,16 +161,16 @@ def test_the_storage_is_the_truth_about_a_run_that_went_on_elsewhere(
 ) -> None:
     train(url, {2: True})
     folder = local_folder(url)
-    store.save(folder / "checkpoints", 3, snapshot(3), KEEP, best=False)  # killed before it was uploaded
+    store.save(folder / "checkpoints", 5, snapshot(5), KEEP, best=False)  # killed before it was uploaded
     with (folder / "events.jsonl").open("a") as events:
-        events.write('{"event": "step", "step": 3}\n')
+        events.write('{"event": "step", "step": 5}\n')
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "host-1"))
     assert train(url, {4: False}) == 2
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "host-0"))
     assert train(url, {6: False}) == 4
     steps = [json.loads(line)["step"] for line in objects(url)["events.jsonl"].splitlines()]
     assert steps == [0, 2, 2, 4, 4, 6]
-    assert not (folder / "checkpoints/step-00000003").exists()
+    assert not (folder / "checkpoints/step-00000005").exists()
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one(
