@@ -695,7 +695,12 @@ def test_a_model_that_something_else_places_or_compiles_is_refused(wrap, kind):
 def test_a_model_that_is_compiled_in_place_is_refused():
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].compile()
-    with joined() as run, pytest.raises(lockstep.UsageError, match=r"run.place: 0 is already compiled by Module.compile\(\) .*; pass the"):
+    with (
+        joined() as run,
+        pytest.raises(
+            lockstep.UsageError, match=r"run.place: 0 is already compiled by Module.compile\(\) .*; pass the"
+        ),
+    ):
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
