@@ -71,7 +71,7 @@ def check_packing(ready: Setup) -> None:
 
 def _model(ready: Setup) -> nn.Module:
     """Build the model with random weights. A large model of transformers gets only a few layers."""
-    if ready.summary.parameters <= _LARGEST:
+    if ready.summary.num_parameters <= _LARGEST:
         return initialise(ready.blank, ready.recipe.seed)
     model = ready.recipe.model
     options = {**model.options, "num_hidden_layers": _FEW_LAYERS}
