@@ -30,10 +30,11 @@ OTHERS: Final = {
     *("_asdict", "_current_frames", "_exit", "_fields", "_getframe"),  # Python
     *("_hp_mapping", "_reassign_or_swap_out_partitioned_parameters"),  # DeepSpeed
     "_model_mapping",  # transformers
+    "_disable_adapters",  # peft
     *("_distributed", "_epoch", "_ex_iterable", "_formatting", "_starting_state_dict"),  # datasets
     *("_number_of_shards_in_gen_kwargs", "_split_gen_kwargs"),  # datasets
     "_pytest",  # the name of a library
-    *("_32x4d", "_EnterBackward", "_dir", "_get_", "_hooks", "_hooks_", "_snapshot", "_test"),
+    *("_32x4d", "_EnterBackward", "_dir", "_get_", "_hooks", "_hooks_", "_snapshot", "_test", "_token"),
 }
 # What modules of torch keep by these names, in strings or of another object than self.
 RECORDS: Final = {"_parameters", "_buffers", "_modules"}

@@ -89,6 +89,6 @@ def test_the_types_are_of_what_is_imported_later() -> None:
     [later] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for node in ast.walk(later) if isinstance(node, ast.ImportFrom)]
     shown = {str(node.module): [each.name for each in node.names] for node in imports}
-    places: dict[str, str] = vars(lockstep)["_PLACES"]
+    places: dict[str, str] = vars(lockstep)["_MODULES"]
     ours = {module: sorted(names) for module, names in shown.items() if module.startswith("lockstep.")}
     assert ours == {f"lockstep.{place}": sorted(names.split()) for place, names in places.items()}
