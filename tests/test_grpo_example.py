@@ -42,7 +42,7 @@ def test_it_resumes_to_the_same_hash(tmp_path: Path) -> None:
 
 
 def test_verify_finds_no_difference(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lockstep", "verify", str(EXAMPLE), "--processes", "2", "--strategy", "zero3"]
+    command = [sys.executable, "-m", "lockstep", "verify", "--processes", "2", "--strategy", "zero3", str(EXAMPLE)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 

@@ -173,7 +173,7 @@ def test_hosts_do_not_mix_checkpoints_that_lie_at_the_same_place(server, tmp_pat
         assert server.start("train", words, tmp_path / host, {}).wait() == 0
     resumed = ("train", *DIGITS, *SHORT, "run.dir=other", "run.resume=run")
     for words, told in (
-        (resumed, "run/checkpoints/step-00000002: rank 1 ("),
+        (resumed, "checkpoint step-00000002: rank 1 ("),
         (("eval", "--trust", "run"), "weights: rank 1 ("),
     ):
         ranks = [
