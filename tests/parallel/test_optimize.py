@@ -235,3 +235,19 @@ def test_a_step_that_somebody_put_in_place_of_torchs_is_the_bare_one() -> None:
     optimizer.step = lambda: called.append("mine")  # type: ignore[assignment, misc]
     unwrap_step(optimizer)()
     assert called == ["mine"]
+
+
+def test_a_group_of_timms_muon_can_fall_back_to_adamw() -> None:
+    matrix, table = nn.Parameter(torch.ones(8, 6)), nn.Parameter(torch.ones(9, 6))
+
+    def settings(name: str) -> dict[str, Any]:
+        return {"use_fallback": True} if name == "table" else {}
+
+    optimizer = make_optimizer([("matrix", matrix), ("table", table)], name="nmuon", lr=0.1, settings=settings)
+    for parameter in (matrix, table):
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    assert "exp_avg_sq" in optimizer.state[table]
+    assert "exp_avg_sq" not in optimizer.state[matrix]
+    with pytest.raises(UsageError, match="has no option use_fallback"):
+        make_optimizer([("table", table)], name="adamw", lr=0.1, settings=settings)

@@ -66,7 +66,11 @@ def make_optimizer(
     groups = _make_groups(name, parameters, decay_bias_and_norm, settings or (lambda _: {}))
     # `lr_scale` isn't an option of the optimizer: Lockstep applies it.
     group_options = {key: None for group in groups for key in group if key not in ("params", SCALE)}
-    _check_options(f"{name}, recipe.optimizer.groups", argument_names, group_options, True)
+    group_names = argument_names
+    if argument_names is not None and "fallback_lr_scale" in argument_names:
+        # timm's Muon updates matrices in such a group by AdamW. Only its groups have this option, not its constructor.
+        group_names = [*argument_names, "use_fallback"]
+    _check_options(f"{name}, recipe.optimizer.groups", group_names, group_options, True)
     if ":" in name:
         optimizer = _call_factory(name, factory, groups, {"lr": lr, **implementation, **options_set})
         _check_options_kept(name, groups, optimizer)
