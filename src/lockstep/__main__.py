@@ -2,6 +2,7 @@
 
 import os
 
+from lockstep.common.collection import collect_rarely
 from lockstep.common.hashing import fix_hash_seed
 from lockstep.errors import EXIT_INTERRUPTED
 
@@ -10,6 +11,7 @@ def start() -> None:
     """Run the command with a fixed hash seed, unless PYTHONHASHSEED is set."""
     try:
         fix_hash_seed()
+        collect_rarely()
 
         from lockstep.cli import main  # imported late, because fix_hash_seed may replace this process
         from lockstep.common.follow_parent import follow_srun

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 
 from lockstep.comm.world import World, choose_device, open_world
+from lockstep.common.collection import collect_as_usual
 from lockstep.common.rank import RankInfo
 from lockstep.common.version import __version__
 from lockstep.config.base import values
@@ -82,7 +83,11 @@ def open_recipe_rank(
 
 
 def prepare_device(placement: Placement, info: RankInfo, recipe: EngineRecipe) -> torch.device:
-    """Return the device of a rank. Also sets the kernels, threads and memory allocator for the whole process."""
+    """Return the device of a rank.
+
+    Also sets the kernels, the threads, the memory allocator and the garbage collection for the whole process.
+    """
+    collect_as_usual()
     device = choose_device(placement.device, info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.named_sums import sum_over_ranks
 from lockstep.comm.world import World
+from lockstep.common.collection import exclude_imports
 from lockstep.common.user_source import source_digests
 from lockstep.config import plan as planning
 from lockstep.config.base import values
@@ -171,6 +172,7 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
     `first` are the initial weights, if they don't come from the seed (setup/first_weights.py). If the recipe contains a
     mistake, raises UsageError. This doesn't need a process group.
     """
+    exclude_imports()
     if recipe.compile:
         check_compiler(gpu=torch.cuda.device_count() > 0)
     data = open_recipe_data(recipe)
