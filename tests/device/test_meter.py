@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,10 +24,10 @@ def test_samples_and_weight_over_seconds_since_the_last_read(clock: SimpleNamesp
     meter.add(30, 3000)
     meter.add(10, 200)
     clock.now += 4.0
-    assert meter.read() == (10.0, 800.0)
+    assert meter.read() == (10.0, 800.0, 0.0)
     meter.add(6, 6)
     clock.now += 2.0
-    assert meter.read() == (3.0, 3.0)
+    assert meter.read() == (3.0, 3.0, 0.0)
 
 
 def test_what_is_not_training_is_left_out(clock: SimpleNamespace) -> None:
@@ -35,11 +36,32 @@ def test_what_is_not_training_is_left_out(clock: SimpleNamespace) -> None:
     meter.restart()
     meter.add(8, 16)
     clock.now += 2.0
-    assert meter.read() == (4.0, 8.0)
+    assert meter.read() == (4.0, 8.0, 0.0)
 
 
 def test_nothing_trained_is_no_speed(clock: SimpleNamespace) -> None:
-    assert Meter(torch.device("cpu")).read() == (0.0, 0.0)  # no time has passed either
+    assert Meter(torch.device("cpu")).read() == (0.0, 0.0, 0.0)  # no time has passed either
+
+
+def test_waiting_for_data_is_a_mean_over_the_steps(clock: SimpleNamespace) -> None:
+    def data() -> Iterator[int]:
+        for number, seconds in enumerate((1.0, 2.0)):
+            clock.now += seconds
+            yield number
+        clock.now += 8.0  # the end of the data belongs to no step
+
+    meter = Meter(torch.device("cpu"))
+    seen = []
+    for number in meter.time_waits(data()):
+        seen.append(number)
+        clock.now += 4.0  # the step itself
+        meter.add(6, 6)
+        if number == 1:
+            assert meter.read() == (12 / 11.0, 12 / 11.0, 1.5)
+    assert seen == [0, 1]
+    meter.add(2, 2)
+    clock.now += 1.0
+    assert meter.read().data_s == 0.0
 
 
 def test_peak_memory_is_in_bytes() -> None:

@@ -22,7 +22,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_figures_stand_against_the_step(tmp_path: Path) -> None:
     write(TensorBoard(tmp_path), *every())
     found = curves(tmp_path)
-    expected = {"loss/train": 0.43214, "lr": 0.09511, "samples_per_s": 1234.4, "norm": 1.5}
+    expected = {"loss/train": 0.43214, "lr": 0.09511, "samples_per_s": 1234.4, "data_s": 0.0, "norm": 1.5}
     expected |= {"loss/validation": 0.1023, "top1": 355 / 360, "top5": 1.0}
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -20,6 +20,13 @@ def test_started_tells_what_a_sample_costs() -> None:
     ]
 
 
+@pytest.mark.parametrize(("data_s", "shown"), [(0.0025, ""), (0.0026, "data 2.6 ms"), (0.04, "data 40 ms")])
+def test_waiting_for_data_is_shown_where_it_matters(data_s: float, shown: str) -> None:
+    """A step of the example takes 51.8 ms."""
+    line = wording.format_step_metrics(dataclasses.replace(stepped(), data_s=data_s), started())
+    assert line.partition("ms/step")[2].strip() == shown
+
+
 def test_a_loop_of_ones_own_counts_no_flop() -> None:
     own = dataclasses.replace(started(), flops_per_sample=None)
     assert not [line for line in wording.start_lines(own, "") if "FLOP" in line]

@@ -200,7 +200,7 @@ def test_steps_that_are_reported_are_saved_while_the_ranks_are_to_be_preempted()
 
 
 def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes a second here, an evaluation 100 and a save 1000."""
+    """The data of a step takes a second here, the step none, an evaluation 100 and a save 1000."""
     now = 0.0
 
     def passes(seconds: float) -> None:
@@ -218,7 +218,9 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         stop=Wish(),
     )
     training = train(FakeEngine(), reports, steps)
-    assert [event.samples_per_s for event in training if isinstance(event, Stepped)] == [4.0, 4.0, 2.0] * 3
+    reported = [event for event in training if isinstance(event, Stepped)]
+    assert [event.samples_per_s for event in reported] == [4.0, 4.0, 2.0] * 3
+    assert [event.data_s for event in reported] == [1.0] * 9
 
 
 def test_steps_that_are_not_finite_may_be_skipped_and_are_counted() -> None:

@@ -6,7 +6,7 @@ from typing import Final
 RESERVED_BY_EVENTS: Final = frozenset({"event", "time", "step", "epoch", "samples"})
 # The fields of step, evaluation and end events, except `loss`, which a metric of a task may replace.
 RESERVED_IN_TRAINING: Final = RESERVED_BY_EVENTS | {
-    *("lr", "norm", "samples_per_s", "peak_bytes", "weight_per_s", "loss_scale", "flops_per_s", "mfu"),
+    *("lr", "norm", "samples_per_s", "data_s", "peak_bytes", "weight_per_s", "loss_scale", "flops_per_s", "mfu"),
     *("evaluated", "of", "seconds", "fractions", "weights"),
     *("weights_sha256", "skipped_steps", "skipped_samples", "audited"),
     *("seconds_by_rank", "peak_bytes_by_rank", "predicted", "measured"),

@@ -1,39 +1,66 @@
-"""Measures training throughput and peak memory."""
+"""Measures training speed and peak memory."""
 
 import resource
 import sys
 import time
-from typing import final
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeVar, final
 
 import torch
+
+T = TypeVar("T")
+
+
+class Speed(NamedTuple):
+    """Samples per second, their weight per second, and the mean seconds that a step waited for its data."""
+
+    samples_per_s: float
+    weight_per_s: float
+    data_s: float
 
 
 @final
 class Meter:
-    """Measures samples per second. Only `read` synchronizes with the device."""
+    """Measures the speed of training steps. Only `read` synchronizes with the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.restart()
 
     def add(self, samples: int, weight: int) -> None:
-        """Add trained samples and their total weight to the counts."""
+        """Add a step with its number of samples and their total weight."""
+        self._steps += 1
         self._samples += samples
         self._weight += weight
 
+    def time_waits(self, data: Iterable[T]) -> Iterator[T]:
+        """Yield the items of `data`, and count the time until each item is available as waiting for data."""
+        iterator = iter(data)
+        while True:
+            start_s = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            self._data_s += time.perf_counter() - start_s
+            yield item
+
     def restart(self) -> None:
         """Reset the counts and the clock. Call this after an interruption of training, such as an evaluation."""
-        self._samples = self._weight = 0
+        self._steps = self._samples = self._weight = 0
+        self._data_s = 0.0
         self._start_s = time.perf_counter()
 
-    def read(self) -> tuple[float, float]:
-        """Return samples per second and weight per second since the last read or restart."""
+    def read(self) -> Speed:
+        """Return the speed since the last read or restart."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self._start_s
-        rates = (self._samples / seconds, self._weight / seconds) if self._samples else (0.0, 0.0)
+        speed = Speed(0.0, 0.0, 0.0)
+        if self._samples:
+            speed = Speed(self._samples / seconds, self._weight / seconds, self._data_s / self._steps)
         self.restart()
-        return rates
+        return speed
 
     def peak_bytes(self) -> int:
         """Return the peak memory of this process in bytes: GPU memory on CUDA, or resident set size on the CPU."""

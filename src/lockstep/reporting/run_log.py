@@ -14,7 +14,7 @@ from lockstep.training.events import Evaluated, Stepped
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
 _MAX_MAGNITUDE: Final = 1e300  # metrics with a larger magnitude are ignored
 _MAX_COUNT: Final = 1e15  # larger integers can't be represented exactly as floats, or aren't valid timestamps
-_STEP_FIELDS: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
+_STEP_FIELDS: Final = ("lr", "samples_per_s", "data_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
 _TRAINING_SUFFIX: Final = "/train"  # suffix in the names of training curves
 _VALIDATION_SUFFIX: Final = "/validation"  # suffix in the name of the validation loss curve
 _MAX_CURVES: Final = 100  # maximum number of curves of a run; a typical log has about ten

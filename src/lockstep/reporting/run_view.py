@@ -20,7 +20,7 @@ _ACTIVE_STATES: Final = ("running", "queued")
 _QUEUED_STATES: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING_STATES: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
 _SHOWN_CURVES: Final = ("lr", "norm", "mfu")  # shown in addition to losses and the metrics of the task
-_HIDDEN_CURVES: Final = ("samples_per_s", "loss_scale", "flops_per_s", "peak_bytes")
+_HIDDEN_CURVES: Final = ("samples_per_s", "data_s", "loss_scale", "flops_per_s", "peak_bytes")
 _MAX_METRICS: Final = 12  # maximum number of metrics in a line
 _SPEED: Final = "samples/s"
 

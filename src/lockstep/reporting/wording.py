@@ -16,6 +16,7 @@ from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, St
 Row = tuple[str, str]
 _DETECTION_PROBABILITY: Final = 0.95  # confidence level for the maximum fault rate after audits
 _FP32_BYTES: Final = 4
+_SHOWN_DATA_SHARE: Final = 0.05  # minimum part of the step time for which the data time is shown
 _MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
 _MAX_LISTED_MICROBATCHES: Final = 4  # number of micro-batches that are listed for each replica
 _NOTHING_SAVED: Final = "nothing is saved"
@@ -106,7 +107,10 @@ def format_step_metrics(
     mean = f" ({format_loss(means['loss'])})" if "loss" in means else ""
     words = [f"loss {format_loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", format_speed(event, run)]
     if event.samples_per_s > 0:
-        words.append(f"{step_time(run.batch / event.samples_per_s)}/step")  # the time for a full batch
+        step_s = run.batch / event.samples_per_s  # the time for a full batch
+        words.append(f"{step_time(step_s)}/step")
+        if event.data_s >= _SHOWN_DATA_SHARE * step_s:
+            words.append(f"data {step_time(event.data_s)}")
     if event.flops_per_s is not None:
         words.append(f"{format_flops(event.flops_per_s)}/s")
     if event.mfu is not None:

@@ -16,6 +16,7 @@ UNITS = {
     "lr": "optimizer's learning rate",
     "norm": "L2 norm of the gradient before clipping",
     "samples_per_s": "training samples/s, all processes",
+    "data_s": "s of a step in which rank 0 waited for its data",
     "weight_per_s": "training weight/s, all processes, in the task's unit",
     "flops_per_sample": "FLOP of forward and backward, matrix products only",
     "peak_flops_per_s": "FLOP/s of dense matrix products, all devices",
@@ -88,6 +89,7 @@ class Stepped(_Event):
     norm: float | None
     samples_per_s: float
     peak_bytes: int
+    data_s: float = 0.0  # mean time that rank 0 waited for the data of a step
     weight_per_s: float | None = None  # None if the weight is the number of samples
     figures: dict[str, float] = field(default_factory=dict)  # metrics of the task
     loss_scale: float | None = None

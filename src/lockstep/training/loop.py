@@ -78,7 +78,7 @@ def training_steps(
     A non-finite loss raises TrainingError, at the latest with the next report.
     """
     plan, progress, world = reports.plan, reports.progress, reports.world
-    for step, microbatches in batches(progress.step):
+    for step, microbatches in reports.time_waits(batches(progress.step)):
         turn = TrainingStep(step, microbatches, progress, reports.digests)
         yield turn
         # This must be the first collective after the step. Otherwise, it could be paired with a different collective

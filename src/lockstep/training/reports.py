@@ -1,8 +1,8 @@
 """The step reports of a training loop: loss, metrics and speed. A non-finite loss raises an error."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from lockstep.training.plan import Plan
 from lockstep.training.progress import Progress
 from lockstep.training.turn import TrainingStep
 from lockstep.training.watch import NonFiniteCheck
+
+T = TypeVar("T")
 
 
 @final
@@ -49,7 +51,7 @@ class StepReports:
         if self.digests is not None:
             self.digests.collect(only_if_enough=True)
         loss = self.check()
-        samples_per_s, weight_per_s = self._meter.read()
+        speed = self._meter.read()
         stepped = Stepped(
             **self.progress.at,
             loss=loss,
@@ -57,12 +59,17 @@ class StepReports:
             norm=None if turn.update.norm is None else float(turn.update.norm),
             loss_scale=turn.update.loss_scale,
             skipped_steps=self.progress.skipped_steps,
-            samples_per_s=samples_per_s,
-            weight_per_s=weight_per_s if self.plan.weighs and turn.step.weights is None else None,
+            samples_per_s=speed.samples_per_s,
+            weight_per_s=speed.weight_per_s if self.plan.weighs and turn.step.weights is None else None,
+            data_s=speed.data_s,
             peak_bytes=self._meter.peak_bytes(),
             figures=self._figures(turn.step, turn.sums),
         )
         return [stepped]
+
+    def time_waits(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the items of `batches`, and report the time until each item is available as the data time."""
+        return self._meter.time_waits(batches)
 
     def check(self) -> float:
         """Return the loss of the last step. Raise TrainingError if any loss since the last check isn't finite."""
