@@ -16,6 +16,7 @@ from held import HELD, HOLD, hold
 pytestmark = pytest.mark.slow("runs whole commands")
 
 TRAIN = ("train", *DIGITS, "run.dir=run", "run.save_every.steps=5")
+BEFORE_TRAINING = "before training: nothing was saved, and the same command starts again"
 PAIRS = pytest.mark.slow("each of its values goes with one of the others, here and in scripts/prove-kills")
 
 
@@ -80,16 +81,12 @@ def test_a_run_that_is_stopped_while_it_prepares_says_that_nothing_is_saved(star
     assert stopped.wait() == code
     lines = (stopped.out + stopped.err).splitlines()
     assert lines[0].startswith("preparing digits: ")
-    assert lines[1:] == [
-        f"stopped by {number.name} before training: nothing was saved, and the same command starts again"
-    ]
+    assert lines[1:] == [f"stopped by {number.name} {BEFORE_TRAINING}"]
     assert stopped.out == (f"{lines[0]}\n" if command == "train" else "")
     assert not (tmp_path / "runs").exists()
 
 
-def test_workers_that_are_stopped_before_they_train_leave_a_folder_in_which_the_same_command_starts(
-    start, run, tmp_path
-):
+def test_workers_that_are_stopped_before_they_train_leave_a_folder_that_starts_again(start, run, tmp_path):
     waiting = """import os
 import time
 from pathlib import Path
@@ -115,7 +112,7 @@ if not Path("waits").exists():
     assert stopped.wait() == 143
     assert stopped.err.splitlines() == [
         "ended by SIGTERM",
-        "stopped by SIGTERM before training: nothing was saved, and the same command starts again",
+        f"stopped by SIGTERM {BEFORE_TRAINING}",
     ]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock", "result.json"]
     assert run(*words).out.splitlines()[-1].startswith("weights sha256 ")
