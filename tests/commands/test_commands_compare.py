@@ -151,3 +151,7 @@ def test_a_variant_that_is_the_recipe_itself_is_trained_once(tmp_path: Path) -> 
     variants = ("recipe.optimizer.lr=0.05", "recipe.optimizer.lr=0.1", "recipe.optimizer.lr=5e-2")
     plans = plan_runs(ComparisonRequest("digits", (), ({"name": "ddp"},), (1,), variants, tmp_path))
     assert [plan.row.variant for plan in plans] == [variants[1], variants[0]]
+
+
+def test_help_says_that_the_recipe_itself_is_the_first_row(run):
+    assert "The first row is RECIPE itself" in " ".join(run("compare", "--help").out.split())

@@ -52,7 +52,7 @@ class EarlyStop:
 
     def __enter__(self) -> Self:
         self._is_active = True
-        for number in get_stop_signals():
+        for number in get_stop_signals() if threading.current_thread() is threading.main_thread() else ():
             if number != signal.SIGINT:  # Python raises KeyboardInterrupt
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
@@ -78,7 +78,7 @@ class EarlyStop:
         os.kill(os.getpid(), number)
 
     def _print(self, number: int) -> None:
-        with suppress(OSError):  # the terminal may be closed
+        with suppress(OSError, RuntimeError):  # the terminal may be closed, or the signal interrupted a write to it
             sys.stderr.write(f"{early_stop_line(number)}\n")
             sys.stderr.flush()
 
