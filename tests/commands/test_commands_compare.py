@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow("runs whole commands")
 
 QUICK = ("recipe.epochs=1", "recipe.model.name=held:linear", "recipe.model.source=auto", "recipe.model.options={}")
 QUICK = (*QUICK, "run.tensorboard=false", "run.probe=off", "run.log_every=1")
+PREPARING = "preparing digits: loading libraries, and checking each placement before the first run"
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -41,13 +42,13 @@ def test_placements_side_by_side_and_again(run):
         assert sum(each[0] for each in spent.values()) == pytest.approx(done["seconds"], abs=0.1)
     assert "ddp on 3" in first.out
     assert "written a/comparison.html" in first.out
-    assert first.err.splitlines()[:2] == ["... single on 1", first.err.splitlines()[1]]
+    assert first.err.splitlines()[:2] == [PREPARING, "... single on 1"]
     assert first.left() == []
 
     before = (folder / "ddp-3" / "events.jsonl").read_bytes()
     again = run(*asked)
     assert (folder / "ddp-3" / "events.jsonl").read_bytes() == before  # what is finished is not run again
-    assert again.err == ""
+    assert again.err == f"{PREPARING}\n"
     assert [row["weights_sha256"] for row in rows(folder)] == [row["weights_sha256"] for row in found]
 
 
@@ -150,3 +151,7 @@ def test_a_variant_that_is_the_recipe_itself_is_trained_once(tmp_path: Path) -> 
     variants = ("recipe.optimizer.lr=0.05", "recipe.optimizer.lr=0.1", "recipe.optimizer.lr=5e-2")
     plans = plan_runs(ComparisonRequest("digits", (), ({"name": "ddp"},), (1,), variants, tmp_path))
     assert [plan.row.variant for plan in plans] == [variants[1], variants[0]]
+
+
+def test_help_says_that_the_recipe_itself_is_the_first_row(run):
+    assert "The first row is RECIPE itself" in " ".join(run("compare", "--help").out.split())

@@ -99,9 +99,9 @@ def test_tables() -> None:
         "state": "done",
         "step": "690/690",
         "time": "0:04",
-        "loss/train": "0.4321",
-        "loss/validation": "0.1023",
-        "top1": "98.61 %",
+        "loss/train": "0.4321 (step 69)",
+        "loss/validation": "0.1023 (step 69)",
+        "top1": "98.61 % (step 69)",
         "samples/s": "4,416",
         "starts": "1",
         "weights": "0123456789ab",
@@ -114,8 +114,10 @@ def test_tables() -> None:
         ["runs/b", "46", "0:02", "ddp on 2, cpu", "23"],
     ]
     assert [list(row.values()) for row in found["Checkpoints"]] == [
-        ["runs/a", "690", "0:03", "0.10 s", "0123456789ab", "yes"]
+        ["runs/a", "690", "0:03", "0.10 s", "0123456789ab", "yes", "removed"]
     ]
+    (Path("runs") / "a" / "checkpoints" / "step-00000690").mkdir(parents=True)
+    assert tables()["Checkpoints"][0]["files"] == "kept"
 
 
 def test_more_than_three_keys_that_differ_have_a_table() -> None:

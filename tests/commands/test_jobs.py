@@ -318,3 +318,9 @@ def test_without_jobs_nobody_is_asked(folder: Path) -> None:
 def test_it_imports_no_torch(folder: Path) -> None:
     run_folder(folder, "a", STARTED, job=7)
     assert not imported("jobs", folder=folder) & {"torch", "numpy", "pydantic"}
+
+
+def test_help_explains_each_column_that_its_heading_does_not() -> None:
+    text = " ".join(show("--help").stdout.split())
+    for column in ("figure is", "loss is", "best marks", "left is", "last is"):
+        assert column in text.partition("Columns: ")[2]

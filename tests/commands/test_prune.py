@@ -46,12 +46,13 @@ def test_the_newest_and_the_best_stay(runs: Path, words: tuple[str, ...], left: 
     assert told == asked.replace("would free", "freed")
     gone = [f"step-{step:08d}" for step in (4, 3, 2, 1) if step not in left]
     freed = size(before - disk(runs))
-    assert told == f"runs/a: {f'freed {freed}: ' if gone else 'nothing'}{', '.join(gone)}\n"
+    kept = f"keeps {len(left)} checkpoints, {size(disk(runs / 'a'))}"
+    assert told == f"runs/a: {f'freed {freed}: ' if gone else 'nothing to remove'}{', '.join(gone)}; {kept}\n"
     assert steps(runs / "a") == left
     assert steps(runs / "b") == [1, 2, 3, 4]
     assert store.load(runs / "a", "best").snapshot.state["step"] == 2
     assert store.load(runs / "a").snapshot.state["step"] == 4
-    assert invoke("prune", "runs/a", *words).output == "runs/a: nothing\n"
+    assert invoke("prune", "runs/a", *words).output == f"runs/a: nothing to remove; {kept}\n"
 
 
 def test_all_runs_of_a_folder_and_what_killed_saves_left(runs: Path) -> None:
@@ -61,9 +62,10 @@ def test_all_runs_of_a_folder_and_what_killed_saves_left(runs: Path) -> None:
     (runs / "link").symlink_to("a")
     told = invoke("prune", "runs", "runs/a").output.splitlines()
     assert told == [
-        "runs/a: freed 2 MiB: step-00000003, step-00000001",
-        "runs/b: freed 6 MiB: step-00000003, step-00000002, step-00000001, .step-00000005.tmp-7",
-        "freed 8 MiB in all",
+        "runs/a: freed 2 MiB: step-00000003, step-00000001; keeps 2 checkpoints, 2 MiB",
+        "runs/b: freed 6 MiB: step-00000003, step-00000002, step-00000001, .step-00000005.tmp-7; "
+        "keeps 1 checkpoint, 1 MiB",
+        "freed 8 MiB in all; keeps 3 MiB",
     ]
     assert (steps(runs / "a"), steps(runs / "b"), left.exists()) == ([2, 4], [4], False)
 
@@ -84,7 +86,9 @@ def test_a_run_that_trains_or_is_damaged_keeps_all_and_the_others_are_pruned(run
         (runs / "a" / store.FOLDER / "step-00000004" / store.MODEL).write_bytes(b"cut off")
     with lock(runs / "a") if code == 2 else nullcontext():
         pruned = invoke("prune", "runs", code=code)
-    assert pruned.stdout == "runs/b: freed 3 MiB: step-00000003, step-00000002, step-00000001\n"
+    assert pruned.stdout == (
+        "runs/b: freed 3 MiB: step-00000003, step-00000002, step-00000001; keeps 1 checkpoint, 1 MiB\n"
+    )
     assert pruned.stderr.startswith("error: runs/a")
     assert why in pruned.stderr
     assert (steps(runs / "a"), steps(runs / "b")) == ([1, 2, 3, 4], [4])

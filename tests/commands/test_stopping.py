@@ -16,6 +16,7 @@ from held import HELD, HOLD, hold
 pytestmark = pytest.mark.slow("runs whole commands")
 
 TRAIN = ("train", *DIGITS, "run.dir=run", "run.save_every.steps=5")
+BEFORE_TRAINING = "before training: nothing was saved, and the same command starts again"
 PAIRS = pytest.mark.slow("each of its values goes with one of the others, here and in scripts/prove-kills")
 
 
@@ -58,6 +59,63 @@ def test_the_step_is_finished_and_saved(start, run, finished, temporary, process
     assert command.err == ""
     assert command.left() == []
     assert_goes_on(run, finished, 3 - processes)
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        ("train", signal.SIGTERM, -signal.SIGTERM),
+        ("train", signal.SIGINT, 130),
+        pytest.param("train", signal.SIGUSR1, -signal.SIGUSR1, marks=PAIRS),
+        pytest.param("compare", signal.SIGTERM, -signal.SIGTERM, marks=PAIRS),
+        ("compare", signal.SIGINT, 130),
+    ],
+)
+def test_a_run_that_is_stopped_while_it_prepares_says_that_nothing_is_saved(start, tmp_path, command, number, code):
+    (tmp_path / "waiting.py").write_text(
+        'import time\nfrom pathlib import Path\n\nPath("waits").touch()\nwhile True:\n    time.sleep(0.01)\n'
+    )
+    stopped = start(command, "digits", 'recipe.model={name: "waiting:net"}')
+    stopped.until((tmp_path / "waits").exists)
+    stopped.signal(number)
+    assert stopped.wait() == code
+    lines = (stopped.out + stopped.err).splitlines()
+    assert lines[0].startswith("preparing digits: ")
+    assert lines[1:] == [f"stopped by {number.name} {BEFORE_TRAINING}"]
+    assert stopped.out == (f"{lines[0]}\n" if command == "train" else "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_workers_that_are_stopped_before_they_train_leave_a_folder_that_starts_again(start, run, tmp_path):
+    waiting = """import os
+import time
+from pathlib import Path
+
+from held import linear
+
+
+def wait():
+    Path("waits").touch()
+    while True:
+        time.sleep(0.01)
+
+
+if not Path("waits").exists():
+    os.register_at_fork(after_in_child=wait)
+"""
+    (tmp_path / "waiting.py").write_text(waiting)
+    model = ('recipe.model={name: "waiting:linear"}', "recipe.epochs=", "recipe.steps=1", "placement.processes=2")
+    words = ("train", "digits", *model, "run.dir=run", "run.tensorboard=false", "run.probe=off")
+    stopped = start(*words)
+    stopped.until((tmp_path / "waits").exists)
+    stopped.signal(signal.SIGTERM)
+    assert stopped.wait() == 143
+    assert stopped.err.splitlines() == [
+        "ended by SIGTERM",
+        f"stopped by SIGTERM {BEFORE_TRAINING}",
+    ]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock", "result.json"]
+    assert run(*words).out.splitlines()[-1].startswith("weights sha256 ")
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=PAIRS), 2])

@@ -42,7 +42,8 @@ def test_placements_that_agree(run):
     assert [row["resumed_on"] for row in content["rows"]] == ["ddp on 2", "single on 1"]
     assert [len(row["peak_bytes"]) for row in content["rows"]] == [1, 2]
     assert command.out.splitlines()[-1].startswith("all agree: ")
-    assert command.err == ""
+    assert command.out.startswith("digits: steps 1, 2, 3, 23 of 575, ")
+    assert command.err == "preparing digits: loading libraries, data and model\n"  # and nothing of it in the output
     assert command.left() == []
 
 
@@ -64,8 +65,10 @@ def test_the_placements_of_a_script_are_options_and_not_overrides(run, tmp_path)
     )
     command = run("verify", "--steps=2", "--processes=2", "--strategy=ddp", "mine.py", "1")
     placed, resumed = command.out.splitlines()
-    assert placed == "ddp on 2: identical, 2 steps"
+    assert placed == "ddp on 2: identical, 2 of 3 steps"
     assert resumed == "single on 1, stopped after step 1 (seed 0) and resumed by ddp on 2: identical, 1 step"
+    preparing = "preparing mine.py: loading libraries; the first run is the reference, on one process"
+    assert command.err.splitlines()[0] == preparing
 
 
 def test_micro_batches_left_out_are_those_that_train_takes(run):

@@ -241,9 +241,11 @@ def test_the_page_of_a_sweep_begins_with_results_and_ends_with_seconds() -> None
     assert isinstance(table, Table)
     assert table.columns[0] == "recipe"  # the title names the placement
     assert isinstance(curves, Chart)
-    assert [*dict.fromkeys(trace["meta"]["name"] for trace in curves.figure["data"])] == [row[0] for row in table.rows]
+    variants = ["recipe.optimizer.lr=1.5", "recipe.optimizer.lr=0.01", "recipe.optimizer.lr=0.1"]
+    assert [row[0] for row in table.rows] == [f"{variants[0]} (unchanged)", *variants[1:]]  # the first is the recipe
+    assert [*dict.fromkeys(trace["meta"]["name"] for trace in curves.figure["data"])] == variants
     assert isinstance(seconds, Chart)
-    assert seconds.figure["data"][0]["y"] == [row[0] for row in table.rows]
+    assert seconds.figure["data"][0]["y"] == variants
     assert isinstance(results, Chart)
     [line] = results.figure["data"]
     assert (line["x"], line["y"]) == ([0.01, 0.1, 1.5], [0.2, 0.3, 0.1])

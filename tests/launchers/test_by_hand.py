@@ -1,13 +1,18 @@
 """The page on processes that people start themselves: each of its commands trains the weights of one process."""
 
+import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from lockstep.runs.runs import is_locked
 
 pytestmark = pytest.mark.slow("each command starts processes")
 
@@ -54,10 +59,10 @@ def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_page_has_three_ways() -> None:
     assert [name for name, _ in SCRIPTS] == ["loop.py", "spawn.py", "spawn_group.py", "group.py"]
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
 
 
-@pytest.mark.parametrize("block", BLOCKS[:-1], ids=["spawn", "group of spawn", "group of variables", "terminals"])
+@pytest.mark.parametrize("block", BLOCKS[:4], ids=["spawn", "group of spawn", "group of variables", "terminals"])
 def test_a_loop_has_the_weights_of_one_process(block: str, by_one_process: str, tmp_path: Path) -> None:
     lines = block.splitlines()
     exports = [each for each in lines if each.startswith("export ")]
@@ -69,8 +74,8 @@ def test_a_loop_has_the_weights_of_one_process(block: str, by_one_process: str, 
 
 
 def test_a_recipe_in_two_terminals_has_the_weights_of_one_process(tmp_path: Path) -> None:
-    assert BLOCKS[-1].count("lockstep train") == 3
-    one, two = OF_A_RECIPE.findall(output(tmp_path, BLOCKS[-1]))
+    assert BLOCKS[4].count("lockstep train") == 3
+    one, two = OF_A_RECIPE.findall(output(tmp_path, BLOCKS[4]))
     assert one == two
 
 
@@ -90,7 +95,7 @@ def test_workers_without_a_rank_are_told_by_the_number_of_processes(tmp_path: Pa
 def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
     run(tmp_path, "true")
     script = (tmp_path / "spawn.py").read_text(encoding="utf-8")
-    failing = script.replace("    train(processes=size)", "    fail(rank)").replace(
+    failing = script.replace("    train(processes=size, dir=dir)", "    fail(rank)").replace(
         "def worker",
         "def fail(rank):\n"
         "    import lockstep\n"
@@ -127,3 +132,47 @@ def test_a_worker_that_fails_within_a_step_is_told_to_see_its_traceback(tmp_path
     assert done.returncode == 1
     assert "ValueError: a mistake" in done.stderr
     assert "if an exception ended this process, see its traceback; otherwise let `for batch in step`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "reason", "code"),
+    [("group", "SIGINT", -signal.SIGINT), ("parent", "SIGINT", -signal.SIGTERM), ("worker", "SIGTERM", 1)],
+)
+def test_a_signal_to_any_process_of_spawn_saves_and_the_same_command_resumes(
+    target: str, reason: str, code: int, by_one_process: str, tmp_path: Path
+) -> None:
+    run(tmp_path, "true")
+    loop = (tmp_path / "loop.py").read_text(encoding="utf-8")
+    slow = loop.replace("step.update()\n", "step.update()\n            __import__('halt').at(step.number)\n")
+    halt = "import pathlib, time\n\ndef at(n):\n    pathlib.Path(f'step-{n}').touch()\n    time.sleep(0.3)\n"
+    (tmp_path / "halt.py").write_text(halt, encoding="utf-8")
+    (tmp_path / "loop.py").write_text(slow, encoding="utf-8")
+    command = [sys.executable, *BLOCKS[5].split()[1:]]
+    assert command[1:] == ["spawn.py", "runs/a"]
+    with (tmp_path / "out").open("w") as out:
+        started = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out, start_new_session=True)
+    while not (tmp_path / "step-3").exists():
+        assert started.poll() is None, (tmp_path / "out").read_text()
+        time.sleep(0.01)
+    if target == "group":
+        os.killpg(started.pid, signal.SIGINT)
+    else:
+        os.kill(started.pid if target == "parent" else a_worker(started.pid), signal.SIGTERM)
+    assert started.wait() == code
+    folder = tmp_path / "runs" / "a"
+    while not (folder / "result.json").exists():  # the workers may outlive their parent
+        time.sleep(0.01)
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    assert (result["event"], result["reason"]) == ("stopped", reason)
+    while len(list((folder / "checkpoints").glob("step-*"))) != 1 or is_locked(folder):
+        time.sleep(0.01)
+    (tmp_path / "loop.py").write_text(loop, encoding="utf-8")
+    resumed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert f"resuming after step {result['step']} from" in resumed.stdout
+    assert {weights for _, _, weights in OF_A_RANK.findall(resumed.stdout)} == {by_one_process}
+
+
+def a_worker(parent: int) -> int:
+    """Return a process that `mp.spawn` started."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="utf-8").split()
+    return next(int(each) for each in children if "spawn_main" in Path(f"/proc/{each}/cmdline").read_text())

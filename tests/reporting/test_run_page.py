@@ -2,8 +2,9 @@
 
 import json
 import math
+from dataclasses import replace
 
-from event_examples import saved, stepped
+from event_examples import evaluated, saved, started, stepped, stopped
 from view_examples import GOING, viewed
 
 from lockstep.reporting.charts import Chart
@@ -170,3 +171,34 @@ def test_what_a_loop_logs_by_its_own_names_is_drawn_too() -> None:
         ("loss", ["a, training", "a, validation"]),
         ("loss, as it was logged", ["a"]),
     ]
+
+
+def test_a_figure_of_an_earlier_step_than_the_run_has_names_its_step() -> None:
+    end = (170.0, replace(stopped(), step=75))
+    runs = [viewed(*GOING, (165.0, stepped(75)), end, state="saved"), viewed(*GOING, name="runs/b")]
+    [table, *_] = make_sections(runs)
+    assert isinstance(table, Table)
+    first, second = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    assert (first["loss/train"], first["loss/validation"]) == ("0.4321", "0.1023 (step 69)")
+    assert first["top1"] == "98.61 % (step 69)"
+    assert (second["loss/train"], second["loss/validation"]) == ("0.4321", "0.1023")
+
+
+def test_the_best_of_several_runs_is_marked() -> None:
+    worse = viewed((100.0, started()), (101.0, replace(evaluated(), figures={"top1": 0.5})), name="runs/b")
+    [table, *_] = make_sections([worse, viewed(*GOING)])
+    assert isinstance(table, Table)
+    at = table.columns.index("best")
+    assert [row[at] for row in table.rows] == ["", "by top1"]
+    [alike, *_] = make_sections([viewed(*GOING), viewed(*GOING, name="runs/b")])
+    assert isinstance(alike, Table)
+    assert "best" not in alike.columns
+
+
+def test_a_checkpoint_that_is_not_in_its_folder_is_marked() -> None:
+    run = viewed(*GOING, *((time, replace(saved(), step=int(time) - 100)) for time in (162.0, 163.0)))
+    for kept, marks in ((frozenset({63}), ["removed", "kept"]), (frozenset[int](), ["removed"] * 2), (None, [""] * 2)):
+        table = make_sections([replace(run, checkpoints=kept)])[-1]
+        assert isinstance(table, Table)
+        assert table.title == "Checkpoints"
+        assert [row[table.columns.index("files")] for row in table.rows] == marks

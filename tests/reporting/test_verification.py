@@ -30,7 +30,7 @@ NOTE = CodeFinding("unused parameters", False, "nobody uses a.weight")
 
 
 def verification(*rows: VerdictRow, findings: tuple[CodeFinding, ...] = ()) -> Verification:
-    return Verification("digits", (1, 2, 23), 4, 72, 360, rows, findings)
+    return Verification("digits", (1, 2, 23), 4, 690, 72, 360, rows, findings)
 
 
 def drawn(found: Verification) -> list[str]:
@@ -42,7 +42,7 @@ def drawn(found: Verification) -> list[str]:
 def test_a_row_for_each_placement_that_is_possible():
     lines = drawn(verification(SAME, NEAR, GONE))
     assert lines == [
-        "digits: steps 1, 2, 23, 4 micro-batches, 72 of 360 validation samples; reference: single on 1 process",
+        "digits: steps 1, 2, 23 of 690, 4 micro-batches, 72 of 360 validation samples; reference: single on 1 process",
         "strategy  processes  result                     resumed on   seconds  peak MiB",
         "ddp               2  identical                  single on 1     0.12  512 768",
         "tensor            2  within 1.0e-07 of 2.0e-05                  1.00",

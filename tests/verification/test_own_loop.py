@@ -26,8 +26,8 @@ compared = partial(check_placements, seed=None)  # without the resumed run, whic
 def test_a_loop_gives_the_same_numbers_on_all_strategies():
     rows = lockstep.verify(loops.training, processes=(1, 3))
     assert [row.line for row in rows] == [
-        "single on 1: identical, 6 steps",
-        *(f"{name} on 3: identical, 6 steps" for name in ("ddp", "zero1", "zero2", "zero3")),
+        "single on 1: identical, 6 of 6 steps",
+        *(f"{name} on 3: identical, 6 of 6 steps" for name in ("ddp", "zero1", "zero2", "zero3")),
         "zero3 on 3, stopped after step 5 (seed 0) and resumed by single on 1: identical, 1 step",
     ]
 
@@ -36,7 +36,7 @@ def test_hsdp_and_a_folder_take_part_and_a_pipeline_needs_a_task():
     rows = lockstep.verify(
         partial(loops.training, "kept"), processes=(4,), strategies=(HSDP, "pipeline"), steps=3, seed=None
     )
-    assert rows[0].line == "hsdp on 4: identical, 3 steps"
+    assert rows[0].line == "hsdp on 4: identical, 3 of 6 steps"
     assert rows[1].verdict == "not possible"
     assert (
         "strategy pipeline: not supported in a custom training loop, because a pipeline needs a task" in rows[1].reason
@@ -73,7 +73,7 @@ def test_bf16_compute_is_that_of_a_recipe_on_all_strategies(processes, strategie
 
 def test_two_models_are_trained_as_one():
     rows = lockstep.verify(loops.of_two, processes=(2,), strategies=("ddp", "zero3"), seed=None)
-    assert rows[0].line == "ddp on 2: identical, 3 steps"
+    assert rows[0].line == "ddp on 2: identical, 3 of 3 steps"
     assert (rows[1].verdict, "a ModuleDict has no forward" in rows[1].reason) == ("not possible", True)
 
 
@@ -102,7 +102,7 @@ def test_a_read_of_the_rank_is_named_after_other_causes():
 
 def test_a_recipe_is_verified_by_its_name():
     [row] = lockstep.verify("digits", processes=(2,), strategies=("ddp",), steps=2)
-    assert row.line == "ddp on 2: identical, 2 steps"
+    assert row.line == "ddp on 2: identical, 2 of 575 steps"
 
 
 def test_a_recipe_that_is_not_there_is_refused_before_anything_starts():
@@ -119,7 +119,7 @@ def test_a_script_is_a_function_with_arguments(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import sys, loops\nloops.training(epochs=int(sys.argv[1]))\n")
     [row] = lockstep.verify(make_script_runner(file, ["1"]), processes=(2,), strategies=("ddp",), seed=None)
-    assert row.line == "ddp on 2: identical, 3 steps"
+    assert row.line == "ddp on 2: identical, 3 of 3 steps"
 
 
 def test_the_order_of_a_set_is_found_by_another_hash_seed_and_named():
@@ -131,7 +131,9 @@ def test_the_order_of_a_set_is_found_by_another_hash_seed_and_named():
 
 def test_a_function_that_no_other_process_can_import_runs_with_the_same_order_of_sets():
     [row] = compared(lambda: loops.training(epochs=1), (1,), (), 1)
-    assert row.line.startswith("single on 1: identical, 1 step, with the same hash seed; to test another one, pass a")
+    assert row.line.startswith(
+        "single on 1: identical, 1 of 3 steps, with the same hash seed; to test another one, pass a"
+    )
 
 
 def test_a_length_that_follows_from_the_number_of_ranks_is_found_and_named():
@@ -160,7 +162,7 @@ def test_data_that_changes_when_it_is_fetched_again_is_found_before_a_sample_com
         r"again: it has different random draws \(1 of the tested items do\)",
         first.line,
     )
-    assert other.line == "ddp on 2: identical, 2 steps"
+    assert other.line == "ddp on 2: identical, 2 of 6 steps"
 
 
 # What the guard refuses, which is off here: the comparison must find it by itself. The placements are those that
@@ -335,7 +337,7 @@ def resumable(kind: str, folder: str | None = None) -> None:
 
 def test_a_loop_without_state_of_its_own_is_resumed_on_another_placement():
     [shared, resumed] = check_placements(partial(resumable, "none"), (2,), ("ddp",), 4)
-    assert shared.line == "ddp on 2: identical, 4 steps"
+    assert shared.line == "ddp on 2: identical, 4 of 6 steps"
     assert resumed.line == "ddp on 2, stopped after step 3 (seed 0) and resumed by single on 1: identical, 1 step"
     assert not Path("runs").exists()
 

@@ -34,6 +34,11 @@ def print_notes(loaded: Loaded) -> None:
         click.echo(printable(f"note: {note}"), err=True)
 
 
+def print_preparing(source: str, doing: str = "loading libraries, data and model", *, err: bool = False) -> None:
+    """Print that a command has started, because its imports and checks take seconds."""
+    click.echo(printable(f"preparing {source}: {doing}"), err=err)
+
+
 def print_tenths(done: int, total: int, text: str) -> None:
     """Print `text` if item number `done` of `total` completes a tenth of the items."""
     if done * 10 // total > (done - 1) * 10 // total:

@@ -11,17 +11,23 @@ from pathlib import Path
 
 import click
 
-from lockstep.commands import _completion
+from lockstep.commands import _completion, _recipe
 from lockstep.common.location import refuse_url
 from lockstep.common.text import printable
 from lockstep.launchers import check_alone
+from lockstep.ranks.signals import EarlyStop
 
 
 @click.command("compare")
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.complete_arguments)
 @click.option("--placements", default="ddp", show_default=True, help="Strategies, such as ddp,zero3,pipeline.")
 @click.option("--processes", default="1,2", show_default=True, help="Numbers of processes, such as 1,2,4.")
-@click.option("--also", multiple=True, metavar="KEY=VALUE", help="Also train with this override. Can be repeated.")
+@click.option(
+    "--also",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Also train with this override. Can be repeated.",
+)
 @click.option("--usual", is_flag=True, hidden=True, help="A benchmark now.")
 @click.option(
     "--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="Folder for the runs and the page."
@@ -45,27 +51,15 @@ def command(
     unfinished runs resume.
 
     To sweep learning rates, with a row for each: lockstep compare my.yaml --processes 1 --also
-    recipe.optimizer.lr=0.05 --also recipe.optimizer.lr=0.2
+    recipe.optimizer.lr=0.05 --also recipe.optimizer.lr=0.2. The first row is RECIPE itself, here with its own learning
+    rate, so you don't need an --also for it.
     """
-    from lockstep.comparison.drive import run_all
-    from lockstep.comparison.output import Display, write
-    from lockstep.comparison.plan import (
-        USUAL_MOVED,
-        ComparisonRequest,
-        make_folder_name,
-        parse_placements,
-        parse_processes,
-        plan_runs,
-    )
     from lockstep.config.load import split
     from lockstep.config.shipped import list_shipped_recipes
     from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
-    from lockstep.reporting.png import check_png
 
     refuse_url(folder, "compare --dir")
     check_alone("compare starts the processes of each placement")
-    if usual:
-        raise UsageError(f"--usual: {USUAL_MOVED}")
     source, overrides = split(arguments)
     if source not in list_shipped_recipes() and Path(source).is_dir():
         folders = shlex.join(argument for argument in arguments if Path(argument).is_dir())
@@ -73,12 +67,28 @@ def command(
             f"{source}: expected a YAML file or the name of a recipe, got a folder; to compare runs, use lockstep "
             f"report {folders}"
         )
-    folder = folder or make_folder_name(source)
-    strategies, counts = parse_placements(placements), parse_processes(processes)
-    request = ComparisonRequest(source, tuple(overrides), strategies, counts, also, folder)
-    if png:
-        check_png()
-    plans = plan_runs(request)
+    with EarlyStop():
+        _recipe.print_preparing(source, "loading libraries, and checking each placement before the first run", err=True)
+        from lockstep.comparison.drive import run_all
+        from lockstep.comparison.output import Display, write
+        from lockstep.comparison.plan import (
+            USUAL_MOVED,
+            ComparisonRequest,
+            make_folder_name,
+            parse_placements,
+            parse_processes,
+            plan_runs,
+        )
+        from lockstep.reporting.png import check_png
+
+        if usual:
+            raise UsageError(f"--usual: {USUAL_MOVED}")
+        folder = folder or make_folder_name(source)
+        strategies, counts = parse_placements(placements), parse_processes(processes)
+        request = ComparisonRequest(source, tuple(overrides), strategies, counts, also, folder)
+        if png:
+            check_png()
+        plans = plan_runs(request)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as on Ctrl-C, save the run and end all processes
     try:
         with Display(sys.stderr) as display:

@@ -22,6 +22,11 @@ def command(folders: tuple[str, ...], as_json: bool) -> None:
 
     A FOLDER is a run folder or contains run folders, also in subfolders. If the recipes of the runs differ, the table
     shows the keys that differ. The reasons of failed runs are below the table.
+
+    Columns: figure is the monitored metric of the last evaluation, and loss is the loss of that evaluation, or of the
+    last training step (train) before the first evaluation. best marks the run with the best last evaluation, among runs
+    that use the same metric. step and epoch are the progress, left is the remaining time, and last is the age of the
+    last event.
     """
     from lockstep.jobs.reader import read_runs
     from lockstep.reporting.jobs_table import print_overview, to_json_dicts

@@ -23,7 +23,8 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     """Remove checkpoints of each RUN, a run folder or a folder of runs, to free disk space.
 
     The newest --keep checkpoints stay, and the checkpoints that `latest` and `best` point to always stay. You can still
-    resume and evaluate the run, and predict with it. A run that is training, or whose newest checkpoint is damaged,
+    resume and evaluate the run, and predict with it. For each run, the size of the removed and of the kept checkpoints
+    is shown. A run that is training, or whose newest checkpoint is damaged,
     keeps all checkpoints.
     """
     from lockstep.runs.runs import find_run_folders
@@ -46,14 +47,18 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
             except DataError as error:
                 advice = "remove the damaged checkpoint if an older one is enough"
                 problems.append(DataError(f"{error}; {run} keeps all checkpoints: {advice}"))
-        freed, verb = 0, "would free" if dry_run else "freed"
+        freed, kept, verb = 0, 0, "would free" if dry_run else "freed"
         for run, paths in surplus.items():
+            stays = [path for path in store.checkpoints(run / store.FOLDER) if path not in paths]
             freed += (count := sum(map(store.size, paths)))
+            kept += (stays_bytes := sum(map(store.size, stays)))
             names = ", ".join(path.name for path in paths)
-            click.echo(f"{printable_line(str(run))}: {f'{verb} {size(count)}: {names}' if paths else 'nothing'}")
+            done = f"{verb} {size(count)}: {names}" if paths else "nothing to remove"
+            number = f"{len(stays)} checkpoint{'' if len(stays) == 1 else 's'}"
+            click.echo(f"{printable_line(str(run))}: {done}; keeps {number}, {size(stays_bytes)}")
             for path in () if dry_run else paths:
                 store.remove(path)
     if len(surplus) > 1:
-        click.echo(f"{verb} {size(freed)} in all")
+        click.echo(f"{verb} {size(freed)} in all; keeps {size(kept)}")
     if problems:
         raise type(problems[0])("\n".join(map(str, problems)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE
 from lockstep.launchers import detect_rank, slurm
 from lockstep.ranks.rank_log import ignore_terminal_errors
+from lockstep.ranks.signals import EarlyStop
 
 if TYPE_CHECKING:
     from lockstep.common.rank import RankInfo
@@ -42,10 +44,16 @@ def command(arguments: tuple[str, ...], cfg: str | None, gpus: int | None) -> No
     size = None if info is None else info.size
     load = partial(_recipe.load_from_arguments, arguments, cfg, gpus, size)
     with ignore_terminal_errors():
-        raise SystemExit(_train_here(load) if info is None else _train_as_rank(info, arguments, load))
+        if info is None:
+            with EarlyStop() as early:
+                code = _train_here(load, early.begin)
+        else:
+            with EarlyStop() if info.rank == 0 else nullcontext():
+                code = _train_as_rank(info, arguments, load, cfg)
+        raise SystemExit(code)
 
 
-def _train_here(load: Callable[[], Loaded]) -> int:
+def _train_here(load: Callable[[], Loaded], begin: Callable[[], None]) -> int:
     """Train on this machine without a launcher, and return the exit code. If the run is complete, print a notice."""
     from lockstep.config.placement import FASTEST
     from lockstep.setup.completed import completion_notice
@@ -57,6 +65,7 @@ def _train_here(load: Callable[[], Loaded]) -> int:
     if notice := completion_notice(loaded):
         click.echo(printable(notice))
         return EXIT_DONE
+    _recipe.print_preparing(loaded.name)
     from lockstep.run.training import train_here  # imported lazily, because importing torch takes seconds
 
     if loaded.config.placement.strategy.name == FASTEST:
@@ -64,10 +73,14 @@ def _train_here(load: Callable[[], Loaded]) -> int:
 
         loaded, message = select_fastest(loaded, _recipe.print_measurement)
         click.echo(message, err=True)
-    return train_here(loaded)
+    return train_here(loaded, begin=begin)
 
 
-def _train_as_rank(info: RankInfo, arguments: tuple[str, ...], load: Callable[[], Loaded]) -> int:
+def _train_as_rank(info: RankInfo, arguments: tuple[str, ...], load: Callable[[], Loaded], cfg: str | None) -> int:
+    from lockstep.config.load import split
+
+    if info.rank == 0:
+        _recipe.print_preparing(cfg or split(arguments)[0])
     from lockstep.run.start import run_launched_rank
     from lockstep.run.training import training_as_rank
 

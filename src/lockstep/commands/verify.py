@@ -77,14 +77,16 @@ def command(
     loaded = load(*split(arguments))
     _recipe.print_notes(loaded)
 
+    check_alone("verify starts the processes of each placement")
+    if file is not None and not file.parent.is_dir():
+        raise UsageError(f"--json {file}: folder {file.parent} does not exist; create it, or use a different folder")
+    _recipe.print_preparing(loaded.name, err=True)
+
     from rich.console import Console
 
     from lockstep.reporting.verification import print_verification, to_json
     from lockstep.verification.cases import verify
 
-    check_alone("verify starts the processes of each placement")
-    if file is not None and not file.parent.is_dir():
-        raise UsageError(f"--json {file}: folder {file.parent} does not exist; create it, or use a different folder")
     on_terminal = sys.stderr.isatty()
     with add_key_positions(loaded):
         verification = verify(
@@ -105,9 +107,6 @@ def _verify_script(
     seed: int | None,
 ) -> int:
     """Compare placements of a custom training loop, and return the exit code."""
-    from lockstep.strategies import names
-    from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, make_script_runner
-
     if not path.is_file():
         raise UsageError(f"{path}: not found; pass a script that calls lockstep.join, or a recipe")
     if overrides := split_overrides(arguments)[0]:
@@ -117,6 +116,10 @@ def _verify_script(
         )
     if misplaced := misplaced_options(command, arguments):
         click.echo(f"{misplaced[0]} is passed to {path}; options of verify come before the script", err=True)
+    _recipe.print_preparing(str(path), "loading libraries; the first run is the reference, on one process", err=True)
+    from lockstep.strategies import names
+    from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, make_script_runner
+
     for strategy in strategies:
         if strategy not in names() and ":" not in strategy:
             raise UsageError(f"--strategy {strategy}: no such strategy{choices(strategy, names())}")

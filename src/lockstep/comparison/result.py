@@ -248,6 +248,11 @@ def format_state(comparison: Comparison, row: ResultRow) -> str:
     return f"step {row.step:,}/{row.steps:,}{left_text}" if row.steps else "starting"
 
 
+def _format_variant(comparison: Comparison, row: ResultRow) -> str:
+    """Format the variant of a row. The first row and the rows like it are the recipe without any override of --also."""
+    return f"{row.variant} (unchanged)" if row.variant and row.variant == comparison.rows[0].variant else row.variant
+
+
 def _bits_text(comparison: Comparison, row: ResultRow) -> str:
     same = comparison.same_bits(row)
     if same is None or row is comparison.reference(row):
@@ -271,7 +276,7 @@ def _format_part(row: ResultRow, name: str) -> str:
 _METRICS_COLUMN: Final = 3
 _COLUMNS: Final[tuple[_Column, ...]] = (
     ("placement", lambda _, row: row.placement),
-    ("recipe", lambda _, row: row.variant),
+    ("recipe", _format_variant),
     ("state", format_state),
     ("loss", lambda _, row: loss(row.history)),
     ("time", lambda _, row: _format_number(row.seconds, "{:,.1f} s")),

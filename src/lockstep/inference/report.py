@@ -86,7 +86,10 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
         raise UsageError(f"--out {out}: folder {out.parent} does not exist; create it, or use a different folder")
     if options.png:
         check_png()
-    runs, warnings = runs_by_name(_local_folders(options))
+    copies = _copy_remote_runs(options)
+    runs, warnings = runs_by_name([*(Path(folder) for folder in options.runs if not is_url(folder)), *copies])
+    # The copy of a run in object storage contains at most one of its checkpoints.
+    runs = [replace(run, checkpoints=None) if Path(run.folder) in copies else run for run in runs]
     page_sections = make_sections(runs)
     if options.examples:
         from lockstep.inference.inspection import inspect_runs
@@ -104,10 +107,11 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
     return Report(out, tuple(write_png(page_sections, out.with_suffix("")) if options.png else ()), tuple(warnings))
 
 
-def _local_folders(options: Options) -> list[Path]:
-    """Return the folders of the report. Runs at a URL are downloaded first, with a checkpoint if it is needed."""
-    if not any(map(is_url, options.runs)):
-        return [Path(folder) for folder in options.runs]
+def _copy_remote_runs(options: Options) -> list[Path]:
+    """Download the runs at URLs, with a checkpoint if it is needed. Return their local folders."""
+    urls = [folder for folder in options.runs if is_url(folder)]
+    if not urls:
+        return []
     from lockstep.runs.remote import local_copies  # imports torch
 
-    return local_copies(options.runs, "none" if not options.examples else "best" if options.best else "newest")
+    return local_copies(urls, "none" if not options.examples else "best" if options.best else "newest")

@@ -18,7 +18,15 @@ from lockstep.reporting import jsonl
 from lockstep.reporting.notices import Notice, make_notice
 from lockstep.reporting.run_log import History, RunLog, RunStart
 from lockstep.reporting.run_view import RunView, state
-from lockstep.runs.runs import SubmittedJob, describe_machine, failure_reason, find_run_folders, is_locked, read_job
+from lockstep.runs.runs import (
+    SubmittedJob,
+    describe_machine,
+    failure_reason,
+    find_checkpoint_steps,
+    find_run_folders,
+    is_locked,
+    read_job,
+)
 
 _EVENTS_PER_REFRESH: Final = 20_000  # limits a refresh to about half a second, so that Ctrl-C is handled quickly
 _NOTICES: Final = 50  # number of most recent notices to keep for each run
@@ -106,6 +114,7 @@ class RunReader:
             tuple(self._notices),
             self._notice_count,
             self.is_whole,
+            find_checkpoint_steps(self.folder),
         )
 
     def _reset(self) -> None:

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import sys
 import threading
+from contextlib import suppress
 from functools import partial
-from types import FrameType
-from typing import Any, Final, Literal, final
+from types import FrameType, TracebackType
+from typing import Any, Final, Literal, Self, final
 
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
 
@@ -28,6 +30,57 @@ def get_stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a run. Excludes SIGHUP if the process ignores it, as under nohup."""
     numbers = [signal.Signals[name] for name in STOP_LEVELS.values()]
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def early_stop_line(number: int) -> str:
+    """Return the line for a run that a signal ended before training."""
+    name = signal.Signals(number).name
+    return f"stopped by {name} before training: nothing was saved, and the same command starts again"
+
+
+@final
+class EarlyStop:
+    """While a command prepares its run, prints that nothing was saved if a signal ends the command.
+
+    Use it as a context manager. The signals still have their usual effect. Once `begin` is called, nothing is printed.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._previous: dict[signal.Signals, Any] = {}
+        self._is_active = False
+
+    def __enter__(self) -> Self:
+        self._is_active = True
+        for number in get_stop_signals() if threading.current_thread() is threading.main_thread() else ():
+            if number != signal.SIGINT:  # Python raises KeyboardInterrupt
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._is_active and kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._print(signal.SIGINT)
+            raise SystemExit(EXIT_INTERRUPTED) from None
+        self.begin()
+
+    def begin(self) -> None:
+        """Stop printing, because training begins. Restores the previous signal handlers."""
+        self._is_active = False
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous)
+        self._previous.clear()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == self._process:  # a forked process inherits the handler
+            self._print(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _print(self, number: int) -> None:
+        with suppress(OSError, RuntimeError):  # the terminal may be closed, or the signal interrupted a write to it
+            sys.stderr.write(f"{early_stop_line(number)}\n")
+            sys.stderr.flush()
 
 
 @final

@@ -7,7 +7,14 @@ from typing import Final
 from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart, make_curve_chart
 from lockstep.reporting.page import ProgressBar, Section, Table, ValueGrid, Words
-from lockstep.reporting.run_log import History, evaluation_curve, get_count, metric_name, training_curve
+from lockstep.reporting.run_log import (
+    History,
+    describe_best_run,
+    evaluation_curve,
+    get_count,
+    metric_name,
+    training_curve,
+)
 from lockstep.reporting.run_view import (
     RunView,
     describe_endings,
@@ -247,6 +254,8 @@ def _make_run_sections(runs: Sequence[RunView], with_progress: bool) -> list[Sec
     if len(set(cells["machine"])) == 1:
         [machine] = set(cells.pop("machine"))
         notes += [f"All runs trained on {machine}."] if machine else []
+    if not any(cells["best"]):
+        del cells["best"]
     names, differences = {"run": cells.pop("run")}, _find_differences(runs)
     is_recipe = any(name.startswith("recipe.") for name in differences)
     same = [_SAME_RECIPE] if differences and not is_recipe else []
@@ -262,11 +271,17 @@ def _make_run_sections(runs: Sequence[RunView], with_progress: bool) -> list[Sec
 
 
 def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool) -> dict[str, list[str]]:
-    """Return the columns of the table of runs by heading. Each curve in `curves` has a column with its last value."""
+    """Return the columns of the table of runs by heading. Each curve in `curves` has a column with its last value.
+
+    A value that isn't from the last step of the run is followed by its step.
+    """
 
     def format_last_value(run: RunView, name: str) -> str:
-        last = run.history.last_value(name)
-        return "" if last is None else wording.format_metric(name, last, run.history.is_share(name))
+        points = run.history.curves.get(name)
+        if not points:
+            return ""
+        words = wording.format_metric(name, points[-1].value, run.history.is_share(name))
+        return words if points[-1].step == run.status.step else f"{words} (step {points[-1].step:,})"
 
     speeds = [run.status.samples_per_s for run in runs]
     return {
@@ -276,6 +291,7 @@ def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress:
         **({"time left": [format_time_left(run) for run in runs]} if with_progress else {}),
         "time": [wording.format_duration(run.history.seconds) if run.history.starts else "" for run in runs],
         **{name: [format_last_value(run, name) for run in runs] for name in curves},
+        "best": describe_best_run([run.history for run in runs]),
         "samples/s": ["" if speed is None else f"{speed:,.0f}" for speed in speeds],
         "starts": [f"{len(run.history.starts):,}" for run in runs],
         "weights": [run.history.weights_sha256[:_HASH_CHARS] for run in runs],
@@ -324,9 +340,10 @@ def _make_checkpoint_table(runs: Sequence[RunView]) -> Table:
             f"{save.took_s:.2f} s",
             save.weights_sha256[:_HASH_CHARS],
             "yes" if save.best else "",
+            "" if run.checkpoints is None else "kept" if save.step in run.checkpoints else "removed",
         ]
         for run in runs
         for save in run.history.saves[-_MAX_ROWS:]
     ]
-    columns = ["run", "after step", "at", "took", "weights", "best so far"]
+    columns = ["run", "after step", "at", "took", "weights", "best so far", "files"]
     return Table("Checkpoints", columns, rows, grouped=True, folded=True)

@@ -33,7 +33,7 @@ class RunView:
     dotted keys to values as text, or are empty if unknown. `placement` and `failure` are from the last time that the
     run was started. `failure` is the reason if the run failed. `machine` describes the machine. `notices` contains the
     latest notices, and `noticed` is the total number of notices. `is_whole` is false while a long log is still being
-    read.
+    read. `checkpoints` contains the steps of the checkpoints that are in the run folder. It is None if this is unknown.
     """
 
     folder: str
@@ -48,6 +48,7 @@ class RunView:
     notices: tuple[Notice, ...] = ()
     noticed: int = 0
     is_whole: bool = True
+    checkpoints: frozenset[int] | None = None
 
     @property
     def status(self) -> RunStatus:

@@ -81,11 +81,15 @@ class CodeFinding:
 
 @dataclass(frozen=True)
 class Verification:
-    """The full result of a verification. `steps` lists the compared steps, counted from 1."""
+    """The full result of a verification.
+
+    `steps` lists the compared steps, counted from 1, of the `total_steps` of the recipe.
+    """
 
     recipe: str
     steps: tuple[int, ...]
     microbatches: int
+    total_steps: int
     evaluated: int
     validation_samples: int
     rows: tuple[VerdictRow, ...]
@@ -157,7 +161,8 @@ def describe_location(mismatch: Mismatch) -> str:
 def _format_heading(verification: Verification) -> str:
     steps = ", ".join(map(str, verification.steps))
     return (
-        f"{verification.recipe}: step{'s' if len(verification.steps) > 1 else ''} {steps}, "
+        f"{verification.recipe}: step{'s' if len(verification.steps) > 1 else ''} {steps} of "
+        f"{verification.total_steps:,}, "
         f"{format_count(verification.microbatches, 'micro-batch')}, "
         f"{verification.evaluated} of {verification.validation_samples} validation samples; "
         f"reference: single on 1 process"

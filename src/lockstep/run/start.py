@@ -27,7 +27,7 @@ from lockstep.setup.strategy import find_strategy
 from lockstep.strategies.base import ExternalEngine
 
 T = TypeVar("T")
-_SIGNAL_BASE: Final = 128  # larger exit codes represent signals, as in a shell
+SIGNAL_BASE: Final = 128  # larger exit codes represent signals, as in a shell
 Work = Callable[[Rendezvous], int]  # returns the exit code
 
 
@@ -139,6 +139,6 @@ def run_in_workers(
             code = run_on_ranks(work, ready, placement, count, in_subprocess=True, child_hash_seed=child_hash_seed)
         except SystemExit as end:  # a signal arrived before the workers were started
             code = int(end.code or 0)
-    if code > _SIGNAL_BASE:
+    if code > SIGNAL_BASE:
         raise SystemExit(code)
     return code, printed.getvalue().strip()

@@ -27,16 +27,17 @@ from lockstep.probe.first_look import check_in_background
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.signals import StopRequest
+from lockstep.ranks.signals import StopRequest, early_stop_line
 from lockstep.reporting.sink import Sink
 from lockstep.run.checkpoints import Resumed
 from lockstep.run.rank_training import RankTraining
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.sinks import check_sinks
-from lockstep.run.start import Work, run_on_ranks
+from lockstep.run.start import SIGNAL_BASE, Work, run_on_ranks
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
 from lockstep.runs.remote import check_run_dir, on_this_host
+from lockstep.runs.runs import failure_reason
 from lockstep.setup import recipe_folder
 from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import collect_comparison_facts
@@ -49,12 +50,12 @@ from lockstep.training.checkpoint.read_same_checkpoint import read_same_checkpoi
 from lockstep.training.checkpoint.signing import signing_key
 
 
-def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
+def train_here(loaded: Loaded, extra_sink: Sink | None = None, begin: Callable[[], None] | None = None) -> int:
     """Run all checks in this process, then train in this process or in new processes. Return the exit code.
 
     `extra_sink` is a sink in addition to the sinks of the configuration. It must be picklable if processes are spawned.
-    If an audit identifies ranks with wrong results and `placement.on_corruption` is `go_on`, training continues without
-    these ranks.
+    `begin` is called right before the ranks start. If an audit identifies ranks with wrong results and
+    `placement.on_corruption` is `go_on`, training continues without these ranks.
     """
     torch.set_num_threads(1)  # see run/start.py
     failures: list[Failure] = []
@@ -73,7 +74,11 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
             with add_key_positions(loaded):
                 check_start(prepared.ready)
         work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done_message), extra_sink)
+        if begin is not None:
+            begin()
         code = run_on_placement(prepared, work, claim.folder, failures)
+    if code > SIGNAL_BASE and not failures and failure_reason(claim.folder):  # a run that trains saves instead
+        run_folder.print_message(early_stop_line(code - SIGNAL_BASE))
     wrong_ranks = [rank for failure in failures for rank in failure.wrong]
     if not wrong_ranks or resolved.placement.on_corruption == "end":
         return code

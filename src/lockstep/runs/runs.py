@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +21,8 @@ RESULT: Final = "result.json"
 JOB_SCRIPT: Final = "job.sh"  # written by `lockstep submit`
 JOB: Final = "job.json"
 _ENVIRONMENT: Final = "environment.json"
+_CHECKPOINTS: Final = "checkpoints"  # see training/checkpoint/store.py, which imports torch
+_CHECKPOINT: Final = re.compile(r"step-(\d{8,})")
 _MARKER_FILES: Final = (EVENTS, JOB, LOCK)  # a folder with any of these files is a run folder
 _MAX_DEPTH: Final = 4
 _MAX_JSON_BYTES: Final = 1 << 20  # maximum size of a JSON file to read
@@ -84,6 +87,15 @@ def failure_reason(folder: Path, *, ignore_transient: bool = False) -> str:
     is_failure = result.get("event") == "failed" and not (ignore_transient and result.get("cause") == "transient")
     reason = result.get("reason") if is_failure else None
     return printable_line(reason)[:_MAX_REASON_CHARS] if isinstance(reason, str) else ""
+
+
+def find_checkpoint_steps(folder: Path) -> frozenset[int]:
+    """Return the steps of the checkpoints that are in a run folder."""
+    try:
+        names = os.listdir(folder / _CHECKPOINTS)
+    except OSError:
+        return frozenset()
+    return frozenset(int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match)
 
 
 def describe_machine(folder: Path) -> str:

@@ -170,6 +170,7 @@ def _verify_cases(
         recipe=loaded.name,
         steps=tuple(number + 1 for number in step_numbers),
         microbatches=recipe.microbatches,
+        total_steps=setup.steps.total,
         evaluated=evaluated,
         validation_samples=samples,
         rows=tuple(rows),

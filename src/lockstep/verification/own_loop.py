@@ -77,14 +77,20 @@ class Trace:
         later = [number for number, step in enumerate(self.steps) if number and step[0] <= self.steps[number - 1][0]]
         return self.steps[: later[0]] if later else self.steps
 
+    @property
+    def total_steps(self) -> int:
+        """The number of steps of the whole training, as passed to `run.steps`, or 0 if there are several runs."""
+        return self.plans[-1]["steps"] if self.plans and len(self.first_run) == len(self.steps) else 0
+
 
 @dataclass(frozen=True)
 class Checked:
     """The result of a placement in `verify`.
 
-    `verdict` is identical, within tolerance, differs, failed or not possible. `reason` is the first difference, or the
-    reason why the placement failed or isn't possible. `resumed` describes the step after which the run was stopped, and
-    the placement that resumed it.
+    `verdict` is identical, within tolerance, differs, failed or not possible. `steps` is the number of compared steps,
+    and `of` is the number of steps of the whole training, or 0 if it is unknown. `reason` is the first difference, or
+    the reason why the placement failed or isn't possible. `resumed` describes the step after which the run was stopped,
+    and the placement that resumed it.
     """
 
     strategy: str
@@ -93,6 +99,7 @@ class Checked:
     steps: int = 0
     reason: str = ""
     resumed: str = ""
+    of: int = 0
 
     @property
     def good(self) -> bool:
@@ -102,7 +109,9 @@ class Checked:
     @property
     def line(self) -> str:
         """The placement and its verdict as a line of text."""
-        steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _AGREEING_VERDICTS else ""
+        count = f"{self.steps} of {self.of:,}" if self.of else f"{self.steps}"
+        noun = "step" if (self.of or self.steps) == 1 else "steps"
+        steps = f", {count} {noun}" if self.verdict in _AGREEING_VERDICTS else ""
         reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
         resumed = f", {self.resumed}" if self.resumed else ""
         return f"{self.strategy} on {self.processes}{resumed}: {self.verdict}{steps}{reason}"
@@ -163,7 +172,14 @@ def _verify_recipe(
     if not verification.agree:
         raise VerificationError(format_failures(verification))
     return [
-        Checked(row.strategy, row.processes, row.verdict, len(verification.steps), row.reason)
+        Checked(
+            row.strategy,
+            row.processes,
+            row.verdict,
+            len(verification.steps),
+            row.reason,
+            of=verification.total_steps,
+        )
         for row in verification.rows
     ]
 
@@ -238,7 +254,9 @@ def check_placements(
                 mismatch += cause or _describe_model_cause(traits, _format_verify_command(function, label, count))
             else:
                 matching.append((strategy, count))
-            yield Checked(label, count, "differs" if mismatch else "identical", len(placement_trace.steps), mismatch)
+            verdict: Verdict = "differs" if mismatch else "identical"
+            total = placement_trace.total_steps
+            yield Checked(label, count, verdict, len(placement_trace.steps), mismatch, of=total)
         if seed is not None and matching and not reference.warnings and len(reference.first_run) > 1:
             yield _check_resume(loop, reference, matching, seed)
 
@@ -321,7 +339,7 @@ def _rerun_reference(loop: "_LoopRunner", reference: Trace, can_spawn: bool) -> 
         note = (
             "" if hash_seed else "with the same hash seed; to test another one, pass a function of an importable module"
         )
-        return Checked("single", 1, "identical", len(rerun_trace.steps), note)
+        return Checked("single", 1, "identical", len(rerun_trace.steps), note, of=rerun_trace.total_steps)
     if (
         hash_seed
         and loop.run("single", 1, "third")[0] == EXIT_DONE
