@@ -201,8 +201,8 @@ def _predict_images(
             fetched = samples, torch.zeros(len(samples), device=model.device)
             outputs = get_predictions(model((transforms.transform_evaluation_batch(fetched)[0],)), saved.name).cpu()
             rows = {image.file: make_row(output, image) for image, output in zip(images, outputs, strict=True)}
-        for image in images if polarity else []:
-            if (brightness := polarity.measure_inverted(image.sample)) is not None:
+        for image in images:
+            if polarity and (brightness := polarity.measure_inverted(image.sample)) is not None:
                 inverted.append((str(image.file), brightness))
         for file in files[first : first + model.batch_size]:
             yield {"input": str(file), **(rows[file] if file in rows else {"skipped": reasons[file]})}
