@@ -42,7 +42,7 @@ from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import collect_comparison_facts
 from lockstep.setup.post_training import check_packing
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config, prepare_run
-from lockstep.setup.resolved import ResolvedConfig
+from lockstep.setup.resolved import ResolvedConfig, explain_process_count
 from lockstep.setup.resume import check_start
 from lockstep.setup.resume import resume_state as checked_state
 from lockstep.training.checkpoint.read_same_checkpoint import read_same_checkpoint
@@ -65,6 +65,8 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     resolved = prepared.resolved
     check_run_dir(prepared.run.dir, prepared.processes)
     warn(prepared)
+    if note := explain_process_count(prepared.loaded):
+        run_folder.print_message(note)
     claim = recipe_folder.claim(prepared.loaded)
     with claim.hold():
         for note in claim.notes:
