@@ -45,6 +45,7 @@ from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, pr
 from lockstep.setup.resolved import ResolvedConfig, explain_process_count
 from lockstep.setup.resume import check_start
 from lockstep.setup.resume import resume_state as checked_state
+from lockstep.setup.trained import describe_fine_tuning
 from lockstep.training.checkpoint.read_same_checkpoint import read_same_checkpoint
 from lockstep.training.checkpoint.signing import signing_key
 
@@ -206,10 +207,12 @@ def run_rank(
 
 
 def warn(prepared: PreparedRun) -> None:
-    """Check packing with real values, and print warnings about settings that are valid but probably unintended."""
+    """Check packing with real values, and print what is fine-tuned and warnings about probably unintended settings."""
     check_packing(prepared.ready)
     for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
         run_folder.print_message(f"warning: {warning}")
+    if line := describe_fine_tuning(prepared.ready):
+        run_folder.print_message(f"note: {line}")
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:
