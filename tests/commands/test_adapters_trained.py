@@ -38,7 +38,9 @@ def test_one_hash_and_pefts_files(server: Server, run, a) -> None:  # noqa: F811
     add_adapters(ours, Lora(["convolutions.0", "5.convolutions.3"], r=4, dropout=0.1, train=["9.*"]))
     ours.load_state_dict(trained)
     assert all(torch.equal(each, trained[name]) for name, each in lockstep.load("alone").state_dict().items())
-    export_adapters("alone", "adapter")
+    assert export_adapters("alone", "adapter") == Path("adapter")
+    modes = {file.stat().st_mode & 0o777 for file in Path("adapter").iterdir()}
+    assert modes == {Path("alone/config.yaml").stat().st_mode & 0o777}  # by the umask
     theirs = digits_convnet(width=WIDTH)
     theirs.load_state_dict(before)
     inputs = torch.randn(4, 1, 8, 8)

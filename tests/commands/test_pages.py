@@ -11,6 +11,8 @@ import torch
 from forked import events
 from sections import DOCS, section
 
+from lockstep.exports.adapters import export_adapters
+
 pytestmark = pytest.mark.slow("runs whole commands")
 
 COMMAND = re.compile(r"^\$ lockstep (train .*)$", re.MULTILINE)
@@ -78,6 +80,34 @@ def test_fine_tuning(run) -> None:
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"9.weight", "9.bias"}
     assert trunk.sha256 != head.sha256
+
+
+def test_adapters_of_a_language_model(run, tmp_path: Path) -> None:
+    example = section("models.md", "Adapters of a language model")
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 200)
+    (write,), (recipe,) = blocks(example), blocks(example, "yaml")
+    torch.manual_seed(0)
+    exec(compile(write, "models.md", "exec"), {})
+    (tmp_path / "lora.yaml").write_text(recipe, encoding="utf-8")
+    commands = [shlex.split(line) for line in re.findall(r"^\$ lockstep (.*)$", example, re.MULTILINE)]
+    assert [words[0] for words in commands] == ["train", "predict", "export"]
+    train, predict, export = commands
+    one = run(*train, "recipe.steps=2", "placement.processes=1", "run.tensorboard=false")
+    two = run(*train, "recipe.steps=2", "placement.processes=2", "run.tensorboard=false", "run.dir=runs/two")
+    assert one.sha256 == two.sha256
+    # The vocabulary follows from the text, and the page's numbers from a vocabulary of 512.
+    trained, total = re.search(r"note: ([\d,]+) of ([\d,]+) parameters", one.err).groups()
+    assert re.search(r"^note: .* starting from the pretrained weights of ./llama$", two.err, re.MULTILINE)
+    vocabulary = json.loads((tmp_path / "llama" / "config.json").read_text())["vocab_size"]
+    at_512 = int(total.replace(",", "")) + 2 * 64 * (512 - vocabulary)
+    share = 100 * int(trained.replace(",", "")) / at_512
+    printed = f"note: {trained} of {at_512:,} parameters are trained ({share:.3g} %), starting from the pretrained"
+    assert printed in example
+    assert run(*predict).out.startswith("It was")
+    run(*export)
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "merged").iterdir()}
+    assert modes == {(tmp_path / "lora.yaml").stat().st_mode & 0o777}  # by the umask
+    assert export_adapters("runs/lora", "adapter") == Path("adapter")
 
 
 def test_a_task_of_ones_own(run, tmp_path: Path) -> None:

@@ -105,6 +105,25 @@ def test_from_python_the_same_is_predicted(run, trained, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_dark_digits_on_white_are_told(run, trained, tmp_path, capfd):
+    image = digits().validation.images[0, 0].numpy()
+    for name, pixels in (("light", image), ("dark", 255 - image), ("more", 255 - image)):
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png")
+    told = "dark.png: dark on light (mean brightness 0."
+    found = run("predict", "run", "light.png", "dark.png", "--json", TRUST)
+    assert f"warning: {told}" in found.err
+    assert "(mean 0.31); invert it first, for example with PIL.ImageOps.invert" in found.err
+    assert len(rows(found)) == 2
+    assert "warning" not in run("predict", "run", "light.png", TRUST).err
+    own = partial(lockstep.predict, "run", overrides=dict([TRUST.split("=")]))
+    with pytest.warns(UserWarning, match=re.escape(told)) as warned:
+        assert own(["light.png", "dark.png"]) == rows(found)
+    assert [Path(each.filename).name for each in warned] == ["test_predict.py"]
+    with pytest.warns(UserWarning, match=r"dark\.png and 1 more image: dark on light"):
+        own(["light.png", "dark.png", "more.png"])
+    assert capfd.readouterr() == ("", "")
+
+
 def test_pictures_are_cut_and_named_as_the_run_has_them(run, images, tmp_path):
     run("train", *FOLDER, "recipe.epochs=8", "recipe.optimizer={name: adam, lr: 0.05}", "run.dir=run")
     (tmp_path / "images").rename(tmp_path / "moved")  # the data is not needed

@@ -9,7 +9,14 @@ import torch
 from torch.utils.data import DistributedSampler
 
 import lockstep
-from lockstep.common.own_code import UserCode, convert_user_error, describe_error, is_user_code, source_line
+from lockstep.common.own_code import (
+    UserCode,
+    convert_user_error,
+    describe_code_between,
+    describe_error,
+    is_user_code,
+    source_line,
+)
 from lockstep.core.tree import total
 from lockstep.errors import TrainingError, UserCodeError
 from lockstep.parallel.pipeline.stage import _run_backward
@@ -105,3 +112,16 @@ def test_the_place_of_bad_syntax_is_in_its_file(tmp_path: Path) -> None:
 
 def _raise(error: BaseException) -> None:
     raise error
+
+
+def test_two_lines_are_named_in_the_order_in_which_they_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = ["for step in steps:", "    step.backward()", "    clip()", "    log()", "    step.update()", "    a()"]
+    (tmp_path / "loop.py").write_text("\n".join([*code, "    b()", "run.save()", ""]))
+    file = str(tmp_path / "loop.py")
+    assert describe_code_between((file, 2), (file, 5)) == "between loop.py:2 and loop.py:5"
+    assert describe_code_between((file, 4), (file, 6)) == "loop.py:5"
+    assert describe_code_between((file, 5), (file, 2)) == "from loop.py:5 to line 2 of the next pass"
+    assert describe_code_between((file, 5), (file, 5)) == "since loop.py:5"
+    assert describe_code_between((file, 8), (file, 2)) == "after loop.py:8 and before line 2"  # of two functions
+    assert describe_code_between((file, 5), (f"{file}x", 2)) == "between loop.py:5 and loop.pyx:2"

@@ -186,6 +186,33 @@ recipe:
     assert found[-1] == "override placement.processes: expected an integer of at least 1, or auto; got 'two'"
 
 
+def test_a_missing_key_and_its_typo_are_one_problem(recipe):
+    text = """\
+recipe:
+  model: {nmae: resnet18}
+  dta: {name: cifar10}
+  batch: 64
+  lr: 0.1
+  optimizer: {name: sgd}
+  epochs: 3
+"""
+    assert problems(recipe(text)) == [
+        "recipe.yaml:2:11  recipe.model.nmae: unknown key; did you mean 'name', which is missing?",
+        "recipe.yaml:3:3  recipe.dta: unknown key; did you mean 'data', which is missing?",
+        "recipe.yaml:5:3  recipe.lr: unknown key; did you mean 'recipe.optimizer.lr', which is missing?",
+    ]
+    # One typo stands for one key, and a key that is there is not missing.
+    assert [line.partition(";")[0] for line in problems(recipe(text.replace("nmae:", "nmae: x, nam:")))][:2] == [
+        "recipe.yaml:2:11  recipe.model.nmae: unknown key",
+        "recipe.yaml:2:20  recipe.model.nam: unknown key",
+    ]
+    found = problems(recipe(text.replace("nmae:", "name: x, nmae:")))
+    assert found[0].startswith("recipe.yaml:2:20  recipe.model.nmae: unknown key; did you mean 'name' or 'recipe.")
+    assert problems(recipe(text.replace("lr: 0.1", "seed: 0")))[-1].endswith(
+        "recipe.optimizer.lr: missing; it has no default"
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -531,7 +558,7 @@ def test_a_broken_recipe_is_told_without_torch(recipe):
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["2", "False", "False"]
-    assert "recipe.yaml:4:3  recipe.bach: unknown key; did you mean 'batch' or 'batchnorm'?" in found.stderr
+    assert "recipe.yaml:4:3  recipe.bach: unknown key; did you mean 'batch', which is missing?" in found.stderr
 
 
 def mixture(**sources):

@@ -67,10 +67,12 @@ def test_what_rank_0_alone_calls_is_refused_with_its_line(name: str) -> None:
     what = {"close": "the end of the run", "sum": "run.each"}.get(name, f"run.{name}")
     at = "the end of the run" if name == "fingerprint" else "run.fingerprint"
     found, *others = worlds.run(3, by_rank_0_alone, after_the_loop, name)
-    assert re.match(rf"{what}: rank [12] is at {at} instead \(tests/\S+:\d+\); call the same methods of run", found)
-    assert {each.partition(" (")[0] for each in others} == {f"{at}: rank 0 is at {what} instead"}
+    line = r" \(tests/\S+:\d+\)"  # of this rank, next to its own call
+    assert re.match(rf"{what}{line}: rank [12] is at {at} instead; call the same methods of run", found)
+    for other in others:
+        assert re.match(rf"{at}{line}: rank 0 is at {what} instead; ", other)
     found, *others = worlds.run(3, by_rank_0_alone, within_the_loop, name)
-    assert re.match(rf"{what}: rank [12] is at the loop over run.steps instead \(tests/\S+:\d+\); ", found)
+    assert re.match(rf"{what}{line}: rank [12] is at the loop over run.steps instead; ", found)
     assert {each.partition("; ")[0] for each in others} == {"rank 0 did not start its next step when this rank did"}
 
 

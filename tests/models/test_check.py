@@ -106,7 +106,7 @@ def test_single_sample_and_batchnorm() -> None:
         return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
 
     check(build, torch.zeros(1, 4), 3, smallest=2)
-    with pytest.raises(UsageError, match=r"1 sample, but BatchNorm requires at least 2; .*set recipe\.last_batch=drop"):
+    with pytest.raises(UsageError, match=r"1 sample, but BatchNorm requires at least 2 in each micro-batch; use a"):
         check(build, torch.zeros(1, 4), 3, smallest=1)
 
 

@@ -18,6 +18,9 @@ from torch import nn
 def pooled(num_classes):
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, num_classes))
 
+def normed(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
+
 def synced(num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.SyncBatchNorm(8), nn.Linear(8, num_classes))
 """
@@ -98,6 +101,25 @@ def test_torchs_own_sync_layers_are_taken_over_where_that_is_asked_for(pooled: s
             build_setup(recipe)
     else:
         assert Numerics(build_setup(recipe).recipe).sync_batchnorm is (asked == "sync")
+
+
+def test_a_step_that_is_too_small_for_batchnorm_is_named_with_the_way_out(pooled: str) -> None:
+    for words, step, advice in (
+        (
+            ("recipe.batch=4", "recipe.microbatches=2"),
+            "the last step of an epoch has 1 sample",
+            "set recipe.last_batch=drop, or change recipe.batch or recipe.microbatches",
+        ),
+        (
+            ("recipe.batch=4", "recipe.microbatches=3", "recipe.last_batch=drop"),
+            "a step has 4 samples in 3 micro-batches, the smallest of 1 sample",
+            "use a larger recipe.batch or fewer recipe.microbatches",
+        ),
+    ):
+        with pytest.raises(UsageError) as refused:
+            build_setup(load("digits", [pooled.replace("pooled", "normed"), *words]).config.recipe)
+        message = f": {step}, but BatchNorm requires at least 2 in each micro-batch; {advice}"
+        assert str(refused.value).endswith(message)
 
 
 def test_a_model_without_batchnorm_cannot_sync_or_freeze_it(pooled: str) -> None:

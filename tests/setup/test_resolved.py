@@ -5,7 +5,7 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.errors import UsageError
-from lockstep.setup.resolved import resolve
+from lockstep.setup.resolved import explain_process_count, resolve
 
 
 @pytest.mark.parametrize(("processes", "strategy"), [(1, "single"), (2, "ddp")])
@@ -28,6 +28,26 @@ def test_left_out_the_processes_are_as_many_as_there_is_work_for(monkeypatch: py
     assert resolve(load("digits", ["placement.device=cpu"])).processes == 4  # micro-batches
     assert resolve(load("digits", ["placement.device=cpu", "recipe.threads=2"])).processes == 3
     assert resolve(load("digits", ["placement.device=cpu", "placement.strategy=single"])).processes == 1
+
+
+def test_a_single_micro_batch_is_named_as_the_reason_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(2)))
+    small = ["placement.device=cpu", "recipe.microbatches=", "recipe.batch=16"]
+
+    def note(*overrides: str) -> str:
+        return explain_process_count(load("digits", [*small, *overrides]))
+
+    assert note() == (
+        "note: 1 process for 2 CPU cores, because a step of 16 samples is 1 micro-batch; to use 2 processes, set "
+        "recipe.microbatches=2, which changes the bits"
+    )
+    for chosen in ("recipe.microbatches=1", "placement.processes=1", "placement.strategy=single", "recipe.batch=33"):
+        assert note(chosen) == ""
+    assert note("recipe.batch=1") == note("recipe.threads=2") == ""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    assert note() == ""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert note("placement.device=auto").startswith("note: 1 process for 4 GPUs, because a step of 16 samples is 1 ")
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

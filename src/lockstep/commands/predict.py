@@ -67,7 +67,7 @@ def command(
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
-    predictions = iterate_predictions(saved, files, options)
+    predictions = iterate_predictions(saved, files, options, _print_warning)
     click.echo(printable_line(saved.words), err=True)
     skipped: list[str] = []
     predictions = _drop_skipped(predictions, skipped)
@@ -89,6 +89,10 @@ def command(
         raise SystemExit(EXIT_FAILED)
 
 
+def _print_warning(text: str) -> None:
+    click.echo(f"warning: {printable_line(text)}", err=True)
+
+
 def _drop_skipped(rows: Iterator[dict[str, Any]], skipped: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of readable inputs. Print a warning for each unreadable input, and add it to `skipped`.
 
@@ -98,7 +102,7 @@ def _drop_skipped(rows: Iterator[dict[str, Any]], skipped: list[str]) -> Iterato
     for row in rows:
         if "skipped" in row:
             skipped.append(row["input"])
-            click.echo(f"warning: skipped: {printable_line(row['skipped'])}", err=True)
+            _print_warning(f"skipped: {row['skipped']}")
         else:
             any_read = True
             yield row

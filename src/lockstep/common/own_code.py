@@ -1,5 +1,6 @@
 """Determines which files are user code, and formats errors of user code as a message with file and line."""
 
+import ast
 import linecache
 import os
 import re
@@ -97,6 +98,7 @@ def calling() -> str:
 def describe_code_between(before: SourceLocation, after: SourceLocation) -> str:
     """Describe the user code that ran between two calls to Lockstep, as one source line or the lines of both calls.
 
+    The lines are in the order of execution, which isn't the order in the file if a loop continues with its next pass.
     If both calls are on the same line, as in two iterations of a loop, this returns `since` followed by that line.
     """
     if not before[0] or not after[0]:
@@ -106,7 +108,23 @@ def describe_code_between(before: SourceLocation, after: SourceLocation) -> str:
         code = [number for number, line in lines if line and not line.startswith("#")]
         if len(code) == 1:
             return location(after[0], code[0])
-    return f"since {location(*after)}" if before == after else f"between {location(*before)} and {location(*after)}"
+    if before == after:
+        return f"since {location(*after)}"
+    if before[0] == after[0] and before[1] > after[1]:
+        if _are_in_one_loop(after[0], after[1], before[1]):
+            return f"from {location(*before)} to line {after[1]} of the next pass"
+        return f"after {location(*before)} and before line {after[1]}"
+    return f"between {location(*before)} and {location(*after)}"
+
+
+def _are_in_one_loop(path: str, first: int, last: int) -> bool:
+    """Return whether two lines of a Python file are in the same loop."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):  # the file changed, or is a cell of a notebook with magic commands
+        return False
+    loops = (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.AsyncFor | ast.While))
+    return any(loop.lineno <= first and last <= (loop.end_lineno or 0) for loop in loops)
 
 
 def refusal(text: str, advice: str, where: str = "") -> UserCodeError:

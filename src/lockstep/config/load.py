@@ -203,6 +203,7 @@ def _validate(document: Document, shares_steps: bool) -> Config:
         config = Config.model_validate(document.values)
     except ValidationError as error:
         problems += wording.find_problems(error, document.positions)
+    problems = wording.merge_typos(problems)
     if problems:
         # Sort by line. Overrides have no line, and come last.
         problems = sorted(

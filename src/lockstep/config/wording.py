@@ -1,7 +1,7 @@
 """Rewords the validation errors of pydantic, so that each message contains expected value, actual value, and fix."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, get_args, get_origin
 
@@ -36,6 +36,8 @@ _EXPECTED: Final = {
     "too_long": "at most {max_length} items",
 }
 _TYPO_SIMILARITY: Final = 0.8  # minimum similarity to a valid key at which an unknown key is considered a typo
+_MISSING: Final = "missing; it has no default"
+_UNKNOWN: Final = "unknown key"
 _COMMA_ADVICE: Final = "write numbers with a decimal point, as in 0.1, not with a comma"
 # Patterns that match quoted values that would have the expected type without quotes.
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
@@ -52,6 +54,28 @@ def find_problems(error: ValidationError, positions: dict[Path, SourcePosition])
             yield KeyProblem(locate(positions, details["loc"]), details["loc"], _describe_error(details))
 
 
+def merge_typos(problems: Sequence[KeyProblem]) -> list[KeyProblem]:
+    """Return the problems, with a missing key and its typo, or the same key in a wrong section, as one problem."""
+    missing = [problem.path for problem in problems if problem.text == _MISSING]
+    merged = []
+    for problem in problems:
+        if problem.text.startswith(_UNKNOWN) and (meant := _find_meant_key(problem, missing)):
+            missing.remove(meant)
+            name = str(meant[-1]) if meant[:-1] == problem.path[:-1] else format_key(meant)
+            problem = problem._replace(text=f"{_UNKNOWN}; did you mean '{name}', which is missing?")
+        merged.append(problem)
+    return [problem for problem in merged if problem.text != _MISSING or problem.path in missing]
+
+
+def _find_meant_key(problem: KeyProblem, missing: Sequence[Path]) -> Path | None:
+    """Return the missing key that an unknown key probably stands for, or None."""
+    *section, name = problem.path
+    names = [str(path[-1]) for path in missing if [*path[:-1]] == section]
+    if similar := nearest(str(name), names, 1):
+        return (*section, similar[0])
+    return next((path for path in missing if f"'{format_key(path)}'" in problem.text), None)
+
+
 def find_unknown_key(path: Path) -> tuple[Path, str] | None:
     """Return the shortest prefix of `path` that isn't a valid key, and a message, or None if `path` may be valid."""
     for depth, name in enumerate(path):
@@ -60,7 +84,7 @@ def find_unknown_key(path: Path) -> tuple[Path, str] | None:
             parent = section_at(path[: depth - 1])
             is_free_mapping = parent and get_origin(parent.model_fields[str(path[depth - 1])].annotation) is dict
             return (
-                None if is_free_mapping else (path[: depth + 1], f"unknown key; {path[depth - 1]} has no keys below it")
+                None if is_free_mapping else (path[: depth + 1], f"{_UNKNOWN}; {path[depth - 1]} has no keys below it")
             )
         if name not in section.model_fields:
             return (
@@ -104,7 +128,7 @@ def _find_validator_problems(details: ErrorDetails, positions: dict[Path, Source
 def _describe_error(details: ErrorDetails) -> str:
     match details["type"]:
         case "missing":
-            return "missing; it has no default"
+            return _MISSING
         case "extra_forbidden":
             return _describe_unknown_key(details["loc"])
         case "literal_error":
@@ -149,18 +173,18 @@ def _describe_unknown_key(path: Path) -> str:
     section = section_at(path[:-1])
     name, valid_names = str(path[-1]), list(section.model_fields) if section else []
     if name.isdecimal():  # for example, YAML parses {lr: 0,1} as the keys `lr` and `1`
-        return f"unknown key; {_COMMA_ADVICE}"
+        return f"{_UNKNOWN}; {_COMMA_ADVICE}"
     # Don't suggest keys of nested sections if the section has options, because the name is more likely an option. For
     # example, `dropout` in `recipe.model` is an option of the model, and not `recipe.model.lora.dropout`.
     own_path = path[:-1] if "options" in valid_names else ()
     if same_name := [
         key for key in _iterate_keys() if key[-1] == name and not (own_path and key[: len(own_path)] == own_path)
     ]:
-        return f"unknown key; did you mean '{format_key(min(same_name, key=len))}'?{list_names(valid_names)}"
+        return f"{_UNKNOWN}; did you mean '{format_key(min(same_name, key=len))}'?{list_names(valid_names)}"
     if "options" in valid_names and not get_close_matches(name, valid_names, cutoff=_TYPO_SIMILARITY):
         suggested = "' or '".join([*nearest(name, valid_names, 1), f"{format_key(path[:-1])}.options.{name}"])
-        return f"unknown key; did you mean '{suggested}'?{list_names(valid_names)}"
-    return f"unknown key{choices(name, valid_names)}"
+        return f"{_UNKNOWN}; did you mean '{suggested}'?{list_names(valid_names)}"
+    return f"{_UNKNOWN}{choices(name, valid_names)}"
 
 
 def _iterate_keys(path: Path = ()) -> Iterator[Path]:

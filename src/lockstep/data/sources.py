@@ -7,6 +7,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
+from lockstep.common.importing import import_object
 from lockstep.common.names import choices
 from lockstep.data.request import SYNTHETIC, DataRequest, find_unsupported_keys
 from lockstep.errors import UsageError
@@ -94,6 +95,14 @@ def open_data(request: DataRequest) -> DataSet:
         request.name, [*collate, *find_unsupported_keys(request), *find_option_errors(source.Options, request.options)]
     )
     return source.open_data(request, build_options(source.Options, request.options))
+
+
+def check_dataset_name(name: str) -> None:
+    """Raise UsageError if there is no dataset of this name, or if its import path can't be imported."""
+    if ":" in name:
+        import_object(name, "dataset")
+    else:
+        _get_source_info(name)
 
 
 def _get_source_info(name: str) -> SourceInfo:

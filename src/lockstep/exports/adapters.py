@@ -14,12 +14,12 @@ from lockstep.setup.resume import checkpoint_recipe
 from lockstep.training.checkpoint import store
 
 
-def export_adapters(run: str | Path, folder: str | Path) -> None:
+def export_adapters(run: str | Path, folder: str | Path) -> Path:
     """Write the adapters of a checkpoint, or of a run's newest checkpoint, for `PeftModel.from_pretrained`.
 
-    This writes adapter_model.safetensors and adapter_config.json into `folder`. Modules that were trained together with
-    the adapters (`recipe.model.lora.train`) are included as peft's modules_to_save. Raises UsageError if the run has no
-    adapters.
+    This writes adapter_model.safetensors and adapter_config.json into `folder`, and returns its path. Modules that were
+    trained together with the adapters (`recipe.model.lora.train`) are included as peft's modules_to_save. Raises
+    UsageError if the run has no adapters.
     """
     checkpoint = store.load(local_copy(run))
     lora = tuning_of(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)).lora
@@ -30,7 +30,10 @@ def export_adapters(run: str | Path, folder: str | Path) -> None:
         name for name, tensor in tensors.items() if matches(name, lora.train) and not has_adapters({name: tensor})
     }
     modules = sorted({name.rpartition(".")[0] for name in trained_names})
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.contiguous() for name, tensor in to_peft_names(tensors, modules).items()}
-    safetensors.torch.save_file(contiguous, Path(folder) / "adapter_model.safetensors", {"format": "pt"})
-    make_peft_config(lora, modules).save_pretrained(str(folder))
+    # Don't use save_file, which makes the file readable for its owner only, regardless of the umask.
+    (path / "adapter_model.safetensors").write_bytes(safetensors.torch.save(contiguous, {"format": "pt"}))
+    make_peft_config(lora, modules).save_pretrained(str(path))
+    return path

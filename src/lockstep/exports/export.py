@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -116,11 +117,15 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
         with os_error_as(TrainingError, f"{path}: cannot write", "; use a different --out"):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.touch(exist_ok=False)  # raises OSError here, because exporters may raise other exceptions
+            mode = stat.S_IMODE(temporary.stat().st_mode)  # follows the umask
             temporary.unlink()
             sizes = export_format.write(export_source, temporary)
             deviation = check_export(
                 to, temporary, model, sample.inputs, outputs, _check_settings(export_source), exact
             )
+            # The library safetensors makes its files readable for their owner only, regardless of the umask.
+            for file in [each for each in (temporary, *temporary.rglob("*")) if each.is_file()]:
+                file.chmod(mode)
             os.rename(temporary, path)
     finally:
         with suppress(OSError):

@@ -17,6 +17,7 @@ from lockstep.data.images.device_transforms import make_device_transforms
 from lockstep.data.images.pictures import CropSettings, crop_image, to_sample
 from lockstep.data.images.scan import IMAGE_SUFFIXES, iterate_images
 from lockstep.errors import UsageError, error_as, os_error_as
+from lockstep.inference.polarity import describe_inverted, find_polarity
 from lockstep.inference.saved import EvaluationModel, SavedModel
 from lockstep.tasks.batches import get_predictions
 
@@ -24,6 +25,7 @@ _CHANNEL_COUNTS: Final = (1, 3)  # grayscale and RGB
 _MAX_MASK_CLASSES: Final = 256  # masks store each class index in a single byte
 
 Row = dict[str, Any]  # JSON-compatible
+Warn = Callable[[str], None]  # called with a warning for the user
 
 
 class TopClasses(NamedTuple):
@@ -106,7 +108,7 @@ def find_image_files(inputs: Sequence[str]) -> list[Path]:
     return files
 
 
-def classify(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], top: int) -> Iterator[Row]:
+def classify(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], top: int, warn: Warn) -> Iterator[Row]:
     """Yield a prediction for each image with the `top` most likely classes, starting with the most likely class."""
     names = saved.facts.classes or []
 
@@ -115,15 +117,21 @@ def classify(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], t
         pairs = zip(result.class_indices, result.probabilities, strict=True)
         return {"classes": [{"class": names[number], "probability": p} for number, p in pairs]}
 
-    return _predict_images(saved, model, inputs, make_row)
+    return _predict_images(saved, model, inputs, make_row, warn)
 
 
-def regress(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str]) -> Iterator[Row]:
+def regress(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], warn: Warn) -> Iterator[Row]:
     """Yield a prediction for each image with the output values of a regression model."""
-    return _predict_images(saved, model, inputs, lambda outputs, _: {"values": outputs.double().flatten().tolist()})
+
+    def make_row(outputs: Tensor, _: LoadedImage) -> Row:
+        return {"values": outputs.double().flatten().tolist()}
+
+    return _predict_images(saved, model, inputs, make_row, warn)
 
 
-def write_masks(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], folder: Path) -> Iterator[Row]:
+def write_masks(
+    saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], folder: Path, warn: Warn
+) -> Iterator[Row]:
     """Write a segmentation mask for each image into `folder`. Yield its path and the fraction of pixels in each class.
 
     The mask is a grayscale PNG file with the same name and size as the image. Its pixel values are class indices.
@@ -153,7 +161,7 @@ def write_masks(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str]
         classes = [{"class": names[number], "share": float(shares[number])} for number in order if shares[number]]
         return {"mask": str(targets[image.file]), "classes": classes}
 
-    return _predict_images(saved, model, inputs, make_row)
+    return _predict_images(saved, model, inputs, make_row, warn)
 
 
 def get_top_classes(outputs: Tensor, top: int) -> TopClasses:
@@ -164,12 +172,18 @@ def get_top_classes(outputs: Tensor, top: int) -> TopClasses:
 
 
 def _predict_images(
-    saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], make_row: Callable[[Tensor, LoadedImage], Row]
+    saved: SavedModel,
+    model: EvaluationModel,
+    inputs: Sequence[str],
+    make_row: Callable[[Tensor, LoadedImage], Row],
+    warn: Warn,
 ) -> Iterator[Row]:
     """Yield a prediction for each image, which `make_row` creates from the model outputs on the CPU.
 
-    If an image can't be read, the prediction contains the reason as `skipped` instead.
+    If an image can't be read, the prediction contains the reason as `skipped` instead. If images are dark on light, but
+    the training images were light on dark, `warn` is called after the last prediction.
     """
+    polarity, inverted = find_polarity(*saved.mean_and_std), list[tuple[str, float]]()
     preprocessing, files = get_preprocessing(saved), find_image_files(inputs)
     transforms = make_device_transforms(values(saved.recipe), saved.known)
     assert transforms is not None
@@ -187,5 +201,10 @@ def _predict_images(
             fetched = samples, torch.zeros(len(samples), device=model.device)
             outputs = get_predictions(model((transforms.transform_evaluation_batch(fetched)[0],)), saved.name).cpu()
             rows = {image.file: make_row(output, image) for image, output in zip(images, outputs, strict=True)}
+        for image in images:
+            if polarity and (brightness := polarity.measure_inverted(image.sample)) is not None:
+                inverted.append((str(image.file), brightness))
         for file in files[first : first + model.batch_size]:
             yield {"input": str(file), **(rows[file] if file in rows else {"skipped": reasons[file]})}
+    if polarity and inverted:
+        warn(describe_inverted(polarity, inverted))

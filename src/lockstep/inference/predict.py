@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from lockstep.common.text import printable_line
 from lockstep.errors import UsageError
-from lockstep.inference.pictures import Row, classify, find_image_files, get_preprocessing, regress, write_masks
+from lockstep.inference.pictures import Row, Warn, classify, find_image_files, get_preprocessing, regress, write_masks
 from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.table import predict_rows
 from lockstep.inference.text import Sampling, continue_prompt, get_tokenizer
@@ -64,6 +65,7 @@ _INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # descriptions of 
     "table": ("one table (.csv or .parquet)", ("out",)),
     "text": ("a prompt", ("prompt", "tokens", "temperature", "seed", "tokenizer")),
 }
+_WARNINGS: Final = "warnings"  # key of the last message of the background process
 
 
 def predict(
@@ -96,6 +98,7 @@ def predict(
     - `tokenizer`: A tokenizer file, if the run doesn't have its own tokenizer.
 
     If the run doesn't support an argument, UsageError is raised. Its message uses the name of the command-line option.
+    A UserWarning is shown if images are dark on light, but the training images were light on dark.
 
     If `run` is a run folder, its newest checkpoint is used, or its best checkpoint with `best=True`. `weights` is
     `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. Code that the recipe names only
@@ -105,7 +108,16 @@ def predict(
     request = EvalRequest(str(run), override_words, trust, best, "predict")
     out_path, file = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
     options = Options(top, out_path, prompt, tokens, temperature, seed, file)
-    rows = in_background(lambda: iterate_predictions(open_saved(request, weights), to_path_arguments(inputs), options))
+
+    def iterate_messages() -> Iterator[Row]:
+        messages: list[str] = []
+        saved = open_saved(request, weights)
+        yield from iterate_predictions(saved, to_path_arguments(inputs), options, messages.append)
+        yield {_WARNINGS: messages}
+
+    *rows, last = in_background(iterate_messages)
+    for message in last[_WARNINGS]:
+        warnings.warn(message, stacklevel=2)
     return cast(list[Prediction], rows)
 
 
@@ -133,9 +145,10 @@ def get_prediction_kind(saved: SavedModel) -> Kind:
     return "values"
 
 
-def iterate_predictions(saved: SavedModel, inputs: Sequence[str], options: Options) -> Iterator[Row]:
+def iterate_predictions(saved: SavedModel, inputs: Sequence[str], options: Options, warn: Warn) -> Iterator[Row]:
     """Yield a JSON-compatible prediction for each image, row or prompt, in the order of the inputs.
 
+    `warn` is called with warnings about inputs that the model probably wasn't trained for.
     Raises UsageError before the first prediction if the request is invalid. If an image can't be read, no error is
     raised, and its prediction contains the reason as `skipped`.
     """
@@ -144,12 +157,12 @@ def iterate_predictions(saved: SavedModel, inputs: Sequence[str], options: Optio
     model = saved.prepare_model()
     match kind:
         case "pictures":
-            return classify(saved, model, inputs, 5 if options.top is None else options.top)
+            return classify(saved, model, inputs, 5 if options.top is None else options.top, warn)
         case "values":
-            return regress(saved, model, inputs)
+            return regress(saved, model, inputs, warn)
         case "masks":
             assert options.out is not None
-            return write_masks(saved, model, inputs, options.out)
+            return write_masks(saved, model, inputs, options.out, warn)
         case "table":
             return predict_rows(saved, model, Path(inputs[0]), options.out)
     assert options.prompt is not None

@@ -3,7 +3,8 @@
 from typing import Final, final
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import calling, refusal
+from lockstep.errors import UserCodeError
 from lockstep.loop.model import CallConsistencyCheck, Gate
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -37,10 +38,11 @@ class SameCallCheck:
         mismatch = self._world.compare_places(_CALL_NAMES.index(call))
         if mismatch is not None:
             index, rank = mismatch
-            raise refusal(
-                f"{call}: rank {rank} is at {_CALL_NAMES[index]} instead",
-                "call the same methods of run on all ranks, not under `if run.rank == 0`, and leave each loop after "
-                "the same step",
+            # The line is next to the call of this rank, because the line of the other rank isn't known here.
+            line = calling()
+            raise UserCodeError(
+                f"{call}{f' ({line})' if line else ''}: rank {rank} is at {_CALL_NAMES[index]} instead; call the same "
+                f"methods of run on all ranks, not under `if run.rank == 0`, and leave each loop after the same step"
             )
 
     def record_early_exit(self, call_site: str) -> None:

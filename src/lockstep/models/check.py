@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +19,7 @@ from lockstep.core.batch import Inputs, call_model, get_batch_size, map_tensors,
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import LockstepError, UsageError, UserCodeError
 from lockstep.models.flops import FlopCounter, count_backward_flops
+from lockstep.models.hugging_face import is_transformers_model
 from lockstep.tasks.base import Build
 
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
@@ -74,6 +76,7 @@ def check_model(
     training: Inputs,
     check: Callable[[Any, int], None],
     check_evaluation: Callable[[Any, int], None] | None = None,
+    too_small: tuple[str, str] = ("", ""),
 ) -> Summary:
     """Run the model on a few samples, and return a summary of the model.
 
@@ -85,10 +88,11 @@ def check_model(
     - `check`: Called with the outputs and the number of samples. Must raise UsageError if the task can't use the
       outputs.
     - `check_evaluation`: Called instead of `check` for the outputs of the evaluation samples.
+    - `too_small`: The step that has the smallest micro-batch, and what to change, if BatchNorm rejects its size.
 
     The model runs on the meta device, which needs neither memory nor compute. If this fails, it runs on the CPU.
     """
-    trial = partial(_run_trial, build, name, evaluation, training)
+    trial = partial(_run_trial, build, name, evaluation, training, too_small)
     # Ignore warnings, because they are shown again when the ranks build the model. In addition, torch warns about each
     # weight that is loaded into a parameter on the meta device.
     with warnings.catch_warnings(action="ignore"), UserCode(f"model {name}"):
@@ -245,7 +249,9 @@ def find_hooked_parameter(model: nn.Module) -> str:
     return ""
 
 
-def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
+def _run_trial(
+    build: Build, name: str, evaluation: Inputs, training: Inputs, too_small: tuple[str, str], device: str
+) -> tuple[Any, Any, Summary]:
     """Run the model in evaluation and in training mode. Return the outputs of both, and a summary of the model."""
     with drop_new_tensors(), torch.device(device):
         model = build()
@@ -256,8 +262,12 @@ def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, de
         model.train()
         counter = FlopCounter()
         with counter if device == "meta" else nullcontext():
-            training_outputs = _call_model(model, name, map_tensors(lambda tensor: tensor.to(device), training))
+            training_outputs = _call_model(
+                model, name, map_tensors(lambda tensor: tensor.to(device), training), too_small
+            )
         flops = count_backward_flops(counter, training_outputs) if device == "meta" else None
+    if device == "cpu" and is_transformers_model(model):
+        flops = _count_flops_without_values(build, training)
     parameters = list(model.parameters())
     batchnorm_layers = {
         name: layer
@@ -282,11 +292,29 @@ def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, de
     return evaluation_outputs, training_outputs, summary
 
 
+def _count_flops_without_values(build: Build, training: Inputs) -> int | None:
+    """Count the FLOPs of a model of transformers that doesn't run on the meta device, or return None on failure.
+
+    With fake tensors, transformers skips the code that reads values, such as the search for packed sequences.
+    """
+    counter = FlopCounter()
+    try:
+        with drop_new_tensors(), FakeTensorMode(), torch.device("meta"):
+            model = build().train()
+            inputs = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), training)
+            with counter:
+                outputs = call_model(model, inputs)
+            flops = count_backward_flops(counter, outputs)
+    except Exception:  # the model reads values in other places too
+        return None
+    return flops
+
+
 def _describe_tensor(tensor: Tensor) -> Form:
     return Form(tuple(tensor.shape), tensor.dtype)
 
 
-def _call_model(model: nn.Module, name: str, inputs: Inputs) -> Any:
+def _call_model(model: nn.Module, name: str, inputs: Inputs, too_small: tuple[str, str] = ("", "")) -> Any:
     try:
         return call_model(model, inputs)
     except (LockstepError, KeyboardInterrupt):
@@ -298,10 +326,10 @@ def _call_model(model: nn.Module, name: str, inputs: Inputs) -> Any:
             advice = f"let forward accept a single argument of type {type(inputs[0]).__name__}"
         message = describe_error(error, "" if source_line(error) else advice)
         if "Expected more than 1 value per channel" in message:
+            step, batch_advice = too_small
             raise UsageError(
-                f"model {name}: the smallest micro-batch has {get_batch_size(inputs)} sample, but BatchNorm requires "
-                f"at least 2; change recipe.batch or recipe.microbatches so that every micro-batch has at least 2 "
-                f"samples, also in the last step of an epoch, or set recipe.last_batch=drop"
+                f"model {name}: {step or 'a micro-batch has 1 sample'}, but BatchNorm requires at least 2 in each "
+                f"micro-batch; {batch_advice or 'use a larger batch'}"
             ) from error
         raise UserCodeError(
             f"model {name}: forward failed with inputs of {_describe_inputs(inputs)}: {message}"

@@ -139,6 +139,15 @@ def find_origin(name: str, source: Source) -> Origin:
     raise UsageError(_format_unknown_message(name, source))
 
 
+def check_model_name(name: str, source: Source) -> None:
+    """Raise UsageError if there is no model of this name, or if its import path can't be imported.
+
+    The names of transformers models aren't checked.
+    """
+    if find_origin(name, source) == "path":
+        import_callable(name, "model", "a function or a class")
+
+
 def _is_in_timm(name: str, source: Source) -> bool:
     import timm
 

@@ -53,7 +53,7 @@ def make_optimizer(
     bits, so torch must not select one by device. In addition, torch's fused implementation for the CPU computes
     different bits at the end of a tensor than in the middle, so rows of a sharded tensor would get different bits.
     """
-    factory = _find_custom(name) if ":" in name else find_optimizer(name)
+    factory = find_factory(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     options_set = {key: value for key, value in values.items() if value is not None} | dict(options or {})
     argument_names = _argument_names(factory)
@@ -145,6 +145,11 @@ def _call_factory(
             f"torch.optim.Optimizer in the defaults ({CONTRACT})"
         )
     return optimizer
+
+
+def find_factory(name: str) -> Factory:
+    """Return the optimizer with this name or import path. Raises UsageError if there is none."""
+    return _find_custom(name) if ":" in name else find_optimizer(name)
 
 
 def find_optimizer(name: str) -> Factory:

@@ -43,9 +43,10 @@ from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import collect_comparison_facts
 from lockstep.setup.post_training import check_packing
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config, prepare_run
-from lockstep.setup.resolved import ResolvedConfig
+from lockstep.setup.resolved import ResolvedConfig, explain_process_count
 from lockstep.setup.resume import check_start
 from lockstep.setup.resume import resume_state as checked_state
+from lockstep.setup.trained import describe_fine_tuning
 from lockstep.training.checkpoint.read_same_checkpoint import read_same_checkpoint
 from lockstep.training.checkpoint.signing import signing_key
 
@@ -66,6 +67,8 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None, begin: Callable[[
     resolved = prepared.resolved
     check_run_dir(prepared.run.dir, prepared.processes)
     warn(prepared)
+    if note := explain_process_count(prepared.loaded):
+        run_folder.print_message(note)
     claim = recipe_folder.claim(prepared.loaded)
     with claim.hold():
         for note in claim.notes:
@@ -209,10 +212,12 @@ def run_rank(
 
 
 def warn(prepared: PreparedRun) -> None:
-    """Check packing with real values, and print warnings about settings that are valid but probably unintended."""
+    """Check packing with real values, and print what is fine-tuned and warnings about probably unintended settings."""
     check_packing(prepared.ready)
     for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
         run_folder.print_message(f"warning: {warning}")
+    if line := describe_fine_tuning(prepared.ready):
+        run_folder.print_message(f"note: {line}")
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:

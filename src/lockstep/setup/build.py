@@ -42,8 +42,8 @@ from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
 from lockstep.setup.examples import (
     examples,
+    find_smallest_microbatch,
     list_batchnorm_warnings,
-    min_microbatch_size,
     repeat_samples,
     transforms_of,
 )
@@ -243,12 +243,14 @@ def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example
     The training batch has the size of the smallest micro-batch.
     """
     evaluation_inputs = task.inputs(repeat_samples(evaluation, 2))
-    training_inputs = task.inputs(repeat_samples(example, min_microbatch_size(recipe, steps)))
+    smallest = find_smallest_microbatch(recipe, steps)
+    training_inputs = task.inputs(repeat_samples(example, smallest.samples))
     return check_model(
         build,
         name=recipe.model.name,
         evaluation=evaluation_inputs,
         training=training_inputs,
+        too_small=(smallest.step, smallest.advice),
         check=partial(_check_task, task, example),
         check_evaluation=partial(_check_task, task, evaluation),  # its sequences can have a different length
     )

@@ -1,7 +1,7 @@
 """Example batches of training and evaluation data, for checks before a run."""
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -70,14 +70,38 @@ def repeat_samples(batch: Batch, samples: int) -> Batch:
     return map_tensors(lambda tensor: tensor[torch.arange(samples) % len(tensor)], batch)
 
 
-def min_microbatch_size(recipe: Recipe, steps: Steps) -> int:
-    """Return the size of the smallest micro-batch.
+class SmallestMicrobatch(NamedTuple):
+    """The size of the smallest micro-batch, a description of its step, and the settings that make it larger."""
 
-    Synchronized BatchNorm normalizes over a full step. With it, the result is at least 2, unless a step has one sample.
+    samples: int
+    step: str
+    advice: str
+
+
+def find_smallest_microbatch(recipe: Recipe, steps: Steps) -> SmallestMicrobatch:
+    """Return the smallest micro-batch of a run.
+
+    Synchronized BatchNorm normalizes over a full step. With it, the size is at least 2, unless a step has one sample.
     """
     first_and_last = _first_and_last(steps)
-    smallest = min(min(map(len, step.microbatches(recipe.microbatches))) for step in first_and_last)
-    return min(max(2, smallest), *(step.samples for step in first_and_last)) if recipe.batchnorm == "sync" else smallest
+    sizes = [min(map(len, step.microbatches(recipe.microbatches))) for step in first_and_last]
+    if recipe.batchnorm == "sync":
+        sizes = [min(max(2, size), step.samples) for size, step in zip(sizes, first_and_last, strict=True)]
+    samples = min(sizes)
+    step, is_last = first_and_last[sizes.index(samples)], sizes.index(samples) == 1
+    count = len(step.microbatches(recipe.microbatches))
+    parts = f" in {count:,} micro-batches, the smallest of {_count_samples(samples)}" if count > 1 else ""
+    return SmallestMicrobatch(
+        samples,
+        f"{'the last step of an epoch' if is_last else 'a step'} has {_count_samples(step.samples)}{parts}",
+        "set recipe.last_batch=drop, or change recipe.batch or recipe.microbatches"
+        if is_last
+        else "use a larger recipe.batch or fewer recipe.microbatches",
+    )
+
+
+def _count_samples(number: int) -> str:
+    return "1 sample" if number == 1 else f"{number:,} samples"
 
 
 def list_batchnorm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import final
 
 from lockstep.common.user_source import source_digests
-from lockstep.config.blame import add_key_positions
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
@@ -17,6 +16,7 @@ from lockstep.setup.checks import check_cut, check_kernels, check_placement
 from lockstep.setup.first_weights import InitialWeights, load_first_weights
 from lockstep.setup.resolved import ResolvedConfig, resolve
 from lockstep.setup.resume import check_initial_weights
+from lockstep.setup.wrong_names import explain_errors
 from lockstep.strategies.base import Strategy
 
 
@@ -79,7 +79,7 @@ class PreparedConfig:
 
     def open(self, *, training: bool = True) -> PreparedRun:
         """Open the dataset, and check the model and the optimizer. Raise UsageError if the placement can't run them."""
-        with add_key_positions(self.resolved.loaded):
+        with explain_errors(self.resolved.loaded):
             ready = open_recipe(self.resolved.loaded, self.first, training=training)
             check_cut(self.resolved, ready)
         return PreparedRun(self.resolved, ready)
@@ -92,7 +92,7 @@ def check_config(loaded: Loaded, processes: int | None = None, *, training: bool
     placement is checked for an evaluation, which can use more processes than a step has micro-batches. Raises
     UsageError if the placement doesn't support the recipe.
     """
-    with add_key_positions(loaded):
+    with explain_errors(loaded):
         resolved = resolve(loaded, processes)
         check_placement(resolved, training=training)
     return resolved
@@ -100,7 +100,7 @@ def check_config(loaded: Loaded, processes: int | None = None, *, training: bool
 
 def prepare_config(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedConfig:
     """Resolve and check a configuration like `check`, and load its initial weights."""
-    with add_key_positions(loaded):
+    with explain_errors(loaded):
         loaded, first = load_first_weights(loaded)
     return PreparedConfig(check_config(loaded, processes, training=training), first)
 
@@ -120,5 +120,5 @@ def open_recipe(loaded: Loaded, first: InitialWeights | None, *, training: bool 
 
 def open_recipe_without_placement(loaded: Loaded) -> Setup:
     """Load the initial weights of a recipe, and open the recipe regardless of the placement."""
-    with add_key_positions(loaded):
+    with explain_errors(loaded):
         return open_recipe(*load_first_weights(loaded))

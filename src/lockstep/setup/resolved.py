@@ -66,6 +66,24 @@ def resolve(loaded: Loaded, processes: int | None = None) -> ResolvedConfig:
     return ResolvedConfig(loaded, process_count, name, strategy)
 
 
+def explain_process_count(loaded: Loaded) -> str:
+    """Return a note if the default micro-batches leave a single process for several devices, or an empty string."""
+    recipe, placement = loaded.config.recipe, loaded.config.placement
+    chosen = placement.processes != "auto" or placement.strategy.name in ON_ONE_PROCESS
+    if chosen or recipe.microbatches > 1 or loaded.origins.get("recipe.microbatches", "default") != "default":
+        return ""
+    gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
+    devices = gpus or usable_cores() // recipe.threads
+    most = min(devices, recipe.batch)
+    if most < 2:
+        return ""
+    available = f"{gpus} GPUs" if gpus else f"{usable_cores()} CPU cores"
+    return (
+        f"note: 1 process for {available}, because a step of {recipe.batch} samples is 1 micro-batch; to use {most} "
+        f"processes, set recipe.microbatches={most}, which changes the bits"
+    )
+
+
 def local_processes(config: Config) -> int:
     """Return the number of local processes of a placement.
 

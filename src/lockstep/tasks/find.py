@@ -52,8 +52,7 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
         name, reason = _infer_task(facts, example)
     if ":" in name:
         return TaskChoice(_import_task(name, options, facts), f"task {name}")
-    if name not in NAMES:
-        raise UsageError(f"recipe.task: no such task {name}{choices(name, (AUTO, *NAMES, 'package.module:Class'))}")
+    check_task_name(name)
     loss = recipe["loss"]
     if (loss_name := loss["name"]) in LOSSES:
         raise UsageError(
@@ -123,6 +122,14 @@ def _get_required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
             f"choose a different task, or set recipe.data.options.{fact}"
         )
     return tuple(map(str, facts[fact]))
+
+
+def check_task_name(name: str) -> None:
+    """Raise UsageError if there is no task of this name, or if its import path can't be imported."""
+    if ":" in name:
+        import_callable(name, "task", "a class")
+    elif name not in (AUTO, *NAMES):
+        raise UsageError(f"recipe.task: no such task {name}{choices(name, (AUTO, *NAMES, 'package.module:Class'))}")
 
 
 def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:

@@ -1,0 +1,57 @@
+"""Finds images that are dark on light although a model was trained on light on dark, or the other way around."""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from torch import Tensor
+
+_MIDDLE: Final = 0.5  # of values in [0, 1]
+_MIN_CORNERS: Final = 3  # number of corners that must have the color of the background
+
+
+class Polarity(NamedTuple):
+    """The mean brightness of the training images, in [0, 1], and whether their background is dark."""
+
+    mean: float
+    dark_background: bool
+
+    def measure_inverted(self, sample: Tensor) -> float | None:
+        """Return the mean brightness of a sample that looks inverted, or None if the sample looks like the others.
+
+        `sample` is uint8 of shape [1, height, width]. It looks inverted if both its mean and its background, the
+        corners, are on the other side of the middle.
+        """
+        values = sample[0].double() / 255
+        brightness = float(values.mean())
+        corners = [float(value) for value in values[[0, 0, -1, -1], [0, -1, 0, -1]]]
+        inverted_corners = sum((corner > _MIDDLE) == self.dark_background for corner in corners)
+        inverted = (brightness > _MIDDLE) == self.dark_background and inverted_corners >= _MIN_CORNERS
+        return brightness if inverted else None
+
+
+def find_polarity(mean: Sequence[float] | None, std: Sequence[float] | None) -> Polarity | None:
+    """Return the polarity of single-channel training images, or None if it isn't certain.
+
+    It is certain if the standard deviation is larger than the distance of the mean to black or to white: most pixels
+    are then background. Photographs aren't like this. A mean and std that no image can have, such as 0 and 1, are not
+    statistics of the data, and are ignored.
+    """
+    if mean is None or std is None or len(mean) != 1 or len(std) != 1:
+        return None
+    center, spread = mean[0], std[0]
+    if not 0 < center < 1 or spread**2 > center * (1 - center) or spread <= min(center, 1 - center):
+        return None
+    return Polarity(center, center < _MIDDLE)
+
+
+def describe_inverted(polarity: Polarity, found: Sequence[tuple[str, float]]) -> str:
+    """Return a warning about images that look inverted, given as paths with the mean brightness of each."""
+    (first, brightness), more = found[0], len(found) - 1
+    kinds = ("dark on light", "light on dark")
+    kind, trained = kinds if polarity.dark_background else kinds[::-1]
+    others = f" and {more:,} more {'image' if more == 1 else 'images'}" if more else ""
+    return (
+        f"{first}{others}: {kind} (mean brightness {brightness:.2f}), but the model was trained on images that are "
+        f"{trained} (mean {polarity.mean:.2f}); invert {'them' if more else 'it'} first, for example with "
+        f"PIL.ImageOps.invert"
+    )

@@ -1,0 +1,28 @@
+"""Describes which parameters a run trains, and the weights that it starts from."""
+
+import math
+
+from lockstep.models.reference import PREFIX
+from lockstep.setup.build import Setup
+
+
+def describe_fine_tuning(ready: Setup) -> str:
+    """Return the number of trained parameters and the source of the first weights, or "" if a run trains from scratch.
+
+    The frozen copy that a task compares the model with is not counted.
+    """
+    recipe, summary = ready.recipe, ready.summary
+    trained = sum(math.prod(form.shape) for form in summary.trained.values())
+    copied = (form for name, form in summary.tensors.items() if name.startswith(PREFIX) and name not in summary.buffers)
+    total = summary.num_parameters - sum(math.prod(form.shape) for form in copied)
+    if ready.first is not None:
+        source = f"the weights of {ready.first.label}"
+    elif recipe.model.weights is not None or recipe.start is not None:
+        source = "the weights that the run recorded"
+    elif recipe.model.pretrained:
+        source = f"the pretrained weights of {recipe.model.name}"
+    elif recipe.model.lora is not None or recipe.model.freeze:
+        source = f"random weights (recipe.seed={recipe.seed}); to start from trained weights, set recipe.model.weights"
+    else:
+        return ""
+    return f"{trained:,} of {total:,} parameters are trained ({100 * trained / total:.3g} %), starting from {source}"
