@@ -271,7 +271,7 @@ def format_count(number: int, noun: str) -> str:
 def _describe_flops(event: Started) -> str:
     """Return a line with the FLOP per sample and the peak FLOP/s of the devices, or the reason why they are unknown."""
     if event.flops_per_sample is None:
-        return "FLOP per sample not counted: the model does not run on the meta device of torch"
+        return "no FLOP count: the model does not run on the meta device of torch, which does not affect the training"
     cost = f"{format_flops(event.flops_per_sample)} for each sample, forward and backward"
     if event.peak_flops_per_s is not None:
         return f"{cost}; peak of the devices {format_flops(event.peak_flops_per_s)}/s"
