@@ -112,7 +112,7 @@ def _parquet(files: Sequence[str]) -> Any:
 
 
 def _archives(files: Sequence[str]) -> Any:
-    from webdataset import WebDataset
+    from webdataset import WebDataset  # type: ignore[import-untyped]
 
     return WebDataset([*files], shardshuffle=False).to_tuple("bin")
 
