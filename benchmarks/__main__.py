@@ -14,7 +14,7 @@ from benchmarks.report import as_json, machine, show
 ALL: Final = (
     *("loop", "input", "end_to_end", "exactness", "strategies", "saving", "audit", "digests", "tokens", "tensor"),
     *("parameter_server", "deepspeed", "batchnorm", "context", "powersgd", "mesh", "expert", "sums", "plan", "growth"),
-    *("restart", "guards", "whole_updates", "data_parallel", "microbatches"),
+    *("restart", "guards", "whole_updates", "data_parallel", "microbatches", "streams"),
 )
 
 
@@ -29,7 +29,8 @@ def main() -> None:
     about = machine()
     versions = "  ".join(f"{name} {version}" for name, version in about["packages"].items())
     print(
-        f"{about['cpu']}, {about['cores']} cores  Python {about['python']}  {versions}  {about['date']}  load {load}\n"
+        f"{about['cpu']}, {about['cores']} cores  Python {about['python']}  {versions}  {about['date']}  "
+        f"commit {about['commit']}  load {load}\n"
     )
     results = []
     for name in arguments.only:

@@ -10,9 +10,11 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,7 +22,11 @@ from typing import Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES: Final = ("torch", "torchvision", "numpy", "pillow", "lightning", "accelerate", "deepspeed", "lockstep-train")
+PACKAGES: Final = (
+    *("torch", "torchvision", "numpy", "pillow", "lightning", "accelerate", "deepspeed", "datasets", "pyarrow"),
+    *("webdataset", "lockstep-train"),
+)
+ROOT: Final = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -107,14 +113,28 @@ def as_json(results: Sequence[Result], load_before: float, quick: bool) -> dict[
 
 
 def machine() -> dict[str, Any]:
-    """Describe this machine and the versions in use; a package that is not installed has none."""
+    """Describe this machine, the commit and the versions in use; a package that is not installed has none."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
     }
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit of the checkout, and `-dirty` if tracked files differ; None outside a checkout.
+
+    It is of the first call: a benchmark calls it before it measures, and its own JSON may be a tracked file.
+    """
+    line = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _figure(value: float) -> str:

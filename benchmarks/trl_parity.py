@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import tempfile
 from copy import deepcopy
 from datetime import date
@@ -15,23 +14,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-import tokenizers
 import torch
 import yaml
 from torch.utils.data import SequentialSampler
 
 import lockstep
+from benchmarks.chats import TEMPLATE, chat_rows, write_chats
+from benchmarks.report import commit
 from lockstep.config.load import load
 from lockstep.core.shuffle import permutation
 from lockstep.models.reference import remove_reference
 from lockstep.setup.prepare import PreparedRun, prepare_run
 
 STEPS, BATCH, LIMIT = 6, 8, 1e-4
-TEMPLATE: Final = (
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
-    "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 LLAMA: Final = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -41,46 +36,13 @@ LLAMA: Final = {
 }
 
 
-def rows(task: str) -> list[dict[str, Any]]:
-    """Return conversations of one to three turns, or pairs of a right and a wrong answer."""
-    draw, made = random.Random(0), []
-    for number in range(STEPS * BATCH):
-        turns = []
-        for _ in range(1 + number % 3):
-            a, b = draw.randint(0, 9), draw.randint(0, 9)
-            question = {"role": "user", "content": f"what is {a} plus {b}" + " please" * draw.randint(0, 3)}
-            turns.append((question, a + b))
-        if task == "sft":
-            answered = [[question, {"role": "assistant", "content": f"it is {sum_}"}] for question, sum_ in turns]
-            made.append({"messages": [message for two in answered for message in two]})
-        else:
-            question, sum_ = turns[0]
-            answers = {"chosen": f"it is {sum_}", "rejected": f"it is {sum_ + 1}" + " thanks" * draw.randint(0, 2)}
-            made.append(
-                {"prompt": [question], **{key: [{"role": "assistant", "content": a}] for key, a in answers.items()}}
-            )
-    return made
-
-
 def write_recipe(folder: Path, task: str) -> Path:
     """Write the tokenizer, the rows and the recipe of a task to a folder."""
-    library = tokenizers.Tokenizer(tokenizers.models.BPE())
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
-        show_progress=False,
-        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    library.train_from_iterator([json.dumps(row) for row in rows(task)], trainer)
-    library.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(task)))
-    options = {"tokenizer": str(folder / "tokenizer.json"), "context": 256, "validation": 0.0}
+    data = write_chats(folder, task, STEPS * BATCH)
+    data["options"]["validation"] = 0.0
     recipe = {
         "model": {"name": "llama", "source": "transformers", "options": LLAMA},
-        "data": {"name": "chat", "root": str(folder / "rows.jsonl"), "options": options},
+        "data": data,
         "task": task,
         "batch": BATCH,
         "microbatches": 4,
@@ -107,7 +69,8 @@ def their_losses(prepared: PreparedRun, folder: Path, task: str) -> list[float]:
 
     ready = prepared.ready
     order = permutation(ready.recipe.seed, 0, len(ready.data.train)).tolist()
-    ordered = datasets.Dataset.from_list([rows(task)[number] for number in order])
+    rows = chat_rows(task, STEPS * BATCH)
+    ordered = datasets.Dataset.from_list([rows[number] for number in order])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|end|>", pad_token="<|end|>", chat_template=TEMPLATE
     )
@@ -177,7 +140,7 @@ def main() -> None:
         print(f"{task}: largest difference {result['largest_difference']:.3g} in {len(result['trl'])} steps")
     if path is not None:
         versions = {name: version(name) for name in ("torch", "transformers", "trl")}
-        document = {"date": str(date.today()), "versions": versions, "limit": LIMIT, **results}
+        document = {"date": str(date.today()), "commit": commit(), "versions": versions, "limit": LIMIT, **results}
         path.write_text(json.dumps(document, indent=1) + "\n")
     if not all(result["within"] for result in results.values()):
         raise SystemExit(f"a loss differs by more than {LIMIT}")

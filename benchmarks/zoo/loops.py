@@ -126,6 +126,21 @@ def buffers_of(task: Task, model: nn.Module) -> Numbers:
     return {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()} if task.buffers else {}
 
 
+def update_step(
+    task: Task, model: Any, optimizer: Any, backward: Callable[[Tensor], object], x: Tensor, y: Tensor
+) -> None:
+    """Make a step of a single micro-batch."""
+    backward(task.loss(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def engine_step(task: Task, engine: Any, x: Tensor, y: Tensor) -> None:
+    """Make a step of a single micro-batch with DeepSpeed's engine, which also sets the gradients to zero."""
+    engine.backward(task.loss(engine(x), y))
+    engine.step()
+
+
 def reference(task: Task) -> Numbers:
     """Train in plain PyTorch on one process. Bfloat16 means autocast, as in the DDP loop."""
     low = torch.get_default_dtype() == torch.bfloat16

@@ -1,6 +1,7 @@
 """The report: ratios by round, targets in both directions, and everything in the JSON."""
 
 import json
+import re
 
 import pytest
 
@@ -52,6 +53,7 @@ def test_the_json_holds_every_turn_the_targets_and_the_machine() -> None:
     assert figures["machine"]["load_before"] == 0.5
     assert {"date", "cpu", "cores", "python", "packages"} < figures["machine"].keys()
     assert figures["machine"]["packages"]["torch"]
+    assert re.fullmatch("[0-9a-f]{12,40}(-dirty)?", figures["machine"]["commit"])
     (kept,) = figures["results"]
     assert {row["name"]: row["turns"] for row in kept["rows"]} == TURNS
     assert kept["verdicts"][0]["target"]["times"] == 1.05

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from component import require_storage
 from conftest import WIDTH
 from waiting import free_port
 
-from lockstep.runs import remote
+from lockstep.runs import remote, remote_lock
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -25,6 +26,13 @@ WORDS = (
     *("run.save_every={steps: 3}", "run.keep=2", "run.tensorboard=false", "run.probe=off"),
 )
 SECRET = "hunter22hunter22"
+PATIENT = """
+from lockstep.cli import main
+from lockstep.runs import remote_lock
+
+remote_lock.TIMING = remote_lock.LockTiming(lease_s=3600)
+main()
+"""  # no claim expires, however long a busy machine takes to start this command
 LOOP = """
 import sys
 
@@ -115,6 +123,22 @@ def objects(url: str) -> dict[str, bytes]:
     return {key.removeprefix(prefix): client.get_object(Bucket="bucket", Key=key)["Body"].read() for key in keys}
 
 
+def claim(url: str) -> dict[str, Any]:
+    """Return the first claim of a run."""
+    import boto3
+
+    key = f"{url.removeprefix('s3://bucket/')}/claims/00000001.json"
+    content: dict[str, Any] = json.load(boto3.client("s3").get_object(Bucket="bucket", Key=key)["Body"])
+    return content
+
+
+def wait_for(process: "subprocess.Popen[str]", condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds. Fails if the process ends before."""
+    while not condition():
+        assert process.poll() is None
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("reference")
@@ -190,26 +214,31 @@ def test_ranks_on_two_hosts_share_no_folder(url: str, reference: str, tmp_path: 
     assert [event["step"] for event in events if event["event"] == "started"] == [0, 10]
 
 
-def test_a_killed_run_resumes_on_another_host_once_its_lock_has_expired(
-    url: str, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = command("train", *WORDS, "placement.processes=1", f"run.dir={url}")
-    deadline = time.monotonic() + 300
-    while "checkpoints/step-00000003/manifest.json" not in objects(url):
-        assert run.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+def test_a_suspended_run_keeps_its_lock_and_a_killed_run_loses_it(url: str, tmp_path: Path) -> None:
+    """The run has 48 steps, so that it is still in progress when it continues and renews its lock."""
+    words = ("train", *WORDS, "recipe.epochs=4")
+    reference = sha256(finish(*words, "placement.processes=1", "run.dir=reference"))
+    run = command(*words, "placement.processes=1", f"run.dir={url}")
+    wait_for(run, lambda: "checkpoints/step-00000003/manifest.json" in objects(url))
     run.send_signal(signal.SIGSTOP)
+    due = time.monotonic() + remote_lock.TIMING.renew_s  # then it renews its lock as soon as it continues
+    suspended = claim(url)
     elsewhere = {"LOCKSTEP_CACHE": str(tmp_path / "host-1")}
-    second = command("train", *WORDS, "placement.processes=2", f"run.dir={url}", **elsewhere)
-    time.sleep(5)
-    run.send_signal(signal.SIGCONT)
-    output, _ = second.communicate(timeout=600)
-    if second.returncode == 2:  # the first run has not ended in this time
-        assert f"{url}: in use by process {run.pid} on host" in output
+    second = command("python", "-c", PATIENT, *words, "placement.processes=2", f"run.dir={url}", **elsewhere)
+    assert second.stdout is not None
+    with closing(second.stdout) as output:
+        assert any(f"{url}: locked by process {run.pid} on host" in line for line in output)
+        wait_for(second, lambda: time.monotonic() > due)
+        assert claim(url) == suspended
+        run.send_signal(signal.SIGCONT)
+        wait_for(run, lambda: claim(url)["renewals"] > suspended["renewals"])
+        run.send_signal(signal.SIGSTOP)
+        assert not claim(url)["released"]
+        assert f"{url}: in use by process {run.pid} on host" in output.read()
+    assert second.wait() == 2
     run.kill()
     run.communicate()
-    assert sha256(finish("train", *WORDS, "placement.processes=2", f"run.dir={url}", **elsewhere)) == reference
+    assert sha256(finish(*words, "placement.processes=2", f"run.dir={url}", **elsewhere)) == reference
 
 
 def test_a_loop_of_your_own_resumes_from_a_url(url: str, tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.zoo.loops import Task, engine_of, ranked, reference, trained, weights
+from benchmarks.zoo.loops import Task, engine_of, engine_step, ranked, reference, trained, update_step, weights
 from benchmarks.zoo.program import Numbers, Program
 
 TASK = Task(samples=24, strategy="zero2", stage=1)
@@ -37,12 +38,7 @@ def torch_only(sharded: bool) -> Numbers:
     else:
         model, state = DistributedDataParallel(plain), plain.state_dict
     optimizer = TASK.sgd(model)
-
-    def step(x: Any, y: Any) -> None:
-        TASK.loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = partial(update_step, TASK, model, optimizer, Tensor.backward)
     return loop(plain, before, step, lambda: dcp.save(state(), checkpoint_id="saved"))
 
 
@@ -54,12 +50,7 @@ def accelerate() -> Numbers:
     plain = TASK.build()
     before = weights(plain)
     model, optimizer = accelerator.prepare(plain, TASK.sgd(plain))
-
-    def step(x: Any, y: Any) -> None:
-        accelerator.backward(TASK.loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = partial(update_step, TASK, model, optimizer, accelerator.backward)
     return loop(plain, before, step, lambda: accelerator.save_state("saved"))
 
 
@@ -72,12 +63,7 @@ def lightning() -> Numbers:
     plain = TASK.build()
     before = weights(plain)
     model, optimizer = fabric.setup(plain, TASK.sgd(plain))
-
-    def step(x: Any, y: Any) -> None:
-        fabric.backward(TASK.loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = partial(update_step, TASK, model, optimizer, fabric.backward)
     return loop(plain, before, step, lambda: fabric.save("saved.ckpt", {"model": model}))
 
 
@@ -86,11 +72,7 @@ def deepspeed() -> Numbers:
     model = TASK.build()
     before = weights(model)
     engine = engine_of(TASK, model)
-
-    def step(x: Any, y: Any) -> None:
-        engine.backward(TASK.loss(engine(x), y))
-        engine.step()
-
+    step = partial(engine_step, TASK, engine)
     return loop(engine.module, before, step, lambda: engine.save_checkpoint("saved"))
 
 

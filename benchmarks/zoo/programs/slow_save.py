@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.zoo.loops import Task, engine_of, reference, trained, weights
+from benchmarks.zoo.loops import Task, engine_of, engine_step, reference, trained, update_step, weights
 from benchmarks.zoo.program import Numbers, Program
 
 TASK = Task(samples=24, strategy="ddp", stage=1)
@@ -56,11 +56,7 @@ def torch_only(sharded: bool) -> Numbers:
     before = weights(plain)
     model: Any = fully_shard(plain) if sharded else DistributedDataParallel(plain)
     optimizer = TASK.sgd(model)
-
-    def step(x: Any, y: Any) -> None:
-        TASK.loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    step = partial(update_step, TASK, model, optimizer, Tensor.backward)
 
     def save() -> None:
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -81,12 +77,7 @@ def accelerate() -> Numbers:
     plain = TASK.build()
     before = weights(plain)
     model, optimizer = accelerator.prepare(plain, TASK.sgd(plain))
-
-    def step(x: Any, y: Any) -> None:
-        accelerator.backward(TASK.loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = partial(update_step, TASK, model, optimizer, accelerator.backward)
     return loop(plain, before, step, lambda: accelerator.save_state("saved", safe_serialization=False))
 
 
@@ -101,12 +92,7 @@ def lightning() -> Numbers:
     plain = TASK.build()
     before = weights(plain)
     model, optimizer = fabric.setup(plain, TASK.sgd(plain))
-
-    def step(x: Any, y: Any) -> None:
-        fabric.backward(TASK.loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = partial(update_step, TASK, model, optimizer, fabric.backward)
     return loop(plain, before, step, lambda: fabric.save("saved.ckpt", {"model": model}))
 
 
@@ -115,11 +101,7 @@ def deepspeed() -> Numbers:
     model = TASK.build()
     before = weights(model)
     engine = engine_of(TASK, model, timeout=timedelta(seconds=TIMEOUT_S))
-
-    def step(x: Any, y: Any) -> None:
-        engine.backward(TASK.loss(engine(x), y))
-        engine.step()
-
+    step = partial(engine_step, TASK, engine)
     return loop(engine.module, before, step, lambda: engine.save_checkpoint("saved"))
 
 

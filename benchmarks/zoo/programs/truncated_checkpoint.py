@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.zoo.loops import (
     Task,
     engine_of,
+    engine_step,
     filled,
     in_order,
     ranked,
     reference,
     trained,
     trainer_settings,
+    update_step,
     weights,
 )
 from benchmarks.zoo.program import Numbers, Program
@@ -66,12 +68,7 @@ def fsdp2(_: None, resumed: bool) -> Numbers:
         first = max(int(path.name) for path in Path("saved").iterdir())
         dcp.load(state := get_model_state_dict(model), checkpoint_id=f"saved/{first}")
         set_model_state_dict(model, state)
-
-    def step(x: Any, y: Any) -> None:
-        TASK.loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = partial(update_step, TASK, model, optimizer, Tensor.backward)
     loop(lambda n: dcp.save(get_model_state_dict(model), checkpoint_id=f"saved/{n}"), step, first, resumed, "saved")
     return trained(before, dict(model.named_parameters()), [], {})
 
@@ -90,12 +87,7 @@ def accelerate(_: None, resumed: bool) -> Numbers:
     if resumed:
         accelerator.load_state()
         first = len(list(Path("checkpoints").iterdir()))
-
-    def step(x: Any, y: Any) -> None:
-        accelerator.backward(TASK.loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = partial(update_step, TASK, model, optimizer, accelerator.backward)
     loop(lambda n: accelerator.save_state(), step, first, resumed, "checkpoints")
     return trained(before, dict(plain.named_parameters()), [], {})
 
@@ -135,11 +127,7 @@ def deepspeed(_: None, resumed: bool) -> Numbers:
     before = weights(model)
     engine = engine_of(TASK, model)
     first = int(engine.load_checkpoint("saved")[0].split("/")[1]) if resumed else 0
-
-    def step(x: Any, y: Any) -> None:
-        engine.backward(TASK.loss(engine(x), y))
-        engine.step()
-
+    step = partial(engine_step, TASK, engine)
     loop(lambda n: engine.save_checkpoint("saved", tag=str(n)), step, first, resumed, "saved")
     return trained(before, dict(engine.module.named_parameters()), [], {})
 

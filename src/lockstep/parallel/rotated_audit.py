@@ -2,7 +2,7 @@
 
 This is the case if ranks hold parts of the model, or if they wait for each other during a forward pass. The audit
 repeats the full step with the ranks at different places in the mesh. The results must have the same bits. If the bits
-differ, the audit compares the messages of all ranks (comm/message_log.py), and identifies the first rank that sent a
+differ, the audit compares the messages of all ranks (comm/message_log.py). It identifies the first rank that sent a
 different message than other ranks in the same place.
 """
 
@@ -30,9 +30,9 @@ _MAX_REPEATS: Final = 3  # maximum number of repetitions of a disputed step, eac
 
 
 class RecordedStep(NamedTuple):
-    """A step that `rank` computed at `place` in the mesh. `messages` maps names to digests, in time order.
+    """A step that `rank` computed at `place` in the mesh.
 
-    In addition to messages, the digests include the gradients and the loss.
+    `messages` maps names to digests, in time order. There are digests of the messages, the gradients and the loss.
     """
 
     place: int
@@ -43,11 +43,11 @@ class RecordedStep(NamedTuple):
 @final
 @dataclass(eq=False)
 class RotatedAudit:
-    """Wraps the engine that `start` returns, and audits the steps of `schedule`. Audits don't change any results.
+    """Audits steps of the engine that `start` returns. `schedule` selects the steps. Audits don't change any results.
 
-    For audits, a second engine is started in which the ranks have other places. `fetch` returns any micro-batch of a
-    step by its index. If the two engines disagree on a step, CorruptionError is raised on all ranks. `audited` is the
-    number of steps that passed an audit.
+    For audits, this class starts a second engine. In the second engine, the ranks have different places. `fetch`
+    returns any micro-batch of a step by its index. If the results of the two engines differ, all ranks raise
+    CorruptionError. `audited` is the number of steps that passed an audit.
     """
 
     start: Callable[[World, Numerics], Rotates]
@@ -132,7 +132,7 @@ class RotatedAudit:
         return any(len(digests) > 1 for digests in digests_by_place.values())
 
     def _make_error(self, step: Step, records: Sequence[RecordedStep]) -> CorruptionError:
-        """Return the error that names the faulty rank. All ranks must call this method and get the same error."""
+        """Return the error that names the faulty rank. All ranks must call this method. They get the same error."""
         reports = self.world.all_gather_json({"host": self.world.host, "played": records})
         runs = [
             [RecordedStep(*fields) for fields in report["played"]] for report in reports
@@ -171,8 +171,9 @@ class RotatedAudit:
 def _find_conflicts(records: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
     """Compare all pairs of records at the same place, and yield the pairs that point to a faulty rank.
 
-    In such a pair, the first digest that differs has the same name in both records, and isn't of a received message.
-    Yields the two ranks, this name and the flipped bit. Both records can be from the same rank at different times.
+    In such a pair, the first digest that differs has the same name in both records. It isn't the digest of a received
+    message. Yields the two ranks, this name and the flipped bit. Both records can be from the same rank at different
+    times.
     """
     for first, second in combinations(records, 2):
         if first.place == second.place:

@@ -135,14 +135,13 @@ def acquire(
     timing = timing or TIMING
     place, start_id = _place_of(folder), uuid.uuid4().hex
     while True:
-        claims = _numbers(storage)
-        newest = _read(storage, claims[-1]) if claims else None
+        numbers, newest = _claims(storage)
         if newest is not None and not newest.released and newest.place != place:
             _wait_for_expiry(storage, newest, start_id, tell, timing)
-        number = (claims[-1] if claims else 0) + 1
+        number = (numbers[-1] if numbers else 0) + 1
         if storage.create(_object(number), _content(start_id, place, 0, released=False)):
             break
-    for number_before in claims:
+    for number_before in numbers:
         storage.remove(_object(number_before))
     lock = RemoteLock(storage, number, start_id, place, timing)
     lock.start()
@@ -151,10 +150,9 @@ def acquire(
 
 def check(storage: Storage, start_id: str) -> None:
     """Raise HostError if a different process has taken over the run since the lock was acquired with `start_id`."""
-    if is_current(storage, start_id):
+    _, newest = _claims(storage)
+    if newest is not None and newest.start_id == start_id:
         return
-    claims = _numbers(storage)
-    newest = _read(storage, claims[-1]) if claims else None
     holder = newest.holder if newest is not None else "a process that removed the lock"
     raise HostError(
         f"{storage.url}: taken over by {holder}, because this run did not renew its lock in time; nothing more is "
@@ -164,8 +162,7 @@ def check(storage: Storage, start_id: str) -> None:
 
 def is_current(storage: Storage, start_id: str) -> bool:
     """Return whether the newest claim is the claim with `start_id`."""
-    claims = _numbers(storage)
-    newest = _read(storage, claims[-1]) if claims else None
+    _, newest = _claims(storage)
     return newest is not None and newest.start_id == start_id
 
 
@@ -200,9 +197,11 @@ def _age_s(storage: Storage, claim: _Claim, start_id: str) -> float:
     return max(0.0, (now - written).total_seconds()) if now is not None and written is not None else 0.0
 
 
-def _numbers(storage: Storage) -> list[int]:
+def _claims(storage: Storage) -> tuple[list[int], _Claim | None]:
+    """Return the numbers of all claims in order, and the newest claim, or None if there is no claim."""
     matches = (_CLAIM.fullmatch(name) for name in storage.names(CLAIMS))
-    return sorted(int(match[1]) for match in matches if match)
+    numbers = sorted(int(match[1]) for match in matches if match)
+    return numbers, _read(storage, numbers[-1]) if numbers else None
 
 
 def _object(number: int) -> str:

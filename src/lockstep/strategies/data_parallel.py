@@ -29,10 +29,10 @@ _DEFAULT_CPU_REPLICAS: Final = 2  # the replicas simulate several devices
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`device_ids`: the numbers of the CUDA devices, each of which has a replica. Defaults to all visible devices. On a
-    CPU, each number simulates a device, the replicas run one after the other, and the default is 2 replicas.
-    `output_device`: the device in `device_ids` that sums the gradients and updates the weights. Defaults to the first
-    device.
+    """`device_ids`: the numbers of the CUDA devices. Each device has a replica. Defaults to all visible devices. On a
+    CPU, each number simulates a device. The replicas run one after the other. By default, there are 2 replicas.
+    `output_device`: the device that sums the gradients and updates the weights. It must be in `device_ids`. Defaults to
+    the first device.
     """
 
     device_ids: tuple[Device, ...] | None = None

@@ -4,6 +4,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,13 @@ STAGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("stages", STAGES)
+# The library selects no columns of a stream without known features, as a concatenated stream is.
+CASES = [case for case in product(SOURCES, STAGES) if case != ("concatenated", "columns")]
+
+
+@pytest.mark.parametrize(("source", "stages"), CASES)
 def test_samples_are_those_of_an_iteration_in_any_order(source: str, stages: str, tmp_path: Path) -> None:
     stream = STAGES[stages](SOURCES[source](tmp_path))
-    if source == "concatenated" and stages == "columns":
-        pytest.skip("the library selects no columns of a stream without known features")
     expected = [*map(str, stream)]
     opened = open_stream(stream)
     assert len(opened) == len(expected) > 0

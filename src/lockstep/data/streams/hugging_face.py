@@ -15,16 +15,10 @@ from typing import Any, Final, final
 import numpy as np
 
 from lockstep.common.own_code import UserCode, describe_error
-from lockstep.data.streams.index import (
-    FileMark,
-    ShardIndex,
-    check_unchanged,
-    mark_file,
-    read_cached,
-    write_cache,
-)
+from lockstep.data.streams.index import FileMark, ShardIndex, check_unchanged, load_or_scan, mark_file
 from lockstep.data.streams.rows import RowStages, copy_dataset
 from lockstep.data.streams.sequential import Part, SequentialReader
+from lockstep.data.streams.sharded import only_sample
 from lockstep.data.streams.stages import SourceShard, split_shards, split_windows
 from lockstep.errors import DataError, LockstepError, UsageError, UserCodeError, error_as
 
@@ -88,13 +82,11 @@ class HuggingFaceShards:
             return ShardIndex(len(kept), files, {"rows": kept})
         if source.table is not None:
             return ShardIndex(len(source.table), files)
-        cache = self._cache(source, files)
-        index = None if cache is None else read_cached(cache, files)
-        if index is None:
-            index = ShardIndex(sum(part.size for part in self._parts(shard, UsageError)), files)
-            if cache is not None:
-                write_cache(cache, index)
-        return index
+
+        def scan() -> ShardIndex:
+            return ShardIndex(sum(part.size for part in self._parts(shard, UsageError)), files)
+
+        return load_or_scan(self._cache(source, files), files, scan)
 
     def read(self, shard: int, index: ShardIndex, offset: int) -> Any:
         """See Shards."""
@@ -106,12 +98,7 @@ class HuggingFaceShards:
         content = self._row(shard, row)
         with UserCode(f"{self.names[shard]}: row {row}"):
             samples = self._stages[key].run(content)
-        if len(samples) != 1:
-            raise UserCodeError(
-                f"{self.names[shard]}: row {row}: the stages of the dataset return {len(samples)} samples for this "
-                f"row, expected 1; drop rows with filter, by a function of the row only"
-            )
-        return samples[0]
+        return only_sample(samples, f"{self.names[shard]}: row {row}", "row", "filter")
 
     def sample_name(self, shard: int, index: ShardIndex, offset: int) -> str:
         """See Shards."""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +109,26 @@ def check_unchanged(mark: FileMark, current: FileMark | None = None) -> None:
         )
 
 
-def read_cached(cache: Path, files: Sequence[FileMark]) -> ShardIndex | None:
+def load_or_scan(cache: Path | None, files: Sequence[FileMark], scan: Callable[[], ShardIndex]) -> ShardIndex:
+    """Return the cached index of `files`. If it isn't cached in their state, scan the shard and cache the index.
+
+    Pass None as `cache` for a shard whose index can't be cached.
+    """
+    if cache is None:
+        return scan()
+    index = _read_cached(cache, files)
+    if index is None:
+        index = scan()
+        _write_cache(cache, index)
+    return index
+
+
+def describe(files: Sequence[FileMark]) -> str:
+    """Return the paths of files for messages."""
+    return list_some([mark.path for mark in files], 3)
+
+
+def _read_cached(cache: Path, files: Sequence[FileMark]) -> ShardIndex | None:
     """Return the cached index, or None if it doesn't exist or if the files have changed since."""
     try:
         with plainfile.reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
@@ -122,7 +141,7 @@ def read_cached(cache: Path, files: Sequence[FileMark]) -> ShardIndex | None:
         return None
 
 
-def write_cache(cache: Path, index: ShardIndex) -> None:
+def _write_cache(cache: Path, index: ShardIndex) -> None:
     """Cache an index, if its folder is writable.
 
     Several ranks may write the same cache. Each rank writes its own temporary file with the same content, and the last
@@ -142,11 +161,6 @@ def write_cache(cache: Path, index: ShardIndex) -> None:
                 **positions,  # type: ignore[arg-type]
             )
         os.replace(new, cache)
-
-
-def describe(files: Sequence[FileMark]) -> str:
-    """Return the paths of files for messages."""
-    return list_some([mark.path for mark in files], 3)
 
 
 def _mark_text(files: Sequence[FileMark]) -> str:

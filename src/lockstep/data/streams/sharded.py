@@ -7,7 +7,7 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from lockstep.data.streams.index import FileMark, ShardIndex, mark_file
-from lockstep.errors import UsageError, os_error_as
+from lockstep.errors import UsageError, UserCodeError, os_error_as
 
 
 class Shards(Protocol):
@@ -87,6 +87,19 @@ class Sharded:
         position = self._window[number]
         shard = int(np.searchsorted(self._ends, position, side="right")) - 1
         return shard, position - int(self._ends[shard])
+
+
+def only_sample(samples: Sequence[Any], name: str, unit: str, filter_stage: str) -> Any:
+    """Return the only sample that the stages of a dataset return for a row or a sample, whose display name is `name`.
+
+    Raises UserCodeError if there is no sample, or if there are several samples.
+    """
+    if len(samples) != 1:
+        raise UserCodeError(
+            f"{name}: the stages of the dataset return {len(samples)} samples for this {unit}, expected 1; drop "
+            f"{unit}s with {filter_stage}, by a function of the {unit} only"
+        )
+    return samples[0]
 
 
 def _with_local_marks(label: str, index: ShardIndex) -> ShardIndex:

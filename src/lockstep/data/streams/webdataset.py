@@ -11,17 +11,11 @@ from urllib.parse import urlparse
 
 from lockstep.common import plainfile
 from lockstep.common.own_code import UserCode
-from lockstep.data.streams.index import (
-    FileMark,
-    ShardIndex,
-    check_unchanged,
-    mark_file,
-    read_cached,
-    write_cache,
-)
+from lockstep.data.streams.index import FileMark, ShardIndex, check_unchanged, load_or_scan, mark_file
 from lockstep.data.streams.pipeline import Stage, is_local, parse_pipeline
+from lockstep.data.streams.sharded import only_sample
 from lockstep.data.streams.tar_members import LOCAL_PATH, scan_members, select_samples, spans
-from lockstep.errors import DataError, UsageError, UserCodeError, error_as, os_error_as
+from lockstep.errors import DataError, UsageError, error_as, os_error_as
 
 _MAX_OPEN: Final = 128  # archives
 
@@ -62,13 +56,7 @@ class WebDatasetShards:
         path = self._path(shard)
         with os_error_as(UsageError, f"{self.label}: cannot read {path}", "; pass the paths of existing archives"):
             mark = mark_file(path)
-        cache = self._cache(path)
-        index = None if cache is None else read_cached(cache, [mark])
-        if index is None:
-            pipeline = self._pipeline
-            index = scan_members(self.label, path, pipeline)
-            if cache is not None:
-                write_cache(cache, index)
+        index = load_or_scan(self._cache(path), [mark], lambda: scan_members(self.label, path, self._pipeline))
         if not self._filters:
             return index
         return select_samples(index, [sample for sample in range(index.samples) if self._keeps(shard, index, sample)])
@@ -76,12 +64,7 @@ class WebDatasetShards:
     def read(self, shard: int, index: ShardIndex, offset: int) -> Any:
         """See Shards."""
         samples = self._run(self._pipeline.stages, shard, index, offset)
-        if len(samples) != 1:
-            raise UserCodeError(
-                f"{self.sample_name(shard, index, offset)}: the stages of the pipeline return {len(samples)} samples "
-                f"for this sample, expected 1; drop samples with .select, by a function of the sample only"
-            )
-        return samples[0]
+        return only_sample(samples, self.sample_name(shard, index, offset), "sample", ".select")
 
     def sample_name(self, shard: int, index: ShardIndex, offset: int) -> str:
         """See Shards."""
