@@ -9,7 +9,8 @@ import torch
 from PIL import ExifTags, Image
 from test_folder import saved, smooth_picture
 
-from lockstep.data.images.decoding import decode
+from lockstep.data.images import decoding
+from lockstep.data.images.decoding import UndecodableError, decode
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}])
@@ -90,6 +91,69 @@ def test_without_torchvisions_operator_pillow_gives_the_same_bits(monkeypatch: p
     slow = decode(content, upright=True)
     assert torch.equal(fast, slow)
     assert fast.stride() == slow.stride()  # the resize counts differently on another layout
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"restart_marker_blocks": 3}, {"comment": b"by hand"}, {"subsampling": 2}]
+)
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_pillow_does_not_open_plain_jpegs(
+    mode: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = saved(smooth_picture(3).convert(mode), "JPEG", **options)
+    expected = torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
+    monkeypatch.setattr(Image, "open", None)
+    assert torch.equal(decode(content, upright=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"), [("RGB", {"exif": _noted(6)}), ("RGB", {"icc_profile": b"profile"}), ("CMYK", {})]
+)
+def test_pillow_opens_jpegs_with_metadata_or_four_channels(
+    mode: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = saved(smooth_picture(3).convert(mode), "JPEG", **options)
+    adobe = content.find(b"\xff\xee\0\x0eAdobe")  # in CMYK files, so remove it to test the number of channels
+    if adobe >= 0:
+        del content[adobe : adobe + 16]
+    assert decode(bytearray(content), upright=True).shape[0] == 3
+    monkeypatch.setattr(Image, "open", None)
+    with pytest.raises(UndecodableError):
+        decode(content, upright=True)
+
+
+def _result(content: bytearray) -> str | bytes:
+    try:
+        return decode(bytearray(content), upright=True).numpy().tobytes()
+    except UndecodableError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_jpegs_give_the_result_or_the_error_of_opening_them_with_pillow_first(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[dict[str, object]] = [{}, {"progressive": True}, {"restart_marker_blocks": 2}, {"subsampling": 0}]
+    intact = saved(smooth_picture(seed, 40, 50), "JPEG", **kinds[seed])
+    generator = np.random.default_rng(seed)
+    files = [intact[:end] for end in generator.integers(0, len(intact), 20)]
+    for _ in range(60):
+        damaged = bytearray(intact)
+        place = int(generator.integers(len(intact) if generator.random() < 0.5 else 300))
+        damaged[place : place + int(generator.integers(3))] = generator.bytes(int(generator.integers(3)))
+        files.append(damaged)
+    tables = intact.index(b"\xff\xdb")  # Pillow and torchvision report different errors for too long tables
+    files.append(intact[: tables + 2] + b"\0\x44\0" + intact[tables + 4 :])
+    fast = [_result(file) for file in files]
+    monkeypatch.setattr(decoding, "_is_plain_jpeg", lambda content: False)
+    assert fast == [_result(file) for file in files]
+    assert len({result for result in fast if isinstance(result, str)}) > 1
+
+
+def test_pillow_refuses_jpegs_with_too_many_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60 * 80 // 2 - 1)
+    with pytest.raises(UndecodableError, match="decompression bomb"):
+        decode(saved(smooth_picture(3), "JPEG"), upright=True)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])

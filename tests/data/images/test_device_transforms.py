@@ -59,6 +59,27 @@ def test_augment_is_torchvisions_pad_crop_and_flip_of_each_image(
     assert torch.equal(augment(images, draws, padding, flip), torch.stack(expected))
 
 
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_large_images_are_flipped_like_small_ones(padding: int, order: torch.memory_format) -> None:
+    images, draws = _images(5, height=160, width=150).contiguous(memory_format=order), _draws(5)
+    expected = [_by_torchvision(image, draw, padding, True) for image, draw in zip(images, draws.tolist(), strict=True)]
+    found = augment(images, draws, padding, True)
+    assert torch.equal(found, torch.stack(expected))
+    assert found.is_contiguous()
+    assert found.data_ptr() != images.data_ptr()
+
+
+@pytest.mark.parametrize(("count", "side"), [(30, 224), (2, 1300), (1400, 32)])
+def test_large_batches_are_normalized_like_their_images(count: int, side: int) -> None:
+    images = _images(count, height=side, width=side)
+    constants = compute_normalization_constants((0.5, 0.4, 0.3), (0.2, 0.3, 0.1), CPU)
+    found = normalize(images, *constants)
+    assert found.dtype == torch.float32
+    for image, source in zip(found, images, strict=True):
+        assert torch.equal(image[:, :16], normalize(source[None, :, :16], *constants)[0])
+
+
 def test_an_image_becomes_the_same_alone_and_in_any_batch() -> None:
     images, draws = _images(33, height=32, width=32), _draws(33)
     scale, shift = compute_normalization_constants((0.5, 0.4, 0.3), (0.2, 0.3, 0.1), CPU)

@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional
 from lockstep.core import random
 from lockstep.data.base import DataSet
 from lockstep.data.images.crops import NUM_DRAWS, random_crop
-from lockstep.data.images.pictures import to_sample
+from lockstep.data.images.pictures import CropSettings, crop_image, to_sample
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError
@@ -80,6 +80,16 @@ def test_training_is_torchvisions_resized_crop(root: Path) -> None:
         pixels = _pixels(root / "train" / file)
         box = random_crop(pixels.shape[1], pixels.shape[2], (0.08, 1.0), numbers)
         assert torch.equal(image, functional.resized_crop(pixels, *box, [SIZE, SIZE], antialias=True))
+
+
+@pytest.mark.parametrize(("height", "width"), [(60, 80), (33, 31), (7, 90), (1, 1)])
+def test_every_box_is_resized_as_torchvision_does(height: int, width: int) -> None:
+    pixels = torch.from_numpy(np.array(smooth_picture(5, height, width))).permute(2, 0, 1)
+    settings = CropSettings(SIZE, SIZE, (0.01, 1.0))
+    for draws in np.random.default_rng(0).random((40, NUM_DRAWS)).tolist():
+        box = random_crop(height, width, (0.01, 1.0), draws)
+        expected = functional.resized_crop(pixels, *box, [SIZE, SIZE], antialias=True)
+        assert torch.equal(crop_image(pixels, settings, draws), expected)
 
 
 def test_a_sample_does_not_depend_on_its_batch_but_on_the_draw(root: Path) -> None:

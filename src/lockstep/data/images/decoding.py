@@ -1,8 +1,11 @@
 """Decodes an image file from bytes to pixels."""
 
 import re
+import struct
+from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,6 +19,15 @@ _BUILD_PATH: Final = re.compile(
 )  # the path and line of torchvision's source code, which its decoders include in error messages
 _PPM: Final = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # the PPM header that Pillow and `lockstep prepare` write
 _ROTATIONS: Final = (2, 3, 4, 5, 6, 7, 8)  # EXIF orientations of rotated or flipped images
+
+# Segments of JPEG files (ITU-T T.81, table B.1): each has a marker and a length, which includes the length itself.
+_JPEG_START: Final = b"\xff\xd8"
+_JPEG_SEGMENT: Final = struct.Struct(">HH")
+_JPEG_FRAME: Final = struct.Struct(">BHHB")  # bits per value, height, width, number of components
+_FRAMES: Final = (0xFFC0, 0xFFC1, 0xFFC2)  # baseline, extended sequential, progressive
+_SCAN: Final = 0xFFDA
+_TABLES: Final = (0xFFC4, 0xFFDB, 0xFFDD, 0xFFFE)  # Huffman tables, quantization tables, restart interval, comment
+_JFIF: Final = b"\xff\xe0\0\x10JFIF\0"  # the start of a JFIF segment without a thumbnail
 
 
 class UndecodableError(ValueError):
@@ -48,13 +60,17 @@ def encode_ppm(pixels: Tensor) -> bytes:
 def _decode_image(content: bytearray, upright: bool) -> Tensor:
     if (ppm_pixels := _decode_ppm(content)) is not None:
         return ppm_pixels
+    operator = _find_jpeg_operator()
+    if operator is not None and _is_plain_jpeg(content):
+        with suppress(RuntimeError):  # for a damaged image, report the error of Pillow if there is one
+            return _decode_jpeg(operator, content)
     with Image.open(BytesIO(content)) as image:
         if image.format != "JPEG":
             image.load()  # raises for damaged images; otherwise, reading the metadata of a PNG file would raise below
         if upright and _read_orientation(image) in _ROTATIONS:
             return _to_tensor(ImageOps.exif_transpose(image))
-        if image.format == "JPEG" and image.mode in ("RGB", "L"):
-            return _decode_jpeg(content, image)
+        if operator is not None and image.format == "JPEG" and image.mode in ("RGB", "L"):
+            return _decode_jpeg(operator, content)
         return _to_tensor(image)
 
 
@@ -78,13 +94,51 @@ def _read_orientation(image: Image.Image) -> object:
         return None
 
 
-def _decode_jpeg(content: bytearray, image: Image.Image) -> Tensor:
+def _is_plain_jpeg(content: bytearray) -> bool:
+    """Return whether this is a gray or RGB JPEG file without metadata except JFIF and comments.
+
+    Such a file has no EXIF orientation, so Pillow doesn't need to open it.
+    Returns False if in doubt, or if Pillow would warn about the size of the image.
+    """
+    if not content.startswith(_JPEG_START):
+        return False
+    position, has_frame = len(_JPEG_START), False
+    while position + _JPEG_SEGMENT.size <= len(content):
+        marker, length = _JPEG_SEGMENT.unpack_from(content, position)
+        if marker == _SCAN:
+            return has_frame
+        if marker in _FRAMES and not has_frame:
+            has_frame = _is_plain_frame(content[position + _JPEG_SEGMENT.size : position + 2 + length])
+            if not has_frame:
+                return False
+        elif marker not in _TABLES and not content.startswith(_JFIF, position):
+            return False
+        position += 2 + length
+    return False
+
+
+def _is_plain_frame(body: bytearray) -> bool:
+    if len(body) < _JPEG_FRAME.size:
+        return False
+    bits, height, width, components = _JPEG_FRAME.unpack_from(body)
+    limit = Image.MAX_IMAGE_PIXELS
+    return (
+        bits == 8
+        and components in (1, 3)
+        and len(body) == _JPEG_FRAME.size + 3 * components
+        and height * width > 0
+        and (limit is None or height * width <= limit)
+    )
+
+
+def _find_jpeg_operator() -> Callable[..., Any] | None:
     # torchvision returns the same bits as Pillow, but is faster. Call the operator directly, because torchvision.io
     # warns about its future removal in each call since version 0.29. If the operator is missing, fall back to Pillow.
-    try:
-        operator = torch.ops.image.decode_jpeg
-    except AttributeError:
-        return _to_tensor(image)
+    operator: Callable[..., Any] | None = getattr(torch.ops.image, "decode_jpeg", None)
+    return operator
+
+
+def _decode_jpeg(operator: Callable[..., Any], content: bytearray) -> Tensor:
     pixels: Tensor = operator(torch.frombuffer(content, dtype=torch.uint8), _RGB, False)
     return pixels
 

@@ -124,14 +124,16 @@ class PictureSplit:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
         images = torch.empty(len(indices), 3, self._settings.size, self._settings.size, dtype=torch.uint8)
         targets = self._source.targets[torch.tensor(indices)]
+        rows = images.numpy()
         draws = self._draw_crop_numbers(indices, draw)
         for row, index in enumerate(indices.tolist()):
             pixels = self.picture(index)
             if pixels is None:
                 targets[row] = SKIPPED
-                images[row] = 0
+                rows[row] = 0
             else:
-                images[row] = crop_image(pixels, self._settings, draws[row] if draws else None)
+                # NumPy copies pixels with channels last in half the time of torch.
+                rows[row] = crop_image(pixels, self._settings, draws[row] if draws else None).numpy()
         return images, targets
 
     def _draw_crop_numbers(self, indices: NDArray[np.int64], draw: int | None) -> list[list[float]] | None:
@@ -152,7 +154,9 @@ def crop_image(pixels: Tensor, settings: CropSettings, draws: Sequence[float] | 
         top, left, _, _ = center_crop(rows, columns, settings.size)
         return resize_image(pixels, rows, columns)[:, top : top + settings.size, left : left + settings.size]
     top, left, rows, columns = random_crop(height, width, settings.scale, draws)
-    return resize_image(pixels[:, top : top + rows, left : left + columns], settings.size, settings.size)
+    # Copy the box, because torch resizes a view more slowly if there are gaps between its rows.
+    box = pixels.permute(1, 2, 0)[top : top + rows, left : left + columns].contiguous()
+    return resize_image(box.permute(2, 0, 1), settings.size, settings.size)
 
 
 def resize_image(pixels: Tensor, height: int, width: int) -> Tensor:
