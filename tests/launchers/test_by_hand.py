@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep.runs.runs import is_locked
@@ -40,7 +41,9 @@ def run(folder: Path, commands: str) -> subprocess.CompletedProcess[str]:
         (folder / name).write_text(text.replace("29511", port), encoding="utf-8")
     commands = commands.replace("29511", port).replace("/tmp/meeting", str(folder / "meeting"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {"PATH": path}
+    # Without a buffer, Python prints a line and its end separately, so that lines of two ranks may get mixed.
+    left_out = ("PYTEST", "PYTHONUNBUFFERED")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(left_out)} | {"PATH": path}
     return subprocess.run(["bash", "-c", commands], cwd=folder, env=env, capture_output=True, text=True)
 
 
@@ -69,8 +72,9 @@ def test_a_loop_has_the_weights_of_one_process(block: str, by_one_process: str, 
     commands = [each for each in lines if each not in exports]
     for command in commands:
         variables = exports if "torchrun" not in command else []
-        found = OF_A_RANK.findall(output(tmp_path, "\n".join([*variables, command])))
-        assert sorted(found) == [("0", "2", by_one_process), ("1", "2", by_one_process)], command
+        printed = output(tmp_path, "\n".join([*variables, command]))
+        expected = [("0", "2", by_one_process), ("1", "2", by_one_process)]
+        assert sorted(OF_A_RANK.findall(printed)) == expected, f"{command}: {printed}"
 
 
 def test_a_recipe_in_two_terminals_has_the_weights_of_one_process(tmp_path: Path) -> None:
@@ -154,17 +158,19 @@ def test_a_signal_to_any_process_of_spawn_saves_and_the_same_command_resumes(
     while not (tmp_path / "step-3").exists():
         assert started.poll() is None, (tmp_path / "out").read_text()
         time.sleep(0.01)
+    ranks = workers(started.pid)
+    assert len(ranks) == 2
     if target == "group":
         os.killpg(started.pid, signal.SIGINT)
     else:
-        os.kill(started.pid if target == "parent" else a_worker(started.pid), signal.SIGTERM)
+        os.kill(started.pid if target == "parent" else ranks[0], signal.SIGTERM)
     assert started.wait() == code
     folder = tmp_path / "runs" / "a"
     while not (folder / "result.json").exists():  # the workers may outlive their parent
         time.sleep(0.01)
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     assert (result["event"], result["reason"]) == ("stopped", reason)
-    while len(list((folder / "checkpoints").glob("step-*"))) != 1 or is_locked(folder):
+    while len(list((folder / "checkpoints").glob("step-*"))) != 1 or is_locked(folder) or any(map(is_running, ranks)):
         time.sleep(0.01)
     (tmp_path / "loop.py").write_text(loop, encoding="utf-8")
     resumed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -172,7 +178,15 @@ def test_a_signal_to_any_process_of_spawn_saves_and_the_same_command_resumes(
     assert {weights for _, _, weights in OF_A_RANK.findall(resumed.stdout)} == {by_one_process}
 
 
-def a_worker(parent: int) -> int:
-    """Return a process that `mp.spawn` started."""
+def workers(parent: int) -> list[int]:
+    """Return the processes that `mp.spawn` started."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="utf-8").split()
-    return next(int(each) for each in children if "spawn_main" in Path(f"/proc/{each}/cmdline").read_text())
+    return [int(each) for each in children if "spawn_main" in Path(f"/proc/{each}/cmdline").read_text()]
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process exists and isn't a zombie."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
