@@ -16,6 +16,13 @@ def test_it_prints_origins_and_consequences():
     assert ["global", "batch", "32", "samples"] in lines
 
 
+def test_it_tells_all_wrong_names_at_once():
+    ended = invoke("show", "digits", "recipe.model.name=resnet81", "recipe.optimizer.name=adamm")
+    assert ended.exit_code == 2
+    assert "model resnet81: not found in Lockstep, timm or torchvision" in ended.output
+    assert "optimizer adamm: not found in torch.optim or timm.optim" in ended.output
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

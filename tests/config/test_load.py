@@ -360,8 +360,8 @@ def test_more_processes_than_micro_batches_are_told_with_the_rest():
     found = problems("digits", "placement.processes=5", "recipe.epochs=many")
     assert found == [
         "override placement.processes: 5 processes but only 4 micro-batches; use at most 4 processes, or set "
-        "recipe.microbatches=5, which changes the results: BatchNorm normalizes over fewer samples, and sums are added "
-        "in a different order",
+        "recipe.microbatches=5, which changes the bits: sums are added in a different order, and BatchNorm "
+        "layers normalize over fewer samples",
         "override recipe.epochs: expected an integer; got 'many'",
     ]
     assert load("digits", ["placement.processes=4"]).config.placement.processes == 4

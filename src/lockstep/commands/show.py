@@ -32,12 +32,12 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     loaded = load(recipe, overrides)
     names = (loaded.origins[f"recipe.{section}.name"] for section in ("model", "optimizer"))
     if recipe not in list_shipped_recipes() or "override" in names:
-        from lockstep.config.blame import add_key_positions
         from lockstep.models.find import find_origin  # imports torch
         from lockstep.parallel.optimize import find_optimizer
+        from lockstep.setup.wrong_names import explain_errors
 
         model, optimizer = loaded.config.recipe.model, loaded.config.recipe.optimizer.name
-        with add_key_positions(loaded):
+        with explain_errors(loaded):
             find_origin(model.name, model.source)
             if ":" not in optimizer:
                 find_optimizer(optimizer)

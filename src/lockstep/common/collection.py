@@ -4,6 +4,7 @@ Importing torch allocates more than a million objects that live until the proces
 these objects over and over, which takes up to 0.7 s of the start of a command.
 """
 
+import atexit
 import gc
 from typing import Final
 
@@ -24,6 +25,7 @@ def exclude_imports() -> None:
     """
     if _collects_rarely():
         gc.freeze()
+        atexit.register(gc.unfreeze)  # otherwise, nanobind prints that the objects of triton are leaked
 
 
 def collect_as_usual() -> None:

@@ -50,8 +50,8 @@ def describe_too_few(processes: int, microbatches: int, microbatch: int | None =
     if microbatch is not None:
         return f"{text} recipe.batch={processes * microbatch}, which changes the results: it is a different recipe"
     return (
-        f"{text} recipe.microbatches={processes}, which changes the results: BatchNorm normalizes over fewer samples, "
-        f"and sums are added in a different order"
+        f"{text} recipe.microbatches={processes}, which changes the bits: sums are added in a different order, and "
+        f"BatchNorm layers normalize over fewer samples"
     )
 
 

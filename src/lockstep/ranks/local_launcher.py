@@ -282,7 +282,7 @@ def _unreported_failure(end: WorkerExit, size: int, memory: str, logs: Path | No
         end_text = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
     else:
         end_text = f"exited with code {end.code} before it finished"
-    advice = "Start again with the same run.dir to resume from the last checkpoint"
+    advice = "Start again with the same run folder to resume from the last checkpoint"
     log = str(logs / log_name(end.rank)) if logs else ""
     text = f"error: {end_text}; the other ranks were stopped. {advice}"
     cause: Cause = "host" if oom.KILLED in memory else "transient" if end.code == -signal.SIGKILL else "code"

@@ -30,6 +30,7 @@ from lockstep.reporting.thinning import Point
 _FIRST_CHARTS: Final = ("loss",)  # charts before the metrics of the task; _LAST_CHARTS come after them
 _LAST_CHARTS: Final = {
     "samples_per_s": "samples/s",
+    "data_s": "waiting for data, seconds a step",
     "lr": "learning rate",
     "norm": "norm of the gradient",
     "loss_scale": "loss scale",
@@ -37,9 +38,9 @@ _LAST_CHARTS: Final = {
     "mfu": "MFU",
     "peak_bytes": "peak memory, MiB",
 }
-_NOISY_CURVES: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
+_NOISY_CURVES: Final = ("samples_per_s", "data_s", "norm", "flops_per_s", "mfu")
 # For these metrics and for percentages, the y axis starts at zero.
-_FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")
+_FROM_ZERO: Final = ("samples_per_s", "data_s", "lr", "flops_per_s", "peak_bytes")
 _MAX_KEY_COLUMNS: Final = 3  # if more settings differ between runs, they are shown in a separate table
 _MAX_PROGRESS_BARS: Final = 3  # a live page of more runs has no progress bars
 _MAX_ROWS: Final = 50  # maximum number of restarts or checkpoints that are listed for each run
