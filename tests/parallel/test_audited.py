@@ -337,6 +337,6 @@ def test_the_whole_message() -> None:
     assert text == (
         "audit at step 3: rank 1 (host) computed a wrong result for micro-batch 2 (gradient of head.weight, bit 20 of "
         "element [0, 0]), as 6 of 7 results agree; the fault did not occur again when the step was repeated. The step "
-        "was neither applied nor saved. Remove the host, and start again with the same run folder to resume from the last "
-        "checkpoint"
+        "was neither applied nor saved. Remove the host, and start again with the same run folder to resume from the "
+        "last checkpoint"
     )
