@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +18,6 @@ from lockstep.core.batch import Inputs, call_model, get_batch_size, map_tensors,
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import LockstepError, UsageError, UserCodeError
 from lockstep.models.flops import FlopCounter, count_backward_flops
-from lockstep.models.hugging_face import is_transformers_model
 from lockstep.tasks.base import Build
 
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
@@ -266,8 +264,6 @@ def _run_trial(
                 model, name, map_tensors(lambda tensor: tensor.to(device), training), too_small
             )
         flops = count_backward_flops(counter, training_outputs) if device == "meta" else None
-    if device == "cpu" and is_transformers_model(model):
-        flops = _count_flops_without_values(build, training)
     parameters = list(model.parameters())
     batchnorm_layers = {
         name: layer
@@ -290,24 +286,6 @@ def _run_trial(
         flops=None if flops is None else round(flops / get_batch_size(training)),
     )
     return evaluation_outputs, training_outputs, summary
-
-
-def _count_flops_without_values(build: Build, training: Inputs) -> int | None:
-    """Count the FLOPs of a model of transformers that doesn't run on the meta device, or return None on failure.
-
-    With fake tensors, transformers skips the code that reads values, such as the search for packed sequences.
-    """
-    counter = FlopCounter()
-    try:
-        with drop_new_tensors(), FakeTensorMode(), torch.device("meta"):
-            model = build().train()
-            inputs = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), training)
-            with counter:
-                outputs = call_model(model, inputs)
-            flops = count_backward_flops(counter, outputs)
-    except Exception:  # the model reads values in other places too
-        return None
-    return flops
 
 
 def _describe_tensor(tensor: Tensor) -> Form:
