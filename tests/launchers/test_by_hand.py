@@ -96,6 +96,13 @@ def test_workers_without_a_rank_are_told_by_the_number_of_processes(tmp_path: Pa
     assert "placement.processes: got 2, but the world size is 1" in done.stderr
 
 
+def test_verify_of_a_script_that_starts_processes_trains_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, "lockstep verify --processes 2 --strategy ddp spawn.py runs/a")
+    assert done.returncode != 0
+    assert "verify the function that they call, with lockstep.verify(FUNCTION)" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
     run(tmp_path, "true")
     script = (tmp_path / "spawn.py").read_text(encoding="utf-8")

@@ -1,10 +1,13 @@
 """What of a model may depend on the strategy is found by looking at it and at its forwards."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.parallel.gradients import Gradients
 from lockstep.probe.traits import ModelTraits
 
 
@@ -63,6 +66,14 @@ def found(model: nn.Module) -> list[str]:
 def test_a_trait_that_may_depend_on_the_strategy_is_named(model, words: str) -> None:
     [text] = found(model())
     assert words in text
+
+
+def test_hooks_of_lockstep_are_no_traits() -> None:
+    part = nn.Linear(3, 3)
+    part.weight.register_post_accumulate_grad_hook(partial(Gradients._on_gradient_ready, None, None))
+    traits = ModelTraits()
+    traits.watch(Net(part))
+    assert traits.describe() == []
 
 
 def test_a_plain_model_and_one_with_plain_checkpoints_have_none() -> None:

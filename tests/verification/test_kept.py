@@ -58,6 +58,25 @@ def test_local_variables_of_the_function_with_the_loop_are_named_too() -> None:
     del unchanged, made_later
 
 
+def count_in_a_loop(x: torch.Tensor) -> dict[str, str]:
+    seen, shown, before = 0, 0.0, None
+    for x in torch.stack([x, x]):  # noqa: B020 - as in scripts whose batches have the name of their data
+        if before is not None:
+            return dict(before.find_changes(LoopState([])))
+        before = LoopState([])
+        seen += len(x)
+        shown += 0.5
+        print(shown, x.sum() * seen)
+        torch.mul(x, seen)
+    raise AssertionError
+
+
+def test_a_number_that_steps_use_is_named_and_not_the_data_of_the_loop() -> None:
+    found = count_in_a_loop(torch.ones(3))
+    assert found.keys() == {"seen"}
+    assert re.fullmatch(r"0 -> 3, \S*test_kept\.py:\d+", found["seen"])
+
+
 @pytest.mark.parametrize("norms", [1, 2])
 def test_what_lockstep_keeps_in_a_model_is_not_named(norms: int) -> None:
     with joined() as run:

@@ -39,7 +39,7 @@ from lockstep.run.session import open_rank
 from lockstep.run.sinks import check_sinks, open_sinks, own_paths
 from lockstep.runs import folder as run_folder
 from lockstep.runs.remote import check_run_dir
-from lockstep.runs.worker_context import WORKER_CONTEXT, Observe, OpenRun
+from lockstep.runs.worker_context import VERIFYING, WORKER_CONTEXT, Observe, OpenRun
 from lockstep.training.checkpoint.signing import signing_key
 
 R = TypeVar("R", bound=OpenRun)
@@ -72,6 +72,8 @@ class Member:
         An error ends this process. On a single rank, or in a worker of Ray Train, the error is raised instead.
         """
         context, resources = WORKER_CONTEXT.get(), ExitStack()
+        if context is None and VERIFYING in os.environ:
+            read = _refuse_verification
         worker = ray.get_worker() if context is None else None
         info = None
         if context is None and worker is None:
@@ -195,6 +197,13 @@ class Member:
         self.resources.__exit__(
             None if error is None else type(error), error, None if error is None else error.__traceback__
         )
+
+
+def _refuse_verification() -> NoReturn:
+    raise UsageError(
+        "lockstep verify: the script starts processes of its own, which would train outside of the comparison; "
+        "verify the function that they call, with lockstep.verify(FUNCTION)"
+    )
 
 
 def _read_settings(read: Callable[[], Settings], info: RankInfo | None) -> Settings:

@@ -1,5 +1,6 @@
 """The hint to run `lockstep verify`, printed when a custom loop first runs on several ranks."""
 
+import multiprocessing
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,11 @@ from lockstep.reporting.jsonl import EVENTS, read_events
 def make_verify_hint(size: int, folder: Path | None, argv: Sequence[str]) -> str:
     """Return the hint for the first run of a script on `size` ranks.
 
-    Returns "" for a single rank, a later run, or code that isn't a script. A run counts as a later run if its folder
-    contains events, so call this function before the run writes its first event.
+    Returns "" for a single rank, a later run, code that isn't a script, or a process that the script itself started,
+    because `lockstep verify` can only run scripts that train in their own process. A run counts as a later run if its
+    folder contains events, so call this function before the run writes its first event.
     """
-    if size == 1 or not argv or not argv[0].endswith(".py"):
+    if size == 1 or not argv or not argv[0].endswith(".py") or multiprocessing.parent_process() is not None:
         return ""
     if folder is not None and (folder / EVENTS).exists() and any(True for _ in read_events(folder / EVENTS)):
         return ""

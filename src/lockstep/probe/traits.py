@@ -109,7 +109,8 @@ class ModelTraits:
 
 def _static_traits(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
+        if not all(map(_is_part_of_lockstep, hooks)):
             yield (
                 f"{name} has a gradient hook, which under some strategies sees a part of the gradient, or a gradient "
                 f"that is not yet summed over ranks; move this into the forward pass of the model"
@@ -121,6 +122,12 @@ def _static_traits(model: nn.Module) -> Iterator[str]:
                 f"changes its layout, so torch may use a different kernel; create it from a contiguous tensor: "
                 f"nn.Parameter(weight.contiguous())"
             )
+
+
+def _is_part_of_lockstep(hook: Any) -> bool:
+    """Return whether a hook is one that Lockstep adds to the parameters of a placed model."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "lockstep"
 
 
 def _in_backward() -> bool:

@@ -55,5 +55,6 @@ class WorkerContext:
     runs: list[OpenRun] = field(default_factory=list)
 
 
+VERIFYING: Final = "LOCKSTEP_VERIFYING"  # set in the environment while `lockstep verify` runs a custom loop
 # The context of this process, or None if Lockstep didn't start it to call a user's function.
 WORKER_CONTEXT: Final[ContextVar[WorkerContext | None]] = ContextVar("lockstep", default=None)

@@ -126,7 +126,7 @@ def carries_value(scope: ModuleType | CodeType, name: str) -> bool | None:
     lines, _ = inspect.getsourcelines(scope)
     tree = ast.parse(textwrap.dedent("".join(lines)))
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    accesses = [[*_accesses(loop, name)] for loop in loops]
+    accesses = [[access for part in _repeated_parts(loop) for access in _accesses(part, name)] for loop in loops]
     assigned_in = [access_order for access_order in accesses if any(not is_read for is_read, _ in access_order)]
     if not assigned_in:
         return None
@@ -135,6 +135,11 @@ def carries_value(scope: ModuleType | CodeType, name: str) -> bool | None:
         next((is_read for is_read, conditional in access_order if is_read or not conditional), False)
         for access_order in assigned_in
     )
+
+
+def _repeated_parts(loop: ast.For | ast.While) -> list[ast.AST]:
+    """Return the parts of a loop that run in each iteration. The iterable of a for loop is only evaluated once."""
+    return [loop.target, *loop.body] if isinstance(loop, ast.For) else [loop.test, *loop.body]
 
 
 def is_used(scope: ModuleType | CodeType, name: str) -> bool:

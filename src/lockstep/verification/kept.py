@@ -44,7 +44,8 @@ class LoopState:
     """A snapshot of the state of a custom training loop between two steps: its models, globals and local variables.
 
     A variable that is modified in place is state. A variable that every step assigns again isn't, unless it holds a
-    tensor that a step reads before the assignment, such as the hidden state of an RNN.
+    tensor that a step reads before the assignment, such as the hidden state of an RNN. A number that a step reads
+    before the assignment, such as a counter, is state if there is no other, and if the loop does more than print it.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -65,6 +66,7 @@ class LoopState:
     def find_changes(self, later: Self) -> Mapping[str, str]:
         """Return the changes between this snapshot and `later`: descriptions with source lines, by variable name."""
         changes: dict[str, str] = {}
+        numbers: dict[str, str] = {}
         for (model, before), (_, state_after) in zip(self._models, later._models, strict=False):
             for name, change in before.attribute_changes(state_after).items():
                 changes[f"{name}{_MODEL_SUFFIX}"] = _format_change(change, _attribute_location(model, name))
@@ -78,7 +80,18 @@ class LoopState:
                 or later._carries_tensors(name, values)
             ):
                 changes[name.removeprefix(_MAIN_PREFIX)] = _format_change(change, later._globals.source_line(name))
-        return changes
+            elif later._carries_number(name, values):
+                numbers[name.removeprefix(_MAIN_PREFIX)] = _format_change(change, later._globals.source_line(name))
+        return changes or numbers
+
+    def _carries_number(self, name: str, values: Sequence[Any]) -> bool:
+        """Return whether steps carry a number from one to the next in a variable, and do more than print it."""
+        return (
+            len(values) == 2
+            and all(isinstance(value, int | float) for value in values)
+            and bool(carries_value(self._scopes[name], _variable_name(name)))
+            and is_used(self._scopes[name], _variable_name(name))
+        )
 
     def _carries_tensors(self, name: str, values: Sequence[Any]) -> bool:
         """Return whether a variable that steps assign again carries tensors from one step to the next."""

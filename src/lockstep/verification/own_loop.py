@@ -38,7 +38,7 @@ from lockstep.reporting.jsonl import EVENTS, JsonLines, read_events
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.verification import Verdict, format_failures
 from lockstep.run.start import can_be_spawned, import_for_all, run_in_workers
-from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
+from lockstep.runs.worker_context import VERIFYING, WORKER_CONTEXT, WorkerContext
 from lockstep.setup.user_code import get_user_modules
 from lockstep.strategies import ON_ONE_PROCESS
 from lockstep.training.events import Event, Started
@@ -521,6 +521,7 @@ class _LoopRunner:
         run_folder, keeps = (resumes or folder) / _RUN_FOLDER, stop is not None or resumes is not None
         context = WorkerContext(rendezvous, strategy, run_folder, keeps, observe, sinks, self.guarded)
         WORKER_CONTEXT.set(context)
+        os.environ[VERIFYING] = "1"  # this process only runs the function
         recorded = _record_causes(context, reads, states, traits) if diagnose and not keeps else nullcontext()
         with Path(os.devnull).open("w", encoding="utf-8") as null_stream, redirect_stdout(null_stream):
             try:
