@@ -78,7 +78,9 @@ def test_whole_numbers_with_gaps_may_be_amounts(tmp_path: Path) -> None:
         (tmp_path / "train.csv").write_text("x,y\n" + "".join(f"{n},{gap * (n // 12)}\n" for n in range(600)))
         data = _open(tmp_path, target="y", validation=0)
         assert len(data.facts["classes"]) == 50
-        asked = "target: 'y' has 50 distinct integers in 600 rows; set recipe.data.options.kind to regression if"
+        asked = (
+            "target: 'y' has 50 distinct integers in 600 training rows; set recipe.data.options.kind to regression if"
+        )
         assert (asked in data.question) == (gap == 1000)
     assert _open(tmp_path, target="y", validation=0, kind="classification").question == ""
     data = _open(tmp_path, target="y", validation=0, kind="regression")
@@ -182,7 +184,7 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
         (
             "x,y\n" + "".join(f"{n},{90_000 + n % 40}\n" for n in range(200)),
             {"target": "y"},
-            r"target: 'y' has 40 distinct integers in 200 rows; set recipe\.data\.options\.kind to regr",
+            r"target: 'y' has 40 distinct integers in 200 training rows; set recipe\.data\.options\.kind to regr",
         ),
         ("x,y\ninf,2\n", {"target": "y", "missing": "mean"}, r"column 'x' has 1 infinite values, the first in row 0"),
     ],

@@ -201,8 +201,8 @@ def _ask_about_kind(table: pyarrow.Table, target: str, classes: list[Any]) -> st
 def _format_kind_question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
     return (
         f"dataset table: recipe.data.options.target: '{target}' has {len(classes):,} distinct integers in "
-        f"{len(table):,} rows; set recipe.data.options.kind to regression if they are amounts, or to classification if "
-        f"each is a class"
+        f"{len(table):,} training rows; set recipe.data.options.kind to regression if they are amounts, or to "
+        f"classification if each is a class"
     )
 
 
