@@ -96,7 +96,7 @@ def test_all_that_cannot_run_is_refused_together_before_anything_does(run):
     asked = ("--placements", "ddp,{name: hsdp, replicate: 2},nothing", "--processes", "2,3,9", "--dir", "a")
     command = run("compare", "digits", *QUICK, *asked, code=2)
     lines = command.err.splitlines()
-    assert lines[0] == "error: these placements cannot run, so none was started:"
+    assert lines[:2] == [PREPARING, "error: these placements cannot run, so none was started:"]
     for placement in ("ddp on 9", "hsdp (replicate=2) on 3", "hsdp (replicate=2) on 9", "nothing on 2", "nothing on 9"):
         assert any(line.startswith(f"{placement}: ") for line in lines), placement
     assert not any(line.startswith("ddp on 2: ") for line in lines)
