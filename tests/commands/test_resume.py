@@ -166,7 +166,7 @@ def test_what_powersgd_holds_back_is_taken_over_or_named_as_lost(start, run, fin
     assert resumed.sha256 == reference.sha256 != undisturbed(finished).sha256
     assert resumed.err == ""
     plain = run(*TRAIN, "run.dir=plain").err
-    assert "warning: the checkpoint contains the part of the gradients that its ranks held back" in plain
+    assert "warning: the checkpoint contains the error feedback of compress=powersgd" in plain
     newest = (folder / "forged" / "checkpoints" / "latest").resolve()
     forging.write(newest, "feedback.safetensors", safetensors.torch.save({"none.weight/error": torch.ones(2, 2)}))
     refused = run(*TRAIN, *compressed, "run.dir=forged", code=2)
