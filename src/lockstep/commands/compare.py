@@ -22,12 +22,7 @@ from lockstep.ranks.signals import EarlyStop
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.complete_arguments)
 @click.option("--placements", default="ddp", show_default=True, help="Strategies, such as ddp,zero3,pipeline.")
 @click.option("--processes", default="1,2", show_default=True, help="Numbers of processes, such as 1,2,4.")
-@click.option(
-    "--also",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Also train with this override. Can be repeated.",
-)
+@click.option("--also", multiple=True, metavar="KEY=VALUE", help="Also train with this override. Can be repeated.")
 @click.option("--usual", is_flag=True, hidden=True, help="A benchmark now.")
 @click.option(
     "--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="Folder for the runs and the page."

@@ -24,8 +24,7 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
 
     The newest --keep checkpoints stay, and the checkpoints that `latest` and `best` point to always stay. You can still
     resume and evaluate the run, and predict with it. For each run, the size of the removed and of the kept checkpoints
-    is shown. A run that is training, or whose newest checkpoint is damaged,
-    keeps all checkpoints.
+    is shown. A run that is training, or whose newest checkpoint is damaged, keeps all checkpoints.
     """
     from lockstep.runs.runs import find_run_folders
     from lockstep.training.checkpoint import store

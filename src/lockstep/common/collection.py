@@ -21,9 +21,10 @@ def collect_rarely() -> None:
 def exclude_imports() -> None:
     """Exclude all current objects from garbage collection, if this process runs a command of Lockstep.
 
-    Call this after importing torch, and before any model or dataset exists.
+    Call this after importing torch, and before any model or dataset exists. Later calls do nothing, because models of
+    earlier calls may exist: `lockstep compare` prepares one run after the other.
     """
-    if _collects_rarely():
+    if _collects_rarely() and not gc.get_freeze_count():
         gc.freeze()
         atexit.register(gc.unfreeze)  # otherwise, nanobind prints that the objects of triton are leaked
 
