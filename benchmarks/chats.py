@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,20 +38,25 @@ def chat_rows(task: str, count: int) -> list[dict[str, Any]]:
     return made
 
 
-def write_chats(folder: Path, task: str, count: int) -> dict[str, Any]:
-    """Write rows and their tokenizer to a folder, and return `recipe.data`, to which options can be added."""
+def train_tokenizer(file: Path, texts: list[str], roles: Sequence[str], vocabulary: int) -> None:
+    """Train a byte-level tokenizer with a token for each role and for the end of a message, and write it to a file."""
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
+        vocab_size=vocabulary,
         show_progress=False,
-        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
+        special_tokens=["<|end|>", *(f"<|{role}|>" for role in roles)],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
+    library.train_from_iterator(texts, trainer)
+    library.save(str(file))
+
+
+def write_chats(folder: Path, task: str, count: int) -> dict[str, Any]:
+    """Write rows and their tokenizer to a folder, and return `recipe.data`, to which options can be added."""
     lines = [json.dumps(row) for row in chat_rows(task, count)]
-    library.train_from_iterator(lines, trainer)
-    library.save(str(folder / "tokenizer.json"))
+    train_tokenizer(folder / "tokenizer.json", lines, ("user", "assistant"), 280)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
     (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
     options = {"tokenizer": str(folder / "tokenizer.json"), "context": 256}

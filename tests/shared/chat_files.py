@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any, Final
 
-import tokenizers
+from benchmarks.chats import train_tokenizer
 
 TEMPLATE: Final = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -64,18 +64,8 @@ def write_rows(file: Path, rows: list[Any]) -> str:
 def write_tokenizer(folder: Path, template: str | None = TEMPLATE, **config: Any) -> str:
     """Write a tokenizer and its config to a folder, and return the tokenizer's file."""
     folder.mkdir(exist_ok=True)
-    library = tokenizers.Tokenizer(tokenizers.models.BPE())
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290,
-        show_progress=False,
-        special_tokens=["<|end|>", *(f"<|{role}|>" for role in ("system", "user", "assistant"))],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
     texts = [message["content"] for row in conversations(20) for message in row["messages"]]
-    library.train_from_iterator(texts, trainer)
-    library.save(str(folder / "tokenizer.json"))
+    train_tokenizer(folder / "tokenizer.json", texts, ("system", "user", "assistant"), 290)
     settings = {"eos_token": "<|end|>", **({"chat_template": template} if template else {}), **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return str(folder / "tokenizer.json")
