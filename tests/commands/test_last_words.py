@@ -1,10 +1,13 @@
 """What a run that ends by a fault leaves behind: words, where there is somebody to say them, and nothing else."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from conftest import DIGITS, held_at
+
+from lockstep.ranks.signals import COPIES_S
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -34,5 +37,6 @@ def test_ranks_meet_in_a_file_that_nobody_can_remove(start) -> None:
     assert list(Path("/dev/shm").glob(f"*{command.pid}*")) == []
     command.signal(signal.SIGINT)
     command.until_heard()
+    time.sleep(COPIES_S)
     command.signal(signal.SIGINT)
     assert command.wait() == 130

@@ -12,6 +12,7 @@ import pytest
 from waiting import ended, until
 
 from lockstep.launchers.hosts import CommandExit, run_on_hosts
+from lockstep.ranks.signals import COPIES_S
 
 # What stands in for `ssh HOST python -m lockstep.common.follow_parent ...`: it ends when its stdin does.
 WAITS = ("sh", "-c", 'echo $$ > "$0"; cat > /dev/null; exit 9')
@@ -138,6 +139,7 @@ def test_the_second_interrupt_kills(start: Callable[..., subprocess.Popen[str]],
     pids = [pid(tmp_path / name) for name in "ab"]
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "SIGINT; ending a, b\n"
+    time.sleep(COPIES_S)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 137
     assert all(map(ended, pids))

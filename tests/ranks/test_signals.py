@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
-from lockstep.ranks.signals import EXIT_CODES, STOP_LEVELS, StopRequest, get_stop_signals
+from lockstep.ranks.signals import COPIES_S, EXIT_CODES, STOP_LEVELS, InterruptCount, StopRequest, get_stop_signals
 
 TRAINER = """
 import time
@@ -91,9 +92,28 @@ def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> No
     assert trainer.stdout.readline() == "level 3\n"
     trainer.send_signal(signal.SIGINT)
     assert trainer.stdout.readline() == "level 4\n"
+    time.sleep(COPIES_S)
     assert trainer.poll() is None
     trainer.send_signal(signal.SIGINT)
     assert trainer.wait(60) == EXIT_INTERRUPTED
+
+
+def test_copies_of_an_interrupt_are_no_second_interrupt(stop: StopRequest) -> None:
+    """As a worker of mp.spawn gets them: one from the kernel for each thread of the parent that died."""
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.level == 4  # and this process is alive
+
+
+def test_an_interrupt_is_the_second_when_it_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    interrupts = InterruptCount()
+    assert not interrupts.is_second()
+    now[0] += COPIES_S
+    assert not interrupts.is_second()
+    now[0] += 0.01
+    assert interrupts.is_second()
 
 
 def test_what_another_has_taken_since_is_left_to_it() -> None:

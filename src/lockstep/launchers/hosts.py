@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
+from lockstep.ranks.signals import InterruptCount
+
 _POLL_S: Final = 0.1
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP_S: Final = 75.0  # slightly longer than STOP_S of follow_parent.py, which stops a remote command
@@ -50,6 +52,7 @@ def run_on_hosts(
     processes: dict[str, subprocess.Popen[bytes]] = {}
     exits: list[CommandExit] = []
     signals: list[signal.Signals] = []
+    interrupts = InterruptCount()
     deadline: float | None = None
     with _queue_signals(events):
         try:
@@ -64,7 +67,7 @@ def run_on_hosts(
                     exits.append(event)
                 elif event is not None:
                     signals.append(event)
-                if event is None or signals.count(signal.SIGINT) > 1:
+                if event is None or (event == signal.SIGINT and interrupts.is_second()):
                     _kill(processes)
                     deadline = None
                 elif (

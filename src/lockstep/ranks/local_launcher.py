@@ -32,7 +32,7 @@ from lockstep.ranks.failure import Failure, from_json
 from lockstep.ranks.member import end_process, run_as_member
 from lockstep.ranks.rank_log import ignore_terminal_errors, log_name
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.signals import get_stop_signals
+from lockstep.ranks.signals import InterruptCount, get_stop_signals
 from lockstep.ranks.timing import TIMING, Timing
 
 Worker = Callable[[Rendezvous], int]  # returns the exit code
@@ -316,6 +316,7 @@ def _open_unnamed_file() -> Iterator[str]:
 def _relay_signals(workers: _Workers) -> Iterator[list[int]]:
     """Forward signals that stop a run to the workers during the `with` block. Yields the list of received signals."""
     received: list[int] = []
+    interrupts = InterruptCount()
     agent = os.getpid()
 
     def relay(number: int, _frame: FrameType | None) -> None:
@@ -323,7 +324,7 @@ def _relay_signals(workers: _Workers) -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         received.append(number)
-        kills = received.count(signal.SIGINT) > 1
+        kills = number == signal.SIGINT and interrupts.is_second()
         if not workers.signal(signal.SIGKILL if kills else number):
             raise SystemExit(_report_signal(number))
         if kills:

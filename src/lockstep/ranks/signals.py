@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from types import FrameType, TracebackType
@@ -24,6 +25,7 @@ EXIT_CODES: Final[dict[Reason, int]] = {
     "SIGINT": EXIT_INTERRUPTED,
 }
 _INTERRUPT: Final = 4
+COPIES_S: Final = 0.5
 
 
 def get_stop_signals() -> list[signal.Signals]:
@@ -84,6 +86,25 @@ class EarlyStop:
 
 
 @final
+class InterruptCount:
+    """Distinguishes a second Ctrl-C from copies of the first one, which arrive within `COPIES_S` seconds.
+
+    If the parent of a worker of `torch.multiprocessing.spawn` dies, the worker can receive one SIGINT per thread of
+    the parent. `timeout` sends its signal to the command and to the command's process group.
+    """
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    def is_second(self) -> bool:
+        """Return whether this SIGINT is a second Ctrl-C. Call this once for each SIGINT."""
+        now = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now
+        return now - self._first_s > COPIES_S
+
+
+@final
 class StopRequest:
     """Records the signals that stop a run. `level` is 0 until a signal arrives.
 
@@ -93,6 +114,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.level = 0
+        self._interrupts = InterruptCount()
         self._actions: dict[signal.Signals, tuple[Any, Any]] = {}  # installed handler and previous handler
         levels = {signal.Signals[name]: level for level, name in STOP_LEVELS.items()}
         for number in get_stop_signals() if threading.current_thread() is threading.main_thread() else ():
@@ -110,6 +132,6 @@ class StopRequest:
         self._actions.clear()
 
     def _on_signal(self, level: int, _number: int, _frame: FrameType | None) -> None:
-        if level == self.level == _INTERRUPT:
+        if level == _INTERRUPT and self._interrupts.is_second():
             os._exit(EXIT_INTERRUPTED)
         self.level = max(self.level, level)
