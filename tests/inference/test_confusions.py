@@ -55,3 +55,15 @@ def test_pixels_are_counted_by_their_times() -> None:
     assert chart.figure["data"][1]["hovertext"][1][0] == "true sky, predicted road: 1,000,000"
     assert isinstance(classes, Table)
     assert classes.rows == [["sky", "1,000,000", "0.00 %", ""], ["road", "12,345", "100.00 %", "1.22 %"]]
+
+
+def test_a_model_that_predicts_one_class_for_everything_is_said_to() -> None:
+    truths, guesses, times = torch.tensor([0, 1, 2]), torch.tensor([1, 1, 1]), torch.tensor([5, 4, 3])
+    _, classes = make_confusion_sections("r", ["cat", "dog", "owl"], truths, guesses, times, "samples")
+    assert isinstance(classes, Table)
+    assert classes.note.startswith(
+        "The model predicts dog for all samples: check that the targets belong to the inputs"
+    )
+    _, classes = make_confusion_sections("r", ["cat", "dog", "owl"], truths[1:2], guesses[1:2], times[1:2], "samples")
+    assert isinstance(classes, Table)
+    assert classes.note.startswith("Recall")  # all samples are dogs

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import loops
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.probe.witness import CLOCK, RANK
@@ -86,7 +88,7 @@ def test_an_exchange_within_a_step_is_refused_before_ranks_wait_for_each_other()
 def test_the_first_departure_is_named():
     told = (
         r"ddp on 2: differs: step 2: the loss is .*, not .*; likely cause: the loop reads the rank or the number of "
-        r"ranks \([^ ]*loops\.py:\d+\); make the loop depend only on its data and its model"
+        r"ranks \([^ ]*loops\.py:\d+\); make each step depend only on its samples"
     )
     with pytest.raises(lockstep.VerificationError, match=told):
         lockstep.verify(loops.by_rank, processes=(2,), strategies=("ddp",))
@@ -95,8 +97,9 @@ def test_the_first_departure_is_named():
 def test_a_read_of_the_rank_is_named_after_other_causes():
     reads = {RANK: "loop.py:3", CLOCK: "loop.py:9"}
     assert _describe_loop_cause(reads, {"best": "a float"}) == (
-        "; likely cause: the loop reads the clock (loop.py:9), and keeps best (a float) from one step to the next, and "
-        "reads the rank or the number of ranks (loop.py:3); make the loop depend only on its data and its model"
+        "; likely cause: the loop reads the clock (loop.py:9), and carries best (a float) from one step to the next, "
+        "and reads the rank or the number of ranks (loop.py:3); make each step depend only on its samples, its model "
+        "and the default generators of Python, NumPy and torch, which Lockstep seeds"
     )
 
 
@@ -140,7 +143,7 @@ def test_a_length_that_follows_from_the_number_of_ranks_is_found_and_named():
     [row] = compared(loops.as_long_as_ranks, (2,), ("ddp",), 2)
     assert re.match(
         r"ddp on 2: differs: run.steps: steps is 6, not 3; likely cause: the loop reads the rank or "
-        r"the number of ranks \(\S*loops\.py:\d+\); make the loop",
+        r"the number of ranks \(\S*loops\.py:\d+\); make each step",
         row.line,
     )
 
@@ -163,6 +166,37 @@ def test_data_that_changes_when_it_is_fetched_again_is_found_before_a_sample_com
         first.line,
     )
     assert other.line == "ddp on 2: identical, 2 of 6 steps"
+
+
+class OwnGenerator(Dataset):
+    """Adds noise from a generator of its own to an item."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int):
+        inputs, target = loops.data()[index]
+        return inputs + torch.from_numpy(self.rng.normal(size=6)).float(), target
+
+
+def with_own_generator() -> None:
+    run = lockstep.join(seed=3)
+    model, _ = loops.placed(run)
+    for step in loops.computed(run, model, OwnGenerator(), epochs=1):
+        step.update()
+
+
+def test_data_that_differ_on_one_process_are_the_cause_of_a_difference_on_several():
+    first, other = compared(with_own_generator, (2,), ("ddp",), 1)
+    assert first.line.startswith("single on 1: differs: item 0 of the training dataset")
+    assert re.fullmatch(
+        r"ddp on 2: differs: step 1: the loss is .*; likely cause: the training dataset, which also differs on one "
+        r"process",
+        other.line,
+    )
 
 
 # What the guard refuses, which is off here: the comparison must find it by itself. The placements are those that
@@ -217,7 +251,9 @@ class Caching(Remembering):
 )
 def test_what_a_loop_keeps_is_named(model, kept):
     [row] = compared(partial(train, model=model), (2,), ("ddp",), 2)
-    assert re.search(rf"differs: step 1: .*; likely cause: the loop keeps ({kept}) from one step to the next", row.line)
+    assert re.search(
+        rf"differs: step 1: .*; likely cause: the loop carries ({kept}) from one step to the next", row.line
+    )
 
 
 def carrying_hidden() -> None:
@@ -236,7 +272,7 @@ def carrying_hidden() -> None:
 
 def test_a_hidden_state_that_is_carried_is_named_and_not_the_flat_weights_of_the_rnn():
     [row] = compared(carrying_hidden, (2,), ("ddp",), 2)
-    assert re.search(r"likely cause: the loop keeps hidden \(.*test_own_loop\.py:\d+\) from one step", row.line)
+    assert re.search(r"likely cause: the loop carries hidden \(.*test_own_loop\.py:\d+\) from one step", row.line)
     assert "_flat_weights" not in row.line
 
 

@@ -91,9 +91,17 @@ def _make_class_table(
         ]
         for number in order
     ]
+    predicted = [name for name, count in zip(names, predicted_counts, strict=True) if count]
+    is_collapsed = len(predicted) == 1 and sum(count > 0 for count in class_counts) > 1
+    collapse = (
+        f"The model predicts {predicted[0]} for all {unit}: check that the targets belong to the inputs, and try a "
+        "lower learning rate. "
+        if is_collapsed
+        else ""
+    )
     selection = f" The {len(rows)} with the lowest recall of {len(classes):,}." if len(rows) < len(classes) else ""
     note = (
-        f"Recall: the share of a class that is found. Precision: the share of its predictions that are "
+        f"{collapse}Recall: the share of a class that is found. Precision: the share of its predictions that are "
         f"correct.{selection}"
     )
     return Table(f"{run}: classes", ["class", unit, "recall", "precision"], rows, note)

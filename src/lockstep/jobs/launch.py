@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.common.follow_parent import ADDRESS_ADVICE, SRUN_PORT, check_host_resolves, open_listening_socket
 from lockstep.common.rank import SECRET
+from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, PERSISTENT_EXITS, LockstepError, UsageError
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
@@ -60,6 +61,11 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
     if dry_run:
         print("\n".join(map(shlex.join, lines.values() or [line])))
         return EXIT_DONE
+    if job.is_script:  # it prints nothing until it has imported its libraries, which takes seconds
+        script = " ".join(job.module[: 2 if job.module[0] == "-m" else 1])
+        processes = "1 process" if job.processes == 1 else f"{job.processes} processes"
+        launched_by = "" if name == "local" else f" with {name}"
+        _print_message(printable(f"starting {script} on {processes}{launched_by}"))
     if name == "local" and job.is_script:
         from lockstep.loop.script import start_script
 

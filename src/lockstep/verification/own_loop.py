@@ -250,8 +250,12 @@ def check_placements(
             mismatch = _find_mismatch(reference, placement_trace)
             if mismatch:
                 reads, changes, traits = loop.rerun_for_diagnosis(strategy, count, f"{number}-witnessed")
-                cause = _describe_loop_cause(reads, changes)
-                mismatch += cause or _describe_model_cause(traits, _format_verify_command(function, label, count))
+                if cause := _describe_loop_cause(reads, changes):
+                    mismatch += cause
+                elif reference.warnings:
+                    mismatch += "; likely cause: the training dataset, which also differs on one process"
+                else:
+                    mismatch += _describe_model_cause(traits, label, _format_verify_command(function, label, count))
             else:
                 matching.append((strategy, count))
             verdict: Verdict = "differs" if mismatch else "identical"
@@ -355,20 +359,24 @@ def _describe_loop_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -
     causes = [f"reads {' and '.join(sources)}"] if sources else []
     if changes:
         names = [f"{name} ({change})" for name, change in changes.items()]
-        causes.append(f"keeps {list_some(names, _MAX_NAMES)} from one step to the next")
+        causes.append(f"carries {list_some(names, _MAX_NAMES)} from one step to the next")
     if RANK in reads:  # last, because most scripts read their rank only to print or to save
         causes.append(f"reads {RANK} ({reads[RANK]})")
     if not causes:
         return ""
-    return f"; likely cause: the loop {', and '.join(causes)}; make the loop depend only on its data and its model"
+    return (
+        f"; likely cause: the loop {', and '.join(causes)}; make each step depend only on its samples, its model and "
+        "the default generators of Python, NumPy and torch, which Lockstep seeds"
+    )
 
 
-def _describe_model_cause(traits: Sequence[str], command: str) -> str:
+def _describe_model_cause(traits: Sequence[str], strategy: str, command: str) -> str:
     """Return the property of the model that possibly causes a difference, or advice if the model has none."""
     if traits:
         return f"; possibly because {traits[0]}"
+    replacement = "single" if strategy in ("ddp", "zero1") else "ddp or zero1"
     return (
-        f"; nothing in the loop or its model explains it; use strategy ddp or zero1 until this is fixed, and send the "
+        f"; nothing in the loop or its model explains it; use strategy {replacement} until this is fixed, and send the "
         f"output of `{command}`"
     )
 
