@@ -14,7 +14,7 @@ from benchmarks.report import as_json, machine, show
 ALL: Final = (
     *("loop", "input", "end_to_end", "exactness", "strategies", "saving", "audit", "digests", "tokens", "tensor"),
     *("parameter_server", "deepspeed", "batchnorm", "context", "powersgd", "mesh", "expert", "sums", "plan", "growth"),
-    *("restart", "guards", "whole_updates", "data_parallel", "microbatches", "streams"),
+    *("restart", "guards", "whole_updates", "data_parallel", "microbatches", "streams", "compiled_loss"),
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import DIGITS, held_at
 
-from lockstep.ranks.signals import COPIES_S
+from lockstep.common.interrupts import COPIES_S
 
 pytestmark = pytest.mark.slow("runs whole commands")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from waiting import ended, until
 
+from lockstep.common.interrupts import COPIES_S
 from lockstep.launchers.hosts import CommandExit, run_on_hosts
-from lockstep.ranks.signals import COPIES_S
 
 # What stands in for `ssh HOST python -m lockstep.common.follow_parent ...`: it ends when its stdin does.
 WAITS = ("sh", "-c", 'echo $$ > "$0"; cat > /dev/null; exit 9')

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from lockstep.common.interrupts import COPIES_S, InterruptCount
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
-from lockstep.ranks.signals import COPIES_S, EXIT_CODES, STOP_LEVELS, InterruptCount, StopRequest, get_stop_signals
+from lockstep.ranks.signals import EXIT_CODES, STOP_LEVELS, StopRequest, get_stop_signals
 
 TRAINER = """
 import time

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
-from lockstep.ranks.signals import InterruptCount
+from lockstep.common.interrupts import InterruptCount
 
 _POLL_S: Final = 0.1
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

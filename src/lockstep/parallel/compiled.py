@@ -5,13 +5,15 @@ shapes of micro-batches in a different order, and ranks see different shapes, so
 addition, operator fusion depends on which code is compiled together. Therefore Lockstep compiles separate kernels for
 each shape, and compiles each block of the model separately (parallel/blocks.py), because every strategy calls a block
 as a unit. Code between blocks isn't compiled.
+
+The loss of a language model is one more unit (setup/compiled_loss.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import unwrap
 from types import CodeType
-from typing import Final, NoReturn
+from typing import Final, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +23,9 @@ from lockstep.device.compiler import OPTIONS, prepare
 from lockstep.device.machine import numerics
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _MAX_MESSAGE_LENGTH: Final = 300  # maximum length of a torch message in an error
 
@@ -34,8 +39,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
     names = {module: name for name, module in model.named_modules()}
     for block in units_to_compile(model):
         name = f"block {names[block]}" if names[block] else "the model"
-        forward = torch.compile(block.forward, dynamic=False, options=dict(OPTIONS))
-        block.forward = _name_block_in_errors(name, unwrap(type(block).forward).__code__)(forward)
+        block.forward = compile_function(block.forward, name, unwrap(type(block).forward).__code__)
 
 
 def units_to_compile(model: nn.Module) -> list[nn.Module]:
@@ -43,9 +47,18 @@ def units_to_compile(model: nn.Module) -> list[nn.Module]:
     return find_units(model) or [model]
 
 
+def compile_function(function: Callable[_P, _T], name: str, code: CodeType) -> Callable[_P, _T]:
+    """Compile a function so that its kernels for a shape only depend on the function and the shape.
+
+    `name` and `code` name the function and its source in errors.
+    """
+    compiled = torch.compile(function, dynamic=False, options=dict(OPTIONS))
+    return _name_function_in_errors(name, code)(compiled)
+
+
 @contextmanager
-def _name_block_in_errors(name: str, code: CodeType) -> Iterator[None]:
-    """Convert compilation failures in the block to errors that name the module `name`."""
+def _name_function_in_errors(name: str, code: CodeType) -> Iterator[None]:
+    """Convert compilation failures to errors that name the compiled function."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     try:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Final, Literal, NoReturn, final
 
 from lockstep.common.follow_parent import die_with_parent
+from lockstep.common.interrupts import InterruptCount
 from lockstep.common.rank import RankInfo
 from lockstep.device import ports
 from lockstep.device.ulimits import limit_error, too_many_files
@@ -32,7 +33,7 @@ from lockstep.ranks.failure import Failure, from_json
 from lockstep.ranks.member import end_process, run_as_member
 from lockstep.ranks.rank_log import ignore_terminal_errors, log_name
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.signals import InterruptCount, get_stop_signals
+from lockstep.ranks.signals import get_stop_signals
 from lockstep.ranks.timing import TIMING, Timing
 
 Worker = Callable[[Rendezvous], int]  # returns the exit code

@@ -4,12 +4,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self, final
 
+from lockstep.common.interrupts import InterruptCount
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
 
 Reason = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
@@ -25,7 +25,6 @@ EXIT_CODES: Final[dict[Reason, int]] = {
     "SIGINT": EXIT_INTERRUPTED,
 }
 _INTERRUPT: Final = 4
-COPIES_S: Final = 0.5
 
 
 def get_stop_signals() -> list[signal.Signals]:
@@ -83,25 +82,6 @@ class EarlyStop:
         with suppress(OSError, RuntimeError):  # the terminal may be closed, or the signal interrupted a write to it
             sys.stderr.write(f"{early_stop_line(number)}\n")
             sys.stderr.flush()
-
-
-@final
-class InterruptCount:
-    """Distinguishes a second Ctrl-C from copies of the first one, which arrive within `COPIES_S` seconds.
-
-    If the parent of a worker of `torch.multiprocessing.spawn` dies, the worker can receive one SIGINT per thread of
-    the parent. `timeout` sends its signal to the command and to the command's process group.
-    """
-
-    def __init__(self) -> None:
-        self._first_s: float | None = None
-
-    def is_second(self) -> bool:
-        """Return whether this SIGINT is a second Ctrl-C. Call this once for each SIGINT."""
-        now = time.monotonic()
-        if self._first_s is None:
-            self._first_s = now
-        return now - self._first_s > COPIES_S
 
 
 @final

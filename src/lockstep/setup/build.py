@@ -40,6 +40,7 @@ from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_trials import check_custom_optimizer, check_optimizer, check_stored_dtype
 from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
+from lockstep.setup.compiled_loss import with_compiled_loss
 from lockstep.setup.examples import (
     examples,
     find_smallest_microbatch,
@@ -179,6 +180,8 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
     steps = planning.compute_steps(recipe, len(data.train))
     example, evaluation = examples(recipe, data)
     task, task_line = find_task(values(recipe), f"model {recipe.model.name}", data.facts, example)
+    if recipe.compile:
+        task = with_compiled_loss(task)
     task = add_metrics(task, recipe.metrics)
     models = _make_model_builders(recipe, data, first)
     summary = _check_model(recipe, steps, task, models.uncut, example, evaluation)

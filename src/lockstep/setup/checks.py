@@ -84,8 +84,9 @@ def _check_compile(resolved: ResolvedConfig) -> None:
         )
     if recipe.compile and not resolved.strategy.traits.compiles:
         raise UsageError(
-            f"recipe.compile: strategy {resolved.strategy_name} splits the backward of each block, which a compiled "
-            f"block does not support; use a different schedule, such as 1f1b, or set recipe.compile=false"
+            f"recipe.compile: strategy {resolved.strategy_name} does not run the forward or the backward of each block "
+            f"as a whole, which compiled blocks require; use a different strategy (a pipeline supports it with "
+            f"schedule 1f1b or interleaved), or set recipe.compile=false"
         )
 
 

@@ -1,7 +1,7 @@
 """Language modeling by next-token prediction. The weight of a batch is its number of target tokens."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, final
 
@@ -20,6 +20,15 @@ LABELS: Final = "labels"
 _IDS: Final = "input_ids"
 _MASK: Final = "attention_mask"  # 0 for padding tokens
 _POSITIONS: Final = "position_ids"  # 0 for the first token of each packed sequence
+
+
+# A function of logits of shape [n, vocabulary], targets of shape [n], and the target that doesn't count.
+SumLosses = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def sum_cross_entropy(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
+    """Return the cross entropy summed over the targets that count, computed in at least float32."""
+    return F.cross_entropy(_widen(logits), targets, ignore_index=ignore, reduction="sum")
 
 
 class NextTokenBatch(NamedTuple):
@@ -43,12 +52,14 @@ class Language:
       except for padding and the first token of each packed sequence, which has position 0.
     - A NextTokenBatch, as returned by `chunk`.
 
-    Targets equal to `ignore` don't count. The weight of a batch is the number of targets that count.
+    Targets equal to `ignore` don't count. The weight of a batch is the number of targets that count. `sum_losses`
+    computes the sum of the losses. A compiled recipe replaces it (parallel/compiled.py).
     """
 
     ignore: int = -100
     vocabulary: int | None = None
     model_name: str = "model"
+    sum_losses: SumLosses = sum_cross_entropy
     counts_samples: ClassVar[bool] = False
     unit: ClassVar[str] = "tokens"
     fractions: ClassVar[tuple[str, ...]] = ()
@@ -64,7 +75,8 @@ class Language:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        return self._compute_cross_entropy(outputs, self._to_next_token_batch(batch), "sum")
+        parts = self._to_next_token_batch(batch)
+        return self.sum_losses(self._flatten_logits(outputs, parts), parts.targets.reshape(-1), self.ignore)
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each target, and a mask of targets that count, both of shape [n, t].
@@ -72,7 +84,8 @@ class Language:
         The loss of a target that doesn't count is 0.
         """
         parts = self._to_next_token_batch(batch)
-        losses = self._compute_cross_entropy(outputs, parts, "none")
+        logits = _widen(self._flatten_logits(outputs, parts))
+        losses = F.cross_entropy(logits, parts.targets.reshape(-1), ignore_index=self.ignore, reduction="none")
         return losses.reshape(parts.targets.shape), parts.targets != self.ignore
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -129,15 +142,12 @@ class Language:
         ids = values[0][:, part]
         return NextTokenBatch({_IDS: ids} if names else (ids,), targets, 0)
 
-    def _compute_cross_entropy(self, outputs: Any, parts: NextTokenBatch, reduction: str) -> Tensor:
-        logits, (_, targets, tail) = get_predictions(outputs, self.model_name), parts
-        if tail:
-            logits = logits[:, :-tail]
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        return F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=self.ignore, reduction=reduction
-        )
+    def _flatten_logits(self, outputs: Any, parts: NextTokenBatch) -> Tensor:
+        """Return the logits of the positions that have a target, with shape [n * t, vocabulary]."""
+        logits = get_predictions(outputs, self.model_name)
+        if parts.tail:
+            logits = logits[:, : -parts.tail]
+        return logits.reshape(-1, logits.shape[-1])
 
     def _to_next_token_batch(self, batch: Batch) -> NextTokenBatch:
         if isinstance(batch, NextTokenBatch):
@@ -180,6 +190,10 @@ class Language:
 def language(model: str, vocabulary: int | None = None, ignore: int = -100) -> Language:
     """Create the task from recipe options. `vocabulary` is the vocabulary size of the data."""
     return Language(ignore, vocabulary, model)
+
+
+def _widen(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def _get_chunk_slice(length: int, number: int, chunks: int) -> slice:

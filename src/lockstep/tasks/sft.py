@@ -11,7 +11,7 @@ from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
 from lockstep.tasks.batches import get_predictions
-from lockstep.tasks.language import LABELS, Language
+from lockstep.tasks.language import LABELS, Language, SumLosses, sum_cross_entropy
 
 POSITIONS: Final = "position_ids"
 _IDS: Final = "input_ids"
@@ -29,6 +29,7 @@ class Sft:
 
     vocabulary: int | None = None
     model_name: str = "model"
+    sum_losses: SumLosses = sum_cross_entropy
     counts_samples: ClassVar[bool] = False
     unit: ClassVar[str] = "tokens"
     fractions: ClassVar[tuple[str, ...]] = ("token_accuracy",)
@@ -36,7 +37,7 @@ class Sft:
 
     @property
     def _language(self) -> Language:
-        return Language(vocabulary=self.vocabulary, model_name=self.model_name)
+        return Language(vocabulary=self.vocabulary, model_name=self.model_name, sum_losses=self.sum_losses)
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""

@@ -1,0 +1,42 @@
+"""Compiles the loss of language models, as one more unit beside the blocks (parallel/compiled.py).
+
+The logits are the largest tensors of a step. Uncompiled, the cross entropy reads and writes them about six times. Every
+strategy calls the loss with the logits of a micro-batch, so all strategies compile the same function for the same
+shapes.
+"""
+
+from dataclasses import replace
+from typing import Final, final
+
+from torch import Tensor
+
+from lockstep.parallel.compiled import compile_function
+from lockstep.tasks.base import Task
+from lockstep.tasks.language import Language, SumLosses, sum_cross_entropy
+from lockstep.tasks.sft import Sft
+
+_MIN_LOGITS: Final = 1024  # with fewer logits per position, the blocks take nearly all of the time
+
+
+def with_compiled_loss(task: Task) -> Task:
+    """Return the task with a compiled loss if it is a language model's. Otherwise, return `task` unchanged."""
+    return replace(task, sum_losses=CompiledLoss()) if isinstance(task, Language | Sft) else task
+
+
+@final
+class CompiledLoss:
+    """Sums the cross entropy (tasks/language.py) with compiled kernels, which are built in the first training step.
+
+    Evaluations aren't compiled, because they can have different shapes, each of which takes seconds to compile.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: SumLosses | None = None
+
+    def __call__(self, logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
+        if logits.is_meta or not logits.requires_grad or logits.shape[-1] < _MIN_LOGITS:
+            return sum_cross_entropy(logits, targets, ignore)
+        if self._compiled is None:
+            self._compiled = compile_function(sum_cross_entropy, "the loss", sum_cross_entropy.__code__)
+        # Kernels depend on strides, and the strides of the logits depend on the strategy.
+        return self._compiled(logits.contiguous(), targets.contiguous(), ignore)
