@@ -220,7 +220,7 @@ def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, refe
     goes_on = run("train", *DIGITS, "run.dir=run")
     assert goes_on.sha256 == reference
     assert (
-        "resuming after step 5 from run/checkpoints/step-00000005\n2 later steps, by the log, are recomputed"
+        "resuming after step 5 from run/checkpoints/step-00000005\n2 later steps in the log are recomputed"
         in goes_on.out
     )
 

@@ -106,5 +106,5 @@ def test_a_run_of_steps_says_its_length_in_epochs():
 def test_without_the_data_only_the_rule_is_known(tmp_path):
     found = follows("imagenet-resnet50", f"recipe.data.root={tmp_path}")
     assert found["learning rate"] == "0.2 = 0.1 x 256 / 128"
-    assert found["samples"].startswith("unknown until the data is available")
+    assert found["samples"].startswith("printed at the start of lockstep train")
     assert "steps" not in found

@@ -64,3 +64,9 @@ def test_what_ssh_starts_on_another_host_has_a_fixed_seed(monkeypatch):
     line = [sys.executable, "-m", "lockstep.common.follow_parent", sys.executable, "-c", TOLD]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as there:
         assert there.stdout.read().strip() == "0"
+
+
+def test_a_resume_with_another_seed_is_told_how_to_keep_the_first():
+    assert hashing.changed_seed_warning("0", "random").endswith("; to keep it, start with PYTHONHASHSEED=0")
+    assert "was random when" in hashing.changed_seed_warning("random", "0")
+    assert "to keep it" not in hashing.changed_seed_warning("random", "0")

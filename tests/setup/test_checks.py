@@ -142,3 +142,29 @@ def test_one_sample_in_each_micro_batch_is_enough_where_the_step_has_more(pooled
     assert build_setup(load("digits", few).config.recipe).warnings == ()
     warned = build_setup(load("digits", [*few[:3], "recipe.batch=2", "recipe.microbatches=2"]).config.recipe).warnings
     assert "BatchNorm normalizes over a step, which has only 2 samples" in warned[0]
+
+
+@pytest.mark.parametrize(("model", "count"), [("mlp", 0), ("flat_net:flat", 1)])
+def test_targets_of_a_large_scale_are_warned_of_unless_the_model_scales_them(
+    model: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flat_net.py").write_text(
+        "from torch import nn\n\n\ndef flat(shape, outputs):\n    return nn.Linear(shape[0], outputs)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = "".join(f"{number},{number * 5000.5}\n" for number in range(40))
+    (tmp_path / "prices.csv").write_text(f"size,price\n{rows}")
+    (tmp_path / "r.yaml").write_text(
+        f"""
+recipe:
+  model: {{name: "{model}"}}
+  data: {{name: table, root: {tmp_path}/prices.csv, options: {{target: price, validation: 0}}}}
+  batch: 8
+  microbatches: 2
+  epochs: 1
+  optimizer: {{name: adamw, lr: 0.01}}
+"""
+    )
+    recipe = load(str(tmp_path / "r.yaml"), []).config.recipe
+    warnings = build_setup(recipe).warnings
+    assert [line.startswith("target 'price' has mean 9.751e+04") for line in warnings] == [True] * count

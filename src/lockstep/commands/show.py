@@ -62,7 +62,7 @@ def derived_values(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "learning rate", rule(recipe)
     samples = count_training_samples(recipe.data.name, recipe.data.root, recipe.data.options)
     if samples is None:
-        yield "samples", "unknown until the data is available, as are the steps and the learning rates"
+        yield "samples", "printed at the start of lockstep train, as are the steps and the learning rates"
     else:
         run = compute_steps(recipe, samples)
         length = format_epochs(run.total_samples / run.samples_per_epoch)

@@ -68,6 +68,15 @@ def hash_seed_warning(hashes: Collection[str]) -> str:
     )
 
 
+def changed_seed_warning(saved: str, current: str) -> str:
+    """Return a warning that a run resumes with a different hash seed than its checkpoint was saved with."""
+    advice = "" if saved == RANDOM_SEED else f"; to keep it, start with {SEED_VARIABLE}={saved}"
+    return (
+        f"the hash seed was {saved} when the checkpoint was saved, and is {current} now: this only matters if your code "
+        f"iterates over sets of strings{advice}"
+    )
+
+
 def different_hash_seed() -> str:
     """Return a hash seed that differs from the seed of this process."""
     return "1" if hash_seed() != "1" else "2"

@@ -42,6 +42,7 @@ class DataSet:
       this for datasets whose samples can be skipped.
     - `skipped`: Returns a bool tensor of shape [n], which marks the samples of a batch that were skipped.
     - `name`: Returns a description of a training sample that has no file, such as its row or the start of its text.
+    - `validation_name`: The same for a validation sample.
     - `warnings`: A warning for each setting that is valid but probably not intended.
     - `question`: An error message if the data can be interpreted in two ways. It tells the user which option to set.
       Only new runs raise this error. A saved run resumes with its interpretation.
@@ -53,12 +54,18 @@ class DataSet:
     files: tuple[Callable[[int], str], Callable[[int], str]] | None = None
     skipped: Callable[[Batch], Tensor] | None = None
     name: Callable[[int], str] | None = None
+    validation_name: Callable[[int], str] | None = None
     warnings: tuple[str, ...] = ()
     question: str = ""
 
     def name_of(self, number: int) -> str:
         """Return the display name of a training sample: its index, and its file or description if it has one."""
         name = self.name if self.files is None else self.files[0]
+        return f"sample {number}" if name is None else f"sample {number} {name(number)}"
+
+    def validation_name_of(self, number: int) -> str:
+        """Return the display name of a validation sample, like `name_of`."""
+        name = self.validation_name if self.files is None else self.files[1]
         return f"sample {number}" if name is None else f"sample {number} {name(number)}"
 
 

@@ -63,9 +63,8 @@ class Validation:
         return range(0, len(self.sample_indices), self.model.batch_size)
 
     def name(self, sample_index: int) -> str:
-        """Return the display name of a sample: its index and, if the sample comes from a file, its path."""
-        file = f" {self.data.files[1](sample_index)}" if self.data.files else ""
-        return f"sample {sample_index}{file}"
+        """Return the display name of a sample: its index, and its file or row if it has one."""
+        return self.data.validation_name_of(sample_index)
 
 
 def open_validation(saved: SavedModel, limit: int) -> Validation:

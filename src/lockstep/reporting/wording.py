@@ -45,14 +45,19 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         *([_describe_flops(event)] if event.task or event.flops_per_sample else []),
         *([rate_rule] if rate_rule else []),
         # With several ranks, a separate warning reports hash seeds that differ.
-        *([_RANDOM_HASH_SEED] if event.hash_seed == RANDOM_SEED and event.processes == 1 else []),
+        # A resumed run warns if its hash seed has changed.
+        *(
+            [_RANDOM_HASH_SEED]
+            if event.hash_seed == RANDOM_SEED and event.processes == 1 and event.resumed_from is None
+            else []
+        ),
     ]
     if event.resumed_from is not None:
         at = f"after step {event.step:,} from {printable_line(event.resumed_from)}"
         lines.append(f"resuming {at}" if event.step < event.steps else f"complete {at}: nothing is left to train")
     if event.again:
         verb = "is" if event.again == 1 else "are"
-        lines.append(f"{format_count(event.again, 'later step')}, by the log, {verb} recomputed")
+        lines.append(f"{format_count(event.again, 'later step')} in the log {verb} recomputed")
     return lines
 
 

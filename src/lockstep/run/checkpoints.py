@@ -6,6 +6,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from lockstep.common.hashing import changed_seed_warning
 from lockstep.common.location import is_url, location_of
 from lockstep.common.schemas import SCHEMA
 from lockstep.common.user_source import source_changes
@@ -70,8 +71,12 @@ class Checkpoints:
         self._saved_at = rank.progress.step
         for line in lost_feedback_warning(resumed.snapshot, self.engine.state()):
             rank.warn(line)
-        for line in machine.numerics_differences(state.numerics, rank.numerics):
+        seed = rank.numerics["hash_seed"]
+        saved_seed = state.numerics.get("hash_seed", seed)
+        for line in machine.numerics_differences({**state.numerics, "hash_seed": seed}, rank.numerics):
             rank.warn(f"{line}: results may differ from an uninterrupted run")
+        if saved_seed != seed:
+            rank.warn(changed_seed_warning(saved_seed, seed))
         if changed := source_changes(state.source, rank.source):
             rank.warn(
                 f"your source files changed since step {rank.progress.step} was saved: {changed}: the run continues "

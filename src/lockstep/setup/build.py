@@ -53,6 +53,7 @@ from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factorie
 from lockstep.setup.schedule import check_rate, find_rate
 from lockstep.setup.user_code import import_paths
 from lockstep.tasks.base import Build, Problem, Task
+from lockstep.tasks.facts import find_scale_warnings
 from lockstep.tasks.find import find_task
 from lockstep.tasks.own import add_metrics
 from lockstep.training.plan import Interval, Plan
@@ -207,7 +208,7 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
         parameter_settings=parameter_settings,
         blank=models.chunked,
         uncut=partial(initialise, models.first, recipe.seed),
-        warnings=(*data.warnings, *_warnings(recipe, steps, summary, first, fit)),
+        warnings=(*data.warnings, *_warnings(recipe, data, steps, summary, first, fit)),
         # Hash the source files after all user code has been imported, because user code may change sys.path.
         source=source_digests(import_paths(recipe).values()),
         first=first,
@@ -300,8 +301,10 @@ def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: Summary) -
 
 
 def _warnings(
-    recipe: Recipe, steps: Steps, summary: Summary, first: InitialWeights | None, fit: Fit | None
+    recipe: Recipe, data: DataSet, steps: Steps, summary: Summary, first: InitialWeights | None, fit: Fit | None
 ) -> Iterator[str]:
+    if recipe.model.name != "mlp":
+        yield from find_scale_warnings(data.facts)
     if summary.batchnorm:
         yield from list_batchnorm_warnings(recipe, steps)
     if first is not None and fit is not None and (fit.fresh or fit.left_over):

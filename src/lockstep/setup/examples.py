@@ -118,8 +118,8 @@ def list_batchnorm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:
         if smallest < _MIN_NORM_SAMPLES:
             yield (
                 f"recipe.microbatches: BatchNorm normalizes each micro-batch separately, and with "
-                f"{recipe.microbatches} micro-batches in {step_name} of {step.samples} samples, it sees only "
-                f"{smallest} of them; use fewer micro-batches or a larger batch{_last_batch_advice(step)}"
+                f"{recipe.microbatches} micro-batches in {step_name}, which has {_count_samples(step.samples)}, it "
+                f"sees only {smallest} of them; use fewer micro-batches or a larger batch{_last_batch_advice(step)}"
             )
             return
 

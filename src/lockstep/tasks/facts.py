@@ -3,7 +3,7 @@
 The properties are stored in `DataSet.facts`, from which tasks and models read them, and are saved in checkpoints.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +19,9 @@ NAMES: Final = "classes"  # key of the class names, in the dataset properties an
 OUTPUT_PROPERTIES: Final = (NAMES,)  # dataset properties that determine the last layer of a model
 # The maximum number of classes. Since each class has a name, a wrong number could exhaust the memory.
 _MAX_CLASSES: Final = 1 << 24
+# Learning is slow if the mean or standard deviation of a target is above this limit, or if its standard deviation is
+# below the reciprocal.
+_SCALE_LIMIT: Final = 1_000
 
 
 def make_dataset_properties(
@@ -95,6 +98,20 @@ def find_skip_mask(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tens
 def count_sample_classes(data_facts: Mapping[str, Any]) -> int | None:
     """Return the number of classes if each sample has a single class, and None otherwise."""
     return None if NAMES not in data_facts or data_facts.get("pixels") else len(data_facts[NAMES])
+
+
+def find_scale_warnings(data_facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning for each target whose scale is too far from 1 for common learning rates.
+
+    The warnings don't apply to a model that scales its outputs, such as `mlp`.
+    """
+    for name, (mean, std) in zip(data_facts.get("targets", ()), data_facts.get("target_scale", ()), strict=False):
+        if max(abs(mean), std) > _SCALE_LIMIT or std < 1 / _SCALE_LIMIT:
+            yield (
+                f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, so a model that does not scale "
+                f"its outputs learns it slowly or not at all; use recipe.model.name=mlp, which scales them, or "
+                f"subtract the mean and divide by the standard deviation"
+            )
 
 
 def is_pair(batch: Batch) -> bool:

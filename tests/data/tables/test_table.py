@@ -13,6 +13,7 @@ from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.data.tables.columns import Category, Number, restore_column
 from lockstep.errors import UsageError
+from lockstep.tasks.facts import find_scale_warnings
 
 TRAIN = "size,color,old,kind\n1,red,true,a\n2,blue,false,b\n3,red,true,a\n6,green,false,c\n"
 VALIDATION = "color,size,kind,old\nred,3,c,true\npink,12,a,false\n"
@@ -63,7 +64,7 @@ def test_floats_are_regression_and_several_targets_too(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "points.parquet")
     data = _open(tmp_path / "points.parquet", target="y", validation=0)
     assert data.validation is None
-    assert (data.facts["outputs"], data.warnings) == (1, ())
+    assert (data.facts["outputs"], list(find_scale_warnings(data.facts))) == (1, [])
     assert data.train.fetch(np.array([2]), None)[1].tolist() == [[2.5]]
     data = _open(tmp_path / "points.parquet", target=["y", "z"], validation=0)
     assert data.train.fetch(np.array([1]), None)[1].tolist() == [[1.5, 2.0]]
@@ -86,8 +87,9 @@ def test_whole_numbers_with_gaps_may_be_amounts(tmp_path: Path) -> None:
     data = _open(tmp_path, target="y", validation=0, kind="regression")
     assert data.facts["outputs"] == 1
     assert data.facts["target_scale"] == [[pytest.approx(24_500), pytest.approx(14_430.87)]]
-    assert "; use recipe.model.name=mlp" in data.warnings[0]
-    assert data.warnings[0].startswith("target 'y' has mean 2.45e+04 and standard deviation 1.443e+04, so a model ")
+    [warning] = find_scale_warnings(data.facts)
+    assert warning.startswith("target 'y' has mean 2.45e+04 and standard deviation 1.443e+04, so a model ")
+    assert "; use recipe.model.name=mlp" in warning
     (tmp_path / "val.csv").write_text("x,y\n1,500\n")
     with pytest.raises(UsageError, match=r"set recipe\.data\.options\.kind to regression if they are"):
         _open(tmp_path, target="y")
@@ -222,3 +224,15 @@ def test_columns_are_known_again_by_what_a_checkpoint_keeps() -> None:
     for strange in ({"name": "size", "mean": "2"}, {"name": "town", "values": [1]}, {}):
         with pytest.raises(UsageError, match="for a column of the checkpoint, got "):
             restore_column(strange, False)
+
+
+def test_samples_of_both_splits_are_named_by_their_row_of_the_file(tmp_path: Path) -> None:
+    rows = "".join(f"{number},{number / 2}\n" for number in range(40))
+    (tmp_path / "train.csv").write_text(f"x,y\n{rows}")
+    data = _open(tmp_path / "train.csv", target="y", validation=0.25)
+    assert data.validation is not None
+    names = [data.name_of(number) for number in range(len(data.train))]
+    names += [data.validation_name_of(number) for number in range(len(data.validation))]
+    assert sorted(int(name.rpartition("row ")[2]) for name in names) == list(range(40))
+    whole = np.concatenate([split.fetch(np.arange(len(split)), None)[1] for split in (data.train, data.validation)])
+    assert whole.ravel().tolist() == [int(name.rpartition("row ")[2]) / 2 for name in names]

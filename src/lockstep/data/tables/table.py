@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 # class on average.
 _MAX_CLASSES: Final = 1000
 _MAX_SPARSE_CLASSES: Final = 20
-# Learning is slow if the mean or standard deviation of a target is above this limit, or if its standard deviation is
-# below the reciprocal.
-_SCALE_LIMIT: Final = 1_000
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,8 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         validation=parts[1] if len(parts) > 1 else None,
         facts=facts,
         skipped=None if classes is None else compute_skip_mask,
-        name=lambda number: f"row {rows[number]}",
-        warnings=tuple(_find_scale_warnings(targets, scales)),
+        name=lambda number: f"row {rows[0][number]}",
+        validation_name=lambda number: f"row {rows[1][number]}",
         question=question,
     )
 
@@ -114,17 +111,6 @@ def _measure_target_scale(name: str, train: pyarrow.Table) -> tuple[float, float
     """Return the mean and standard deviation of a target in the training split."""
     values = _to_floats(name, train[name]).astype(np.float64)
     return float(values.mean()), float(values.std())
-
-
-def _find_scale_warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """Yield a warning for each target whose scale is too far from 1 for common learning rates."""
-    for name, (mean, std) in zip(targets, scales, strict=False):
-        if max(abs(mean), std) > _SCALE_LIMIT or 0 < std < 1 / _SCALE_LIMIT:
-            yield (
-                f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, so a model that does not scale "
-                f"its outputs learns it slowly or not at all; use recipe.model.name=mlp, which scales them, or "
-                f"subtract the mean and divide by the standard deviation"
-            )
 
 
 def _read_files(root: Path) -> list[pyarrow.Table]:
@@ -147,10 +133,10 @@ def _read_files(root: Path) -> list[pyarrow.Table]:
 
 def _split_rows(
     files: Sequence[pyarrow.Table], share: float
-) -> tuple[pyarrow.Table, pyarrow.Table | None, NDArray[np.int64]]:
-    """Return the training rows, the validation rows or None, and the row indices of the training rows in their file."""
+) -> tuple[pyarrow.Table, pyarrow.Table | None, list[NDArray[np.int64]]]:
+    """Return the training rows, the validation rows or None, and the row indices of both in their files."""
     if len(files) > 1:
-        return files[0], files[1], np.arange(len(files[0]))
+        return files[0], files[1], [np.arange(len(file)) for file in files]
     table = files[0]
     is_held_out = rows_in_share(len(table), share)
     if share and (not is_held_out.any() or is_held_out.all()):
@@ -158,7 +144,8 @@ def _split_rows(
             f"dataset table: recipe.data.options.validation: {share} of {len(table):,} rows leaves training or "
             f"validation without rows; use a different fraction, or 0"
         )
-    return table.filter(~is_held_out), table.filter(is_held_out) if share else None, np.flatnonzero(~is_held_out)
+    rows = [np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)]
+    return table.filter(~is_held_out), table.filter(is_held_out) if share else None, rows
 
 
 def _check_names(table: pyarrow.Table, names: list[str]) -> None:
