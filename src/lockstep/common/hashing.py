@@ -72,8 +72,8 @@ def changed_seed_warning(saved: str, current: str) -> str:
     """Return a warning that a run resumes with a different hash seed than its checkpoint was saved with."""
     advice = "" if saved == RANDOM_SEED else f"; to keep it, start with {SEED_VARIABLE}={saved}"
     return (
-        f"the hash seed was {saved} when the checkpoint was saved, and is {current} now: this only matters if your code "
-        f"iterates over sets of strings{advice}"
+        f"the hash seed was {saved} when the checkpoint was saved, and is {current} now: this only matters if your "
+        f"code iterates over sets of strings{advice}"
     )
 
 
