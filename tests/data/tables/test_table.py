@@ -119,7 +119,9 @@ def test_a_share_of_the_rows_stays_validation_s_when_rows_are_added(tmp_path: Pa
 def test_missing_numbers_are_refused_or_the_mean(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("x,y\n1,0\n,1\n3,0\n")
-    with pytest.raises(UsageError, match=r"column 'x' has 1 missing or infinite values, the first in row 1; remove"):
+    with pytest.raises(
+        UsageError, match=r"column 'x' has 1 missing or infinite values, the first in 0-based row 1; remove"
+    ):
         _open(file, target="y", validation=0)
     data = _open(file, target="y", validation=0, missing="mean")
     assert data.train.fetch(np.arange(3), None)[0].flatten().tolist() == pytest.approx([-1, 0, 1])
@@ -129,7 +131,7 @@ def test_rows_are_told_by_their_numbers_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     for column, lacking in (("x", ",1.5"), ("y", "1,")):
         file.write_text("x,y\n" + "1,1.5\n" * 90 + f"{lacking}\n" + "1,1.5\n" * 9)
-        with pytest.raises(UsageError, match=rf"'{column}' .*in row 90; remove"):
+        with pytest.raises(UsageError, match=rf"'{column}' .*in 0-based row 90; remove"):
             _open(file, target="y", validation=0.2)
 
 
@@ -168,7 +170,7 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
         ("x,y\n1,2\n", {}, r"options\.target: missing; set it, since it has no default"),
         ("x,y\n1,2\n", {"target": "z"}, r"no column 'z'; valid: x, y$"),
         ("x,y\n1,2\n", {"target": "y", "ignore": ["x"]}, r"has no input columns in addition to the target y; "),
-        ("x,y\n1,\n1,2.5\n", {"target": "y"}, r"target: 'y' is missing in row 0; remove such rows"),
+        ("x,y\n1,\n1,2.5\n", {"target": "y"}, r"target: 'y' is missing in 0-based row 0; remove such rows"),
         ("x,y\n1,a\n", {"target": "y", "kind": "regression"}, r"target: 'y' has type string, and cannot be conv"),
         ("x,y,z\n1,a,2\n", {"target": ["x", "y"], "kind": "classification"}, r"2 columns, but classification"),
         ("x,y\n1,2\n", {"target": "y", "validation": 0.5}, r"options\.validation: 0\.5 of 1 rows leaves"),
@@ -176,19 +178,43 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
         ("x,y\n1,2,3\n", {"target": "y"}, r"is not a valid \.csv table: CSV parse error"),
         ("x,y\n2020-01-01,2\n", {"target": "y"}, r"column 'x' has type date32\[day\], but only numbers .*; add it"),
         ("x,y\n2,2020-01-01\n", {"target": "y"}, r"target: 'y' has type date32\[day\], but only numbers .*; set"),
-        ("x,y\n1,2\n3,4\nn/k,2\n", {"target": "y"}, r"column 'x' has numbers, but 'n/k' in row 2; remove such rows"),
-        ("x,y\n1,2\n3,4\n5,?\n", {"target": "y"}, r"column 'y' has numbers, but '\?' in row 2; .*kind=classification"),
-        ('x,y\n"1,500",2\n"17,412",4\n', {"target": "y"}, r"'x' has numbers, but '1,500' in row 0; write only digits"),
-        ("x,y\n1,2 €\n3,4 €\n", {"target": "y", "kind": "regression"}, r"'y' has numbers, but '2 €' in row 0; write"),
-        ("x,y\n1.736.302,2\n17.412,4\n", {"target": "y"}, r"'x' has numbers, but '1.736.302' in row 0; write only"),
+        (
+            "x,y\n1,2\n3,4\nn/k,2\n",
+            {"target": "y"},
+            r"column 'x' has numbers, but 'n/k' in 0-based row 2; remove such rows",
+        ),
+        (
+            "x,y\n1,2\n3,4\n5,?\n",
+            {"target": "y"},
+            r"column 'y' has numbers, but '\?' in 0-based row 2; .*kind=classification",
+        ),
+        (
+            'x,y\n"1,500",2\n"17,412",4\n',
+            {"target": "y"},
+            r"'x' has numbers, but '1,500' in 0-based row 0; write only digits",
+        ),
+        (
+            "x,y\n1,2 €\n3,4 €\n",
+            {"target": "y", "kind": "regression"},
+            r"'y' has numbers, but '2 €' in 0-based row 0; write",
+        ),
+        (
+            "x,y\n1.736.302,2\n17.412,4\n",
+            {"target": "y"},
+            r"'x' has numbers, but '1.736.302' in 0-based row 0; write only",
+        ),
         ("x,x,y\n1,2,3\n", {"target": "y"}, r"has duplicate columns 'x'; rename them"),
-        ("x,y\n,2\n,3\n", {"target": "y"}, r"column 'x' has 2 missing or infinite values, the first in row 0; remove"),
+        (
+            "x,y\n,2\n,3\n",
+            {"target": "y"},
+            r"column 'x' has 2 missing or infinite values, the first in 0-based row 0; remove",
+        ),
         (
             "x,y\n" + "".join(f"{n},{90_000 + n % 40}\n" for n in range(200)),
             {"target": "y"},
             r"target: 'y' has 40 distinct integers in 200 training rows; set recipe\.data\.options\.kind to regr",
         ),
-        ("x,y\ninf,2\n", {"target": "y", "missing": "mean"}, r"column 'x' has 1 infinite values, the first in row 0"),
+        ("x,y\ninf,2\n", {"target": "y", "missing": "mean"}, r"column 'x' has 1 infinite values, the first in 0-based row 0"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, text: str, options: dict[str, object], said: str) -> None:
@@ -210,7 +236,8 @@ def test_files_that_are_no_tables_are_named(root: Path) -> None:
         _open(root, target="kind")
     (root / "val.csv").write_text("size,color,old,kind\nbig,red,true,a\n")
     with pytest.raises(
-        UsageError, match=r"'size' has numbers in training, but type string here, such as 'big' in row 0; use"
+        UsageError,
+        match=r"'size' has numbers in training, but type string here, such as 'big' in 0-based row 0; use",
     ):
         _open(root, target="kind")
     (root / "train.csv").unlink()

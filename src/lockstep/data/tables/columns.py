@@ -95,7 +95,7 @@ def check_numeric_column(name: str, column: Any, means: bool) -> None:
         fill = "" if means else ", or set recipe.data.options.missing=mean for missing values"
         raise UsageError(
             f"dataset table: column '{name}' has {int(invalid.sum()):,} {'' if means else 'missing or '}infinite "
-            f"values, the first in row {int(invalid.argmax()):,}; remove such rows{fill}"
+            f"values, the first in 0-based row {int(invalid.argmax()):,}; remove such rows{fill}"
         )
 
 
@@ -109,7 +109,9 @@ def reject_mixed_column(name: str, column: Any, advice: str) -> None:
     if texts and 2 * len(texts - formatted_numbers) < len(values):
         row, text = next((row, value) for row, value in enumerate(column.to_pylist()) if value in texts)
         fix = "write only digits and a decimal point" if text in formatted_numbers else "remove such rows"
-        raise UsageError(f"dataset table: column '{name}' has numbers, but {text!r} in row {row:,}; {fix}, {advice}")
+        raise UsageError(
+            f"dataset table: column '{name}' has numbers, but {text!r} in 0-based row {row:,}; {fix}, {advice}"
+        )
 
 
 def fit_column(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
@@ -160,7 +162,9 @@ def _to_floats(name: str, column: Any) -> NDArray[np.float64]:
         values: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls become NaN
     except Exception as error:  # pyarrow raises many types of exceptions
         texts = ((row, value) for row, value in enumerate(column.to_pylist()) if isinstance(value, str))
-        example = next((f", such as {text!r} in row {row:,}" for row, text in texts if not _is_number(text)), "")
+        example = next(
+            (f", such as {text!r} in 0-based row {row:,}" for row, text in texts if not _is_number(text)), ""
+        )
         problem = f"'{name}' has numbers in training, but type {column.type} here{example}; use the same type"
         raise UsageError(f"dataset table: column {problem}") from error
     return values

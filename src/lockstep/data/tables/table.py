@@ -199,7 +199,7 @@ def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> 
         problem = f"dataset table: recipe.data.options.target: '{name}'"
         if column.null_count:
             row = column.is_null().to_pylist().index(True)
-            raise UsageError(f"{problem} is missing in row {row:,}; remove such rows")
+            raise UsageError(f"{problem} is missing in 0-based row {row:,}; remove such rows")
         if kind != "classification":
             reject_mixed_column(name, column, "or set recipe.data.options.kind=classification")
         if get_column_kind(column) == "other":
@@ -230,6 +230,7 @@ def _to_floats(name: str, column: Any) -> NDArray[np.float32]:
     if not np.isfinite(values).all():
         row = int((~np.isfinite(values)).argmax())
         raise UsageError(
-            f"dataset table: recipe.data.options.target: '{name}' is not finite in row {row:,}; remove such rows"
+            f"dataset table: recipe.data.options.target: '{name}' is not finite in 0-based row {row:,}; remove such "
+            f"rows"
         )
     return values
