@@ -214,7 +214,7 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
             {"target": "y"},
             r"target: 'y' has 40 distinct integers in 200 training rows; set recipe\.data\.options\.kind to regr",
         ),
-        ("x,y\ninf,2\n", {"target": "y", "missing": "mean"}, r"column 'x' has 1 infinite values, the first in 0-based row 0"),
+        ("x,y\ninf,2\n", {"target": "y", "missing": "mean"}, r"'x' has 1 infinite values, the first in 0-based row 0"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, text: str, options: dict[str, object], said: str) -> None:
