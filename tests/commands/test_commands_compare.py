@@ -103,6 +103,22 @@ def test_all_that_cannot_run_is_refused_together_before_anything_does(run):
     assert not (command.folder / "a").exists()
 
 
+def test_the_mistakes_of_all_overrides_are_told_together(run):
+    def also(*overrides: str) -> list[str]:
+        return [word for override in overrides for word in ("--also", override)]
+
+    mistakes = also("recipe.optimizr.lr=2", "recipe.bath=32", "recipe.optimizer.lr=x")
+    command = run("compare", "digits", *QUICK, *mistakes, "--dir", "a", code=2)
+    assert "error: 3 problems" in command.err
+    for key in ("recipe.optimizr", "recipe.bath", "recipe.optimizer.lr"):
+        assert f"override {key}: " in command.err
+    mistakes = also("recipe.optimizer=adamm", "recipe.model=foo")
+    command = run("compare", "digits", *QUICK, *mistakes, "--dir", "a", code=2)
+    assert "recipe.optimizer=adamm: " in command.err
+    assert "recipe.model=foo: " in command.err
+    assert not (command.folder / "a").exists()
+
+
 def test_a_folder_of_another_recipe_is_refused(run):
     run("train", "digits", *QUICK, "recipe.seed=3", "run.dir=a/ddp-2")
     command = run("compare", "digits", *QUICK, "--dir", "a", code=2)

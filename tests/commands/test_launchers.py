@@ -220,8 +220,8 @@ def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, refe
     goes_on = run("train", *DIGITS, "run.dir=run")
     assert goes_on.sha256 == reference
     assert (
-        "resuming after step 5 from run/checkpoints/step-00000005\n2 later steps in the log are recomputed"
-        in goes_on.out
+        "resuming after step 5 from run/checkpoints/step-00000005\n"
+        "2 steps in the log after this checkpoint are recomputed" in goes_on.out
     )
 
 

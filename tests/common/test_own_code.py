@@ -121,7 +121,7 @@ def test_two_lines_are_named_in_the_order_in_which_they_ran(tmp_path: Path, monk
     file = str(tmp_path / "loop.py")
     assert describe_code_between((file, 2), (file, 5)) == "between loop.py:2 and loop.py:5"
     assert describe_code_between((file, 4), (file, 6)) == "loop.py:5"
-    assert describe_code_between((file, 5), (file, 2)) == "from loop.py:5 to line 2 of the next pass"
+    assert describe_code_between((file, 5), (file, 2)) == "from loop.py:5 to line 2 of the next iteration"
     assert describe_code_between((file, 5), (file, 5)) == "since loop.py:5"
     assert describe_code_between((file, 8), (file, 2)) == "after loop.py:8 and before line 2"  # of two functions
     assert describe_code_between((file, 5), (f"{file}x", 2)) == "between loop.py:5 and loop.pyx:2"

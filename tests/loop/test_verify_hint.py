@@ -25,3 +25,11 @@ def test_one_rank_and_what_is_no_script_say_nothing(size: int, argv: list[str]) 
 def test_a_later_run_in_the_same_folder_says_nothing(tmp_path: Path) -> None:
     (tmp_path / EVENTS).write_text(json.dumps({"event": "started"}) + "\n")
     assert make_verify_hint(2, tmp_path, ["train.py"]) == ""
+
+
+def test_a_process_of_lockstep_launch_is_told_and_one_that_the_script_started_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: "a process")
+    assert make_verify_hint(2, None, ["train.py"]) == ""
+    assert make_verify_hint(2, None, ["train.py"], by_launch=True).endswith("lockstep verify train.py")

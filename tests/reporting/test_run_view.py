@@ -1,5 +1,7 @@
 """A watched run in words, and when it is over and with which exit code."""
 
+from dataclasses import replace
+
 import pytest
 from event_examples import SHA, done, started, stepped, stopped
 from view_examples import GOING, logged, viewed
@@ -71,6 +73,8 @@ def test_how_a_run_ended() -> None:
     assert describe_ending(viewed(*GOING, (162.0, done()), state="done")).endswith(f"\nweights sha256 {SHA}")
     saved = viewed(*GOING, (162.0, stopped()), state="saved")
     assert describe_ending(saved) == "runs/a stopped by SIGTERM; start it again to resume"
+    of_recipe = replace(saved, resume_command="lockstep train a.yaml")
+    assert describe_ending(of_recipe) == "runs/a stopped by SIGTERM; to resume: lockstep train a.yaml"
     assert describe_ending(viewed(*GOING, state="failed", failure="loss is nan")) == "runs/a failed: loss is nan"
     assert describe_ending(viewed(*GOING, state="died")).startswith("runs/a ended without recording a reason")
     assert describe_ending(viewed(state="unreadable")) == "runs/a cannot be read: its log is damaged"

@@ -71,7 +71,7 @@ def names(text: str, function: Loop, mark: str = MARK) -> bool:
     if found := re.search(r"between \S+:(\d+) and \S+:(\d+)\)", text):
         begin, end = map(int, found.groups())
         return begin <= marked <= end or not begin <= end  # or around the end of a loop
-    around = r"(?:from \S+:(\d+) to line (\d+) of the next pass|after \S+:(\d+) and before line (\d+))\)"
+    around = r"(?:from \S+:(\d+) to line (\d+) of the next iteration|after \S+:(\d+) and before line (\d+))\)"
     if found := re.search(around, text):
         begin, end = (int(number) for number in found.groups() if number)
         return end < begin and not end < marked < begin

@@ -1,6 +1,8 @@
 """lockstep.verify: loops of the user's own on several placements, and what is said of those that depend on them."""
 
 import re
+import subprocess
+import sys
 import time
 from copy import deepcopy
 from functools import partial
@@ -98,8 +100,8 @@ def test_a_read_of_the_rank_is_named_after_other_causes():
     reads = {RANK: "loop.py:3", CLOCK: "loop.py:9"}
     assert _describe_loop_cause(reads, {"best": "a float"}) == (
         "; likely cause: the loop reads the clock (loop.py:9), and carries best (a float) from one step to the next, "
-        "and reads the rank or the number of ranks (loop.py:3); make each step depend only on its samples, its model "
-        "and the default generators of Python, NumPy and torch, which Lockstep seeds"
+        "and reads the rank or the number of ranks (loop.py:3); make each step depend only on its samples, its model, "
+        "step.number and the default generators of Python, NumPy and torch, which Lockstep seeds"
     )
 
 
@@ -245,7 +247,7 @@ class Caching(Remembering):
 @pytest.mark.parametrize(
     ("model", "kept"),
     [
-        (Remembering, r"seen of the model \(a list, \S*test_own_loop\.py:\d+\)"),
+        (Remembering, r"the attribute seen of the model \(a list, \S*test_own_loop\.py:\d+\)"),
         (Caching, r"\S*CACHE \(a dict, \S*test_own_loop\.py:\d+\)"),
     ],
 )
@@ -254,6 +256,20 @@ def test_what_a_loop_keeps_is_named(model, kept):
     assert re.search(
         rf"differs: step 1: .*; likely cause: the loop carries ({kept}) from one step to the next", row.line
     )
+
+
+PROMPT = """
+import lockstep, loops
+print([row.verdict for row in lockstep.verify(loops.training, processes=(2,), strategies=("ddp",), steps=2)])
+"""
+
+
+@pytest.mark.slow("imports torch again")
+def test_a_loop_is_verified_from_a_prompt_too() -> None:
+    """A process that forks from an interactive one isn't interactive: a signal ends it, not a cell."""
+    command, folder = [sys.executable, "-i"], Path(loops.__file__).parent
+    found = subprocess.run(command, input=PROMPT, capture_output=True, text=True, cwd=folder)
+    assert "['identical', 'identical']" in found.stdout, found.stderr
 
 
 def carrying_hidden() -> None:
@@ -467,7 +483,8 @@ def test_figures_that_are_only_printed_are_named_last_and_times_not_at_all():
     *_, resumed = check_placements(hiding, (1,), (), 6)
     assert re.search(
         r"likely cause: the loop depends on something that is in no checkpoint and in none of the variables "
-        r"that it reads: a file, the clock, or the state of an object of a library; or losses \(a list, "
+        r"that it reads: a file, the clock, the state of an object of a library, or a weight or buffer that NumPy "
+        r"changed; or losses \(a list, "
         r"\S*test_own_loop\.py:\d+\)",
         resumed.line,
     )

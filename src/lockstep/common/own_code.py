@@ -112,7 +112,7 @@ def describe_code_between(before: SourceLocation, after: SourceLocation) -> str:
         return f"since {location(*after)}"
     if before[0] == after[0] and before[1] > after[1]:
         if _are_in_one_loop(after[0], after[1], before[1]):
-            return f"from {location(*before)} to line {after[1]} of the next pass"
+            return f"from {location(*before)} to line {after[1]} of the next iteration"
         return f"after {location(*before)} and before line {after[1]}"
     return f"between {location(*before)} and {location(*after)}"
 
@@ -146,8 +146,8 @@ def add_calling_line() -> Iterator[None]:
     except UsageError as error:
         message = _RECIPE_PREFIX.sub("", str(error))
         text, _, advice = message.partition("; ")
-        unplaced = advice and (line := calling()) and line not in text
-        raise (refusal(text, advice) if unplaced else UsageError(message)) from None
+        line = calling()
+        raise UsageError(f"{text} ({line}); {advice}" if advice and line and line not in text else message) from None
 
 
 def location(path: str, line: int | None) -> str:

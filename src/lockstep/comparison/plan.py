@@ -18,7 +18,7 @@ from lockstep.config.load import Loaded, load, read_run_recipe
 from lockstep.config.overrides import SHORTHAND
 from lockstep.config.recorded import CONFIG
 from lockstep.config.write import format_flow
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.run.background import Train
 from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
@@ -113,9 +113,15 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
     plans: list[PlannedRun] = []
     problems: list[str] = []
+    recipe_problems: list[str] = []
     keys = dict.fromkeys(variant.partition("=")[0].strip() for variant in request.variants)
     for variant, loaded in _load_variants(request, _placement_overrides(*reference)):
-        setup = _open_setup(loaded)
+        try:
+            setup = _open_setup(loaded)
+        except UsageError as error:  # a mistake of the recipe itself is reported once, without the variants
+            if str(error) not in recipe_problems:
+                recipe_problems.append(f"{variant}: {error}" if variant else str(error))
+            continue
         label = variant or ", ".join(_format_value(loaded, key) for key in keys)
         suffix = f", {label}" if label else ""
         for strategy, count in unique:
@@ -125,18 +131,30 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
                 plans.append(replace(plan, row=replace(plan.row, variant=label)))
             except UsageError as error:
                 problems.append(f"{name} on {count}{suffix}: {error}")
+    if recipe_problems:
+        raise UsageError("\n".join(recipe_problems))
     if problems:
         raise UsageError("\n".join(["these placements cannot run, so none was started:", *dict.fromkeys(problems)]))
     return plans
 
 
 def _load_variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
-    """Load the original recipe and its variants. Return each variant with its configuration, without duplicates."""
+    """Load the original recipe and its variants. Return each variant with its configuration, without duplicates.
+
+    Raises ConfigError with the problems of all variants.
+    """
     variants: list[tuple[str, Loaded]] = []
+    problems: dict[str, None] = {}
     for variant in ("", *request.variants):
-        loaded = load(request.source, [*_overrides(request, variant), *placement])
+        try:
+            loaded = load(request.source, [*_overrides(request, variant), *placement])
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
         if all(loaded.config != variant_loaded.config for _, variant_loaded in variants):
             variants.append((variant, loaded))
+    if problems:
+        raise ConfigError([*problems])
     return variants
 
 

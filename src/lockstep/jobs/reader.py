@@ -3,6 +3,7 @@
 This module doesn't write files, doesn't run code from a run folder, and doesn't import torch.
 """
 
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -115,7 +116,11 @@ class RunReader:
             self._notice_count,
             self.is_whole,
             find_checkpoint_steps(self.folder),
+            self._make_resume_command() if self._configuration.recipe else "",
         )
+
+    def _make_resume_command(self) -> str:
+        return shlex.join(["lockstep", "train", str(self.folder / CONFIG), f"run.dir={self.folder}"])
 
     def _reset(self) -> None:
         self._tail = jsonl.Tail(self.folder / jsonl.EVENTS, strict=self._strict)

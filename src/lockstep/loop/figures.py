@@ -48,6 +48,6 @@ class LoggedMetrics:
         ]:
             self._rank.warn(
                 f"run.log: {', '.join(names)}: values differ between ranks, and only those of rank 0 are written, "
-                f"which may cover only its own samples; sum over all ranks with run.sum over run.each, or call "
-                f"run.log on rank 0 only"
+                f"which may cover only its own samples; sum over all ranks, with step.sum for training batches "
+                f"and with run.sum over run.each for an evaluation, or call run.log on rank 0 only"
             )

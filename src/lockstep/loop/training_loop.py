@@ -25,6 +25,7 @@ from lockstep.loop.verify_hint import make_verify_hint
 from lockstep.ranks.signals import StopRequest
 from lockstep.run.rank import Rank
 from lockstep.run.start_event import loop_start_event
+from lockstep.runs.worker_context import WORKER_CONTEXT
 from lockstep.strategies.base import replica_devices
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Saved, Started, Stopped, Warned
@@ -157,7 +158,10 @@ class TrainingLoop:
         member, is_first = self.member, self.sequence.begin_loop()
         if self._world.rank or not is_first or member.checkpoint is not None or member.observe is not None:
             return ""
-        return "" if member.replay else make_verify_hint(self._world.size, self._rank.folder, sys.argv)
+        if member.replay:
+            return ""
+        by_launch = WORKER_CONTEXT.get() is not None
+        return make_verify_hint(self._world.size, self._rank.folder, sys.argv, by_launch)
 
     def _step_source(self) -> Batches:
         """Return a function that yields batches from a given step on. In a replay, the batches end at the last step."""

@@ -8,14 +8,16 @@ from pathlib import Path
 from lockstep.reporting.jsonl import EVENTS, read_events
 
 
-def make_verify_hint(size: int, folder: Path | None, argv: Sequence[str]) -> str:
+def make_verify_hint(size: int, folder: Path | None, argv: Sequence[str], by_launch: bool = False) -> str:
     """Return the hint for the first run of a script on `size` ranks.
 
     Returns "" for a single rank, a later run, code that isn't a script, or a process that the script itself started,
-    because `lockstep verify` can only run scripts that train in their own process. A run counts as a later run if its
-    folder contains events, so call this function before the run writes its first event.
+    because `lockstep verify` can only run scripts that train in their own process. `by_launch` is set if `lockstep
+    launch` started this process instead. A run counts as a later run if its folder contains events, so call this
+    function before the run writes its first event.
     """
-    if size == 1 or not argv or not argv[0].endswith(".py") or multiprocessing.parent_process() is not None:
+    is_child_of_script = multiprocessing.parent_process() is not None and not by_launch
+    if size == 1 or not argv or not argv[0].endswith(".py") or is_child_of_script:
         return ""
     if folder is not None and (folder / EVENTS).exists() and any(True for _ in read_events(folder / EVENTS)):
         return ""

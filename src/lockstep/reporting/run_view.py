@@ -34,6 +34,7 @@ class RunView:
     run was started. `failure` is the reason if the run failed. `machine` describes the machine. `notices` contains the
     latest notices, and `noticed` is the total number of notices. `is_whole` is false while a long log is still being
     read. `checkpoints` contains the steps of the checkpoints that are in the run folder. It is None if this is unknown.
+    `resume_command` is the command that resumes the run, or empty for a custom loop.
     """
 
     folder: str
@@ -49,6 +50,7 @@ class RunView:
     noticed: int = 0
     is_whole: bool = True
     checkpoints: frozenset[int] | None = None
+    resume_command: str = ""
 
     @property
     def status(self) -> RunStatus:
@@ -218,7 +220,8 @@ def _format_placement(start: RunStart) -> str:
 
 def _describe_end(run: RunView) -> str:
     """Return the reason why a run ended early, or an empty string if it didn't."""
-    stopped = f"stopped by {run.status.reason or 'a signal'}; start it again to resume"
+    resume = f"to resume: {run.resume_command}" if run.resume_command else "start it again to resume"
+    stopped = f"stopped by {run.status.reason or 'a signal'}; {resume}"
     return {"failed": f"failed: {run.failure}", "saved": stopped, "died": _NO_REASON}.get(run.state, "")
 
 

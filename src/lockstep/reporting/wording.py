@@ -57,7 +57,7 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         lines.append(f"resuming {at}" if event.step < event.steps else f"complete {at}: nothing is left to train")
     if event.again:
         verb = "is" if event.again == 1 else "are"
-        lines.append(f"{format_count(event.again, 'later step')} in the log {verb} recomputed")
+        lines.append(f"{format_count(event.again, 'step')} in the log after this checkpoint {verb} recomputed")
     return lines
 
 

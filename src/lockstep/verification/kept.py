@@ -14,7 +14,7 @@ from lockstep.probe.state import Globals, ModelState, describe_change
 from lockstep.setup.user_code import carries_value, get_user_modules, is_used, iter_user_frames, place_of_attribute
 from lockstep.verification.held_tensors import compute_digest, find_tensors, list_values
 
-_MODEL_SUFFIX: Final = " of the model"
+MODEL_SUFFIX: Final = " of the model"
 _MODE_PREFIX: Final = "the mode of "
 _MAIN_PREFIX: Final = "__main__."
 _TENSORS_PREFIX: Final = "the tensors of "
@@ -69,8 +69,8 @@ class LoopState:
         numbers: dict[str, str] = {}
         for (model, before), (_, state_after) in zip(self._models, later._models, strict=False):
             for name, change in before.attribute_changes(state_after).items():
-                changes[f"{name}{_MODEL_SUFFIX}"] = _format_change(change, _attribute_location(model, name))
-            changes |= {f"{name}{_MODEL_SUFFIX}": "a buffer" for name in before.buffer_changes(state_after)}
+                changes[f"{name}{MODEL_SUFFIX}"] = _format_change(change, _attribute_location(model, name))
+            changes |= {f"{name}{MODEL_SUFFIX}": "a buffer" for name in before.buffer_changes(state_after)}
         for name, change in self._globals.changes(later._globals).items():
             values = [variables[name] for variables in (self._variables, later._variables) if name in variables]
             is_same_object = len(values) == 2 and values[0] is values[1]
@@ -109,7 +109,7 @@ class LoopState:
         for model, state in self._models:
             for name, module in model.named_modules():
                 texts[f"{_MODE_PREFIX}{name or 'the model'}"] = "training" if module.training else "evaluation"
-            texts |= {f"{name}{_MODEL_SUFFIX}": text for name, text in (state.attributes | state.buffers).items()}
+            texts |= {f"{name}{MODEL_SUFFIX}": text for name, text in (state.attributes | state.buffers).items()}
         texts |= self._globals.values
         for name, value in self._variables.items():
             if id(value) in excluded_ids or isinstance(value, Tensor):
@@ -145,7 +145,7 @@ class LoopState:
         step.
         """
         lost_state: dict[str, tuple[int, str]] = {}
-        models = {f"{name}{_MODEL_SUFFIX}": (model, name) for model, state in self._models for name in state.attributes}
+        models = {f"{name}{MODEL_SUFFIX}": (model, name) for model, state in self._models for name in state.attributes}
         for key, text_now in self.to_texts().items():
             name = key.removeprefix(_TENSORS_PREFIX)
             text_before = before.get(key, text_now)

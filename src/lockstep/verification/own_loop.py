@@ -44,7 +44,7 @@ from lockstep.strategies import ON_ONE_PROCESS
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import describe_hash_seed_cause
-from lockstep.verification.kept import LoopState, LostState
+from lockstep.verification.kept import MODEL_SUFFIX, LoopState, LostState
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE_FILE: Final = "trace.jsonl"
@@ -317,12 +317,14 @@ def _describe_lost_state(lost: LostState) -> str:
     unused_text = f"; or {_format_changes(lost.unused)}, which it does not seem to read" if lost.unused else ""
     return (
         "; likely cause: the loop depends on something that is in no checkpoint and in none of the variables that it "
-        f"reads: a file, the clock, or the state of an object of a library{unused_text}"
+        "reads: a file, the clock, the state of an object of a library, or a weight or buffer that NumPy changed"
+        f"{unused_text}"
     )
 
 
 def _format_changes(changes: Mapping[str, str]) -> str:
-    return list_some([f"{name} ({change})" for name, change in changes.items()], _MAX_NAMES)
+    names = [f"the attribute {name}" if name.endswith(MODEL_SUFFIX) else name for name in changes]
+    return list_some([f"{name} ({change})" for name, change in zip(names, changes.values(), strict=True)], _MAX_NAMES)
 
 
 def _rerun_reference(loop: "_LoopRunner", reference: Trace, can_spawn: bool) -> Checked:
@@ -358,15 +360,14 @@ def _describe_loop_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -
     sources = [f"{source} ({location})" for source, location in reads.items() if source != RANK]
     causes = [f"reads {' and '.join(sources)}"] if sources else []
     if changes:
-        names = [f"{name} ({change})" for name, change in changes.items()]
-        causes.append(f"carries {list_some(names, _MAX_NAMES)} from one step to the next")
+        causes.append(f"carries {_format_changes(changes)} from one step to the next")
     if RANK in reads:  # last, because most scripts read their rank only to print or to save
         causes.append(f"reads {RANK} ({reads[RANK]})")
     if not causes:
         return ""
     return (
-        f"; likely cause: the loop {', and '.join(causes)}; make each step depend only on its samples, its model and "
-        "the default generators of Python, NumPy and torch, which Lockstep seeds"
+        f"; likely cause: the loop {', and '.join(causes)}; make each step depend only on its samples, its model, "
+        "step.number and the default generators of Python, NumPy and torch, which Lockstep seeds"
     )
 
 
@@ -499,6 +500,7 @@ class _LoopRunner:
     ) -> int:
         """Run the function on a rank of a placement, and return the exit code."""
         sys.stderr = sys.__stderr__
+        vars(sys).pop("ps1", None)  # a process that a notebook forked isn't interactive, and ends after a signal
         rank = rendezvous.info.rank
         reads: dict[str, str] = {}
         changes: dict[str, str] = {}

@@ -117,7 +117,7 @@ def _disagreement_message(step: int, difference: Disagreement, buffers: frozense
     subject = f"a {kind} differs" if len(difference.names) == 1 else f"{kind.replace(' or ', 's or ')}s differ"
     return (
         f"after step {step}, {subject} between ranks: {difference.name_list}: {difference.verdict}; not saved. Likely "
-        f"cause: {cause}. Run `lockstep verify` to find such code, or set placement.audit_every to find a rank that "
+        f"cause: {cause}. To find such code, use `lockstep verify`, or set placement.audit_every to find a rank that "
         f"computes wrong results; to continue from the last checkpoint, run the same command again"
     )
 
