@@ -267,7 +267,7 @@ class NaiveDDP:
         count = min(self._per_epoch, self._steps - self.step)
         self._meter.restart()
         for indices in islice(_batches(list(sampler), self._ready.recipe.batch), count):
-            lr = self._rate.at(min(self._samples, self._ready.steps.total_samples))
+            lr = self._rate.compute_rate(min(self._samples, self._ready.steps.total_samples))
             losses.append(self._update(indices, epoch, lr))
             self.step += 1
             self._meter.add(len(indices) * self._world.size, 0)

@@ -84,7 +84,7 @@ def test_every_step_is_one_forward_backward_and_one_update_at_its_rate() -> None
     run(engine, plan(STEPS, clip_norm=2.5))
     assert [call[1] for call in engine.calls if call[0] == "forward_backward"] == list(range(9))
     rates = [call[1:] for call in engine.calls if call[0] == "update"]
-    assert rates == [(plan(STEPS).rate.at(STEPS[number].samples_seen), 2.5) for number in range(9)]
+    assert rates == [(plan(STEPS).rate.compute_rate(STEPS[number].samples_seen), 2.5) for number in range(9)]
     assert len(set(rates)) == 9
     assert [call[0] for call in engine.calls] == ["forward_backward", "update"] * 9
 
@@ -94,7 +94,7 @@ def test_a_report_tells_of_its_own_step() -> None:
     events = run(engine, plan(STEPS, log=Interval(steps=5), clip_norm=2.5))
     [report] = [event for event in events if isinstance(event, Stepped) and event.step == 5]
     assert (report.epoch, report.samples, report.loss, report.norm) == (1, 18, 7.0, 3.0)
-    assert report.lr == plan(STEPS).rate.at(14)
+    assert report.lr == plan(STEPS).rate.compute_rate(14)
     assert (report.loss_scale, report.skipped_steps) == (8.0, 1)
     assert report.samples_per_s > 0
     assert report.peak_bytes > 0
@@ -234,7 +234,7 @@ def test_steps_that_are_not_finite_may_be_skipped_and_are_counted() -> None:
 def stopping(world: World, stop_at: list[int]) -> list[str]:
     following = plan(STEPS, log=Interval(steps=100))
     events = run(FakeEngine(), following, stop_at=stop_at[world.rank], level=1 + world.rank, world=world)
-    world.agree_to_stop(0)  # takes the last wish out of the world, which other tests use after this one
+    world.agree_on_stop_level(0)  # takes the last wish out of the world, which other tests use after this one
     return shortly(events)
 
 
@@ -247,7 +247,7 @@ def test_all_ranks_stop_at_one_step() -> None:
 
 def failing(world: World, guilty: list[int]) -> str:
     own = {4: [1.0, math.inf if world.rank in guilty else 1.0]}
-    engine = FakeEngine(losses={4: math.inf}, own_losses=own)
+    engine = FakeEngine(losses={4: math.inf}, local_losses=own)
     try:
         run(engine, plan(STEPS, log=Interval(steps=100)), world=world)
     except TrainingError as error:
@@ -259,7 +259,7 @@ def failing(world: World, guilty: list[int]) -> str:
 @pytest.mark.worlds
 @pytest.mark.parametrize(("guilty", "where"), [([1], "rank 1"), ([0, 2], "rank 0, 2"), ([], "the sum over all ranks")])
 def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) -> None:
-    rate = plan(STEPS).rate.at(14)
+    rate = plan(STEPS).rate.compute_rate(14)
     text = f"loss is inf at step 5 (epoch 2), on {where}, at learning rate {rate:.6g}"
     assert worlds.run(3, failing, guilty) == [text] * 3
 

@@ -37,10 +37,10 @@ Receive = Callable[[int, Tensor, Tensor, bool], None]
 
 @dataclass(frozen=True)
 class GatherDtype:
-    """The dtype in which parameters are gathered. Parameters in `wide` are gathered in their own dtype instead."""
+    """The dtype in which parameters are gathered. `unconverted_parameters` are gathered in their own dtype."""
 
     dtype: torch.dtype
-    wide: frozenset[nn.Parameter] = frozenset()
+    unconverted_parameters: frozenset[nn.Parameter] = frozenset()
 
 
 @final
@@ -85,7 +85,7 @@ class ShardedModel:
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # Inputs of a unit aren't cast, because a single process has no units.
         precision = _make_mp_policy(narrow)
-        is_older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.wide
+        is_older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.unconverted_parameters
         for number, unit in enumerate((*units, model)):
             locations = older_fsdp.find_parameters(unit, wide) if is_older else ()
             fully_shard(
@@ -180,13 +180,13 @@ class ShardedModel:
                     offset += parameter.padded_sharded_param_size.numel()
         self._outputs.clear()
 
-    def scatter(self) -> None:
+    def reshard_all(self) -> None:
         """Free all gathered parameters, because the shards have changed."""
         self._all_gathered = False
         for unit in self._units:
             unit.reshard()
 
-    def state(self, primary: bool) -> dict[str, MaybeSharded]:
+    def state_dict(self, primary: bool) -> dict[str, MaybeSharded]:
         """Return the state dict of the model. `primary` is whether this rank reports its rows (core/shard.py)."""
         items = self.model.state_dict().items()
         return {
@@ -369,9 +369,13 @@ def _make_mp_policy(narrow: GatherDtype | None) -> MixedPrecisionPolicy:
     if narrow is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     policy = partial(MixedPrecisionPolicy, narrow.dtype, torch.float32, cast_forward_inputs=False)
-    if not narrow.wide or older_fsdp.is_older():
+    if not narrow.unconverted_parameters or older_fsdp.is_older():
         return policy()
-    return policy(param_dtype_override_fn=lambda parameter: parameter.dtype if parameter in narrow.wide else None)
+    return policy(
+        param_dtype_override_fn=lambda parameter: (
+            parameter.dtype if parameter in narrow.unconverted_parameters else None
+        )
+    )
 
 
 def to_full_tensor(tensor: Tensor) -> Tensor:

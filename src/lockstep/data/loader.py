@@ -25,7 +25,7 @@ from lockstep.common.loader_processes import make_loader_error
 from lockstep.core import random
 from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
-from lockstep.core.order import Step, Steps, part
+from lockstep.core.order import Step, Steps, get_subrange
 from lockstep.core.several_losses import Weight
 from lockstep.core.shuffle import Order, shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
@@ -139,7 +139,7 @@ class Loader:
         split = self.data.validation
         assert split is not None
         length = len(split)
-        numbers = self.data_rank.turns(self.validation_batches(batch))
+        numbers = self.data_rank.get_evaluation_batches(self.validation_batches(batch))
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
         with _open_fetcher(split, requests, self.workers, self.device) as fetch:
@@ -192,7 +192,7 @@ class Loader:
         return [self._make_span(samples, index, dummy) for index, dummy in indices]
 
     def _make_span(self, samples: int, index: int, dummy: bool) -> _Span:
-        return _Span(index, part(samples, min(self.microbatches, samples), index), dummy)
+        return _Span(index, get_subrange(samples, min(self.microbatches, samples), index), dummy)
 
     def _start_transfer(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
         skipped = [] if span.dummy or self._skipped is None else self._find_unreadable_samples(request, batch)

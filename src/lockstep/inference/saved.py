@@ -176,11 +176,11 @@ class EvaluationModel:
         self._autocast = autocast(recipe.precision, device)
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         self._model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
-        if self._numerics.stored is not None:  # the dtype in which the run stores the weights
+        if self._numerics.weight_dtype is not None:  # the dtype in which the run stores the weights
             widen_batchnorm(self._model)
-            convert_parameters(self._model, self._numerics.stored)
+            convert_parameters(self._model, self._numerics.weight_dtype)
         else:
-            convert_compute_dtype(self._model, self._numerics.copied)
+            convert_compute_dtype(self._model, self._numerics.copy_dtype)
 
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> Any:

@@ -70,7 +70,7 @@ class Evaluation:
         gate, guard, world = self._gate, placed.guard, self._rank.world
         draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
         try:
-            placed.audit.kept.forget()
+            placed.audit.kept_state.forget()
             with preserve_modes(placed.model), self._rank.during("evaluating"), placed.engine.custom_evaluation():
                 guard.mark(moved=True)  # averaged weights replace the trained weights during the pass
                 for number, batch, _ in loader.validation(samples):

@@ -34,7 +34,7 @@ def make_loader(
         settings.seed,
         placed.strategy.mesh(world.size).data_rank(world.rank),
         settings.placement.workers,
-        None if audits is None else partial(audits.assignment, world.rank),
+        None if audits is None else partial(audits.get_assignment, world.rank),
         weigh,
         order and order.for_epoch,
         replica_devices(placed.strategy, world.on_gpu),

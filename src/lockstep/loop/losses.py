@@ -98,7 +98,7 @@ def make_losses(
     roots = [
         Root(loss, microbatch.weights[name] if is_mean else 1, step.weights[name]) for name, loss, is_mean in arguments
     ]
-    return Losses(roots, [] if all(root.part for root in roots) else _make_zero_gradients(outputs))
+    return Losses(roots, [] if all(root.numerator for root in roots) else _make_zero_gradients(outputs))
 
 
 def _make_zero_gradients(outputs: Collection[Node]) -> list[tuple[GradientEdge, Tensor]]:

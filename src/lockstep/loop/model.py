@@ -146,7 +146,7 @@ class CallConsistencyCheck:
 
     def __init__(self, world: World, groups: list[list[int]]) -> None:
         [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
-        self._world = world.among(groups) if len(groups) > 1 else world
+        self._world = world.split(groups) if len(groups) > 1 else world
 
     @staticmethod
     def for_groups(world: World, groups: list[list[int]]) -> "CallConsistencyCheck | None":
@@ -160,7 +160,7 @@ class CallConsistencyCheck:
         `call_site` is the line of user code in the error, which defaults to the calling line.
         """
         # Whether gradients are enabled and the mode of the module also affect which collectives a call uses.
-        messages = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
+        messages = self._world.all_gather_bytes(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
         if len({*messages}) == 1:
             return
         if len({message[:3] for message in messages}) == 1:

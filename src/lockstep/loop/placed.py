@@ -236,7 +236,7 @@ def place_model(
     )
     interval = recompute_interval(settings.placement, strategy)
     numerics = Numerics(
-        recipe, settings.placement.offload_activations, interval, member.guarded, whole_updates=whole_updates
+        recipe, settings.placement.offload_activations, interval, member.guarded, needs_full_tensors=whole_updates
     )
     check_initial_weights(world, model, _SEED_ADVICE)
     original_parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -250,7 +250,7 @@ def place_model(
     problem = Problem(None, lambda: model, f"model {type(model).__name__}")
     log = MessageLog()
     every = settings.placement.audit_every
-    own_world = world if every is None else world.rotated(strategy.mesh(world.size), 0, log)
+    own_world = world if every is None else world.rotate_shard_groups(strategy.mesh(world.size), 0, log)
     engine = strategy.start(problem, make_optimizer, own_world, replace(numerics, chunked=chunked))
     if not isinstance(engine, Phased):
         engine.close()

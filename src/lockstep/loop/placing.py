@@ -24,7 +24,7 @@ from lockstep.common.own_code import refusal
 from lockstep.models.check import find_hooked_parameter
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.narrow_steps import NARROW
+from lockstep.parallel.narrow_steps import DTYPES_16_BIT
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_trials import (
@@ -160,7 +160,7 @@ def run_trial_steps(
     numbers, and keep its state in `optimizer.state`.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    narrow_dtypes = {parameter.dtype for parameter in trained} & {*NARROW}
+    narrow_dtypes = {parameter.dtype for parameter in trained} & {*DTYPES_16_BIT}
     whole_updates = False
     for group in optimizer.param_groups:
         make_trial = partial(_make_trial_optimizer, optimizer, group)

@@ -185,7 +185,7 @@ class Run:
             model, placed.numerics, CallConsistencyCheck.for_groups(self._world, placed.communicating_groups)
         )
         placed.guard.mark(moved=True)
-        placed.audit.kept.begin()
+        placed.audit.kept_state.begin()
         return model, optimizer
 
     def steps(

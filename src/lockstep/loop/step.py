@@ -369,7 +369,7 @@ class Step:
             self._pass.start_over()
         if placed.scheduler is not None:
             placed.scheduler.note_update()
-        placed.audit.kept.note(self._turn.step)
+        placed.audit.kept_state.record_step(self._turn.step)
         if self._examination is not None and of is None:
             self._examination.finish()  # before `update` returns, because the script may exit if step.loss is nan
         self._guard.mark(moved=True)

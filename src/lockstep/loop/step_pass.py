@@ -54,7 +54,7 @@ class StepPass:
     @property
     def beside(self) -> bool:
         """Whether the current micro-batch is an extra micro-batch of an audit."""
-        return self._part.beside
+        return self._part.is_extra
 
     @property
     def expected(self) -> int:
@@ -70,7 +70,7 @@ class StepPass:
         """Yield the micro-batches that the loop must compute. In an audited step, also reduces the gradient."""
         for part in [self._part] if self._audit is None else self._audit():
             self._part = part
-            if not part.beside:
+            if not part.is_extra:
                 self._engine.begin(part.microbatches, self._turn.step, self._leaves, ROOM)
             if self.done:
                 self._guard.block_gradient_writes()
@@ -78,7 +78,7 @@ class StepPass:
             if self._audit is not None:
                 self._guard.check(whole=False, modes=True)
                 self._guard.restore_gradients()  # the audit reads the gradients, so it can't use the stand-ins
-                part.sums = None if part.beside else self._engine.end()
+                part.sums = None if part.is_extra else self._engine.end()
         if self._audit is not None:
             self._guard.block_gradient_writes()
             self._guard.mark()

@@ -106,8 +106,8 @@ class TrainingLoop:
 
     def _begin_step(self, turn: TrainingStep, reports: StepReports) -> Step:
         audit = None
-        if self._audits is not None and self._audits.due(turn.step):
-            parts = self.placed.audit.parts
+        if self._audits is not None and self._audits.is_due(turn.step):
+            parts = self.placed.audit.run_parts
             audit = partial(parts, self._audits, self._loader.microbatch, turn.microbatches, turn.step)
         examination = self._make_examination(turn)
         refuse_autocast(f"step {turn.step.number + 1}")

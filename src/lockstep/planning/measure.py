@@ -96,7 +96,7 @@ def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Mea
         peak = 0
         for steps in _COMMUNICATION_STEPS:
             if traffic and sent * steps:
-                traffic.late = max(1.0, steps * seconds * traffic.link / sent)
+                traffic.mean_delay_factor = max(1.0, steps * seconds * traffic.link_bytes_per_s / sent)
             peak = max(peak, memory.peak(lambda: run_step(digests)))
     engine.close()
     return Measurements(held_bytes, peak, seconds, sent, messages)

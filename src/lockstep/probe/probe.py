@@ -191,7 +191,7 @@ class _Probe:
         self._world = World(ALONE, device)
         self._settings = settings
         recipe = setup.recipe.model_copy(update={"precision": settings.precision})
-        self._numerics = Numerics(recipe, guarded=False)
+        self._numerics = Numerics(recipe, checks_writes=False)
         self._modules = user_code.get_user_modules(user_code.import_paths(setup.recipe).values())
 
     def run(self, samples: Sequence[RandomSample]) -> ProbeResult:

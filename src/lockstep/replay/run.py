@@ -245,7 +245,7 @@ def _run_rank(
                 if result.first_difference is None and result.start_matches is not False
                 else EXIT_VERIFICATION
             )
-            code = int(world.tell(str(code)))  # only rank 0 has the digests
+            code = int(world.broadcast_text(str(code)))  # only rank 0 has the digests
     if rendezvous.info.rank == 0:
         report(result)
     return code

@@ -10,7 +10,7 @@ from lockstep.common.hashing import RANDOM_SEED, SEED_VARIABLE
 from lockstep.common.text import printable_line, size, step_time
 from lockstep.core import epochs
 from lockstep.core.devices import GLOO_NOTE
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
@@ -61,7 +61,7 @@ def _describe_replicas(event: Started) -> str:
     shares = []
     for replica, device in enumerate(event.replicas):
         indices = range(replica, event.microbatches, len(event.replicas))
-        samples = sum(len(part(event.batch, event.microbatches, index)) for index in indices)
+        samples = sum(len(get_subrange(event.batch, event.microbatches, index)) for index in indices)
         numbers = [str(index + 1) for index in indices]
         listed = ", ".join(numbers[:_MAX_LISTED_MICROBATCHES] + ["..."] * (len(numbers) > _MAX_LISTED_MICROBATCHES))
         noun = "micro-batch" if len(numbers) == 1 else "micro-batches"

@@ -224,7 +224,7 @@ class RankTraining:
         recipe_values = {format_key(path): value for path, value in leaves(values(recipe))}
         rule = f"learning rate {planning.rule(recipe)}"
         with sinks.open_sinks(run, recipe_values, rule, folder, self.streams) as config_sinks:
-            communication = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
+            communication = {"backend": self.world.backend, "ranks with one device": self.world.device_sharing_groups}
             source = prepared.sources | source_digests(sinks.own_paths(run))
             first_weights = weights_record(recipe, prepared.ready.first, prepared.ready.fit)
             run_folder.record_config(folder, to_yaml(prepared.loaded), prepared.resolved.engine_files)

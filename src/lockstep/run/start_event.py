@@ -44,7 +44,7 @@ def loop_start_event(
         resumed_from=str(resumed_from) if resumed_from else None,
         again=max(0, rank.last_step() - progress.step),
         backend=world.backend if world.size > 1 else "",
-        sharing=world.sharing,
+        sharing=world.device_sharing_groups,
         replicas=[str(device) for device in replicas],
         hash_seed=hash_seed(),
     )

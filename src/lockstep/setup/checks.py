@@ -16,7 +16,7 @@ from lockstep.device.env_flags import check_switches
 from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
 from lockstep.errors import UsageError
 from lockstep.models.operations import Refusal, find_refused_operations
-from lockstep.parallel.narrow_steps import NARROW
+from lockstep.parallel.narrow_steps import DTYPES_16_BIT
 from lockstep.parallel.optimizer_trials import check_updates
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
@@ -137,7 +137,7 @@ def _check_sequences(resolved: ResolvedConfig) -> None:
     recipe, strategy = resolved.recipe, resolved.strategy
     key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
     mesh = strategy.mesh(resolved.processes)
-    context_size = mesh.spread.context if strategy.traits.spreads_sequences else mesh.context
+    context_size = mesh.sequence_mesh.context if strategy.traits.spreads_sequences else mesh.context
     if chunks % context_size:
         valid_counts = ", ".join(map(str, divisors(chunks)))
         raise UsageError(
@@ -170,7 +170,7 @@ def check_cut(resolved: ResolvedConfig, ready: Setup) -> None:
     if isinstance(strategy, ExternalEngine):
         for make_optimizer in optimizer_factories(ready.recipe, ready.parameter_settings)[1:]:
             strategy.check_recipe(resolved.numerics, make_optimizer)
-        strategy.check_trained({name: form.dtype for name, form in ready.summary.trained.items()})
+        strategy.check_trained_dtypes({name: form.dtype for name, form in ready.summary.trained.items()})
     if isinstance(strategy, CutsModel):
         whole_blocks = ready.recipe.compile
         strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole_blocks)
@@ -185,7 +185,7 @@ def needs_whole_updates(resolved: ResolvedConfig, ready: Setup) -> bool:
     stored = stored_dtype(ready.recipe.precision)
     dtypes = {stored}
     if stored is None:  # without a storage dtype, the model itself may have 16-bit weights
-        dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in NARROW}
+        dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in DTYPES_16_BIT}
     return _check_updates(
         resolved, bool(ready.chunked), optimizer_factories(ready.recipe, ready.parameter_settings), dtypes
     )

@@ -101,7 +101,7 @@ class StepDigests:
             self.write([Digest(step, value % (1 << 64), weights) for (step, weights, _), value in summed])
 
     def _add_digest(self, step: int, tensors: NamedTensors, weights: bool) -> None:
-        self._pending.append((step, weights, self._digests.of_model(tensors, self._assigned_names(tensors))))
+        self._pending.append((step, weights, self._digests.digest_model(tensors, self._assigned_names(tensors))))
 
     def _assigned_names(self, tensors: NamedTensors) -> frozenset[str]:
         """Return the names of the unsharded tensors whose digests this rank computes. No other rank computes them."""

@@ -186,11 +186,11 @@ class _TracedRun:
         because each loss then belongs to a chunk, and chunks differ between placements.
         """
         real_microbatches = [microbatch for microbatch in microbatches if not microbatch.dummy]
-        if self._setup.recipe.model.sequence_chunks > 1 or len(sums.own_losses) != len(real_microbatches):
+        if self._setup.recipe.model.sequence_chunks > 1 or len(sums.local_losses) != len(real_microbatches):
             return {}
         return {
             str(microbatch.index): trace.to_text(float(loss))
-            for microbatch, loss in zip(real_microbatches, sums.own_losses, strict=True)
+            for microbatch, loss in zip(real_microbatches, sums.local_losses, strict=True)
         }
 
     def update(self, lr: float, max_norm: float | None) -> Update:

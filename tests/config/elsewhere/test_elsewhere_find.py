@@ -95,7 +95,7 @@ def test_rates_are_those_of_distribuuuu(tmp_path: Path, policy: str) -> None:
         gamma=schedule.gamma,
         warmup_epochs=schedule.warmup_epochs,
         warmup_factor=schedule.warmup_factor,
-        each=schedule.each,
+        update_interval=schedule.each,
     )
     for epoch in range(epochs):
         falling = {
@@ -104,7 +104,7 @@ def test_rates_are_those_of_distribuuuu(tmp_path: Path, policy: str) -> None:
         }[policy]
         part = epoch / warm
         expected = base * falling * (factor * (1 - part) + part if epoch < warm else 1)
-        assert rate.at(epoch * 100 + 50) == pytest.approx(expected)
+        assert rate.compute_rate(epoch * 100 + 50) == pytest.approx(expected)
 
 
 def test_an_exponential_rate_falls_by_the_same_factor_after_each_epoch(tmp_path: Path) -> None:

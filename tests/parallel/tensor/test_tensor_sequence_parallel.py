@@ -24,7 +24,7 @@ from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.parallel.tensor.sequence_parallel import SequenceForwards, check_sequence_parallel
-from lockstep.parallel.tensor.slices import cut_layers
+from lockstep.parallel.tensor.slices import split_layers
 
 FORWARDS = 2
 
@@ -56,7 +56,7 @@ def _net(together: CooperativeScheduler, spread: bool) -> nn.Module:
     if spread:
         alone = CanonicalSum(0, [DataRank()], None)
         found = SequenceForwards(FORWARDS, 0, 1, alone, None, together, [torch.default_generator])
-        for layer in cut_layers(net).values():
+        for layer in split_layers(net).values():
             layer.region.sequence_forwards = found
     return net
 
