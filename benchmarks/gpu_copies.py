@@ -40,7 +40,7 @@ from lockstep.parallel.optimize import make_optimizer
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -190,7 +190,7 @@ class _Way:
             return islice(self._batches(first), steps)
 
         reports = StepReports(self._world, plan, self._progress)
-        following = training_steps(batches, reports, evaluate=_never, save=_never, stop=_NoStop())
+        following = iterate_training_steps(batches, reports, evaluate=_never, save=_never, stop=_NoStop())
         for event in train(self.engine, reports, following):
             raise AssertionError(event)
 

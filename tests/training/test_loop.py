@@ -20,7 +20,7 @@ from lockstep.parallel.engine import Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -54,7 +54,7 @@ def run(
             stop.level = level
 
     reports = StepReports(world, following, progress or Progress())
-    steps = training_steps(batches(following.steps, ask), reports, evaluate=evaluated(), save=saved, stop=stop)
+    steps = iterate_training_steps(batches(following.steps, ask), reports, evaluate=evaluated(), save=saved, stop=stop)
     return list(train(engine, reports, steps))
 
 
@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
     events: list[Event] = []
     reports = StepReports(ALONE_WORLD, following, Progress())
     training = train(
-        engine, reports, training_steps(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish())
+        engine, reports, iterate_training_steps(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish())
     )
     with pytest.raises(TrainingError, match=r"^loss is nan at step 2 \(epoch 1\), on rank 0, at learning rate 0\.45; "):
         events.extend(training)
@@ -194,7 +194,9 @@ def test_steps_that_are_reported_are_saved_while_the_ranks_are_to_be_preempted()
     following, warned = plan(STEPS, log=Interval(steps=2)), iter((False, True, True, False, False))
     ask = partial(next, warned)
     reports = StepReports(ALONE_WORLD, following, Progress())
-    steps = training_steps(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask)
+    steps = iterate_training_steps(
+        batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask
+    )
     saves = [each for each in shortly(list(train(FakeEngine(), reports, steps))) if each.startswith("saved")]
     assert saves == ["saved 3", "saved 4", "saved 6", "saved 9"]
 
@@ -210,7 +212,7 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     following = plan(STEPS, log=Interval(steps=1), evaluate=Interval(steps=2), save=Interval(steps=3))
     reports = StepReports(ALONE_WORLD, following, Progress())
-    steps = training_steps(
+    steps = iterate_training_steps(
         batches(STEPS, lambda _: passes(1.0)),
         reports,
         evaluate=lambda progress: passes(100.0) or evaluated()(progress),  # type: ignore[func-returns-value]
@@ -266,9 +268,9 @@ def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) 
 
 def test_a_step_is_reported_once_and_its_batch_is_not_kept() -> None:
     reports = StepReports(ALONE_WORLD, plan(STEPS, log=Interval(steps=1)), Progress())
-    turn = next(iter(training_steps(batches(STEPS), reports, save=saved)))
+    turn = next(iter(iterate_training_steps(batches(STEPS), reports, save=saved)))
     assert isinstance(turn, TrainingStep)
-    turn.done(0.5, Sums(torch.tensor(8.0), 4, ()), Update(None, applied=True))
+    turn.record_update(0.5, Sums(torch.tensor(8.0), 4, ()), Update(None, applied=True))
     [stepped] = reports.report(turn)
     assert (stepped.step, stepped.loss, stepped.lr) == (1, 2.0, 0.5)
     assert reports.report(turn) == ()

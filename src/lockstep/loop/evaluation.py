@@ -72,7 +72,7 @@ class Evaluation:
         try:
             placed.audit.kept_state.forget()
             with preserve_modes(placed.model), self._rank.during("evaluating"), placed.engine.custom_evaluation():
-                guard.mark(moved=True)  # averaged weights replace the trained weights during the pass
+                guard.mark(weights_changed=True)  # averaged weights replace the trained weights during the pass
                 for number, batch, _ in loader.validation(samples):
                     current_pass.numbers.append(number)
                     gate.exchanged = False
@@ -89,7 +89,7 @@ class Evaluation:
                 self._call_check.record_early_exit(calling() or "run.each")
             gate.open = False
             seed_all(world, draws)  # the RNG states differ, because ranks evaluated different batches
-            guard.mark(moved=True)
+            guard.mark(weights_changed=True)
 
     def sum(self, values: Any) -> Any:
         """Sum values of the last evaluation pass over its batches and all ranks. See `Run.sum`."""

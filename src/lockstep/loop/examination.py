@@ -118,7 +118,7 @@ def read_observations(folder: Path) -> RankObservations | None:
     for observation in observations:
         examined.microbatches |= observation.examined.microbatches
         for name, max_value in observation.examined.activations.items():
-            examined.note_activation(name, max_value)
+            examined.record_activation(name, max_value)
     # Report the first nonfinite value in the order in which a single process would compute the micro-batches.
     candidates = [
         (observation.iteration, nonfinite.microbatch, nonfinite)

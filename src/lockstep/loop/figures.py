@@ -32,7 +32,7 @@ class LoggedMetrics:
             raise refusal(f"run.log: {reserved_name} is a reserved name", "choose a different name")
         self._rank.world.add_metrics(values)
         self._values.update({name: repr(value) for name, value in values.items()})
-        self._rank.write(Logged(**self._rank.progress.at, figures=values))
+        self._rank.write(Logged(**self._rank.progress.event_fields, figures=values))
 
     def compare(self) -> None:
         """Warn, at most once per run, if metrics have different values on different ranks."""

@@ -76,7 +76,7 @@ class Forward:
         Set `early` if the forward pass ended with an error. In this case, the state of the engine isn't checked.
         """
         context, self._context, self._gate.open = self._context, None, False
-        self._gate.returned.clear()
+        self._gate.output_nodes.clear()
         if self._stray_check is not None:
             self._stray_check.close()
         if context is not None and early:

@@ -185,7 +185,7 @@ class Guard:
         self._hook_ids = self._gradient_hooks()
         self._identities = self._part_ids()
         self.block_gradient_writes()
-        self.mark(moved=True)
+        self.mark(weights_changed=True)
 
     def close(self) -> None:
         """Stop checking the model."""
@@ -195,7 +195,7 @@ class Guard:
     def check(
         self,
         *,
-        whole: bool = True,
+        full: bool = True,
         updating: bool = False,
         modes: bool = False,
         forward: bool = False,
@@ -203,7 +203,7 @@ class Guard:
     ) -> None:
         """Raise UsageError if the model changed since the last call of Lockstep ended.
 
-        - `whole`: Check everything. Otherwise only check gradients, kept buffers, and modes if `modes` is set.
+        - `full`: Check everything. Otherwise only check gradients, kept buffers, and modes if `modes` is set.
         - `updating`: The weights are about to be updated. Also check for writes, replaced tensors or modules, and
           changes of `requires_grad`, because these changes can't be detected after the update.
         - `modes`: Check that all modules are in the mode recorded by `mark`.
@@ -217,9 +217,9 @@ class Guard:
         self._running = False
         self._last_step = self.step or self._last_step
         self._updates += updating
-        self._was_autograd_check = whole or updating
+        self._was_autograd_check = full or updating
         self._was_compared = self._was_autograd_check or self._careful
-        self._was_full_check = whole or (updating and self._careful)
+        self._was_full_check = full or (updating and self._careful)
         if self._was_compared:
             self._check_writes()
         if modes and (training_modes := [module.training for module in self._modules]) != self._modes:
@@ -243,13 +243,13 @@ class Guard:
             problem = f"the storage of {name} was replaced"
             raise self._refusal(problem, since=self._fully_checked_at, first_step=self._full_check_step)
 
-    def mark(self, *, moved: bool = False, modes: bool = False) -> None:
+    def mark(self, *, weights_changed: bool = False, modes: bool = False) -> None:
         """Record the current state before user code runs.
 
-        - `moved`: Also record the weights, because Lockstep changed them.
+        - `weights_changed`: Also record the weights, because Lockstep changed them.
         - `modes`: Also record the modes of all modules.
         """
-        if moved:
+        if weights_changed:
             self._summing = False
             self._careful = self._updates <= _CAREFUL_UPDATES or not self._updates % _CAREFUL_INTERVAL
             self._versions = [tensor._version for tensor in self._tensors]
@@ -259,9 +259,9 @@ class Guard:
             self._kept_versions = [buffer._version for buffer in self._kept_buffers]
         if not self._running:  # if user code is already running, there was no `check` since the last `mark`
             self.last = self.line(3)
-            if moved or self._was_compared:
+            if weights_changed or self._was_compared:
                 self._compared_at = self.last
-            if (moved or self._was_autograd_check) and not self._frozen:
+            if (weights_changed or self._was_autograd_check) and not self._frozen:
                 self._autograd_checked_at = self.last
             if self._was_full_check:
                 self._fully_checked_at, self._full_check_step = self.last, self._last_step
@@ -440,7 +440,7 @@ class NoGuard:
     def check(
         self,
         *,
-        whole: bool = True,
+        full: bool = True,
         updating: bool = False,
         modes: bool = False,
         forward: bool = False,
@@ -448,7 +448,7 @@ class NoGuard:
     ) -> None:
         """See Guard."""
 
-    def mark(self, *, moved: bool = False, modes: bool = False) -> None:
+    def mark(self, *, weights_changed: bool = False, modes: bool = False) -> None:
         """See Guard."""
 
     def line(self, depth: int = 1) -> SourceLocation:

@@ -26,11 +26,11 @@ from lockstep.loop.loss_terms import (
     are_sample_losses,
     depends_on_outputs,
     find_terms,
+    find_uncanceled_scales,
     is_mean_over_samples,
+    is_reduction,
     mask_totals,
     operation_name,
-    reduces,
-    uncanceled,
 )
 from lockstep.loop.losses import missing_weights_error
 from lockstep.tasks.base import MicroBatch
@@ -199,7 +199,7 @@ class LossCheck:
         sums = [term for term, kind in graph.kinds() if kind == "sum"]
         if not sums:
             return
-        divisors = [scale.value for scale in uncanceled(sums[0]) if not graph.is_usual(scale)]
+        divisors = [scale.value for scale in find_uncanceled_scales(sums[0]) if not graph.is_usual(scale)]
         if len(sums) == len(graph.terms) and not divisors and all(map(graph.sums_all_samples, sums)):
             raise refusal(
                 f"step {step}: {self._loss} is a sum over {sums[0].size:g} values",
@@ -242,7 +242,7 @@ class LossCheck:
     def _ask_about_function(self, step: int, graph: "_LossGraph") -> None:
         """Warn if a term is a nonlinear function of all samples of the micro-batch together."""
         for term in graph.terms:
-            if not term.kind and reduces(term.node) and term.node not in graph.returned:
+            if not term.kind and is_reduction(term.node) and term.node not in graph.returned:
                 name = term.node.name().partition("Backward")[0].lower()
                 self._ask(
                     "function",
@@ -298,7 +298,7 @@ class _LossGraph:
         if term.kind != "sum":
             return None
         samples = self.microbatch.samples
-        for scale in uncanceled(term):
+        for scale in find_uncanceled_scales(term):
             value = scale.value
             divides_size = samples > 1 and value > 1 and not value % samples and not term.size % value
             # No script divides by the literal 1, so the divisor is a count that happens to be 1.
@@ -319,7 +319,9 @@ class _LossGraph:
         """
         if term.kind != "sum":
             return 0
-        return term.size / math.prod(scale.value for scale in uncanceled(term) if scale.value in term.sizes[1:])
+        return term.size / math.prod(
+            scale.value for scale in find_uncanceled_scales(term) if scale.value in term.sizes[1:]
+        )
 
     def sums_all_samples(self, term: LossTerm) -> bool:
         """Return whether a term is certain to sum over all samples of the micro-batch."""
@@ -333,7 +335,7 @@ class _LossGraph:
         """
         for scale in self.shared:
             is_integer = scale.divides and scale.value >= 2 and scale.value.is_integer()
-            if not is_integer or any(scale not in uncanceled(term) for term in self.terms):
+            if not is_integer or any(scale not in find_uncanceled_scales(term) for term in self.terms):
                 continue
             makes_mean = any(self.divisor_of_mean(term) == scale for term in self.terms)
             if not (makes_mean or self.is_usual(scale)):

@@ -74,7 +74,7 @@ def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[Los
     return terms
 
 
-def uncanceled(term: LossTerm) -> Sequence[Scale]:
+def find_uncanceled_scales(term: LossTerm) -> Sequence[Scale]:
     """Return the divisions of a term, without those that a multiplication by the same number cancels."""
     multipliers = [scale.value for scale in term.scales if not scale.divides]
     divisions = []
@@ -119,7 +119,7 @@ def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Colle
     )
 
 
-def reduces(node: Node) -> bool:
+def is_reduction(node: Node) -> bool:
     """Return whether a node is a PyTorch operation that returns a single number, but is neither a sum nor a loss."""
     name = operation_name(node)
     if not name or name.startswith(_SUMMING_OPERATIONS) or getattr(node, "_saved_reduction", None) is not None:

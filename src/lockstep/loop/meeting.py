@@ -56,8 +56,8 @@ class SameCallCheck:
         script may have left the loop with an error on a single rank.
         """
         call_site, self._early_exit_line = self._early_exit_line, ""
-        if call_site and self._gate.alike is not None:
-            self._gate.alike.call(CallConsistencyCheck.LEFT, "", call_site)
+        if call_site and self._gate.call_check is not None:
+            self._gate.call_check.check_call(CallConsistencyCheck.LEFT, "", call_site)
 
     def refuse_within_batch(self, call: str) -> None:
         """Raise UsageError if `call` is made within a batch of `run.each`."""

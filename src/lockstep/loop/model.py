@@ -48,24 +48,24 @@ class Gate:
 
     open: bool = False
     step: int = 0  # the current step, from its first micro-batch to its update; 0 between steps
-    returned: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
-    alike: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
+    output_nodes: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
+    call_check: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
     ended_at: SourceLocation = "", 0  # the line of the last step.backward
     recomputing: bool = False  # whether a backward pass is running, which may recompute modules in a checkpoint()
     exchanged: bool = False  # whether user code has called a collective; reset by `run.each`
 
     @property
-    def at(self) -> str:
+    def error_prefix(self) -> str:
         """The prefix of error messages, which names the current step."""
         return f"step {self.step}: " if self.step else ""
 
     def end_batch(self) -> None:
         """End a micro-batch or a batch of `run.each`."""
-        if self.alike is not None:
-            self.alike.call(CallConsistencyCheck.OVER, self.at)
+        if self.call_check is not None:
+            self.call_check.check_call(CallConsistencyCheck.OVER, self.error_prefix)
 
     @property
-    def ended(self) -> str:
+    def end_description(self) -> str:
         """The line that ended the previous micro-batch, as a clause for error messages."""
         return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
 
@@ -86,13 +86,13 @@ class Gate:
                 "sum values with run.sum over run.each, or call the collective after step.update",
             )
 
-    def wrap_calls(self, model: nn.Module, numerics: Numerics, alike: "CallConsistencyCheck | None") -> None:
+    def wrap_calls(self, model: nn.Module, numerics: Numerics, call_check: "CallConsistencyCheck | None") -> None:
         """Wrap the placed model so that calls are only allowed while the gate is open, and convert its dtypes.
 
         The dtypes of inputs and outputs are converted as in a recipe. A container such as nn.ModuleDict has no forward
         method, so the modules in the container are wrapped instead.
         """
-        self.alike = alike
+        self.call_check = call_check
         for number, module in enumerate(entry_modules(model)):
             if numerics.dtype is not None:
                 _convert_dtype(module, numerics)
@@ -106,7 +106,7 @@ class Gate:
             return call(*args, **kwargs)
         if not self.open and self.step:
             raise refusal(
-                f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
+                f"step {self.step}: the placed model is called between two micro-batches: {self.end_description}",
                 "call it before step.backward, and call step.backward once with the sum of all losses of the "
                 "micro-batch",
             )
@@ -116,8 +116,8 @@ class Gate:
                 "call it within `for batch in step` before step.backward, or within `for batch in run.each(...)`; to "
                 "use the saved weights of a run with dir=folder, call lockstep.load(folder, model=...)",
             )
-        if self.alike is not None:
-            self.alike.call(number, self.at, training=module.training)
+        if self.call_check is not None:
+            self.call_check.check_call(number, self.error_prefix, training=module.training)
             if torch.is_inference_mode_enabled():
                 # Weights gathered in inference mode would stay inference tensors, which a later backward pass can't
                 # use.
@@ -127,7 +127,7 @@ class Gate:
         for tensor in tensors_of(outputs):
             # A loss that the model itself returns isn't an output: LossCheck must analyze its graph.
             if tensor.grad_fn is not None and tensor.ndim:
-                self.returned.add(tensor.grad_fn)
+                self.output_nodes.add(tensor.grad_fn)
         return outputs
 
 
@@ -153,7 +153,7 @@ class CallConsistencyCheck:
         """Return a check for these groups of ranks, or None if each group has a single rank."""
         return CallConsistencyCheck(world, groups) if len(groups[0]) > 1 else None
 
-    def call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
+    def check_call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
         """Raise UsageError on all ranks of the group unless they all call the same module in the same mode.
 
         All ranks of the group must call this method. `number` is the number of the module, and `training` is its mode.
@@ -345,7 +345,7 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
+def describe_structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
     """Return the structure of the model, which must not change after `place`.
 
     It consists of the name, the id and `requires_grad` of each parameter, and the name of each buffer.

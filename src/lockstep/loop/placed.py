@@ -23,7 +23,7 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.loop.chunk_check import FirstCallCheck
 from lockstep.loop.guard import Guard, NoGuard
 from lockstep.loop.member import Member
-from lockstep.loop.model import structure
+from lockstep.loop.model import describe_structure
 from lockstep.loop.model_modes import is_evaluating
 from lockstep.loop.modes import Modes, list_evaluating
 from lockstep.loop.placing import Groups, get_base_rate, get_hyperparameters, make_optimizer_factory, run_trial_steps
@@ -56,7 +56,7 @@ class ChunkPlan:
     count: int = 1
     plan: Plan = field(default_factory=dict)
 
-    def cut(self, model: nn.Module) -> dict[str, Chunked]:
+    def split(self, model: nn.Module) -> dict[str, Chunked]:
         """Split the model in place and return how its parameters are rearranged.
 
         Raises UsageError if the model can't be split.
@@ -103,7 +103,7 @@ class PlacedModel:
         """The groups of ranks that communicate weights or inputs in each call of the model."""
         return self.strategy.mesh(self.world.size).groups("shard", "expert")
 
-    def audit_schedule(self, microbatches: int) -> AuditSchedule | None:
+    def make_audit_schedule(self, microbatches: int) -> AuditSchedule | None:
         """Return the schedule of recomputation audits, or None if audits are disabled."""
         every = self.settings.placement.audit_every
         return None if every is None else AuditSchedule(every, self.strategy.mesh(self.world.size), microbatches)
@@ -141,7 +141,7 @@ class PlacedModel:
         mesh = self.strategy.mesh(self.world.size)
         return mesh.replicate if mesh.shard == mesh.expert == 1 else 0
 
-    def agree(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
+    def submit_settings(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
         """Apply the settings of the user's optimizer, and submit the arguments of an update to a check across ranks.
 
         All ranks must have the same optimizer settings, module modes, `rate`, `clip` and `of`, and the same names of
@@ -196,7 +196,7 @@ class PlacedModel:
 
     def check_structure(self) -> None:
         """Raise UsageError if the parameters or buffers of the model aren't the same as when it was placed."""
-        if structure(self.model) != self.structure:
+        if describe_structure(self.model) != self.structure:
             raise refusal(
                 "the model was changed after run.place: it has different parameters or buffers, or different ones are "
                 "trained",
@@ -243,8 +243,8 @@ def place_model(
     make_optimizer = make_optimizer_factory(optimizer, model)
     initial_hyperparameters = get_hyperparameters(optimizer)
     if type(chunks.count) is int and chunks.count > 1:
-        FirstCallCheck(model, chunks.count, chunks.cut, member.rank.warn)
-    chunked = chunks.cut(model)
+        FirstCallCheck(model, chunks.count, chunks.split, member.rank.warn)
+    chunked = chunks.split(model)
     if isinstance(strategy, CutsModel):
         strategy.check_model(lambda: model, None, world.size)
     problem = Problem(None, lambda: model, f"model {type(model).__name__}")
@@ -275,7 +275,7 @@ def place_model(
         engine=engine,
         canonical=canonical,
         chunks=chunks,
-        structure=structure(model),
+        structure=describe_structure(model),
         rate=get_base_rate(optimizer),
         initial_hyperparameters=initial_hyperparameters,
         groups=Groups(optimizer, engine.groups, scheduler is not None),

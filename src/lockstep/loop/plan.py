@@ -85,7 +85,7 @@ class LoopPlan:
         The script decides when to evaluate and when to save.
         """
         weighs = self.weight is not None
-        return Plan(self.steps, None, weighs=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
+        return Plan(self.steps, None, has_weights=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
 
 
 def make_plan(

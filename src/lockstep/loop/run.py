@@ -184,7 +184,7 @@ class Run:
         self._gate.wrap_calls(
             model, placed.numerics, CallConsistencyCheck.for_groups(self._world, placed.communicating_groups)
         )
-        placed.guard.mark(moved=True)
+        placed.guard.mark(weights_changed=True)
         placed.audit.kept_state.begin()
         return model, optimizer
 

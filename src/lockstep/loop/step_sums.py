@@ -85,7 +85,7 @@ class StepSums:
         if has_idle_ranks:
             self.names = next((tuple(names) for names in self._world.all_gather_json(self.names) if names), ())
 
-    def take(self, counts: Tensor | None) -> None:
+    def store_totals(self, counts: Tensor | None) -> None:
         """Store the totals of the iteration over all ranks. `counts` is the reduced vector."""
         if counts is None:
             self.totals = _NO_TOTALS

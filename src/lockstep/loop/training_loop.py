@@ -28,7 +28,7 @@ from lockstep.run.start_event import loop_start_event
 from lockstep.strategies.base import replica_devices
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Saved, Started, Stopped, Warned
-from lockstep.training.loop import Batches, training_steps
+from lockstep.training.loop import Batches, iterate_training_steps
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.training.turn import TrainingStep
@@ -56,7 +56,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         placed, plan = self.placed, self.plan
         self._rank, self._world = self.member.rank, self.member.rank.world
-        self._audits = placed.audit_schedule(plan.microbatches)
+        self._audits = placed.make_audit_schedule(plan.microbatches)
         self._loader = make_loader(
             placed,
             plan.items,
@@ -75,7 +75,7 @@ class TrainingLoop:
         if hint:
             print(hint)
         for fault in self.faults:
-            rank.write(Warned(**progress.at, culprit=fault.culprit, text=fault.text))
+            rank.write(Warned(**progress.event_fields, culprit=fault.culprit, text=fault.text))
         if progress.step >= total:
             if progress.step == total:
                 self.placed.modes.restore()
@@ -86,7 +86,7 @@ class TrainingLoop:
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         reports = StepReports(self._world, loop_plan, progress, rank.digests)
         try:
-            items = training_steps(
+            items = iterate_training_steps(
                 self._step_source(), reports, save=self._save_last, stop=stop, preempted=rank.preempted
             )
             for item in items:
@@ -104,17 +104,19 @@ class TrainingLoop:
             self._end_replay()
         return self._finish()
 
-    def _begin_step(self, turn: TrainingStep, reports: StepReports) -> Step:
+    def _begin_step(self, training_step: TrainingStep, reports: StepReports) -> Step:
         audit = None
-        if self._audits is not None and self._audits.is_due(turn.step):
+        if self._audits is not None and self._audits.is_due(training_step.step):
             parts = self.placed.audit.run_parts
-            audit = partial(parts, self._audits, self._loader.microbatch, turn.microbatches, turn.step)
-        examination = self._make_examination(turn)
-        refuse_autocast(f"step {turn.step.number + 1}")
-        if turn.step.first == 0:
+            audit = partial(
+                parts, self._audits, self._loader.microbatch, training_step.microbatches, training_step.step
+            )
+        examination = self._make_examination(training_step)
+        refuse_autocast(f"step {training_step.step.number + 1}")
+        if training_step.step.first == 0:
             self.placed.check_structure()
-            self._compare_orders(turn.step.epoch)
-        return self.sequence.begin(self.placed, self.plan, turn, reports, audit, examination)
+            self._compare_orders(training_step.step.epoch)
+        return self.sequence.begin(self.placed, self.plan, training_step, reports, audit, examination)
 
     def _compare_orders(self, epoch: int) -> None:
         """Raise UsageError if the sample order of an epoch differs between ranks. All ranks must call this method."""
@@ -166,10 +168,10 @@ class TrainingLoop:
             return loader.training
         return lambda first: islice(loader.training(first), replay.last - first)
 
-    def _make_examination(self, turn: TrainingStep) -> Examination | None:
+    def _make_examination(self, training_step: TrainingStep) -> Examination | None:
         """Return an examination if this is the last step of a replay that requests it, and None otherwise."""
         replay, folder = self.member.replay, self._rank.folder
-        if replay is None or not replay.examined or turn.step.number + 1 != replay.last or folder is None:
+        if replay is None or not replay.examined or training_step.step.number + 1 != replay.last or folder is None:
             return None
         digests = self._rank.digests
 
@@ -180,7 +182,7 @@ class TrainingLoop:
 
         if digests is not None:  # collect the digests of the earlier steps now, in case this step fails
             digests.collect()
-        return Examination(folder, self._world, self.placed, self._loader.samples(turn.step), report)
+        return Examination(folder, self._world, self.placed, self._loader.samples(training_step.step), report)
 
     def _end_replay(self) -> NoReturn:
         """End the script, because a replay must not run the code after its last step."""
@@ -196,7 +198,7 @@ def finish_loop(rank: Rank, placed: PlacedModel, checkpoints: LoopCheckpoints | 
         rank.write(saved)
     sha256 = checkpoints.weights if checkpoints else store.weights_sha256(placed.weights())
     skipped, audited = rank.progress.skipped_steps, placed.audit.audited
-    fields = rank.progress.at
+    fields = rank.progress.event_fields
     rank.write(Done(**fields, weights_sha256=sha256, skipped_steps=skipped, audited=audited, seconds=rank.seconds))
 
 

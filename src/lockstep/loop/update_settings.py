@@ -13,18 +13,18 @@ class UpdateSettings(NamedTuple):
     """The settings of an update.
 
     - `rate`: The learning rate to pass to the engine. If a scheduler sets the rates of groups, it is 1.
-    - `shown`: The learning rate to report.
+    - `reported_rate`: The learning rate to report.
     - `clip`: The gradient norm to clip to, or None.
     - `groups`: The indices of the groups to update, or None for all groups.
     """
 
     rate: float
-    shown: float
+    reported_rate: float
     clip: float | None
     groups: frozenset[int] | None
 
 
-def update_settings(
+def make_update_settings(
     step: int, placed: PlacedModel, lr: float | None, clip: float | None, of: str | None, *, audited: bool
 ) -> UpdateSettings:
     """Validate the arguments of `step.update`. Raises UsageError if an argument is invalid.
@@ -37,9 +37,9 @@ def update_settings(
             f"step {step}: got lr={lr!r}, but a scheduler sets the learning rate", "remove lr=, or the scheduler"
         )
     rate = placed.rate if lr is None else _validate_rate(step, lr)
-    shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)
+    reported_rate, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)
     groups = None if of is None else _group_indices(step, placed, of, audited)
-    return UpdateSettings(rate, shown, None if clip is None else _validate_clip(step, clip), groups)
+    return UpdateSettings(rate, reported_rate, None if clip is None else _validate_clip(step, clip), groups)
 
 
 def _validate_clip(step: int, value: object) -> float:

@@ -48,7 +48,7 @@ from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.observer import ParameterNorms, StepObservations
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
@@ -115,7 +115,7 @@ class Replay:
     steps: list[ReplayedStep] = field(default_factory=list)
     machine_differences: list[str] = field(default_factory=list)
     start_matches: bool | None = None  # whether the initial weights match the recorded digest; None without a digest
-    layers: list[ParameterNorms] = field(default_factory=list)
+    parameter_norms: list[ParameterNorms] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
     observations: StepObservations | None = None
     name_of: Callable[[int], str] = "sample {}".format
@@ -289,7 +289,7 @@ class _StepReplayer:
         self._digests.add_weights(self._opened_run.start, self._engine.state().model)
         plan = replace(self._setup.plan(log=_DIGEST_INTERVAL, save=NEVER), figures=None, stop_on_nonfinite=False)
         reports = StepReports(self._world, plan, self._progress, self._digests)
-        for _ in train(self, reports, training_steps(self._batches, reports, save=lambda _: [])):
+        for _ in train(self, reports, iterate_training_steps(self._batches, reports, save=lambda _: [])):
             pass
         self._digests.collect()
         self._engine.close()
@@ -310,7 +310,7 @@ class _StepReplayer:
         self._rates.append(lr)
         if not self._is_examined:
             return self._engine.update(lr, max_norm)
-        update, self._replay.layers = measure_update(
+        update, self._replay.parameter_norms = measure_update(
             partial(self._engine.update, lr, max_norm),
             self._trace_tensors("the gradient", self._engine.gradients),
             iterate_full_tensors(self._world, self._engine.state().model),

@@ -69,7 +69,7 @@ def evaluation_event(
     if keep is not None:
         keep(task.report(sums))
     return Evaluated(
-        **progress.at,
+        **progress.event_fields,
         loss=figures.pop(LOSS),
         figures=figures,
         evaluated=int(sums.get("counted", sums["samples"])),

@@ -78,7 +78,7 @@ class Rank:
 
     def write_corrupted(self, error: CorruptionError) -> None:
         """Write the Corrupted event for an audit that found wrong results."""
-        self.write(Corrupted(**self.progress.at, ranks=tuple(error.ranks), text=str(error)))
+        self.write(Corrupted(**self.progress.event_fields, ranks=tuple(error.ranks), text=str(error)))
 
     def write(self, event: Event) -> None:
         """Write an event to all sinks. If it is the last event of the run, rank 0 also writes result.json.

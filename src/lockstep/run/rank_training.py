@@ -40,7 +40,7 @@ from lockstep.setup.resume import continuation_state
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import check_initial_weights
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -123,7 +123,7 @@ class RankTraining:
         with nullcontext() if self.grading is None else self.grading.left_out():
             yield start  # sinks import their libraries when they get this event
         for finding in self.get_findings():
-            yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
+            yield Warned(**rank.progress.event_fields, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
         run, ready = self.prepared.run, self.prepared.ready
         evaluates = ready.data.validation is not None
@@ -133,7 +133,7 @@ class RankTraining:
             evaluate=Interval(run.evaluate_every.steps, run.evaluate_every.epochs) if evaluates else None,
         )
         reports = StepReports(self.world, plan, rank.progress, rank.digests)
-        items = training_steps(
+        items = iterate_training_steps(
             self._batches,
             reports,
             save=lambda _: checkpoints.save(),
@@ -190,7 +190,7 @@ class RankTraining:
             reported.update(new_indices)
             for first in range(0, len(new_indices), _MAX_FILES_PER_EVENT):
                 files = tuple(file(index) for index in new_indices[first : first + _MAX_FILES_PER_EVENT])
-                yield Skipped(**self.rank.progress.at, files=files)
+                yield Skipped(**self.rank.progress.event_fields, files=files)
 
     def _done(self) -> Done:
         seconds, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
@@ -198,7 +198,7 @@ class RankTraining:
         ranks = self.world.all_gather_json([seconds, peak, measured, sorted(self.loader.unreadable[0])])
         progress = self.rank.progress
         return Done(
-            **progress.at,
+            **progress.event_fields,
             weights_sha256=self.checkpoints.weights_sha256,
             figures=progress.figures,
             best=progress.best,

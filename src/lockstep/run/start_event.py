@@ -28,7 +28,7 @@ def loop_start_event(
     """
     world, progress = rank.world, rank.progress
     return Started(
-        **progress.at,
+        **progress.event_fields,
         steps=steps.total,
         epochs=steps.total_samples / steps.samples_per_epoch,
         steps_per_epoch=steps.per_epoch,

@@ -102,7 +102,7 @@ class Setup:
             rate=find_rate(recipe, self.steps),
             monitor=task.monitor,
             figures=task.figures,
-            weighs=not task.counts_samples,
+            has_weights=not task.counts_samples,
             recipe=recipe,
             stop_on_nonfinite=recipe.nonfinite == "stop",
             log=log,

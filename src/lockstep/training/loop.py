@@ -25,12 +25,12 @@ Batches = Callable[[int], Iterable[tuple[Step, MicroBatches]]]
 
 
 def run_training_step(
-    engine: StepEngine, recipe: EngineRecipe, turn: TrainingStep, lr: float, *, observe: bool = False
+    engine: StepEngine, recipe: EngineRecipe, training_step: TrainingStep, lr: float, *, observe: bool = False
 ) -> None:
     """Run one step of an engine at learning rate `lr`. All ranks call it."""
-    sums = engine.forward_backward(turn.microbatches, turn.step, observe)
-    turn.digest()
-    turn.done(lr, sums, engine.update(lr, recipe.clip_norm))
+    sums = engine.forward_backward(training_step.microbatches, training_step.step, observe)
+    training_step.record_digest()
+    training_step.record_update(lr, sums, engine.update(lr, recipe.clip_norm))
 
 
 def train(engine: StepEngine, reports: StepReports, items: Iterable[TrainingStep | Event]) -> Iterator[Event]:
@@ -48,7 +48,7 @@ def train(engine: StepEngine, reports: StepReports, items: Iterable[TrainingStep
             yield item
 
 
-def training_steps(
+def iterate_training_steps(
     batches: Batches,
     reports: StepReports,
     *,
@@ -81,12 +81,12 @@ def training_steps(
     """
     plan, progress, world = reports.plan, reports.progress, reports.world
     for step, microbatches in reports.time_waits(batches(progress.step)):
-        turn = TrainingStep(step, microbatches, progress, reports.digests)
-        yield turn
+        training_step = TrainingStep(step, microbatches, progress, reports.digests)
+        yield training_step
         # This must be the first collective after the step. Otherwise, it could be paired with a different collective
         # that a custom training loop issues on another rank.
         level = world.agree_on_stop_level(stop.level if stop else 0)
-        yield from reports.report(turn)
+        yield from reports.report(training_step)
         is_last = progress.step == plan.steps.total
         if evaluate is not None and plan.evaluate is not None and (is_last or plan.evaluate.falls_on(step)):
             with reports.paused():
@@ -98,5 +98,5 @@ def training_steps(
             with reports.paused():
                 yield from save(progress)
         if level and not is_last:
-            yield Stopped(**progress.at, reason=STOP_LEVELS[level])
+            yield Stopped(**progress.event_fields, reason=STOP_LEVELS[level])
             return

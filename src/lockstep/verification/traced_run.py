@@ -40,7 +40,7 @@ from lockstep.training.checkpoint import shards, store
 from lockstep.training.checkpoint.tensorfile import digest_tensors
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Saved
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -151,7 +151,7 @@ class _TracedRun:
         plan = self._setup.plan(log=Interval(steps=1), save=save)
         plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), figures=None)
         reports = StepReports(self._world, plan, self._progress)
-        for _ in train(self, reports, training_steps(self._batches, reports, save=self._save)):
+        for _ in train(self, reports, iterate_training_steps(self._batches, reports, save=self._save)):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
@@ -230,7 +230,7 @@ class _TracedRun:
             return []  # this step is a later multiple of the save interval
         state, folder = self._engine.state(), self._job.folder / store.FOLDER
         snapshot = store.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
-        if not snapshot.is_whole:
+        if not snapshot.is_unsharded:
             shards.save(self._world, folder, save_after, snapshot, keep=1, best=False)
         elif self._world.rank == 0:
             store.save(folder, save_after, snapshot, keep=1, best=False)

@@ -57,7 +57,7 @@ def saved(world: World, folder: Path, copies: int) -> str:
         cut(world, dict(snapshot.ema or {}), copies),
         snapshot.state,
     )
-    assert not own.is_whole
+    assert not own.is_unsharded
     return shards.save(world, folder, 4, own, keep=2, best=True)
 
 
