@@ -124,7 +124,7 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     )
     reports = StepReports(world, plan, Progress())
     following = iterate_training_steps(
-        loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
+        loader.iterate_steps, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
     )
     return _turn(steps, world, train(engine, reports, following))
 

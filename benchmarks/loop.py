@@ -177,7 +177,7 @@ def _lockstep(steps: int, world: World) -> Turn:
         began = time.perf_counter()
         reports = StepReports(world, plan, Progress())
         following = iterate_training_steps(
-            loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
+            loader.iterate_steps, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
         )
         for _ in train(engine, reports, following):
             pass

@@ -71,7 +71,7 @@ def _run_worker(config: Mapping[str, Loaded]) -> None:
     info = launcher.read_rank(worker, os.environ)
     assert loaded.config.run.dir is not None
     folder = launcher.resolve_run_folder(worker, loaded.config.run.dir)
-    loaded = loaded.changed("run", {"dir": folder})
+    loaded = loaded.replace_values("run", {"dir": folder})
     report = RayReport(folder, lead=info.rank == 0)
     placement, work = training_as_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)

@@ -86,7 +86,7 @@ def train(folder: Path, code: str) -> None:
     ready = build_setup(resolved.recipe)
     world = open_world(single_process_rendezvous(), torch.device("cpu"))
     engine, loader = start_engine(PreparedRun(resolved, ready), world)
-    for step, microbatches in islice(loader.training(0), 3):
+    for step, microbatches in islice(loader.iterate_steps(0), 3):
         engine.forward_backward(microbatches, step)
         engine.update(0.1, None)
     evaluation_event(engine, world, ready, loader, Progress())

@@ -29,7 +29,7 @@ def of_lockstep(steps: Steps, microbatches: int, seed: int) -> Iterator[list[int
     """Yield the samples of each step as recipes and own loops have them."""
     items = Items(TensorDataset(torch.arange(steps.length)), None)
     loader = Loader(DataSet(items, items), steps, microbatches, NoTransforms(), torch.device("cpu"), seed)
-    return (list(chain(*loader.samples(steps[number]))) for number in count())
+    return (list(chain(*loader.get_sample_indices(steps[number]))) for number in count())
 
 
 def dealt(samplers: list[BatchSampler], steps: Steps, microbatches: int, first: int) -> Iterator[list[int]]:

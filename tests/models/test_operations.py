@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.gpu_uses import REFUSED as USES
 from benchmarks.gpu_uses import Function, interpolated
 from lockstep.device.kernels import REFUSED, RNN_DROPOUT
-from lockstep.models.operations import Refusal, find_refused_operations
+from lockstep.models.operations import NondeterministicCall, find_nondeterministic_calls
 
 
 class Layer(nn.Module):
@@ -39,9 +39,9 @@ class Ends(nn.Module):
         return self.middle(self.first(inputs)).flatten(1).mean(1)
 
 
-def looked(model: Callable[[], nn.Module], *shape: int) -> list[Refusal]:
+def looked(model: Callable[[], nn.Module], *shape: int) -> list[NondeterministicCall]:
     inputs, targets = torch.rand(2, 3, *(shape or (12, 12))), torch.zeros(2, dtype=torch.int64)
-    return find_refused_operations(model, (inputs,), targets, lambda outputs, _: outputs.float().sum())
+    return find_nondeterministic_calls(model, (inputs,), targets, lambda outputs, _: outputs.float().sum())
 
 
 def names(model: Callable[[], nn.Module], *shape: int) -> set[str]:
@@ -132,7 +132,7 @@ def test_dropout_in_a_recurrent_layer_is_refused() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.lstm(inputs.flatten(1, 2))[0].mean((1, 2))
 
-    assert looked(lambda: Recurrent(0.5)) == [Refusal(RNN_DROPOUT, "lstm (LSTM)")]
+    assert looked(lambda: Recurrent(0.5)) == [NondeterministicCall(RNN_DROPOUT, "lstm (LSTM)")]
     assert not looked(lambda: Recurrent(0.0))
 
 

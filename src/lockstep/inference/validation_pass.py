@@ -75,7 +75,7 @@ def open_validation(saved: SavedModel, limit: int) -> Validation:
     was trained on, or if the dataset has no validation split.
     """
     recipe, data = saved.recipe, saved.open_data()
-    check_facts(data.facts, saved.known, saved.path)
+    check_facts(data.facts, saved.stored_facts, saved.path)
     split = data.validation
     if split is None:
         raise UsageError(f"{saved.path}: dataset {recipe.data.name} has no validation split to take examples from")

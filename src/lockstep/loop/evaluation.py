@@ -66,14 +66,14 @@ class Evaluation:
     def _generate(self, placed: PlacedModel, loader: Loader, samples: int) -> Generator[Batch, None, None]:
         self._call_check.refuse_within_batch("run.each")  # two overlapping passes would leave gradients disabled
         self.end_pass()
-        current_pass = self._pass = EvaluationPass(loader.validation_batches(samples))
+        current_pass = self._pass = EvaluationPass(loader.count_validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
         draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
         try:
             placed.audit.kept_state.forget()
             with preserve_modes(placed.model), self._rank.during("evaluating"), placed.engine.custom_evaluation():
                 guard.mark(weights_changed=True)  # averaged weights replace the trained weights during the pass
-                for number, batch, _ in loader.validation(samples):
+                for number, batch, _ in loader.iterate_validation_batches(samples):
                     current_pass.numbers.append(number)
                     gate.exchanged = False
                     seed_all(world, random.extend_key(draws, number or 0))

@@ -16,7 +16,7 @@ from lockstep.core.sample_order import SampleOrder
 from lockstep.core.several_losses import Weight, check_weights
 from lockstep.core.work import default_microbatches
 from lockstep.data.items import Items
-from lockstep.data.weigh import Weigh
+from lockstep.data.weigh import BatchWeigher
 from lockstep.training.plan import Interval, Plan
 
 _WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represents integers below this number exactly
@@ -73,11 +73,13 @@ class LoopPlan:
             data_settings["shards"] = self.items.shards
         return {"batch": steps.batch, "microbatches": self.microbatches, **data_settings}
 
-    def make_weigher(self, world: World) -> Weigh | None:
+    def make_weigher(self, world: World) -> BatchWeigher | None:
         """Return an object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
         if self.weight is None:
             return None
-        return Weigh(partial(_evaluate_weight, self.weight), partial(sum_over_ranks, world), world.all_gather_text)
+        return BatchWeigher(
+            partial(_evaluate_weight, self.weight), partial(sum_over_ranks, world), world.all_gather_text
+        )
 
     def make_training_plan(self, log_every: int) -> Plan:
         """Return the plan for training/loop.py, which reports every `log_every` steps and only saves at the end.

@@ -109,7 +109,7 @@ class TrainingLoop:
         if self._audits is not None and self._audits.is_due(training_step.step):
             parts = self.placed.audit.run_parts
             audit = partial(
-                parts, self._audits, self._loader.microbatch, training_step.microbatches, training_step.step
+                parts, self._audits, self._loader.fetch_microbatch, training_step.microbatches, training_step.step
             )
         examination = self._make_examination(training_step)
         refuse_autocast(f"step {training_step.step.number + 1}")
@@ -165,8 +165,8 @@ class TrainingLoop:
         """Return a function that yields batches from a given step on. In a replay, the batches end at the last step."""
         loader, replay = self._loader, self.member.replay
         if replay is None:
-            return loader.training
-        return lambda first: islice(loader.training(first), replay.last - first)
+            return loader.iterate_steps
+        return lambda first: islice(loader.iterate_steps(first), replay.last - first)
 
     def _make_examination(self, training_step: TrainingStep) -> Examination | None:
         """Return an examination if this is the last step of a replay that requests it, and None otherwise."""
@@ -182,7 +182,9 @@ class TrainingLoop:
 
         if digests is not None:  # collect the digests of the earlier steps now, in case this step fails
             digests.collect()
-        return Examination(folder, self._world, self.placed, self._loader.samples(training_step.step), report)
+        return Examination(
+            folder, self._world, self.placed, self._loader.get_sample_indices(training_step.step), report
+        )
 
     def _end_replay(self) -> NoReturn:
         """End the script, because a replay must not run the code after its last step."""

@@ -40,7 +40,7 @@ def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loade
     with add_key_positions(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
             raise UsageError(f"placement.strategy.{option}: fastest has no options; remove it")
-        count = local_processes(loaded.changed("placement", {"strategy": StrategyConfig()}).config)
+        count = local_processes(loaded.replace_values("placement", {"strategy": StrategyConfig()}).config)
         predicted = _recorded_prediction(loaded, count)
         if predicted is not None:
             message = f"{_KEY}: {predicted.strategy}, as measured before"
@@ -55,7 +55,7 @@ def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loade
             compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in slower_rows)
             message = f"{_KEY}: {best.strategy}, {step_time(predicted.step_s)} a step{compared}"
     configuration = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count)
-    configuration = configuration.changed("run", {"predicted": predicted})
+    configuration = configuration.replace_values("run", {"predicted": predicted})
     keys = ["placement.strategy.name", "placement.processes"]
     keys += [f"run.predicted.{name}" for name in PredictedConfig.model_fields]
     return replace(configuration, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), message

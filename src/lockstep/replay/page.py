@@ -8,7 +8,7 @@ from typing import Final
 from lockstep.replay.run import Replay, ReplayedStep
 from lockstep.reporting import charts
 from lockstep.reporting.jsonl import EVENTS, read_events
-from lockstep.reporting.page import Section, Table, Words
+from lockstep.reporting.page import Paragraphs, Section, Table
 from lockstep.training.observer import BATCH, LOSS, NonFinite, StepObservations
 
 _MAX_LISTED: Final = 3  # maximum number of samples and layers shown on a terminal
@@ -30,7 +30,7 @@ def format_lines(replay: Replay) -> Iterator[str]:
     observations = replay.observations
     if observations is not None and observations.losses:
         losses = ", ".join(
-            f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _sorted_samples(replay)[:_MAX_LISTED]
+            f"{replay.get_sample_name(number)} {loss:.4g}" for number, _, loss in _sorted_samples(replay)[:_MAX_LISTED]
         )
         yield f"samples   {len(observations.losses)}; largest losses: {losses}"
     if observations is not None and observations.microbatches:
@@ -93,7 +93,7 @@ def _sorted_microbatches(observations: StepObservations) -> list[tuple[int, floa
 
 def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
     sample = (
-        f", {replay.name_of(replay.samples[nonfinite.microbatch][nonfinite.sample_index])}"
+        f", {replay.get_sample_name(replay.samples[nonfinite.microbatch][nonfinite.sample_index])}"
         if nonfinite.sample_index >= 0
         else ""
     )
@@ -106,7 +106,7 @@ def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
 
 def make_sections(replay: Replay) -> Iterator[Section]:
     """Yield the sections of an HTML page about a replay."""
-    yield Words("", [*format_lines(replay)])
+    yield Paragraphs("", [*format_lines(replay)])
     yield from _loss_chart(replay)
     if len(replay.steps) > 1 or replay.observations is None:
         rows = [
@@ -133,14 +133,14 @@ def _match_text(step: ReplayedStep) -> str:
 def _observation_tables(replay: Replay, observations: StepObservations) -> Iterator[Section]:
     note = "Sorted by loss, largest first."
     if observations.microbatches:
-        names = [", ".join(map(replay.name_of, numbers)) for numbers in replay.samples]
+        names = [", ".join(map(replay.get_sample_name, numbers)) for numbers in replay.samples]
         rows = [
             [str(index), f"{loss:.6g}", names[index]] for index, loss in _sorted_microbatches(observations)[:_MAX_ROWS]
         ]
         yield Table("Micro-batches", ("micro-batch", "loss", "samples"), rows, note)
     if observations.losses:
         rows = [
-            [replay.name_of(number), str(index), f"{loss:.6g}"]
+            [replay.get_sample_name(number), str(index), f"{loss:.6g}"]
             for number, index, loss in _sorted_samples(replay)[:_MAX_ROWS]
         ]
         yield Table("Samples", ("sample", "micro-batch", "loss"), rows, note)
@@ -162,4 +162,4 @@ def _loss_chart(replay: Replay) -> Iterator[Section]:
     series = {"the run's log": logged, "replay": [(step.step, step.loss) for step in replay.steps]}
     finite = {name: [point for point in points if math.isfinite(point[1])] for name, points in series.items()}
     if all(finite.values()) and max(map(len, finite.values())) > 1:
-        yield charts.lines("Loss", "step", "loss", finite, from_zero=False)
+        yield charts.make_line_chart("Loss", "step", "loss", finite, from_zero=False)

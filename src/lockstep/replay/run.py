@@ -21,7 +21,7 @@ from lockstep.common.user_source import source_changes
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, load_text, read_run_recipe
-from lockstep.config.recorded import CONFIG, locations
+from lockstep.config.recorded import CONFIG, find_location_keys
 from lockstep.core.order import Step
 from lockstep.core.shard import NamedTensors
 from lockstep.data.base import NoTransforms
@@ -104,8 +104,8 @@ class Replay:
     """The result of a replay. `start` is the step of the checkpoint that the replay started from.
 
     If a digest differs, `machine_differences` lists the differences between this machine and the machine of the run.
-    For an examined step, `samples` contains the sample indices of each micro-batch, and `name_of` returns the name of a
-    sample. If a script ended before its last step was complete, `end_reason` describes how.
+    For an examined step, `samples` contains the sample indices of each micro-batch, and `get_sample_name` returns the
+    name of a sample. If a script ended before its last step was complete, `end_reason` describes how.
     """
 
     folder: Path
@@ -118,7 +118,7 @@ class Replay:
     parameter_norms: list[ParameterNorms] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
     observations: StepObservations | None = None
-    name_of: Callable[[int], str] = "sample {}".format
+    get_sample_name: Callable[[int], str] = "sample {}".format
     trace: Trace | None = None
     end_reason: str = ""
 
@@ -177,7 +177,7 @@ def open_run(request: ReplayRequest) -> RunToReplay:
     override_words = ["placement.processes=1", *request.overrides, *request.changes]
     loaded = load_text(text, str(config), folder.name, override_words)
     code = check_code(EvalRequest(str(folder), request.overrides, request.trust, command="replay"), loaded)
-    data_keys = {f"recipe.{key}" for key in locations(values(loaded.config.recipe)) if key.startswith("data.")}
+    data_keys = {f"recipe.{key}" for key in find_location_keys(values(loaded.config.recipe)) if key.startswith("data.")}
     for word in request.overrides:
         key = word.partition("=")[0]
         if not (key.startswith(_OVERRIDABLE_PREFIXES) or key in data_keys or key in code):
@@ -347,12 +347,12 @@ class _StepReplayer:
         vars(self._progress).update(vars(state.progress))
 
     def _batches(self, first: int) -> Iterator[tuple[Step, MicroBatches]]:
-        return islice(self._loader.training(first), self._request.last - first)
+        return islice(self._loader.iterate_steps(first), self._request.last - first)
 
     def _examine(self, microbatches: MicroBatches, step: Step) -> None:
         """Record the samples of the step. If a single process runs the full model, also observe the step."""
-        self._replay.samples = self._loader.samples(step)
-        self._replay.name_of = self._setup.data.name_of
+        self._replay.samples = self._loader.get_sample_indices(step)
+        self._replay.get_sample_name = self._setup.data.get_sample_name
         trace = self._replay.trace
         if self._world.size == 1 and isinstance(self._engine, Auditable) and not self._setup.recipe.compile:
             for _ in self._trace_tensors("the weights before the step", lambda: self._engine.state().model):
@@ -398,5 +398,5 @@ def list_samples(request: ReplayRequest) -> Iterator[str]:
     data = open_recipe_data(recipe)
     steps = planning.compute_steps(recipe, len(data.train))
     loader = Loader(data, steps, recipe.microbatches, NoTransforms(), torch.device("cpu"), recipe.seed)
-    for index, numbers in enumerate(loader.samples(steps[request.first - 1])):
-        yield from (f"micro-batch {index}  {data.name_of(number)}" for number in numbers)
+    for index, numbers in enumerate(loader.get_sample_indices(steps[request.first - 1])):
+        yield from (f"micro-batch {index}  {data.get_sample_name(number)}" for number in numbers)

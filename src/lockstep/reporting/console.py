@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lockstep.common.text import size
 from lockstep.reporting import wording
-from lockstep.reporting.terminal import is_moving, make_console, make_progress_line, start_live
+from lockstep.reporting.terminal import is_interactive, make_console, make_progress_line, start_live
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
 
 _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
@@ -26,7 +26,7 @@ class Console:
 
     def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
         self._rich = make_console(stream, terminal)
-        self._has_live_display = is_moving(self._rich)
+        self._has_live_display = is_interactive(self._rich)
         self._stream = stream
         self._run_dir = run_dir
         self._rate_rule = rate_rule

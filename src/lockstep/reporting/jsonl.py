@@ -87,12 +87,12 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log. Skips an incomplete last line, because the run may still be writing to the log."""
     if not os.path.lexists(path):
         raise UsageError(f"{path}: not found; pass the {EVENTS} of a run folder")
-    yield from Tail(path, strict=True).new()
+    yield from Tail(path, strict=True).read_new_events()
 
 
 @final
 class Tail:
-    """Follows a growing log. Each call to `new` yields the events that were written since the previous call.
+    """Follows a growing log. `read_new_events` yields the events that were written since the last call.
 
     If `strict` is set, a line that isn't an event raises UsageError. Otherwise, the line is skipped and a message is
     added to `problems`, which keeps the last 20 messages. An incomplete last line is read once it is complete.
@@ -114,7 +114,7 @@ class Tail:
         except OSError:
             return self._offset > 0
 
-    def new(self) -> Iterator[dict[str, Any]]:
+    def read_new_events(self) -> Iterator[dict[str, Any]]:
         """Yield the new events. Yields nothing if the log doesn't exist, and raises UsageError if it can't be read."""
         wrong = os_error_as(UsageError, f"{self._path}: cannot be read")
         with wrong, suppress(FileNotFoundError), plainfile.reader(self._path) as file:

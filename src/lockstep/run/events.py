@@ -63,7 +63,7 @@ def evaluation_event(
     If `keep` is set, it is called with the detailed report of the task.
     """
     task, batch = ready.task, evaluation_batch(ready.recipe)
-    batches, count = loader.validation(batch), loader.validation_batches(batch)
+    batches, count = loader.iterate_validation_batches(batch), loader.count_validation_batches(batch)
     sums, seconds = evaluate(engine, world, task, batches, count, details=keep is not None)
     figures = task_metrics(task, sums)
     if keep is not None:

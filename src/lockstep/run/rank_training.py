@@ -11,7 +11,7 @@ from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.document import format_key
 from lockstep.config.load import comparable, to_yaml
-from lockstep.config.write import leaves
+from lockstep.config.write import iterate_leaves
 from lockstep.core.order import Step
 from lockstep.data.loader import Loader
 from lockstep.device import machine
@@ -158,7 +158,7 @@ class RankTraining:
         yield from batches if self.grading is None else self.grading.watch(batches)
 
     def _fetch_batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        batches = iter(self.loader.training(first))
+        batches = iter(self.loader.iterate_steps(first))
         while True:
             with self.clock.during("data"):  # counts the time spent waiting for the loader
                 batch = next(batches, None)
@@ -221,7 +221,7 @@ class RankTraining:
         folder = self.start.folder
         prepared = self.prepared
         recipe, run = prepared.recipe, prepared.run
-        recipe_values = {format_key(path): value for path, value in leaves(values(recipe))}
+        recipe_values = {format_key(path): value for path, value in iterate_leaves(values(recipe))}
         rule = f"learning rate {planning.rule(recipe)}"
         with sinks.open_sinks(run, recipe_values, rule, folder, self.streams) as config_sinks:
             communication = {"backend": self.world.backend, "ranks with one device": self.world.device_sharing_groups}

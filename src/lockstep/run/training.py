@@ -124,7 +124,9 @@ def without(loaded: Loaded, ranks: Sequence[int], process_count: int, folder: Pa
         "dir": loaded.config.run.dir if is_url(loaded.config.run.dir) else str(folder),
         "resume": "auto" if loaded.config.run.resume == "never" else loaded.config.run.resume,
     }
-    return loaded.changed("placement", {"processes": process_count - len(ranks)}).changed("run", run_values)
+    return loaded.replace_values("placement", {"processes": process_count - len(ranks)}).replace_values(
+        "run", run_values
+    )
 
 
 def training_as_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = None) -> tuple[Placement, Work]:

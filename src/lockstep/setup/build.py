@@ -24,7 +24,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.loader import Loader
 from lockstep.data.request import make_data_request
 from lockstep.data.sources import open_data
-from lockstep.data.weigh import Weigh
+from lockstep.data.weigh import BatchWeigher
 from lockstep.device.compiler import check_compiler
 from lockstep.device.meta import on_meta
 from lockstep.device.precision import computing_dtype, stored_dtype
@@ -33,7 +33,7 @@ from lockstep.models.adapters import Lora
 from lockstep.models.check import Summary, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
 from lockstep.models.finetuning import Tuning, build_finetuned
-from lockstep.models.initialise import initialise
+from lockstep.models.initialise import initialize_model
 from lockstep.models.match_state import Fit
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import NamedParameter
@@ -126,7 +126,7 @@ class Setup:
         transforms = transforms_of(recipe, self.data)
         weigh = None
         if not task.counts_samples:
-            weigh = Weigh(task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight")
+            weigh = BatchWeigher(task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight")
         return Loader(
             data=self.data,
             steps=self.steps,
@@ -195,7 +195,7 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
         data=data,
         problem=Problem(
             task,
-            partial(initialise, partial(build_in_chunks, models.first, recipe.model), recipe.seed),
+            partial(initialize_model, partial(build_in_chunks, models.first, recipe.model), recipe.seed),
             f"model {recipe.model.name}",
             map_tensors(lambda tensor: tensor.to("meta"), inputs),
         ),
@@ -203,7 +203,7 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
         summary=summary.stored(stored_dtype(recipe.precision)),
         parameter_settings=parameter_settings,
         blank=models.chunked,
-        uncut=partial(initialise, models.first, recipe.seed),
+        uncut=partial(initialize_model, models.first, recipe.seed),
         warnings=(*data.warnings, *_warnings(recipe, steps, summary, first, fit)),
         # Hash the source files after all user code has been imported, because user code may change sys.path.
         source=source_digests(import_paths(recipe).values()),

@@ -15,7 +15,7 @@ from lockstep.core.work import divisors
 from lockstep.device.env_flags import check_switches
 from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
 from lockstep.errors import UsageError
-from lockstep.models.operations import Refusal, find_refused_operations
+from lockstep.models.operations import NondeterministicCall, find_nondeterministic_calls
 from lockstep.parallel.narrow_steps import DTYPES_16_BIT
 from lockstep.parallel.optimizer_trials import check_updates
 from lockstep.parallel.pipeline.state import check_separable
@@ -209,7 +209,7 @@ def _check_updates(
     return any(needed)
 
 
-def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
+def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[NondeterministicCall]:
     """Return the operations of a training step or evaluation without a deterministic CUDA kernel. Needs no GPU."""
     example, evaluation = examples(ready.recipe, ready.data)
     batch = example if training else evaluation
@@ -217,7 +217,7 @@ def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
     def loss(outputs: Any, batch: Batch) -> Tensor:
         return sum_of_losses(ready.task.loss(outputs, batch))
 
-    return find_refused_operations(ready.blank, ready.task.inputs(batch), batch, loss, training=training)
+    return find_nondeterministic_calls(ready.blank, ready.task.inputs(batch), batch, loss, training=training)
 
 
 def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import cast
 from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.data.loader import Loader
-from lockstep.models.initialise import initialise
+from lockstep.models.initialise import initialize_model
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Auditable, Engine, RotatableEngine
 from lockstep.parallel.numerics import Numerics
@@ -28,7 +28,7 @@ def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> 
     ready, placement, strategy = prepared.ready, prepared.placement, prepared.strategy
     problem = ready.problem
     if resumes:
-        problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
+        problem = replace(problem, build_model=partial(initialize_model, ready.blank, ready.recipe.seed))
     whole_updates = needs_whole_updates(prepared.resolved, ready)
     numerics = replace(
         prepared.resolved.numerics, checks_writes=ready.guarded, needs_full_tensors=whole_updates, chunked=ready.chunked
@@ -45,11 +45,11 @@ def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> 
     if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.recipe.model.sequence_chunks > 1:
         loader = ready.loader(world, data_rank, placement.workers)
         start_rotated = cast(Callable[[World, Numerics], RotatableEngine], start)
-        audited: Engine = RotatedAudit(start_rotated, world, numerics, schedule, loader.microbatch)
+        audited: Engine = RotatedAudit(start_rotated, world, numerics, schedule, loader.fetch_microbatch)
     else:
         loader = ready.loader(world, data_rank, placement.workers, partial(schedule.get_assignment, world.rank))
         start_alone = cast(Callable[[World], Auditable], lambda world: start(world, numerics))
-        audited = AuditedEngine(start_alone, world, schedule, loader.microbatch)
+        audited = AuditedEngine(start_alone, world, schedule, loader.fetch_microbatch)
     return _with_canonical_state(audited, ready), loader
 
 

@@ -160,7 +160,7 @@ class _TracedRun:
 
     def _batches(self, _: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         for number in self._job.step_numbers[self._job.first :]:
-            with closing(self._loader.training(number)) as batches:  # type: ignore[type-var]
+            with closing(self._loader.iterate_steps(number)) as batches:  # type: ignore[type-var]
                 yield next(batches)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
@@ -240,7 +240,10 @@ class _TracedRun:
         if self._setup.data.validation is None:
             return {}
         batch = evaluation_batch(self._setup.recipe)
-        batches, num_batches = self._loader.validation(batch), self._loader.validation_batches(batch)
+        batches, num_batches = (
+            self._loader.iterate_validation_batches(batch),
+            self._loader.count_validation_batches(batch),
+        )
         sums, _ = evaluate(self._engine, self._world, self._setup.task, batches, num_batches)
         return {name: trace.to_text(value.tolist()) for name, value in sums.items()}
 

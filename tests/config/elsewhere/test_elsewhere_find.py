@@ -35,12 +35,12 @@ OF_PYCLS: dict[str, Any] = {
 
 def imported(folder: Path, values: dict[str, Any], *words: str, gpus: int = 8) -> ImportedConfig:
     file = folder / "old.yaml"
-    file.write_text("\n".join(write.block(values, dict.fromkeys(_dotted(values), "x"))))
+    file.write_text("\n".join(write.format_block(values, dict.fromkeys(_dotted(values), "x"))))
     return import_file(str(file), words, gpus)
 
 
 def _dotted(values: dict[str, Any]) -> list[str]:
-    return [".".join(map(str, path)) for path, _ in write.leaves(values)]
+    return [".".join(map(str, path)) for path, _ in write.iterate_leaves(values)]
 
 
 def _nested(defaults: dict[str, Any]) -> dict[str, Any]:

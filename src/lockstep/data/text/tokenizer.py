@@ -118,7 +118,7 @@ class CharTokenizer:
 
 
 @final
-class FromFile:
+class FileTokenizer:
     """A tokenizer from a JSON file of the library `tokenizers`, such as the tokenizer.json of a model."""
 
     def __init__(self, file: str) -> None:
@@ -154,7 +154,7 @@ def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
         return ByteTokenizer()
     if facts["by"] == "character":
         return CharTokenizer(facts["characters"])
-    tokenizer = FromFile(file)
+    tokenizer = FileTokenizer(file)
     if tokenizer.facts != facts:
         advice = "pass the tokenizer file of the run"
         raise UsageError(
