@@ -33,7 +33,7 @@ GOOD = GpuFacts(
     library="",
     visible=None,
     devices=(Device("NVIDIA H100 80GB HBM3", "3", 80 << 30, "9.0", ()),),
-    raised="",
+    cuda_error="",
 )
 NONE = {"devices": (), "raised": "No CUDA GPUs are available"}
 ABSENT = {"kernel": "", "files": {}, "library": "libcuda.so.1: cannot open", "driver": Driver(problem="not found")}
@@ -142,7 +142,7 @@ def test_cards_of_two_kinds() -> None:
 
 def test_torch_may_number_them_otherwise_and_they_may_not_reach_each_other() -> None:
     two = Driver("590", "13.1", (CARD, replace(CARD, uuid="GPU-4")))
-    devices = (replace(GOOD.devices[0], uuid="4", reads=(1,)), GOOD.devices[0])
+    devices = (replace(GOOD.devices[0], uuid="4", peer_devices=(1,)), GOOD.devices[0])
     texts = {each.check: each.found for each in found(replace(GOOD, driver=two, devices=devices), "ok")}
     assert texts["cuda:0"].endswith(", card 1; peer access to cuda:1")
     assert texts["cuda:1"].endswith(", card 0; no peer access")

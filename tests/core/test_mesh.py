@@ -60,7 +60,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(mesh: Mesh, axes
 @given(st.builds(Mesh, SHORT, SHORT, SHORT, st.just(1), SHORT, SHORT), LEAVES)
 def test_each_micro_batch_has_one_primary_rank_on_any_mesh(mesh: Mesh, leaves: int) -> None:
     ranks = data_ranks(mesh)
-    assert all(each._replace(first=True) in ranks and each._replace(seat=0) in ranks for each in ranks)
+    assert all(each._replace(first=True) in ranks and each._replace(sequence_index=0) in ranks for each in ranks)
     assert_evaluated_once([each for each in ranks if each.first], leaves)
     assert_one_ranks_own([each for each in ranks if each.primary], leaves)
 

@@ -115,8 +115,8 @@ def command(
         host_names,
         port or PORT,
         options,
-        host=node_rank or 0,
-        fewest=min_hosts,
+        host_index=node_rank or 0,
+        min_nodes=min_hosts,
         restarts=(RESTARTS if min_hosts else 0) if restarts is None else restarts,
         rendezvous=rendezvous or "",
         endpoint=endpoint,
@@ -132,5 +132,5 @@ def command(
                 f"{names}: not supported with --on node, which reads the variables of the platform; remove {names}"
             )
         job = node.node_job(job, os.environ, processes_per_node)
-        on, port, node_rank = (on, port, job.host) if job.nodes > 1 else ("local", None, None)
+        on, port, node_rank = (on, port, job.host_index) if job.nodes > 1 else ("local", None, None)
     raise SystemExit(start_job(on, job, port, node_rank, dry_run))

@@ -82,10 +82,10 @@ class Examination:
             self._microbatch = None
             self._write()
 
-    def update(self, update: Callable[[], Update], *, whole: bool) -> Update:
+    def update(self, update: Callable[[], Update], *, all_groups: bool) -> Update:
         """Run an update and measure the gradient and update norms of each layer. All ranks must call this method.
 
-        `whole` is whether the update changes all groups of the optimizer.
+        `all_groups` is whether the update changes all groups of the optimizer.
         """
         engine = self._placed.canonical
 
@@ -96,7 +96,7 @@ class Examination:
             update, iterate_full_tensors(self._world, engine.gradients()), weights(), weights()
         )
         # Skip the layers of groups that this update doesn't change. These layers have no gradient and no update.
-        self._observations.layers += [layer for layer in layers if whole or layer.gradient or layer.update]
+        self._observations.layers += [layer for layer in layers if all_groups or layer.gradient or layer.update]
         self._write()
         return result
 

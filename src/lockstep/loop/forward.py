@@ -34,19 +34,25 @@ class Forward:
         self._versions: dict[int, list[int]] = {}  # the version counters of each micro-batch's tensors, by id
 
     def enter(
-        self, microbatch: MicroBatch, stray_check: StrayModuleCheck | None, *, beside: bool, first: bool, iteration: int
+        self,
+        microbatch: MicroBatch,
+        stray_check: StrayModuleCheck | None,
+        *,
+        is_extra: bool,
+        first: bool,
+        iteration: int,
     ) -> None:
         """Begin a micro-batch of the step.
 
-        - `beside`: Whether an audit added this micro-batch to the step.
+        - `is_extra`: Whether an audit added this micro-batch to the step.
         - `first`: Whether this is the first micro-batch of the current iteration over the step.
         - `iteration`: The index of the current iteration. A step has one iteration per update.
         """
         number, engine = self._step.number + 1, self._placed.engine
-        if self._examination is not None and not beside:
+        if self._examination is not None and not is_extra:
             self._examination.enter(microbatch, iteration)
         self.microbatch, self._stray_check = microbatch, stray_check
-        forward = engine.forward_extra if beside else engine.forward
+        forward = engine.forward_extra if is_extra else engine.forward
         self._context = forward(microbatch, self._step)
         self._context.__enter__()
         self._gate.open = True

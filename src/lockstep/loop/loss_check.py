@@ -65,18 +65,18 @@ class LossCheck:
         loss: Any,
         microbatch: MicroBatch,
         microbatches: int,
-        returned: Collection[Node],
+        output_nodes: Collection[Node],
         *,
         mean: bool,
-        weighs: bool = False,
+        has_weights: bool = False,
         step_weight: int = 0,
     ) -> None:
         """Raise UsageError if `loss` isn't a 0-dim tensor with an autograd graph, or clearly has the wrong reduction.
 
         - `mean`: Whether the loss was passed as a mean over the micro-batch, and not as a sum.
         - `microbatches`: The number of micro-batches in the step.
-        - `returned`: The graph nodes of the model's outputs for this micro-batch.
-        - `weighs`: Whether the script passed `weight` to `run.steps`.
+        - `output_nodes`: The graph nodes of the model's outputs for this micro-batch.
+        - `has_weights`: Whether the script passed `weight` to `run.steps`.
         - `step_weight`: The weight of the whole step, or 0 if it isn't known.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
@@ -103,7 +103,7 @@ class LossCheck:
         if ending in self._checked_endings and step != self._first_step:
             return
         self._checked_endings.add(ending)
-        graph = _LossGraph(root, microbatch, returned, mean=mean)
+        graph = _LossGraph(root, microbatch, output_nodes, mean=mean)
         if not graph.terms:
             return
         self._check_factors(step, graph)
@@ -112,9 +112,9 @@ class LossCheck:
             return  # mean and sum are the same
         if mean:
             self._check_mean(step, graph, microbatches)
-            self._compare_counts(step, graph, microbatches, weighs)
+            self._compare_counts(step, graph, microbatches, has_weights)
         else:
-            self._check_sum(step, graph, weighs, step_weight)
+            self._check_sum(step, graph, has_weights, step_weight)
         if not mean or microbatches > 1:
             self._ask_about_function(step, graph)
 
@@ -159,7 +159,7 @@ class LossCheck:
                 raise refusal(problem, advice)
             self._ask("division", f"{problem} ({calling()}); {advice}")
 
-    def _check_sum(self, step: int, graph: "_LossGraph", weighs: bool, step_weight: int) -> None:
+    def _check_sum(self, step: int, graph: "_LossGraph", has_weights: bool, step_weight: int) -> None:
         """Raise UsageError if a mean was passed as a sum. Warn if a sum has more values than the micro-batch's weight.
 
         There is no warning if the script multiplies the sum by the weight of the step. The update divides by the same
@@ -182,9 +182,9 @@ class LossCheck:
         weight = graph.microbatch.weight
         value_count = min(graph.count_of_sum(term) for term in graph.terms)
         undivided = any(not scale.divides and scale.value == step_weight for scale in graph.shared)
-        is_intended = undivided or (weighs and not value_count % weight)
+        is_intended = undivided or (has_weights and not value_count % weight)
         if value_count > weight and not is_intended:
-            size = f"of weight {weight}" if weighs else f"of {weight} samples"
+            size = f"of weight {weight}" if has_weights else f"of {weight} samples"
             undivided_loss = f"{self._step_weight} * loss"
             self._ask(
                 "terms",
@@ -218,7 +218,7 @@ class LossCheck:
                 f"sums",
             )
 
-    def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, weighs: bool) -> None:
+    def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, has_weights: bool) -> None:
         """Warn if the counts that means divide by aren't proportional to the weights of the micro-batches."""
         weight = graph.microbatch.weight
         counts = [graph.count_of_mean(term) for term, kind in graph.kinds() if kind == "mean"]
@@ -230,7 +230,7 @@ class LossCheck:
             differs = comparable and count * weight_before != counts_before[number] * weight
             if not count or not (count % weight or differs):
                 continue
-            size = f"of weight {weight}" if weighs else f"of {weight} samples"
+            size = f"of weight {weight}" if has_weights else f"of {weight} samples"
             comparison = f", and over {counts_before[number]:g} values in the previous one" if differs else ""
             self._ask(
                 "weight",
@@ -242,7 +242,7 @@ class LossCheck:
     def _ask_about_function(self, step: int, graph: "_LossGraph") -> None:
         """Warn if a term is a nonlinear function of all samples of the micro-batch together."""
         for term in graph.terms:
-            if not term.kind and is_reduction(term.node) and term.node not in graph.returned:
+            if not term.kind and is_reduction(term.node) and term.node not in graph.output_nodes:
                 name = term.node.name().partition("Backward")[0].lower()
                 self._ask(
                     "function",
@@ -261,15 +261,15 @@ class LossCheck:
 class _LossGraph:
     """The loss of a micro-batch, split into the terms that depend on the outputs of the model."""
 
-    def __init__(self, root: Node, microbatch: MicroBatch, returned: Collection[Node], *, mean: bool) -> None:
+    def __init__(self, root: Node, microbatch: MicroBatch, output_nodes: Collection[Node], *, mean: bool) -> None:
         self.microbatch = microbatch
-        self.returned = returned
+        self.output_nodes = output_nodes
         self._mean = mean
-        all_terms = find_terms(root, microbatch.samples, returned)
+        all_terms = find_terms(root, microbatch.samples, output_nodes)
         terms = [
             term
             for term in all_terms
-            if depends_on_outputs(term.node, returned) or is_mean_over_samples(term, microbatch, returned)
+            if depends_on_outputs(term.node, output_nodes) or is_mean_over_samples(term, microbatch, output_nodes)
         ]
         if are_sample_losses(terms, microbatch.samples):
             terms = [term._replace(kind="sum", size=1) for term in terms]

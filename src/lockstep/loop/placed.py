@@ -18,7 +18,7 @@ from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, nonfinite_advice
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked, local_tensor
-from lockstep.device.precision import stored_dtype
+from lockstep.device.precision import get_weight_dtype
 from lockstep.errors import TrainingError, UsageError
 from lockstep.loop.chunk_check import FirstCallCheck
 from lockstep.loop.guard import Guard, NoGuard
@@ -223,7 +223,7 @@ def place_model(
         optimizer,
         model,
         name,
-        stored_dtype(settings.precision),
+        get_weight_dtype(settings.precision),
         cuts_rows=traits.cuts_rows or chunks.count > 1,
         lends_wholes=traits.lends_wholes,
     )

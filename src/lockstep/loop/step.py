@@ -191,7 +191,7 @@ class Step:
                 self._duplicate = microbatch.dummy
                 self._draws.seed_microbatch(microbatch.index)
                 self._forward.enter(
-                    microbatch, stray_check, beside=current.is_extra, first=is_first, iteration=current.number
+                    microbatch, stray_check, is_extra=current.is_extra, first=is_first, iteration=current.number
                 )
                 yield microbatch.batch
                 if self._forward.microbatch is not None:
@@ -270,7 +270,7 @@ class Step:
             self._leaves,
             self._gate.output_nodes,
             mean=is_mean,
-            weighs=self._training_step.step.counted is not None,
+            has_weights=self._training_step.step.counted is not None,
             step_weight=self.weight,
         )
         self._forward.check_loss(loss)
@@ -304,7 +304,7 @@ class Step:
                 self._leaves,
                 self._gate.output_nodes,
                 mean=is_mean,
-                weighs=True,
+                has_weights=True,
                 step_weight=self.weights[name],
             )
         self._forward.check_loss(*(loss for _, loss, _ in arguments))
@@ -367,7 +367,7 @@ class Step:
             updated = self._engine.update(settings.rate, settings.clip, settings.groups)
         else:
             update = partial(self._engine.update, settings.rate, settings.clip, settings.groups)
-            updated = self._examination.update(update, whole=of is None)
+            updated = self._examination.update(update, all_groups=of is None)
         self._training_step.record_update(settings.reported_rate, sums, updated)
         self._updated = True
         if of is not None:

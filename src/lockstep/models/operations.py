@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.core.batch import Batch, Inputs, call_model, map_tensors
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.device.kernels import RNN_DROPOUT, NondeterministicOperation, find_refusal
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.tasks.base import Build
 
 LossFunction = Callable[[Any, Batch], Tensor]  # takes the outputs and the batch
@@ -45,7 +45,8 @@ class NondeterministicCall:
 
     def __str__(self) -> str:
         return (
-            f"{self.module} uses {self.kernel.what} ({self.kernel.named}): {self.kernel.reason}; {self.kernel.instead}"
+            f"{self.module} uses {self.kernel.description} ({self.kernel.name}): {self.kernel.reason}; "
+            f"{self.kernel.advice}"
         )
 
 
@@ -71,7 +72,7 @@ def find_nondeterministic_calls(
 def _record_on_fake_cuda(
     build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool
 ) -> list[NondeterministicCall]:
-    model = on_meta(build)
+    model = build_on_meta(build)
     with _use_fake_cuda() as to_cuda:
         model._apply(to_cuda)  # type: ignore[no-untyped-call]
         inputs, batch = map_tensors(to_cuda, inputs), map_tensors(to_cuda, batch)

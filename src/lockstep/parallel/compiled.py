@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lockstep.common.own_code import location
-from lockstep.device.compiler import OPTIONS, prepare
-from lockstep.device.machine import numerics
+from lockstep.device.compiler import OPTIONS, configure_compiler
+from lockstep.device.machine import make_fingerprint
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 
@@ -30,7 +30,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
 
     Only the forward method of a block is compiled. Hooks of the block, such as the hooks of fully_shard, run eagerly.
     """
-    prepare(numerics(device, compiled=True))
+    configure_compiler(make_fingerprint(device, compiled=True))
     names = {module: name for name, module in model.named_modules()}
     for block in units_to_compile(model):
         name = f"block {names[block]}" if names[block] else "the model"

@@ -12,7 +12,7 @@ from lockstep.core.batch import Inputs, map_tensors
 from lockstep.core.engine_recipe import EngineRecipe
 from lockstep.core.order import get_subrange
 from lockstep.core.shard import Chunked
-from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
+from lockstep.device.precision import get_compute_dtype, get_weight_dtype, loss_scaler
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import NamedParameter
@@ -75,12 +75,12 @@ class Numerics:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that the model computes in, or None if the precision doesn't set a single dtype, e.g. autocast."""
-        return computing_dtype(self.recipe.precision)
+        return get_compute_dtype(self.recipe.precision)
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
         """The dtype in which weights are stored and trained, or None to keep the dtype of the model."""
-        return stored_dtype(self.recipe.precision)
+        return get_weight_dtype(self.recipe.precision)
 
     @property
     def copy_dtype(self) -> torch.dtype | None:

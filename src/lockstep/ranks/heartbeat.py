@@ -138,7 +138,7 @@ class Heartbeat:
         ):  # if the store is gone, the other thread notices that `_poll_count` no longer grows
             store = self._rendezvous.store.clone()  # a request blocks its connection for all other threads
             while not self._stop_event.is_set():
-                beat = Beat(self._poll_count, process, oom.peak_bytes(), self._rendezvous.status().words)
+                beat = Beat(self._poll_count, process, oom.peak_bytes(), self._rendezvous.status().description)
                 store.set(_beat_key(self._rendezvous.info.rank), asdict(beat))
                 senders = [rank for rank in self._watched_ranks if rank in self._beats or store.has(_beat_key(rank))]
                 # Read all heartbeats with a single request. If the main thread is busy, reading the heartbeats of a

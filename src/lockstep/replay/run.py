@@ -275,7 +275,7 @@ class _StepReplayer:
         self._engine, self._loader = start_engine(prepared, world, resumes=run.checkpoint is not None)
         self._replay = Replay(request.folder, run.start, prepared.resolved.strategy_name, world.size)
         if request.with_trace:
-            numerics = machine.numerics(world.device, compiled=setup.recipe.compile)
+            numerics = machine.make_fingerprint(world.device, compiled=setup.recipe.compile)
             self._replay.trace = Trace(TraceHeader(step=request.last, numerics=numerics, sources=setup.source))
         self._new_digests: list[Digest] = []
         self._digests = StepDigests(world, self._engine.gradients, self._new_digests.extend, every=1)
@@ -385,7 +385,7 @@ class _StepReplayer:
         if path is None:
             return []
         state = saved_state.parse_state(path, store.load(path).snapshot.state)
-        numerics = machine.numerics(self._world.device, compiled=self._setup.recipe.compile)
+        numerics = machine.make_fingerprint(self._world.device, compiled=self._setup.recipe.compile)
         lines = machine.numerics_differences(state.numerics, numerics)
         if changed := source_changes(state.source, self._setup.source):
             lines.append(f"your source files changed since step {state.progress.step} was saved: {changed}")

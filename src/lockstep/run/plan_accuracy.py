@@ -34,7 +34,7 @@ class StepMeasurements:
 
     def left_out(self) -> AbstractContextManager[None]:
         """Return a context manager whose allocations aren't counted, because they aren't part of a step."""
-        return nullcontext() if self._live is None else self._live.left_out()
+        return nullcontext() if self._live is None else self._live.exclude()
 
     def watch(self, steps: Iterator[T]) -> Iterator[T]:
         """Yield the items of `steps`, and measure each step. A step ends when the caller requests the next item."""
@@ -45,7 +45,7 @@ class StepMeasurements:
             if self._live is None or not _FIRST_MEMORY_STEP <= self._steps < _FIRST_TIMED_STEP:
                 yield item
                 continue
-            with self._live.watched() as peak:
+            with self._live.track_peak() as peak:
                 yield item
             self._peak = max(self._peak, peak[0])
 

@@ -75,7 +75,7 @@ class RankTraining:
     def __post_init__(self) -> None:
         prepared, ready, world = self.prepared, self.prepared.ready, self.world
         self.clock = Clock(world.device, "setting up", split="training")
-        numerics = machine.numerics(world.device, compiled=prepared.recipe.compile)
+        numerics = machine.make_fingerprint(world.device, compiled=prepared.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
         self.grading = StepMeasurements(world, self.clock) if is_predicted(prepared.resolved) else None
         self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples of the two splits
@@ -160,7 +160,7 @@ class RankTraining:
     def _fetch_batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         batches = iter(self.loader.iterate_steps(first))
         while True:
-            with self.clock.during("data"):  # counts the time spent waiting for the loader
+            with self.clock.track_activity("data"):  # counts the time spent waiting for the loader
                 batch = next(batches, None)
             if batch is None:
                 return

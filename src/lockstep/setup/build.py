@@ -26,8 +26,8 @@ from lockstep.data.request import make_data_request
 from lockstep.data.sources import open_data
 from lockstep.data.weigh import BatchWeigher
 from lockstep.device.compiler import check_compiler
-from lockstep.device.meta import on_meta
-from lockstep.device.precision import computing_dtype, stored_dtype
+from lockstep.device.meta import build_on_meta
+from lockstep.device.precision import get_compute_dtype, get_weight_dtype
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora
 from lockstep.models.check import Summary, check_dtype, check_model
@@ -189,7 +189,7 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
     inputs = _check_chunks_and_dtype(recipe, task, models, summary, example, evaluation)
     parameter_settings = _check_optimizer(recipe, models, summary)
     check_rate(recipe, steps)
-    fit = None if first is None else first.load_into(on_meta(models.uncut if first.adapted else models.plain))
+    fit = None if first is None else first.load_into(build_on_meta(models.uncut if first.adapted else models.plain))
     return Setup(
         recipe=recipe,
         data=data,
@@ -200,7 +200,7 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
             map_tensors(lambda tensor: tensor.to("meta"), inputs),
         ),
         steps=steps,
-        summary=summary.stored(stored_dtype(recipe.precision)),
+        summary=summary.stored(get_weight_dtype(recipe.precision)),
         parameter_settings=parameter_settings,
         blank=models.chunked,
         uncut=partial(initialize_model, models.first, recipe.seed),
@@ -260,7 +260,7 @@ def _check_chunks_and_dtype(
     recipe: Recipe, task: Task, models: _ModelBuilders, summary: Summary, example: Batch, evaluation: Batch
 ) -> Inputs:
     """Check the model with sequence chunks and in the compute dtype of the recipe. Return example inputs."""
-    name, dtype = recipe.model.name, computing_dtype(recipe.precision)
+    name, dtype = recipe.model.name, get_compute_dtype(recipe.precision)
     inputs = task.inputs(repeat_samples(example, 2))
     if recipe.model.sequence_chunks > 1:
         if summary.batchnorm:
@@ -285,7 +285,7 @@ def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: Summary) -
     """Check the optimizer with each distinct group of settings. Return the settings of individual parameters."""
     parameter_settings, stored = (
         special_settings(recipe, [*summary.trained], models.chunked),
-        stored_dtype(recipe.precision),
+        get_weight_dtype(recipe.precision),
     )
     for make_optimizer in optimizer_factories(recipe, parameter_settings):
         check_optimizer(make_optimizer, summary.dims)

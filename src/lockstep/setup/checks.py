@@ -13,7 +13,7 @@ from lockstep.core.devices import resolve_backend
 from lockstep.core.several_losses import sum_of_losses
 from lockstep.core.work import divisors
 from lockstep.device.env_flags import check_switches
-from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
+from lockstep.device.precision import check_precision, get_compute_dtype, get_weight_dtype
 from lockstep.errors import UsageError
 from lockstep.models.operations import NondeterministicCall, find_nondeterministic_calls
 from lockstep.parallel.narrow_steps import DTYPES_16_BIT
@@ -62,7 +62,7 @@ def check_placement(resolved: ResolvedConfig, *, training: bool = True) -> None:
     _check_batchnorm(resolved)
     _check_sequences(resolved)
     _check_updates(
-        resolved, recipe.model.chunks > 1, [make_optimizer_factory(recipe)], {stored_dtype(recipe.precision)}
+        resolved, recipe.model.chunks > 1, [make_optimizer_factory(recipe)], {get_weight_dtype(recipe.precision)}
     )
     if isinstance(strategy, ExternalEngine):
         strategy.check_recipe(resolved.numerics, make_optimizer_factory(recipe))
@@ -76,7 +76,7 @@ def _check_compile(resolved: ResolvedConfig) -> None:
             "recipe.compile: not supported with recipe.model.chunks, because torch.compile cannot trace layers that "
             "are called on one chunk at a time; set recipe.compile=false, or unset recipe.model.chunks"
         )
-    if recipe.compile and computing_dtype(recipe.precision) is not None:
+    if recipe.compile and get_compute_dtype(recipe.precision) is not None:
         raise UsageError(
             f"recipe.compile: not supported with recipe.precision={recipe.precision}, because a compiled model has not "
             f"been shown to give the same bits on every placement; set recipe.precision to bf16 or fp16, or set "
@@ -182,7 +182,7 @@ def needs_whole_updates(resolved: ResolvedConfig, ready: Setup) -> bool:
 
     If the strategy can't provide full tensors, raises UsageError.
     """
-    stored = stored_dtype(ready.recipe.precision)
+    stored = get_weight_dtype(ready.recipe.precision)
     dtypes = {stored}
     if stored is None:  # without a storage dtype, the model itself may have 16-bit weights
         dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in DTYPES_16_BIT}

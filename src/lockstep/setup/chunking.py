@@ -13,7 +13,7 @@ from lockstep.config.recipe import ModelConfig
 from lockstep.core.batch import Batch, Inputs, get_batch_size, map_tensors, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.device.cached_tensors import drop_new_tensors
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.attention import KEY
 from lockstep.parallel.context.exchange import Exchange
@@ -37,7 +37,7 @@ def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
 
     Raises UsageError if the model can't be split, or if the recipe's plan doesn't match it.
     """
-    return {} if config.chunks == 1 else chunk_model(on_meta(build), config.chunks, config.plan, config.name)
+    return {} if config.chunks == 1 else chunk_model(build_on_meta(build), config.chunks, config.plan, config.name)
 
 
 def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:

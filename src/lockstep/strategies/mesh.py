@@ -10,7 +10,7 @@ from math import prod
 from typing import Final, final
 
 from lockstep.core.work import check_microbatches
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.layouts.experts import check_experts
 from lockstep.parallel.mesh_engine import mesh_engine
@@ -125,7 +125,7 @@ class Strategy:
         if self.expert > 1:
             check_experts(build, self.expert, "mesh")
             return
-        blank = on_meta(build)
+        blank = build_on_meta(build)
         check_shared(split_layers(blank), self.tensor)
         if self.sequence_parallel:
             check_sequence_parallel(blank, example)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from lockstep.core.work import check_divides, check_microbatches
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
 from lockstep.parallel.tensor.slices import check_shared, split_layers
@@ -53,7 +53,7 @@ class Strategy:
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError if these processes can't share the chunks of the model that `build` returns."""
-        blank = on_meta(build)
+        blank = build_on_meta(build)
         check_shared(split_layers(blank), self.mesh(processes).tensor)
         if self.sequence_parallel:
             check_sequence_parallel(blank, example)

@@ -16,7 +16,7 @@ from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import DataRank
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
 from lockstep.parallel.cooperative import CooperativeScheduler
@@ -151,7 +151,7 @@ def test_models_that_do_not_fit_are_refused(plan: dict[str, str], problem: str |
     build: Callable[[], nn.Module] = partial(_gpt, plan)
     example: Inputs = (torch.zeros(2, 8, dtype=torch.long, device="meta"),)
     if problem is None:
-        check_sequence_parallel(on_meta(build), example)
+        check_sequence_parallel(build_on_meta(build), example)
         return
     with pytest.raises(UsageError, match=re.escape(problem)):
-        check_sequence_parallel(on_meta(build), example)
+        check_sequence_parallel(build_on_meta(build), example)

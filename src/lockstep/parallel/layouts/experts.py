@@ -22,7 +22,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.tree import Counter
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients, sum_dtype
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
@@ -49,7 +49,7 @@ def expert_layers(model: nn.Module) -> dict[str, SplitLayer]:
 
 def check_experts(build: Build, ranks: int, strategy: str) -> None:
     """Raise UsageError if the model's groups of experts can't be distributed evenly over `ranks` ranks."""
-    _expert_layers(on_meta(build), ranks, strategy)
+    _expert_layers(build_on_meta(build), ranks, strategy)
 
 
 def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, SplitLayer]:
