@@ -38,7 +38,7 @@ from lockstep.setup.prepare import open_recipe_without_placement
 
 def estimates(ready: Setup, strategy: str, processes: int) -> dict[str, float]:
     """Return what each of them says of one rank, in bytes."""
-    model = ready.blank()
+    model = ready.build_blank()
     whole, largest = calculate_maximum_sizes(model)
     found = {"accelerate": 4.0 * whole}
     parameters = sum(each.numel() for each in model.parameters())

@@ -7,7 +7,7 @@ from pathlib import Path
 import own_schedules
 import pytest
 
-from lockstep.common.own_code import location
+from lockstep.common.own_code import format_location
 from lockstep.config.load import load
 from lockstep.config.plan import compute_steps
 from lockstep.core.rate import Rate
@@ -63,7 +63,7 @@ def test_what_is_no_schedule_is_refused(name: str, told: str) -> None:
 
 def test_what_it_raises_has_its_line() -> None:
     line = next(number for number, text in enumerate(Path(FILE).read_text().splitlines(), 1) if "1 / (epoch" in text)
-    told = f"schedule own_schedules:divides: ZeroDivisionError: float division by zero ({location(FILE, line)})"
+    told = f"schedule own_schedules:divides: ZeroDivisionError: float division by zero ({format_location(FILE, line)})"
     with pytest.raises(UsageError, match=re.escape(told)):
         rate("recipe.schedule=own_schedules:divides")
 

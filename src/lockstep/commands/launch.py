@@ -8,7 +8,7 @@ from typing import Final
 import click
 
 from lockstep.commands._script import ScriptCommand
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.errors import UsageError
 from lockstep.jobs.launch import parse_host_count, read_hosts, start_job, startable_launchers
 from lockstep.launchers import node
@@ -27,7 +27,7 @@ def _validate_launcher(_context: click.Context, _option: click.Parameter, name: 
     """Return `name` if this launcher can be started. Otherwise, raise an error that suggests an alternative."""
     if name not in startable_launchers():
         raise click.BadParameter(
-            _ALTERNATIVES.get(name) or f"no launcher {name!r}{choices(name, list(startable_launchers()))}"
+            _ALTERNATIVES.get(name) or f"no launcher {name!r}{format_choices(name, list(startable_launchers()))}"
         )
     return name
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.commands import _completion, _recipe
-from lockstep.common.text import printable_line, size
+from lockstep.common.text import format_bytes, printable_line
 from lockstep.errors import UsageError, os_error_as
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
             temporary.rename(to)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    click.echo(printable_line(f"{size(total_bytes)} in {to}"))
+    click.echo(printable_line(f"{format_bytes(total_bytes)} in {to}"))
     click.echo(printable_line(f"next        lockstep train {to / 'recipe.yaml'}"))
 
 

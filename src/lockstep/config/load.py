@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 from pydantic import ValidationError
 
 from lockstep.common import plainfile
-from lockstep.common.names import choices, suggestion
+from lockstep.common.names import format_choices, suggest
 from lockstep.common.text import printable_line
 from lockstep.config import across, wording, write
 from lockstep.config.base import values
@@ -106,7 +106,7 @@ def read_run_recipe(config: FilePath) -> Recipe:
     symbolic links aren't followed, and a named pipe doesn't block.
     """
     try:
-        text = plainfile.content(config, _MAX_BYTES).decode()
+        text = plainfile.read_bytes(config, _MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             [f"{config}: cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"]
@@ -155,13 +155,13 @@ def _find_file(source: str) -> FilePath:
         return file
     if file.suffix in {".yaml", ".yml"} or len(file.parts) > 1:
         siblings = [str(file.with_name(sibling.name)) for sibling in file.parent.glob("*.y*ml")]
-        raise ConfigError([f"{source}: no such file{suggestion(source, siblings)}"])
-    raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, list_shipped_recipes())}"])
+        raise ConfigError([f"{source}: no such file{suggest(source, siblings)}"])
+    raise ConfigError([f"{source}: no such file or shipped recipe{format_choices(source, list_shipped_recipes())}"])
 
 
 def _read_text(file: FilePath, label: str) -> str:
     try:
-        with plainfile.reader(file, links=True) as stream:
+        with plainfile.open_reader(file, links=True) as stream:
             content = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror}"]) from error

@@ -28,7 +28,7 @@ class RecordedConfig(NamedTuple):
 def read_recorded_config(file: Path) -> RecordedConfig:
     """Read a config.yaml. If it can't be read, the recipe and the placement are empty."""
     try:
-        values = parse(plainfile.content(file, _MAX_BYTES).decode(), str(file)).values
+        values = parse(plainfile.read_bytes(file, _MAX_BYTES).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
         values = None
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")

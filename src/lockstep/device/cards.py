@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.common.plainfile import shown_text
+from lockstep.common.plainfile import read_text_or_empty
 from lockstep.device.ports import get_command_line
 
 _ROOT: Final = Path("/")
@@ -98,7 +98,7 @@ class GpuFacts:
 def collect_evidence(driver: Driver, root: Path = _ROOT) -> GpuFacts:
     """Run all other GPU queries, and return the results together with `driver`. Initializes CUDA."""
     device_count, raised = _start_cuda()
-    version = shown_text(root / "proc/driver/nvidia/version")
+    version = read_text_or_empty(root / "proc/driver/nvidia/version")
     return GpuFacts(
         driver=driver,
         libraries=_get_library_versions(),

@@ -61,7 +61,7 @@ class ImagePreprocessing:
         Raises UsageError if the file can't be read.
         """
         read_errors = os_error_as(UsageError, f"{file}: cannot be read", "; pass an image, or a folder of images")
-        with read_errors, plainfile.reader(file, links=True) as stream:
+        with read_errors, plainfile.open_reader(file, links=True) as stream:
             content = bytearray(stream.read())
         with error_as(UsageError, UndecodableError, f"{file}: cannot be read as an image", "; convert or remove it"):
             pixels = decode(content, self.exif)

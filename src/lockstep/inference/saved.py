@@ -29,7 +29,7 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import convert_compute_dtype, convert_parameters, widen_batchnorm
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
 from lockstep.run.session import prepare_device
-from lockstep.setup.build import evaluation_batch, make_model_builder, open_recipe_data, tuning_of
+from lockstep.setup.build import evaluation_batch, make_model_builder, make_tuning, open_recipe_data
 from lockstep.setup.resume import check_tensors
 from lockstep.tasks.base import Task
 from lockstep.tasks.find import find_task
@@ -149,7 +149,7 @@ class SavedModel:
         recipe = self.recipe
         # Don't load pretrained weights, because the checkpoint contains all weights.
         plain = make_model_builder(recipe, self.stored_facts)
-        model = initialize_model(partial(build_finetuned, plain, tuning_of(recipe)), recipe.seed)
+        model = initialize_model(partial(build_finetuned, plain, make_tuning(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
         model.load_state_dict(dict(self.tensors))
         return model.eval().requires_grad_(False)

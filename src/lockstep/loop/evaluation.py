@@ -5,7 +5,7 @@ from inspect import GEN_SUSPENDED, getgeneratorstate
 from typing import Any, final
 from weakref import ref
 
-from lockstep.common.own_code import calling, refusal
+from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.loader import Loader
@@ -44,7 +44,7 @@ class Evaluation:
         """Return `batch`, or its default: the size of the largest micro-batch of `run.steps`."""
         samples = batch or self.default_batch
         if not samples:
-            raise refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
+            raise make_refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
         return samples
 
     def batches(self, placed: PlacedModel, loader: Loader, samples: int) -> Iterator[Batch]:
@@ -86,7 +86,7 @@ class Evaluation:
                 current_pass.is_complete = True
         finally:
             if not current_pass.is_complete:
-                self._call_check.record_early_exit(calling() or "run.each")
+                self._call_check.record_early_exit(find_calling_line() or "run.each")
             gate.open = False
             seed_all(world, draws)  # the RNG states differ, because ranks evaluated different batches
             guard.mark(weights_changed=True)

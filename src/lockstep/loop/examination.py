@@ -111,7 +111,7 @@ class Examination:
 def read_observations(folder: Path) -> RankObservations | None:
     """Return the combined observations of all ranks in a step, or None if no rank reached the step."""
     paths = sorted(folder.glob("examined-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-    observations = [RankObservations.model_validate_json(plainfile.content(path, _MAX_BYTES)) for path in paths]
+    observations = [RankObservations.model_validate_json(plainfile.read_bytes(path, _MAX_BYTES)) for path in paths]
     if not observations:
         return None
     examined = StepObservations()

@@ -5,7 +5,7 @@ from typing import final
 
 from torch import Tensor
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core.batch import tensors_of
 from lockstep.core.order import Step
 from lockstep.loop.examination import Examination
@@ -62,7 +62,7 @@ class Forward:
         # Check that no earlier iteration over the step has modified the batch in place.
         versions = [tensor._version for tensor in tensors_of(microbatch.batch) if not tensor.is_inference()]
         if self._versions.setdefault(id(microbatch), versions) != versions:
-            raise refusal(
+            raise make_refusal(
                 f"step {number}: an earlier iteration modified the batch in place, and this iteration would get the "
                 f"modified batch",
                 "create new tensors, such as x = x + noise instead of x += noise",

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from lockstep.common.own_code import calling, refusal
+from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.loop.loss_terms import (
     Kind,
     LossTerm,
@@ -86,12 +86,12 @@ class LossCheck:
             if isinstance(loss, Tensor):
                 received = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
             of_loss = f" for {self.name}" if self.name else ""
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: step.backward received {received}{of_loss}", "pass a 0-dim floating-point tensor"
             )
         root = loss.grad_fn
         if root is None:
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: {self._loss} has no autograd graph that leads to the model",
                 "compute it from the outputs of the model, without detach(), torch.no_grad() or your own "
                 "loss.backward()",
@@ -135,16 +135,16 @@ class LossCheck:
         """Raise UsageError if a GradScaler scaled the loss. Warn if the loss is multiplied by the world size."""
         for scale in graph.shared:
             if _is_scaler_factor(scale):
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: {self._loss} is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
                     'remove the scaler: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
                 )
             if not scale.divides and scale.value == self.processes > 1 and scale.value not in graph.counts:
                 self._ask(
                     "processes",
-                    f"step {step}: {self._loss} is multiplied by {self.processes} ({calling()}), the number of "
-                    f"processes; remove the factor if it undoes a mean over processes, because the gradient is the "
-                    f"mean over the step on any number of processes; otherwise, keep it",
+                    f"step {step}: {self._loss} is multiplied by {self.processes} ({find_calling_line()}), the "
+                    "number of processes; remove the factor if it undoes a mean over processes, because the gradient "
+                    "is the mean over the step on any number of processes; otherwise, keep it",
                 )
 
     def _check_division(self, step: int, graph: "_LossGraph") -> None:
@@ -156,8 +156,8 @@ class LossCheck:
                 f"over the step; if you want to scale the loss, write {1 / scale.value:.6g} * loss"
             )
             if step == 1:
-                raise refusal(problem, advice)
-            self._ask("division", f"{problem} ({calling()}); {advice}")
+                raise make_refusal(problem, advice)
+            self._ask("division", f"{problem} ({find_calling_line()}); {advice}")
 
     def _check_sum(self, step: int, graph: "_LossGraph", has_weights: bool, step_weight: int) -> None:
         """Raise UsageError if a mean was passed as a sum. Warn if a sum has more values than the micro-batch's weight.
@@ -171,11 +171,11 @@ class LossCheck:
             division_note = f": a sum divided by {divisor:g}" if divisor else ""
             scaling_note = f"; if you want to scale the loss, write {1 / divisor:.6g} * loss" if divisor else ""
             if len(means) == len(graph.terms):
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: {self._loss} is a mean{division_note}",
                     f"pass it as {self._call('mean')}{scaling_note}",
                 )
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: a part of {self._loss} is a mean{division_note}, and another part is a sum",
                 f"reduce all parts in the same way: a mean times the number of samples is a sum{scaling_note}",
             )
@@ -188,10 +188,11 @@ class LossCheck:
             undivided_loss = f"{self._step_weight} * loss"
             self._ask(
                 "terms",
-                f"step {step}: {self._loss} sums {value_count:g} values of a micro-batch {size} ({calling()}), and "
-                f"step.update divides the sum by the weight of the step; if your script takes the mean, pass it as "
-                f"{self._call('mean')}; if it never divides the sum, use {self._call('sum', undivided_loss)}; "
-                f"if this sum is intended, sum over each sample first and then over the samples",
+                f"step {step}: {self._loss} sums {value_count:g} values of a micro-batch {size} "
+                f"({find_calling_line()}), and step.update divides the sum by the weight of the step; if your script "
+                f"takes the mean, pass it as {self._call('mean')}; if it never divides the sum, use "
+                f"{self._call('sum', undivided_loss)}; if this sum is intended, sum over each sample first and then "
+                "over the samples",
             )
 
     def _check_mean(self, step: int, graph: "_LossGraph", microbatches: int) -> None:
@@ -201,7 +202,7 @@ class LossCheck:
             return
         divisors = [scale.value for scale in find_uncanceled_scales(sums[0]) if not graph.is_usual(scale)]
         if len(sums) == len(graph.terms) and not divisors and all(map(graph.sums_all_samples, sums)):
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: {self._loss} is a sum over {sums[0].size:g} values",
                 f"pass it as {self._call('sum')}, which step.update divides by the weight of the step; to keep the "
                 f"gradient of a script that never divides the sum, use "
@@ -212,10 +213,10 @@ class LossCheck:
             subject = self._loss if len(sums) == len(graph.terms) else f"a part of {self._loss}"
             self._ask(
                 "part",
-                f"step {step}: {subject} is a sum over {sums[0].size:g} values{division_note} ({calling()}), in one of "
-                f"{microbatches} micro-batches of {graph.microbatch.samples} samples, so its gradient depends on the "
-                f"number of micro-batches; divide it by the number of samples of the micro-batch, or pass all parts as "
-                f"sums",
+                f"step {step}: {subject} is a sum over {sums[0].size:g} values{division_note} "
+                f"({find_calling_line()}), in one of {microbatches} micro-batches of {graph.microbatch.samples} "
+                "samples, so its gradient depends on the number of micro-batches; divide it by the number of samples "
+                "of the micro-batch, or pass all parts as sums",
             )
 
     def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, has_weights: bool) -> None:
@@ -235,7 +236,7 @@ class LossCheck:
             self._ask(
                 "weight",
                 f"step {step}: {self._loss} is a mean over {count:g} values of a micro-batch {size} "
-                f"({calling()}){comparison}; if micro-batches differ in this count, pass it to run.steps: "
+                f"({find_calling_line()}){comparison}; if micro-batches differ in this count, pass it to run.steps: "
                 f"{_suggest_weight(graph)}",
             )
 
@@ -247,8 +248,8 @@ class LossCheck:
                 self._ask(
                     "function",
                     f"step {step}: a part of {self._loss} is not a sum over samples, but a function ({name}) of all "
-                    f"samples of a micro-batch ({calling()}), so it depends on the number of micro-batches; pass the "
-                    f"loss as {self._call('mean')}, and do not change microbatches",
+                    f"samples of a micro-batch ({find_calling_line()}), so it depends on the number of "
+                    f"micro-batches; pass the loss as {self._call('mean')}, and do not change microbatches",
                 )
 
     def _ask(self, topic: str, warning: str) -> None:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep.comm import exchanges
 from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE
 from lockstep.comm.world import World
-from lockstep.common.own_code import SourceLocation, describe_error, location, refusal, source_line
+from lockstep.common.own_code import SourceLocation, describe_error, format_location, make_refusal, source_line
 from lockstep.core.batch import tensors_of
 from lockstep.errors import LockstepError, UserCodeError
 from lockstep.parallel.gradients import backward_nodes
@@ -67,20 +67,23 @@ class Gate:
     @property
     def end_description(self) -> str:
         """The line that ended the previous micro-batch, as a clause for error messages."""
-        return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
+        return (
+            f"step.backward{f' at {format_location(*self.ended_at)}' if self.ended_at[0] else ''} ended this "
+            f"micro-batch"
+        )
 
     def exchange(self, name: str) -> None:
         """Record that user code calls the collective `name`. Raises UsageError within a step."""
         self.exchanged = True
         if self.step and name == exchanges.DTENSOR_COLLECTIVE:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.step}: sharded weights are read within the step, which requires a collective that other "
                 f"ranks may not call",
                 "compute a penalty on weights in the model's forward, read weights after step.update, or use strategy "
                 "ddp or zero1",
             )
         if self.step:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.step}: torch.distributed.{name} is called within the step, where other ranks may not call "
                 f"it, because ranks can have different numbers of micro-batches",
                 "sum values with run.sum over run.each, or call the collective after step.update",
@@ -105,13 +108,13 @@ class Gate:
         if self.recomputing:  # torch.utils.checkpoint restores the RNG state and autocast mode itself
             return call(*args, **kwargs)
         if not self.open and self.step:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.step}: the placed model is called between two micro-batches: {self.end_description}",
                 "call it before step.backward, and call step.backward once with the sum of all losses of the "
                 "micro-batch",
             )
         if not self.open:
-            raise refusal(
+            raise make_refusal(
                 "the placed model is called outside of a micro-batch",
                 "call it within `for batch in step` before step.backward, or within `for batch in run.each(...)`; to "
                 "use the saved weights of a run with dir=folder, call lockstep.load(folder, model=...)",
@@ -175,7 +178,7 @@ class CallConsistencyCheck:
             for end in (False, True)
         )
         counts = f"rank {', '.join(calling)} more often than rank {', '.join(finished)}"
-        raise refusal(
+        raise make_refusal(
             f"{prefix}ranks call the placed model differently in their micro-batches: "
             f"{counts if calling and finished else 'in a different order, or some ranks without gradients'}",
             "call it the same number of times in every micro-batch, and multiply outputs that must not count by 0; or "
@@ -192,7 +195,7 @@ def _modes_error(ranks: Sequence[int], training: Sequence[bool], prefix: str) ->
         ", ".join(str(rank) for rank, is_training in zip(ranks, training, strict=True) if is_training is mode)
         for mode in (True, False)
     )
-    return refusal(
+    return make_refusal(
         f"{prefix}rank {in_training} calls the placed model in training mode, and rank {in_evaluation} in evaluation "
         f"mode",
         "choose the mode from step.number, step.epoch or step.samples_seen, and not from the rank or the micro-batch",
@@ -201,7 +204,7 @@ def _modes_error(ranks: Sequence[int], training: Sequence[bool], prefix: str) ->
 
 def _left_error(leaving: Sequence[int], staying: Sequence[int], call_site: str) -> Exception:
     leaving_ranks, staying_ranks = (", ".join(map(str, ranks)) for ranks in (leaving, staying))
-    return refusal(
+    return make_refusal(
         f"run.each: rank {leaving_ranks} left the loop before its last batch, and rank {staying_ranks} did not",
         "leave the loop after the same batch on all ranks, or let it run to its end; or use strategy ddp or zero1, "
         "which do not communicate in a call of the model",
@@ -239,7 +242,7 @@ class StrayModuleCheck:
         for node in backward_nodes(loss.grad_fn):
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
             if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: the loss depends on a parameter of shape {list(leaf.shape)} that is not in the "
                     f"placed model and is not trained",
                     "make it a part of the model that you pass to run.place",
@@ -256,14 +259,14 @@ class StrayModuleCheck:
         kind = type(module).__name__
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             self.close()
-            raise refusal(
+            raise make_refusal(
                 f"a {kind} outside the placed model: its running statistics would differ between ranks",
                 "make it a part of the model that you pass to run.place",
             )
         # A teacher model under no_grad is fine, even if its parameters have requires_grad.
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             self.close()
-            raise refusal(
+            raise make_refusal(
                 f"a {kind} outside the placed model has parameters that require gradients, which are not summed over "
                 f"ranks",
                 "make it a part of the model that you pass to run.place",
@@ -276,7 +279,7 @@ class StrayModuleCheck:
         values = inputs[0] if inputs else None
         if isinstance(values, Tensor) and values.ndim > 1 and values.numel() == self._samples * values.shape[1]:
             self.close()
-            raise refusal(
+            raise make_refusal(
                 f"{self._single_sample_note}, but BatchNorm needs at least two values per channel",
                 "set drop_last=True in run.steps, or set a different batch or fewer micro-batches, so that each "
                 "micro-batch has at least two samples",
@@ -306,7 +309,7 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     is_sharded = any(type(parameter) is not nn.Parameter for parameter in model.parameters())
     if is_sharded and any(word in str(error) for word in _DTENSOR_WORDS):
         if name := _module_called_alone(error, model):
-            return refusal(f"{name} {CALLED_ALONE}", CALL_THE_MODEL, source_line(error))
+            return make_refusal(f"{name} {CALLED_ALONE}", CALL_THE_MODEL, source_line(error))
         return UserCodeError(f"the code computes with sharded weights: {describe_error(error, _SHARDED_ADVICE)}")
     advice = ""
     if "Expected more than 1 value per channel" in str(error):

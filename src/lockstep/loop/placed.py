@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.world import World
-from lockstep.common.own_code import location, refusal
+from lockstep.common.own_code import format_location, make_refusal
 from lockstep.config.placement import StrategyConfig
 from lockstep.config.strategy_name import find_strategy_problems
 from lockstep.core.audit_schedule import AuditSchedule
@@ -62,7 +62,7 @@ class ChunkPlan:
         Raises UsageError if the model can't be split.
         """
         if type(self.count) is not int or self.count < 1:
-            raise refusal(f"run.place: got chunks={self.count!r}", "pass an integer of at least 1")
+            raise make_refusal(f"run.place: got chunks={self.count!r}", "pass an integer of at least 1")
         if self.count == 1:
             return {}
         try:
@@ -158,7 +158,7 @@ class PlacedModel:
             }
             path, line = self.guard.line()
             self.world.set_compared_facts(
-                self.groups.get_compared_values(step, arguments), location(path, line) if path else ""
+                self.groups.get_compared_values(step, arguments), format_location(path, line) if path else ""
             )
 
     def load_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
@@ -197,7 +197,7 @@ class PlacedModel:
     def check_structure(self) -> None:
         """Raise UsageError if the parameters or buffers of the model aren't the same as when it was placed."""
         if describe_structure(self.model) != self.structure:
-            raise refusal(
+            raise make_refusal(
                 "the model was changed after run.place: it has different parameters or buffers, or different ones are "
                 "trained",
                 "change it before run.place",
@@ -254,7 +254,7 @@ def place_model(
     engine = strategy.start(problem, make_optimizer, own_world, replace(numerics, chunked=chunked))
     if not isinstance(engine, Phased):
         engine.close()
-        raise refusal(
+        raise make_refusal(
             f"strategy {name}: not supported in a custom training loop, which needs an engine with begin, forward, "
             f"backward and end",
             "use a different strategy, or a recipe",
@@ -295,30 +295,30 @@ def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tup
     size = member.rank.world.size
     selection = member.strategy or requested
     if not isinstance(selection, str | Mapping):
-        raise refusal(f"run.place: got strategy={selection!r}", "pass a name, or a mapping with name and options")
+        raise make_refusal(f"run.place: got strategy={selection!r}", "pass a name, or a mapping with name and options")
     config = StrategyConfig.model_validate({"name": selection} if isinstance(selection, str) else dict(selection))
     for _, text in find_strategy_problems(config.name):
         raise UsageError(f"run.place: {text}")
     placement = member.settings.placement.model_copy(update={"strategy": config})
     name, strategy = find_strategy(placement, size)
     if name == "pipeline" or strategy.mesh(size).pipe > 1:
-        raise refusal(
+        raise make_refusal(
             f"strategy {name}: not supported in a custom training loop, because a pipeline needs a task to know the "
             f"inputs and the loss of the model",
             "use a different strategy, or a recipe",
         )
     if isinstance(strategy, ExternalEngine):
-        raise refusal(
+        raise make_refusal(
             f"strategy {name}: not supported in a custom training loop, because its external engine runs whole steps",
             "use strategy single, ddp, zero1, zero2, zero3 or hsdp, or a recipe",
         )
     if strategy.mesh(size).context > 1 or strategy.traits.spreads_sequences:
-        raise refusal(
+        raise make_refusal(
             f"strategy {name}: not supported in a custom training loop, which passes whole sequences to the model",
             "use a different strategy, or a recipe with recipe.model.sequence_chunks",
         )
     if placement.audit_every is not None and (isinstance(strategy, CutsModel) or not strategy.traits.audits):
-        raise refusal(
+        raise make_refusal(
             f"placement.audit_every: not supported with strategy {name} in a custom training loop, because no rank can "
             f"repeat the micro-batches of a different rank",
             "use strategy ddp, zero1, zero2, zero3 or hsdp, or remove placement.audit_every",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.comm.named_sums import sum_over_ranks
 from lockstep.comm.world import World
-from lockstep.common.own_code import UserCode, refusal
+from lockstep.common.own_code import UserCode, make_refusal
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
@@ -103,18 +103,22 @@ def make_plan(
 ) -> LoopPlan:
     """Validate the arguments of `run.steps` and return the plan. Raises UsageError if an argument is invalid."""
     if (epochs is None) == (steps is None):
-        raise refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
+        raise make_refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
     if batch < 1 or (drop_last and batch > order.length):
         limit = f" and at most {order.length}" if drop_last else ""
-        raise refusal(f"run.steps: got batch={batch} for {order.length} samples", f"set batch to at least 1{limit}")
+        raise make_refusal(
+            f"run.steps: got batch={batch} for {order.length} samples", f"set batch to at least 1{limit}"
+        )
     if microbatch is not None and (microbatches is not None or microbatch < 1):
-        raise refusal(
+        raise make_refusal(
             f"run.steps: got microbatch={microbatch} and microbatches={microbatches}",
             "pass either microbatches, or a microbatch of at least 1 sample",
         )
     count = default_microbatches(batch, microbatch) if microbatches is None else microbatches
     if not 1 <= count <= batch:
-        raise refusal(f"run.steps: got microbatches={count} for batch={batch}", f"set microbatches from 1 to {batch}")
+        raise make_refusal(
+            f"run.steps: got microbatches={count} for batch={batch}", f"set microbatches from 1 to {batch}"
+        )
     return LoopPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
 
 
@@ -131,5 +135,5 @@ def _validate_weight(result: Any, suffix: str) -> int:
     if isinstance(result, Tensor) and not result.ndim and not result.is_floating_point():
         result = int(result)
     if type(result) is not int or not 0 <= result < _WEIGHT_LIMIT:
-        raise refusal(f"weight: returned {result!r}{suffix}", "return an integer from 0 to below 2**53")
+        raise make_refusal(f"weight: returned {result!r}{suffix}", "return an integer from 0 to below 2**53")
     return result

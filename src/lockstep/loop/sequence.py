@@ -5,7 +5,7 @@ from typing import final
 
 from torch import nn
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core import random
 from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.examination import Examination
@@ -117,7 +117,7 @@ class StepSequence:
     def refuse_within_step(self, call: str) -> None:
         """Raise UsageError if `call` is made within a step, before its update."""
         if self._step is not None and not self._step.updated:
-            raise refusal(f"{call}: called within step {self._step.number}", "call it after step.update")
+            raise make_refusal(f"{call}: called within step {self._step.number}", "call it after step.update")
 
     def report(self) -> None:
         """Write the events of the last step, unless they are already written. All ranks must call this method."""
@@ -179,7 +179,7 @@ class StepSequence:
 def _check_mode(model: nn.Module) -> None:
     """Raise UsageError if the model is in evaluation mode and has a layer that depends on the mode."""
     if is_evaluating(model) and (layer := find_mode_dependent_layer(model)):
-        raise refusal(
+        raise make_refusal(
             f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, but {layer}, "
             "computes a different result in training mode",
             "call model.train() before the loop; to train in evaluation mode on purpose, call model.train() before "

@@ -9,7 +9,7 @@ from typing import Any, Final, Never, final
 import torch
 from torch import Tensor
 
-from lockstep.common.own_code import calling, refusal
+from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.core.batch import Batch
 from lockstep.loop.examination import Examination
 from lockstep.loop.forward import Forward
@@ -107,7 +107,7 @@ class Step:
         If you pass several losses by name, this is the sum of their means.
         """
         if self._training_step.sums is None:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.number}: step.loss is not available before step.update", "read it after step.update"
             )
         return self._training_step.sums.loss
@@ -119,7 +119,7 @@ class Step:
         Available after `update`. The mean of a loss of weight 0 is 0.
         """
         if self._training_step.sums is None:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.number}: step.losses is not available before step.update", "read it after step.update"
             )
         return {name: loss.mean for name, loss in self._training_step.sums.named.items()}
@@ -132,7 +132,7 @@ class Step:
         iteration before this update.
         """
         if not self._updated:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.number}: step.sums is not available before step.update", "read it after step.update"
             )
         return self._sums.totals
@@ -154,7 +154,7 @@ class Step:
     def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
         """Return whether this step ends a period of `epochs` epochs or of `steps` steps. Pass exactly one of them."""
         if (epochs is None) == (steps is None):
-            raise refusal(f"step.every: got epochs={epochs} and steps={steps}", "pass exactly one of them")
+            raise make_refusal(f"step.every: got epochs={epochs} and steps={steps}", "pass exactly one of them")
         return Interval(steps, epochs).falls_on(self._training_step.step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -166,14 +166,14 @@ class Step:
         """
         current = self._pass
         if current.has_begun:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.number}: a second iteration over its micro-batches without step.update(of=...) between "
                 f"them",
                 'end each iteration with an update of its own optimizer groups, such as step.update(of="D") for '
                 '{"params": ..., "name": "D"}, or pass the sum of all losses to step.backward in a single iteration',
             )
         if self._saved:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.number}: an iteration over its micro-batches after run.save",
                 "call run.save after the last update of a step, because a resumed run begins with the next step",
             )
@@ -195,7 +195,7 @@ class Step:
                 )
                 yield microbatch.batch
                 if self._forward.microbatch is not None:
-                    raise refusal(
+                    raise make_refusal(
                         f"step {self.number}: no backward for micro-batch {current.backward_count + 1} of "
                         f"{current.expected}",
                         "call step.backward(mean=loss), not loss.backward(), for each micro-batch",
@@ -206,7 +206,7 @@ class Step:
                 # `update`.
                 self._draws.seed_after_microbatches()
             else:
-                current.left_at = calling()
+                current.left_at = find_calling_line()
                 self._leave(early=True)
 
     def sum(self, **numbers: Tensor | float) -> None:
@@ -218,7 +218,7 @@ class Step:
         """
         if self._forward.microbatch is None:
             outside = f"after {self._gate.end_description}" if self._pass.backward_count else "outside of a micro-batch"
-            raise refusal(
+            raise make_refusal(
                 f"step {self.number}: step.sum was called {outside}",
                 "call it in a micro-batch before step.backward, which adds up the loss and the sums together",
             )
@@ -255,7 +255,7 @@ class Step:
             if has_names(mean, sum):
                 raise missing_weights_error(number)
             problem = "both mean= and sum=" if mean is not None and sum is not None else "a loss without a name"
-            raise refusal(
+            raise make_refusal(
                 f"step {number}: step.backward received {problem if unnamed or mean is not None else 'no loss'}",
                 "use step.backward(mean=loss) if it is a mean, as most losses of PyTorch are by default, or "
                 'step.backward(sum=loss) if it is a sum, as with reduction="sum"',
@@ -286,7 +286,7 @@ class Step:
             problem = (
                 f"twice: {self._gate.end_description}" if self._pass.backward_count else "outside of a micro-batch"
             )
-            raise refusal(
+            raise make_refusal(
                 f"step {self.number}: step.backward was called {problem}",
                 "call it once for each micro-batch, within `for batch in step`, with the sum of all losses",
             )
@@ -347,7 +347,7 @@ class Step:
         """
         number = self.number
         if self.updated:
-            raise refusal(
+            raise make_refusal(
                 f"step {number}: step.update was called twice",
                 "call it once for each step, or with of= after another iteration over its micro-batches",
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
 from typing import final
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.step_sums import ROOM
 from lockstep.parallel.audited import Computation
@@ -102,12 +102,12 @@ class StepPass:
         # In a worker of mp.spawn, torch catches an exception of the script, and reports it after the run is closed.
         cause = "if an exception ended this process, see its traceback; otherwise " if parent_process() else ""
         if not self.complete:
-            return refusal(
+            return make_refusal(
                 f"step {number}: the loop left the step after {self.backward_count} of {self.expected} micro-batches",
                 f"{cause}let `for batch in step` run to its end, with a step.backward for each micro-batch, because "
                 f"other ranks wait for them",
                 self.left_at,
             )
-        return refusal(
+        return make_refusal(
             f"step {number}: the loop left the step without step.update", f"{cause}call step.update once for each step"
         )

@@ -9,7 +9,7 @@ from typing import NoReturn, final
 
 import torch
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.loop.checkpoints import LoopCheckpoints
 from lockstep.loop.dataset_check import DatasetFault
@@ -24,7 +24,7 @@ from lockstep.loop.step import Step
 from lockstep.loop.verify_hint import make_verify_hint
 from lockstep.ranks.signals import StopRequest
 from lockstep.run.rank import Rank
-from lockstep.run.start_event import loop_start_event
+from lockstep.run.start_event import make_loop_start_event
 from lockstep.strategies.base import replica_devices
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Saved, Started, Stopped, Warned
@@ -127,7 +127,7 @@ class TrainingLoop:
             self._world.compare({f"run.steps: the order of epoch {epoch}": order.digest(epoch)})
         except UsageError as error:
             differences, _, _ = str(error).rpartition("; ")
-            raise refusal(
+            raise make_refusal(
                 differences, "compute order= only from the epoch and a seed, as lockstep.orders does"
             ) from None
 
@@ -140,7 +140,7 @@ class TrainingLoop:
         seed_after_loop(self._world, self.member.settings.seed, self.plan.steps.total)
 
     def _make_start_event(self) -> Started:
-        return loop_start_event(
+        return make_loop_start_event(
             self._rank,
             self.plan.steps,
             self.member.checkpoint,
@@ -207,7 +207,7 @@ def finish_loop(rank: Rank, placed: PlacedModel, checkpoints: LoopCheckpoints | 
 def refuse_autocast(call: str) -> None:
     """Raise UsageError if autocast is enabled around steps, because it would reuse cached casts of the weights."""
     if torch._C._is_any_autocast_enabled():
-        raise refusal(
+        raise make_refusal(
             f"{call}: torch.autocast is enabled around the steps, and would reuse cached casts of the weights from "
             f"before the last update",
             'remove it, and set the precision of the run: lockstep.join(precision="bf16"); autocast within a '

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.loop.placed import PlacedModel
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -33,7 +33,7 @@ def make_update_settings(
     """
     scheduler = placed.scheduler
     if scheduler is not None and lr is not None:
-        raise refusal(
+        raise make_refusal(
             f"step {step}: got lr={lr!r}, but a scheduler sets the learning rate", "remove lr=, or the scheduler"
         )
     rate = placed.rate if lr is None else _validate_rate(step, lr)
@@ -45,14 +45,14 @@ def make_update_settings(
 def _validate_clip(step: int, value: object) -> float:
     number = _to_float(value)
     if not number > 0:  # clipping to 0 would stop training, and a negative norm would reverse the gradient
-        raise refusal(f"step {step}: got clip={value!r}", "pass a norm above 0, or remove clip=")
+        raise make_refusal(f"step {step}: got clip={value!r}", "pass a norm above 0, or remove clip=")
     return number
 
 
 def _validate_rate(step: int, value: object) -> float:
     number = _to_float(value)
     if not 0 <= number < math.inf:
-        raise refusal(f"step {step}: got lr={value!r}", "pass a finite learning rate of at least 0")
+        raise make_refusal(f"step {step}: got lr={value!r}", "pass a finite learning rate of at least 0")
     return number
 
 
@@ -71,7 +71,7 @@ def _group_indices(step: int, placed: PlacedModel, of: str, audited: bool) -> fr
         "with compressed gradients, which keep a part of the gradients of other groups": placed.engine.compresses,
     }
     if problem := next((reason for reason, applies in reasons.items() if applies), ""):
-        raise refusal(
+        raise make_refusal(
             f"step {step}: step.update(of=...) is not supported {problem}", "update all groups together, without of="
         )
     return placed.groups.get_indices(of)

@@ -16,7 +16,7 @@ from typing import Final, NoReturn
 import torch
 from torch import nn
 
-from lockstep.common.own_code import location
+from lockstep.common.own_code import format_location
 from lockstep.device.compiler import OPTIONS, configure_compiler
 from lockstep.device.machine import make_fingerprint
 from lockstep.errors import UsageError
@@ -65,6 +65,6 @@ def _raise_compile_error(name: str, code: CodeType, error: Exception) -> NoRetur
     message, _, output = str(error).strip().partition("\nOutput:\n")  # torch appends the output of the C++ compiler
     lines = [text.strip().partition("\n")[0][:_MAX_MESSAGE_LENGTH] for text in (message, output) if text]
     raise UsageError(
-        f"recipe.compile: torch cannot compile {name} ({location(*code_location)}): {': '.join(lines)}; change this "
-        f"code, exclude it with torch.compiler.disable, or set recipe.compile to false"
+        f"recipe.compile: torch cannot compile {name} ({format_location(*code_location)}): {': '.join(lines)}; "
+        "change this code, exclude it with torch.compiler.disable, or set recipe.compile to false"
     ) from error

@@ -94,7 +94,7 @@ def run_quick_probe(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
     reduced = replace(
         setup, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(setup.data.train), batch, steps=1)
     )
-    build = partial(initialize_model, setup.blank, recipe.seed)
+    build = partial(initialize_model, setup.build_blank, recipe.seed)
     return _run_probe(
         setup,
         device,
@@ -376,7 +376,7 @@ def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         path, _, attribute = name.rpartition(".")
         parts = path.split(".") if path else []
         modules = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-        source_lines = (user_code.place_of_attribute(type(module), attribute) for module in modules)
+        source_lines = (user_code.find_attribute_line(type(module), attribute) for module in modules)
         locations[name] = next(filter(None, source_lines), "")
     return {name: location for name, location in locations.items() if location}
 

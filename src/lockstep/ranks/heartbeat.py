@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Self, final
 
-from lockstep.common.rank import ranks_in_words
+from lockstep.common.rank import format_ranks_with_hosts
 from lockstep.common.text import printable_line
 from lockstep.errors import Cause
 from lockstep.ranks import oom, process_state
@@ -216,7 +216,7 @@ class Heartbeat:
         self, ranks: list[int], observation: str, explanation: str, cause: Cause = "transient"
     ) -> Failure:
         hosts = self._rendezvous.hosts
-        other_ranks = f"; also lost: {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
+        other_ranks = f"; also lost: {format_ranks_with_hosts(ranks[1:], hosts)}" if ranks[1:] else ""
         text = f"error: {observation}: {explanation}{other_ranks}"
         own_log = self._rendezvous.rank_log.log
         log = str(own_log.with_name(log_name(ranks[0]))) if own_log else ""

@@ -106,7 +106,7 @@ class _Log(io.TextIOBase, TextIO):
         self.problem = ""
         self._lock = threading.Lock()
         try:
-            self._descriptor = plainfile.descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._descriptor = plainfile.open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             self.problem = error.strerror or str(error)
             self._descriptor = os.open(os.devnull, os.O_WRONLY)

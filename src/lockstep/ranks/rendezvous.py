@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.common.differences import describe_differences
-from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
+from lockstep.common.rank import RankInfo, format_ranks_with_hosts, rendezvous_address
 from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
 from lockstep.errors import TransientError, UsageError, os_error_as
@@ -339,7 +339,7 @@ class Rendezvous:
         """
 
         def describe_missing() -> str:
-            return ranks_in_words(missing(), self.hosts)
+            return format_ranks_with_hosts(missing(), self.hosts)
 
         def report(text: str) -> None:
             if 0 in missing():

@@ -221,7 +221,7 @@ def _list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def _prepare_replay(run: RunToReplay, processes: int | None = None) -> PreparedRun:
     prepared = prepare_run(run.loaded, processes)
-    total = prepared.ready.steps.total
+    total = prepared.setup.steps.total
     if run.last > total:
         raise UsageError(f"step {run.last}: the run has {total} steps; use one of these steps")
     return prepared
@@ -262,16 +262,16 @@ class _StepReplayer:
         self._opened_run = run
         self._world = world
         self._progress = progress
-        setup = prepared.ready
+        setup = prepared.setup
         self._models: list[nn.Module] = []  # all models built so far; the engine runs the last model
         self._task = ObservedTask(setup.task)
         problem = replace(
             setup.problem, optional_task=self._task, build_model=self._record_models(setup.problem.build_model)
         )
-        self._setup = replace(setup, problem=problem, blank=self._record_models(setup.blank))
+        self._setup = replace(setup, problem=problem, build_blank=self._record_models(setup.build_blank))
         self._engine: Engine
         self._loader: Loader
-        prepared = replace(prepared, ready=self._setup)
+        prepared = replace(prepared, setup=self._setup)
         self._engine, self._loader = start_engine(prepared, world, resumes=run.checkpoint is not None)
         self._replay = Replay(request.folder, run.start, prepared.resolved.strategy_name, world.size)
         if request.with_trace:

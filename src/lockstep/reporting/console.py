@@ -7,7 +7,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from lockstep.common.text import size
+from lockstep.common.text import format_bytes
 from lockstep.reporting import wording
 from lockstep.reporting.terminal import is_interactive, make_console, make_progress_line, start_live
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
@@ -95,7 +95,7 @@ class Console:
             return
         if self._live is None:
             figures = wording.format_step_metrics(event, run, means=self._running_means.add(event))
-            memory, left = size(event.peak_bytes), self._format_time_left(event, run, time)
+            memory, left = format_bytes(event.peak_bytes), self._format_time_left(event, run, time)
             self._print_line(f"{wording.format_position(event, run)}  {figures}  {memory}  {left}")
         elif time - self._last_drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
             self._last_drawn = time

@@ -32,7 +32,7 @@ class StepMeasurements:
         self._steps = 0
         self._before = 0.0  # seconds before the first step whose time is measured
 
-    def left_out(self) -> AbstractContextManager[None]:
+    def exclude(self) -> AbstractContextManager[None]:
         """Return a context manager whose allocations aren't counted, because they aren't part of a step."""
         return nullcontext() if self._live is None else self._live.exclude()
 
@@ -49,7 +49,7 @@ class StepMeasurements:
                 yield item
             self._peak = max(self._peak, peak[0])
 
-    def measured(self) -> dict[str, float]:
+    def get_result(self) -> dict[str, float]:
         """Return the mean step time in seconds and the peak memory in bytes. Return {} if there were too few steps."""
         if self._steps < _FIRST_TIMED_STEP:
             return {}

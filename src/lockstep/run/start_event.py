@@ -11,7 +11,7 @@ from lockstep.run.rank import Rank
 from lockstep.training.events import Started
 
 
-def loop_start_event(
+def make_loop_start_event(
     rank: Rank,
     steps: Steps,
     resumed_from: Path | None,

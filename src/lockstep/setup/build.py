@@ -41,11 +41,11 @@ from lockstep.parallel.optimizer_trials import check_custom_optimizer, check_opt
 from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
 from lockstep.setup.examples import (
-    examples,
     find_smallest_microbatch,
+    get_device_transforms,
     list_batchnorm_warnings,
+    load_example_batches,
     repeat_samples,
-    transforms_of,
 )
 from lockstep.setup.first_weights import InitialWeights
 from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factories, special_settings
@@ -67,14 +67,14 @@ class Setup:
     steps: Steps
     summary: Summary  # summary of the model that is trained
     parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters, by parameter name
-    blank: Build  # builds the model with uninitialized weights
-    uncut: Build  # builds the model with its initial weights, but without splitting it into chunks
+    build_blank: Build  # builds the model with uninitialized weights
+    build_unchunked: Build  # builds the model with its initial weights, but without splitting it into chunks
     warnings: tuple[str, ...]  # warnings about settings that are valid but probably unintended
     source: Mapping[str, str]  # hashes of the user's source files
     task_line: str = ""  # a description of the task, and the reason why it was chosen
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # layouts of the parameters that are split into chunks
-    first: InitialWeights | None = None  # the initial weights, or None if the seed determines them
-    fit: Fit | None = None  # describes how the initial weights match the parameters of the model
+    initial_weights: InitialWeights | None = None  # the initial weights, or None if the seed determines them
+    weights_fit: Fit | None = None  # describes how the initial weights match the parameters of the model
     guarded: bool = True  # whether to reject code that makes results depend on the placement
 
     def optimizer(self, trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
@@ -123,7 +123,7 @@ class Setup:
         For `extra` and `devices`, see Loader.
         """
         recipe, task, device = self.recipe, self.task, world.device
-        transforms = transforms_of(recipe, self.data)
+        transforms = get_device_transforms(recipe, self.data)
         weigh = None
         if not task.counts_samples:
             weigh = BatchWeigher(task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight")
@@ -151,7 +151,7 @@ def make_model_builder(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.M
     return partial(build_model, name=model.name, source=model.source, options=model.options, facts=facts)
 
 
-def tuning_of(recipe: Recipe) -> Tuning:
+def make_tuning(recipe: Recipe) -> Tuning:
     """Return the changes that the recipe makes to a model after it is built: adapters and frozen parameters."""
     lora = None
     if (lora_config := recipe.model.lora) is not None:
@@ -177,19 +177,19 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
         check_compiler(gpu=torch.cuda.device_count() > 0)
     data = open_recipe_data(recipe)
     steps = planning.compute_steps(recipe, len(data.train))
-    example, evaluation = examples(recipe, data)
+    example, evaluation = load_example_batches(recipe, data)
     task, task_line = find_task(values(recipe), f"model {recipe.model.name}", data.facts, example)
     task = add_metrics(task, recipe.metrics)
     models = _make_model_builders(recipe, data, first)
-    summary = _check_model(recipe, steps, task, models.uncut, example, evaluation)
+    summary = _check_model(recipe, steps, task, models.unchunked, example, evaluation)
     _check_batchnorm(recipe, summary)
-    chunked = chunk_layouts(models.uncut, recipe.model)
+    chunked = chunk_layouts(models.unchunked, recipe.model)
     if recipe.model.chunks > 1:
         _check_model(recipe, steps, task, models.chunked, example, evaluation)
     inputs = _check_chunks_and_dtype(recipe, task, models, summary, example, evaluation)
     parameter_settings = _check_optimizer(recipe, models, summary)
     check_rate(recipe, steps)
-    fit = None if first is None else first.load_into(build_on_meta(models.uncut if first.adapted else models.plain))
+    fit = None if first is None else first.load_into(build_on_meta(models.unchunked if first.adapted else models.plain))
     return Setup(
         recipe=recipe,
         data=data,
@@ -202,13 +202,13 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
         steps=steps,
         summary=summary.stored(get_weight_dtype(recipe.precision)),
         parameter_settings=parameter_settings,
-        blank=models.chunked,
-        uncut=partial(initialize_model, models.first, recipe.seed),
+        build_blank=models.chunked,
+        build_unchunked=partial(initialize_model, models.first, recipe.seed),
         warnings=(*data.warnings, *_warnings(recipe, steps, summary, first, fit)),
         # Hash the source files after all user code has been imported, because user code may change sys.path.
         source=source_digests(import_paths(recipe).values()),
-        first=first,
-        fit=fit,
+        initial_weights=first,
+        weights_fit=fit,
         task_line=task_line,
         chunked=chunked,
     )
@@ -218,20 +218,20 @@ class _ModelBuilders(NamedTuple):
     """Functions that build the recipe's model at different stages of its construction."""
 
     plain: Build  # the model as its library defines it, with uninitialized weights
-    uncut: Build  # `plain` with adapters and frozen parameters
-    chunked: Build  # `uncut`, split into chunks
-    first: Build  # `uncut` with its initial weights
+    unchunked: Build  # `plain` with adapters and frozen parameters
+    chunked: Build  # `unchunked`, split into chunks
+    first: Build  # `unchunked` with its initial weights
 
 
 def _make_model_builders(recipe: Recipe, data: DataSet, first: InitialWeights | None) -> _ModelBuilders:
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
-    plain, tuning = make_model_builder(recipe, data.facts), tuning_of(recipe)
+    plain, tuning = make_model_builder(recipe, data.facts), make_tuning(recipe)
     uncut = partial(build_finetuned, plain, tuning)
     pretrained = partial(plain, pretrained=recipe.model.pretrained)
     return _ModelBuilders(
         plain=plain,
-        uncut=uncut,
+        unchunked=uncut,
         chunked=partial(build_in_chunks, uncut, recipe.model),
         first=partial(build_finetuned, pretrained, tuning, first),
     )

@@ -20,7 +20,7 @@ from lockstep.parallel.narrow_steps import DTYPES_16_BIT
 from lockstep.parallel.optimizer_trials import check_updates
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
-from lockstep.setup.examples import examples
+from lockstep.setup.examples import load_example_batches
 from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factories
 from lockstep.setup.post_training import check_reference
 from lockstep.setup.resolved import ResolvedConfig
@@ -173,7 +173,7 @@ def check_cut(resolved: ResolvedConfig, ready: Setup) -> None:
         strategy.check_trained_dtypes({name: form.dtype for name, form in ready.summary.trained.items()})
     if isinstance(strategy, CutsModel):
         whole_blocks = ready.recipe.compile
-        strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole_blocks)
+        strategy.check_model(ready.build_blank, ready.problem.example, resolved.processes, whole_blocks=whole_blocks)
         check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
 
 
@@ -211,13 +211,13 @@ def _check_updates(
 
 def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[NondeterministicCall]:
     """Return the operations of a training step or evaluation without a deterministic CUDA kernel. Needs no GPU."""
-    example, evaluation = examples(ready.recipe, ready.data)
+    example, evaluation = load_example_batches(ready.recipe, ready.data)
     batch = example if training else evaluation
 
     def loss(outputs: Any, batch: Batch) -> Tensor:
         return sum_of_losses(ready.task.loss(outputs, batch))
 
-    return find_nondeterministic_calls(ready.blank, ready.task.inputs(batch), batch, loss, training=training)
+    return find_nondeterministic_calls(ready.build_blank, ready.task.inputs(batch), batch, loss, training=training)
 
 
 def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:

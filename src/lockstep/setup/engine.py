@@ -25,10 +25,10 @@ def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> 
 
     If `resumes` is set, the initial weights aren't loaded, because the caller loads the weights of a checkpoint.
     """
-    ready, placement, strategy = prepared.ready, prepared.placement, prepared.strategy
+    ready, placement, strategy = prepared.setup, prepared.placement, prepared.strategy
     problem = ready.problem
     if resumes:
-        problem = replace(problem, build_model=partial(initialize_model, ready.blank, ready.recipe.seed))
+        problem = replace(problem, build_model=partial(initialize_model, ready.build_blank, ready.recipe.seed))
     whole_updates = needs_whole_updates(prepared.resolved, ready)
     numerics = replace(
         prepared.resolved.numerics, checks_writes=ready.guarded, needs_full_tensors=whole_updates, chunked=ready.chunked

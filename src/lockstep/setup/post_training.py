@@ -72,7 +72,7 @@ def check_packing(ready: Setup) -> None:
 def _model(ready: Setup) -> nn.Module:
     """Build the model with random weights. A large model of transformers gets only a few layers."""
     if ready.summary.num_parameters <= _LARGEST:
-        return initialize_model(ready.blank, ready.recipe.seed)
+        return initialize_model(ready.build_blank, ready.recipe.seed)
     model = ready.recipe.model
     options = {**model.options, "num_hidden_layers": _FEW_LAYERS}
     recipe = ready.recipe.model_copy(update={"model": model.model_copy(update={"options": options})})

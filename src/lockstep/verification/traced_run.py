@@ -128,7 +128,7 @@ class _TracedRun:
 
     def __init__(self, job: TraceJob, prepared: PreparedRun, world: World) -> None:
         self._job = job
-        self._setup = prepared.ready
+        self._setup = prepared.setup
         self._world = world
         self._meter = Meter(world.device)
         self._engine: Engine

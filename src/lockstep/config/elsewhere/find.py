@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, Final, final
 
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.config import write
 from lockstep.config.document import Document, KeyProblem, SourcePosition, format_key, locate, parse
 from lockstep.config.elsewhere import imagenet
@@ -116,7 +116,7 @@ def _check_keys(table: KeyTable, file_values: Mapping[str, Any], positions: Mapp
     problems = []
     for key, value in file_values.items():
         if key not in table.defaults:
-            text = f"{table.framework} has no such key{suggestion(key, table.defaults)}"
+            text = f"{table.framework} has no such key{suggest(key, table.defaults)}"
         elif expected := describe_type_mismatch(table.defaults[key], value):
             text = f"expected {expected}, got {write.format_value(value)}"
         else:

@@ -181,7 +181,7 @@ def _read(path: Path) -> bytes:
     advice = "; set recipe.data.options.chat_template to a readable file"
     with (
         os_error_as(UsageError, f"dataset chat: {path}: cannot be read", advice),
-        plainfile.reader(path, links=True) as file,
+        plainfile.open_reader(path, links=True) as file,
     ):
         return file.read(_MAX_FILE_BYTES)
 

@@ -90,7 +90,7 @@ def _read_text(path: Path) -> str:
 
 def _read_file(file: Path) -> str:
     try:
-        with plainfile.reader(file, links=True) as stream:
+        with plainfile.open_reader(file, links=True) as stream:
             text = stream.read().decode()
     except OSError as error:
         problem = f"cannot read {file}: {error.strerror}"

@@ -124,7 +124,7 @@ class FileTokenizer:
     def __init__(self, file: str) -> None:
         tokenizers = _import_tokenizers(f"tokenizer {file}")
         read_errors = os_error_as(UsageError, f"tokenizer {file}: cannot be read", "; pass a tokenizer file")
-        with read_errors, plainfile.reader(Path(file), links=True) as stream:
+        with read_errors, plainfile.open_reader(Path(file), links=True) as stream:
             content = stream.read(_MAX_BYTES)
         # If the file is invalid, the library raises an instance of Exception itself.
         with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):

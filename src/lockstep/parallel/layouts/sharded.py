@@ -29,7 +29,7 @@ from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
 from lockstep.comm.fsdp import GatherDtype, ShardedModel, local_gradient, rows_per_member
 from lockstep.comm.stream import CommStream, InlineStream, Pending
 from lockstep.comm.world import World
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import MaybeSharded, shard_like
 from lockstep.core.tree import Counter
@@ -296,7 +296,7 @@ def _check_memory_formats_in_forward(model: nn.Module) -> None:
     def check(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         [tensor, *_] = inputs
         if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.stride(1) != min(tensor.stride()):
-            raise refusal(
+            raise make_refusal(
                 f"{name} has channels_last weights, but its input is not channels_last",
                 "convert the input with tensor.to(memory_format=torch.channels_last), keep the weights contiguous, or "
                 "use strategy ddp or zero1",

@@ -49,7 +49,7 @@ def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
 
 def hash_file(path: Path) -> FileRecord:
     """Return the current hash and size of a file."""
-    with plainfile.reader(path) as file:
+    with plainfile.open_reader(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileRecord(digest.hexdigest(), file.tell())
 

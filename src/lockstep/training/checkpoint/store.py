@@ -458,7 +458,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _verify(path: Path, expected: FileRecord) -> None:
-    with _reading(path), plainfile.reader(path) as file:
+    with _reading(path), plainfile.open_reader(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
             raise DataError(_describe_damage(path, "bytes", expected.bytes, size))
@@ -470,7 +470,7 @@ def _verify(path: Path, expected: FileRecord) -> None:
 def _read_json_object(path: Path, limit: int) -> dict[str, JSON]:
     """Return the JSON object in a file. Raise ValueError if the content isn't a JSON object."""
     with _reading(path):
-        data = plainfile.content(path, limit)
+        data = plainfile.read_bytes(path, limit)
     content = plainfile.parse_json(data, _unique_keys)
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
