@@ -72,8 +72,8 @@ def test_free_after_an_error(tmp_path: Path) -> None:
 def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     code = (
-        "import pathlib, sys, time; from lockstep.common.locking import exclusive\n"
-        "with exclusive(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "import pathlib, sys, time; from lockstep.common.locking import lock_file\n"
+        "with lock_file(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
