@@ -35,7 +35,7 @@ GOOD = GpuFacts(
     devices=(Device("NVIDIA H100 80GB HBM3", "3", 80 << 30, "9.0", ()),),
     cuda_error="",
 )
-NONE = {"devices": (), "raised": "No CUDA GPUs are available"}
+NONE = {"devices": (), "cuda_error": "No CUDA GPUs are available"}
 ABSENT = {"kernel": "", "files": {}, "library": "libcuda.so.1: cannot open", "driver": Driver(problem="not found")}
 
 
@@ -85,10 +85,10 @@ def test_a_host_whose_cards_are_well() -> None:
             "all GPUs are in compute mode Prohibited",
         ),
         ({}, "CUDA does not start: No CUDA GPUs are available"),
-        ({"raised": ""}, "torch finds no GPU, and none of the checks below explains why"),
+        ({"cuda_error": ""}, "torch finds no GPU, and none of the checks below explains why"),
         # In Windows' Linux the driver is outside: its library is there, and nothing else.
         ({"kernel": "", "files": {}}, "CUDA does not start: No CUDA GPUs are available"),
-        ({"devices": GOOD.devices, "raised": "out of memory"}, "CUDA does not start: out of memory"),
+        ({"devices": GOOD.devices, "cuda_error": "out of memory"}, "CUDA does not start: out of memory"),
     ],
 )
 def test_each_reason_why_no_card_can_be_used(change: dict[str, Any], reason: str) -> None:
@@ -114,7 +114,7 @@ def test_several_reasons_are_reported_together_with_what_was_looked_at() -> None
         ({"repair": ("a row that could not be remapped",)}, "a row that could not be remapped"),
         ({"mode": "Prohibited"}, "compute mode Prohibited"),
         ({"users": USED.users}, "in use by pid 7 (python), pid 8 (x)"),
-        ({"slowed": ("power cap", "heat")}, "its clocks are currently reduced by power cap, heat"),
+        ({"clock_limits": ("power cap", "heat")}, "its clocks are currently reduced by power cap, heat"),
         ({"mig": True}, "split into MIG slices"),
         ({"link_width": 4}, "PCIe x4 of x16"),
         ({"power_limit_w": 600.0}, "power limit 600 W, its default is 700 W"),

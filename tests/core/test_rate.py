@@ -12,7 +12,7 @@ SAMPLES = 1_281_167
 
 
 def imagenet(each="epoch", **changes):
-    settings = {"base": 0.2, "samples_per_epoch": SAMPLES, "epochs": 100.0, "curve": "cosine", "each": each}
+    settings = {"base": 0.2, "samples_per_epoch": SAMPLES, "epochs": 100.0, "curve": "cosine", "update_interval": each}
     return Rate(**settings | {"warmup_epochs": 5.0} | changes)
 
 

@@ -99,7 +99,7 @@ def test_without_a_secret_a_stranger_ends_a_run_but_neither_well_nor_with_escape
 
     for found in started(work, (b"", b"")):
         assert found.exit_code == 75
-        assert found.words == (
+        assert found.message == (
             "[rank 1 of 2, b\\n\\x1b[1A] error: \\x1b[2J\\x1b]0;owned\\x07\\u202e\\rdisk full\n  its log: \\x9b1A"
         )
         assert "\x1b" not in found.line
