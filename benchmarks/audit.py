@@ -68,7 +68,7 @@ def _timed(name: str, work: Work, audited: bool, world: World) -> Turn:
             lambda other, _: start(name, work, other)[0], world, numerics, rota, lambda _, index: work.batch(index)
         )
     elif audited:
-        index = rota.assignment(world.rank, step)
+        index = rota.get_assignment(world.rank, step)
         assert index is not None
         given = [replace(work.batch(index), dummy=True), *given]
         engine.close()

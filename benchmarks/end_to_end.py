@@ -43,7 +43,7 @@ from lockstep.ranks.signals import StopRequest
 from lockstep.strategies.ddp import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -123,7 +123,9 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
         endless, Rate(LR, SAMPLES, 1.0), recipe=PlainRecipe(1), log=Interval(steps=1), evaluate=never, save=never
     )
     reports = StepReports(world, plan, Progress())
-    following = training_steps(loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest())
+    following = iterate_training_steps(
+        loader.iterate_steps, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
+    )
     return _turn(steps, world, train(engine, reports, following))
 
 

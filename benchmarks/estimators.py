@@ -38,7 +38,7 @@ from lockstep.setup.prepare import open_recipe_without_placement
 
 def estimates(ready: Setup, strategy: str, processes: int) -> dict[str, float]:
     """Return what each of them says of one rank, in bytes."""
-    model = ready.blank()
+    model = ready.build_blank()
     whole, largest = calculate_maximum_sizes(model)
     found = {"accelerate": 4.0 * whole}
     parameters = sum(each.numel() for each in model.parameters())
@@ -58,7 +58,7 @@ def estimates(ready: Setup, strategy: str, processes: int) -> dict[str, float]:
 
 def _tracked(ready: Setup, model: torch.nn.Module, processes: int) -> float:
     world = World(RankInfo(0, 1, 0, 1, "estimators"), torch.device("cpu"))
-    _, [microbatch, *_] = next(iter(ready.loader(world, Mesh(1).data_rank(0), 0).training(0)))
+    _, [microbatch, *_] = next(iter(ready.loader(world, Mesh(1).data_rank(0), 0).iterate_steps(0)))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     mesh = init_device_mesh("cpu", (processes,))
     torch.__future__.set_overwrite_module_params_on_conversion(True)

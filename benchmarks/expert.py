@@ -22,7 +22,7 @@ from lockstep.comm.world import World
 from lockstep.device.live_bytes import LiveBytes
 from lockstep.device.memory import keep_freed_memory
 from lockstep.models.find import build_model
-from lockstep.models.initialise import initialise
+from lockstep.models.initialise import initialize_model
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.plan import split_into_chunks
 
@@ -51,7 +51,7 @@ class Mixture(Work):
         }
         facts = {"vocabulary": self.vocabulary, "context": self.tokens}
         build = partial(build_model, name="mixtral", source="transformers", options=options, facts=facts)
-        model = initialise(build, 0)
+        model = initialize_model(build, 0)
         if self.chunks > 1:
             plan = {name: kind for name, kind in built_in_plan(model).items() if kind == "experts"}
             split_into_chunks(model, plan, self.chunks)

@@ -40,7 +40,7 @@ from lockstep.parallel.optimize import make_optimizer
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -146,7 +146,7 @@ class _Way:
         self._loader, self._loader_on_cpu = loader(device), loader(torch.device("cpu"))
         if name == IN_LINE:
             self._loader._training_copies = [_InLine(device)]
-        self._batches: Batches = self._there if name == THERE else self._loader.training
+        self._batches: Batches = self._there if name == THERE else self._loader.iterate_steps
 
     def seconds(self) -> float:
         """Return what 20 steps take."""
@@ -167,7 +167,7 @@ class _Way:
         """Return the seconds of copying the samples of 20 steps, without computing, and the bytes of one sample."""
         sent: list[Sequence[Tensor]] = []
         self._loader_on_cpu._training_copies = [_Noting(sent)]
-        batches = iter(self._loader_on_cpu.training(0))
+        batches = iter(self._loader_on_cpu.iterate_steps(0))
         for _ in range(STEPS):
             next(batches)
         copies = DeviceCopier(self._device)
@@ -190,12 +190,12 @@ class _Way:
             return islice(self._batches(first), steps)
 
         reports = StepReports(self._world, plan, self._progress)
-        following = training_steps(batches, reports, evaluate=_never, save=_never, stop=_NoStop())
+        following = iterate_training_steps(batches, reports, evaluate=_never, save=_never, stop=_NoStop())
         for event in train(self.engine, reports, following):
             raise AssertionError(event)
 
     def _there(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        _, microbatches = next(iter(self._loader.training(0)))
+        _, microbatches = next(iter(self._loader.iterate_steps(0)))
         for number in range(first, self._steps.total):
             yield self._steps[number], microbatches
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.gpu_uses import EXACT, REFUSED, Make, Work
 from benchmarks.turns import Answer, Turn, take_turns
 from lockstep.device import kernels
-from lockstep.device.precision import attention_backends, fix_kernels, fix_workspace
+from lockstep.device.precision import fix_kernels, fix_workspace, list_attention_backends
 
 DEFAULT, RUN, FILLED = "torch's defaults", "the settings of a run", "these, and memory filled"
 NOT_MEASURED: Final = "not measured yet"
@@ -98,7 +98,7 @@ def contestant(settings: str, device: str, repeats: int | None = None) -> Turn:
         started = not first
         lines = {name: _measured(name, each, first, repeats or (8 if card else 2)) for name, each in work.items()}
         refused = dict(_refusals(where)) if started and card and settings == RUN else {}
-        return {"lines": lines, "refused": refused, "attention": attention_backends()}
+        return {"lines": lines, "refused": refused, "attention": list_attention_backends()}
 
     return turn
 
@@ -138,9 +138,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _refusals(device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield each operation that torch is to refuse here, and what it did instead: "" where it refused."""
     for entry in kernels.REFUSED:
-        if entry.torch_raises and entry.named in REFUSED:
-            function, dims = REFUSED[entry.named]
-            yield entry.named, refusal(function, dims, device)
+        if entry.torch_raises and entry.name in REFUSED:
+            function, dims = REFUSED[entry.name]
+            yield entry.name, refusal(function, dims, device)
 
 
 def refusal(function: Callable[[Tensor], Tensor], dims: int, device: torch.device) -> str:

@@ -24,7 +24,7 @@ from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
 from lockstep.core.order import Step, split_range
 from lockstep.core.precision import Precision
-from lockstep.device.precision import attention_backends, fix_kernels
+from lockstep.device.precision import fix_kernels, list_attention_backends
 from lockstep.errors import UsageError
 from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
@@ -161,7 +161,7 @@ def _tried(world: World, precision: Precision) -> Result:
         found["kernels"] = _kernels(world.device, precision)
         found["settings"] = {
             "products of fp32 on CUDA": torch.backends.cuda.matmul.fp32_precision,
-            "attention": attention_backends(),
+            "attention": list_attention_backends(),
         }
     world.barrier()
     return found

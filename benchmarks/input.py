@@ -35,7 +35,7 @@ from lockstep.comm.world import World
 from lockstep.core.order import Steps
 from lockstep.data.base import DataSet
 from lockstep.data.images.device_transforms import ImageTransforms
-from lockstep.data.images.pictures import PictureSplit
+from lockstep.data.images.pictures import ImageSplit
 from lockstep.data.images.prepare import write_archives
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
@@ -196,7 +196,7 @@ def _large_prepared(root: str) -> Callable[[], Iterator[Tensor]]:
     data = open_data(DataRequest("folder", root, image_size=224, resize_size=256, resized_crop=True))
     folder = Path(tempfile.mkdtemp(dir=root))
     for part, split in (("train", data.train), ("val", data.validation)):
-        assert isinstance(split, PictureSplit)
+        assert isinstance(split, ImageSplit)
         deque(write_archives(split, folder, part), maxlen=0)
     pixels = DataRequest("webdataset", str(folder), image_size=224, resize_size=256, resized_crop=True)
     return _ours(open_data(pixels), ImageTransforms(2, flip=True, **IMAGENET), LARGE_BATCH)
@@ -272,7 +272,7 @@ def _ours(data: DataSet, transforms: ImageTransforms, batch: int) -> Callable[[]
     fix_kernels(threads=1)
     keep_freed_memory()
     loader = Loader(data, Steps(len(data.train), batch, epochs=1), 1, transforms, torch.device("cpu"), 0)
-    return lambda: (microbatches[0].batch[0] for _, microbatches in loader.training(0))
+    return lambda: (microbatches[0].batch[0] for _, microbatches in loader.iterate_steps(0))
 
 
 def _small_images(count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -43,7 +43,7 @@ from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
 from lockstep.training.events import Evaluated, Saved
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -176,7 +176,9 @@ def _lockstep(steps: int, world: World) -> Turn:
     def turn() -> float:
         began = time.perf_counter()
         reports = StepReports(world, plan, Progress())
-        following = training_steps(loader.training, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest())
+        following = iterate_training_steps(
+            loader.iterate_steps, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
+        )
         for _ in train(engine, reports, following):
             pass
         return time.perf_counter() - began

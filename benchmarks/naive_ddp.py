@@ -66,7 +66,7 @@ from lockstep.run.training import run_on_placement
 from lockstep.runs import folder as run_folder
 from lockstep.setup import recipe_folder
 from lockstep.setup.build import Setup, evaluation_batch
-from lockstep.setup.examples import transforms_of
+from lockstep.setup.examples import get_device_transforms
 from lockstep.setup.first_weights import load_first_weights
 from lockstep.setup.prepare import PreparedRun, open_recipe
 from lockstep.setup.resolved import ResolvedConfig, resolve
@@ -196,7 +196,7 @@ def _on_rank(
 ) -> int:
     prepared = prepared or _prepare(resolved.loaded)  # none in a spawned process: see on_ranks
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
-        script = NaiveDDP(prepared.ready, world, resolved.run.log_every)
+        script = NaiveDDP(prepared.setup, world, resolved.run.log_every)
         rendezvous.status = lambda: RankStatus("training", script.step)
         log = JsonLines(folder / run_folder.EVENTS) if world.rank == 0 else None
         for event in script.events():
@@ -215,14 +215,14 @@ class NaiveDDP:
         self._ready, self._world, self._log_every = ready, world, log_every
         assert ready.data.validation is not None  # see check_naive
         self._validation = ready.data.validation
-        self._model = ready.uncut().to(world.device)
+        self._model = ready.build_unchunked().to(world.device)
         cards = [world.device.index] if world.on_gpu else None
         alone = world.size == 1
         self._ddp: nn.Module = self._model if alone else DistributedDataParallel(self._model, device_ids=cards)
         trained = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
         self._optimizer = ready.optimizer(trained, full_norms)
         self._rate = find_rate(ready.recipe, ready.steps)
-        self._change = transforms_of(ready.recipe, ready.data)
+        self._change = get_device_transforms(ready.recipe, ready.data)
         self._meter = Meter(world.device)
         self.step = 0
         drop, batch = ready.recipe.last_batch == "drop", ready.recipe.batch
@@ -267,7 +267,7 @@ class NaiveDDP:
         count = min(self._per_epoch, self._steps - self.step)
         self._meter.restart()
         for indices in islice(_batches(list(sampler), self._ready.recipe.batch), count):
-            lr = self._rate.at(min(self._samples, self._ready.steps.total_samples))
+            lr = self._rate.compute_rate(min(self._samples, self._ready.steps.total_samples))
             losses.append(self._update(indices, epoch, lr))
             self.step += 1
             self._meter.add(len(indices) * self._world.size, 0)

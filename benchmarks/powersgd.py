@@ -10,7 +10,7 @@ import torchvision
 from torch import Size, nn
 
 from benchmarks.report import Result, compare
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.parallel.powersgd import elements_sent
 
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
@@ -27,7 +27,7 @@ def results(quick: bool) -> list[Result]:
 
 
 def _counted(name: str) -> Result:
-    shapes = [parameter.shape for parameter in on_meta(MODELS[name]).parameters()]
+    shapes = [parameter.shape for parameter in build_on_meta(MODELS[name]).parameters()]
     elements = {WHOLE: sum(Size(shape).numel() for shape in shapes)}
     for columns in COLUMNS:
         elements[f"powersgd_rank {columns}"] = sum(elements_sent(shape, columns) for shape in shapes)

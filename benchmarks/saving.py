@@ -50,7 +50,7 @@ def _compared(name: str, turns: int) -> Result:
 def _timed(kind: str, name: str, world: World) -> Turn:
     keep_freed_memory()
     engine, own, step = start(name, WORK, world)
-    folder = Path(world.tell(tempfile.mkdtemp(prefix="lockstep-saving-") if world.rank == 0 else ""))
+    folder = Path(world.broadcast_text(tempfile.mkdtemp(prefix="lockstep-saving-") if world.rank == 0 else ""))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     saver = Saver(world, folder, keep=1, background=kind == BESIDE)
     progress = Progress()

@@ -70,7 +70,9 @@ def _be_measured(root: str) -> None:
     began = time.perf_counter()
     data = open_data(DataRequest("tokens", root), Options(context=CONTEXT, stride=1, vocabulary=50257))
     steps = Steps(len(data.train), BATCH, epochs=1)
-    updates = Loader(data, steps, MICROBATCHES, NoTransforms(), torch.device("cpu"), 0).training(steps.total - STEPS)
+    updates = Loader(data, steps, MICROBATCHES, NoTransforms(), torch.device("cpu"), 0).iterate_steps(
+        steps.total - STEPS
+    )
     next(updates)
     start = time.perf_counter() - began
     for _ in updates:

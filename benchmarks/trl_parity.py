@@ -67,7 +67,7 @@ def their_losses(prepared: PreparedRun, folder: Path, task: str) -> list[float]:
     import transformers
     import trl
 
-    ready = prepared.ready
+    ready = prepared.setup
     order = permutation(ready.recipe.seed, 0, len(ready.data.train)).tolist()
     rows = chat_rows(task, STEPS * BATCH)
     ordered = datasets.Dataset.from_list([rows[number] for number in order])

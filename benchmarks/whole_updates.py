@@ -63,7 +63,7 @@ def _start(strategy: Strategy, size: int, world: World) -> Turn:
         Problem(Classification(), _model),
         _optimizer,
         world,
-        Numerics(PlainRecipe(microbatches=2), whole_updates=strategy.traits.cuts_rows),
+        Numerics(PlainRecipe(microbatches=2), needs_full_tensors=strategy.traits.cuts_rows),
     )
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(2, SAMPLES, WIDTH, generator=generator)

@@ -87,9 +87,9 @@ class Shell(click.Group):
         """Return the command for the first argument. If there is no such command, raise an error with a suggestion."""
         name = args[0]
         if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
-            from lockstep.common.names import choices
+            from lockstep.common.names import format_choices
 
-            meant = f"; did you mean '{_ALIASES[name]}'?" if name in _ALIASES else choices(name, names)
+            meant = f"; did you mean '{_ALIASES[name]}'?" if name in _ALIASES else format_choices(name, names)
             raise click.UsageError(f"no command '{name}'{meant}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -20,7 +20,7 @@ from lockstep.launchers import ray as launcher
 from lockstep.ranks.external import join_ranks
 from lockstep.reporting.ray import RayReport
 from lockstep.run.background import to_arguments
-from lockstep.run.training import training_as_rank
+from lockstep.run.training import prepare_training_rank
 from lockstep.setup.completed import find_completed_run
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def _run_worker(config: Mapping[str, Loaded]) -> None:
     info = launcher.read_rank(worker, os.environ)
     assert loaded.config.run.dir is not None
     folder = launcher.resolve_run_folder(worker, loaded.config.run.dir)
-    loaded = loaded.changed("run", {"dir": folder})
+    loaded = loaded.replace_values("run", {"dir": folder})
     report = RayReport(folder, lead=info.rank == 0)
-    placement, work = training_as_rank(loaded, info, report)
+    placement, work = prepare_training_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)
     code = work(rendezvous)
     completed_event = find_completed_run(loaded, is_claimed=True) if report.reported < 0 else None

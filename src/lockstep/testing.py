@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.fsdp import to_full_tensor
-from lockstep.comm.world import choose_device, open_lone_group, open_world
+from lockstep.comm.world import choose_device, open_single_rank_group, open_world
 from lockstep.common.patterns import list_some
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, UsageError, VerificationError
@@ -152,7 +152,7 @@ def _run_worker(function: Function, folder: Path, _ready: None, rendezvous: Rend
     """Run the function on this rank, and save the values that it reported."""
     world = open_world(rendezvous, choose_device("auto", rendezvous.info))
     if world.size == 1:
-        open_lone_group(world)
+        open_single_rank_group(world)
     trace = Trace()
     function(trace)
     torch.save([step for step in trace._steps if step], folder / f"{world.rank}.pt")

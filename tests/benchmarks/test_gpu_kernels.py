@@ -29,9 +29,9 @@ def test_the_tables_are_those_of_the_code() -> None:
 
 def test_every_refused_operation_exists_in_torch() -> None:
     for entry in kernels.REFUSED:
-        space, _, name = entry.named.partition("::")
+        space, _, name = entry.name.partition("::")
         packet = getattr(getattr(torch.ops, space), name, None)
-        assert packet or getattr(getattr(torch.ops, space), f"{name}_"), entry.named
+        assert packet or getattr(getattr(torch.ops, space), f"{name}_"), entry.name
 
 
 @pytest.mark.parametrize("name", EXACT)

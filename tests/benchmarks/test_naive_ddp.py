@@ -19,7 +19,7 @@ from lockstep.config.load import load
 from lockstep.core import random
 from lockstep.data.base import Request
 from lockstep.setup.build import Setup, build_setup
-from lockstep.setup.examples import transforms_of
+from lockstep.setup.examples import get_device_transforms
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
 
@@ -48,8 +48,8 @@ def rows(folder: Path) -> dict[str, dict[str, Any]]:
 def by_hand(ready: Setup, ranks: int) -> dict[str, float]:
     """Train as so many ranks would, in this process: a step is the mean of their means."""
     train, validation = ready.data.train, ready.data.validation
-    change = transforms_of(ready.recipe, ready.data)
-    model = ready.uncut()
+    change = get_device_transforms(ready.recipe, ready.data)
+    model = ready.build_unchunked()
     optimizer = torch.optim.SGD(model.parameters(), LR)
 
     def samplers(length: int, shuffle: bool) -> list[DistributedSampler[Any]]:

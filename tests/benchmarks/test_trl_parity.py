@@ -15,7 +15,7 @@ RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "trl.json"
 @pytest.mark.imports("transformers.models.llama.modeling_llama")
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_an_epoch_of_the_recipe_is_the_compared_steps(tmp_path: Path, task: str) -> None:
-    ready = prepare_run(load(str(trl_parity.write_recipe(tmp_path, task)), []), 1).ready
+    ready = prepare_run(load(str(trl_parity.write_recipe(tmp_path, task)), []), 1).setup
     assert ready.steps.total == trl_parity.STEPS
     assert len(ready.data.train) == trl_parity.STEPS * trl_parity.BATCH
 

@@ -33,9 +33,9 @@ GOOD = GpuFacts(
     library="",
     visible=None,
     devices=(Device("NVIDIA H100 80GB HBM3", "3", 80 << 30, "9.0", ()),),
-    raised="",
+    cuda_error="",
 )
-NONE = {"devices": (), "raised": "No CUDA GPUs are available"}
+NONE = {"devices": (), "cuda_error": "No CUDA GPUs are available"}
 ABSENT = {"kernel": "", "files": {}, "library": "libcuda.so.1: cannot open", "driver": Driver(problem="not found")}
 
 
@@ -85,10 +85,10 @@ def test_a_host_whose_cards_are_well() -> None:
             "all GPUs are in compute mode Prohibited",
         ),
         ({}, "CUDA does not start: No CUDA GPUs are available"),
-        ({"raised": ""}, "torch finds no GPU, and none of the checks below explains why"),
+        ({"cuda_error": ""}, "torch finds no GPU, and none of the checks below explains why"),
         # In Windows' Linux the driver is outside: its library is there, and nothing else.
         ({"kernel": "", "files": {}}, "CUDA does not start: No CUDA GPUs are available"),
-        ({"devices": GOOD.devices, "raised": "out of memory"}, "CUDA does not start: out of memory"),
+        ({"devices": GOOD.devices, "cuda_error": "out of memory"}, "CUDA does not start: out of memory"),
     ],
 )
 def test_each_reason_why_no_card_can_be_used(change: dict[str, Any], reason: str) -> None:
@@ -114,7 +114,7 @@ def test_several_reasons_are_reported_together_with_what_was_looked_at() -> None
         ({"repair": ("a row that could not be remapped",)}, "a row that could not be remapped"),
         ({"mode": "Prohibited"}, "compute mode Prohibited"),
         ({"users": USED.users}, "in use by pid 7 (python), pid 8 (x)"),
-        ({"slowed": ("power cap", "heat")}, "its clocks are currently reduced by power cap, heat"),
+        ({"clock_limits": ("power cap", "heat")}, "its clocks are currently reduced by power cap, heat"),
         ({"mig": True}, "split into MIG slices"),
         ({"link_width": 4}, "PCIe x4 of x16"),
         ({"power_limit_w": 600.0}, "power limit 600 W, its default is 700 W"),
@@ -142,7 +142,7 @@ def test_cards_of_two_kinds() -> None:
 
 def test_torch_may_number_them_otherwise_and_they_may_not_reach_each_other() -> None:
     two = Driver("590", "13.1", (CARD, replace(CARD, uuid="GPU-4")))
-    devices = (replace(GOOD.devices[0], uuid="4", reads=(1,)), GOOD.devices[0])
+    devices = (replace(GOOD.devices[0], uuid="4", peer_devices=(1,)), GOOD.devices[0])
     texts = {each.check: each.found for each in found(replace(GOOD, driver=two, devices=devices), "ok")}
     assert texts["cuda:0"].endswith(", card 1; peer access to cuda:1")
     assert texts["cuda:1"].endswith(", card 0; no peer access")

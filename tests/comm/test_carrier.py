@@ -27,7 +27,7 @@ def mesh_backends(world: World) -> list[str]:
         info = RankInfo(world.rank, world.size, 0, 1, "part")
         placed = World(info, CPU, replace(world._groups, make_carrier=staged_carrier))
         return [
-            dist.get_backend(placed.device_mesh(Mesh(4 // members, shard=members), "shard").get_group())
+            dist.get_backend(placed.make_device_mesh(Mesh(4 // members, shard=members), "shard").get_group())
             for members in (2, 4)
         ]
 

@@ -55,7 +55,7 @@ def started(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn) -> Horovod:
 
 def test_own_pieces_are_added_and_a_rank_without_any_adds_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = StandIn()
-    add = started(monkeypatch, stand_in).sum_by("fp16")
+    add = started(monkeypatch, stand_in).make_sum("fp16")
     pieces = {LeafBlock(0, 2): torch.tensor([1.0, 2.0]), LeafBlock(2, 1): torch.tensor([10.0, 20.0])}
     assert add(pieces, 3, torch.empty(2)).tolist() == [11.0, 22.0]
     assert add({}, 3, torch.empty(2)).tolist() == [0.0, 0.0]

@@ -30,7 +30,7 @@ def test_messages_are_noted_while_it_is_open() -> None:
         for number in range(2):
             came = torch.zeros(3)
             watched([(torch.full((3,), float(number)), 0)], [(came, 1)]).wait()
-            log.note("the loss", came)
+            log.record("the loss", came)
         noted.append(log.close())
     assert noted[0] == {}
     assert noted[1] == noted[2]

@@ -53,7 +53,7 @@ def test_one_process_alone_needs_no_group() -> None:
 
 def test_what_is_late_keeps_its_rank_waiting_now_more_and_now_less_and_no_collective() -> None:
     with simulated_world(0, 2, CPU, 1e6) as (world, traffic):
-        traffic.late = 20.0
+        traffic.mean_delay_factor = 20.0
         due = [traffic.send(1, 1000).due for _ in range(40)]
         took = [later - earlier for earlier, later in pairwise(due)]
         assert 0.01 < sum(took) / len(took) < 0.04  # of 1 ms each

@@ -11,19 +11,19 @@ pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 
 def noted(world: World) -> str:
     world.set_compared_facts({"lr": 7})
-    world.agree_to_stop(0)
+    world.agree_on_stop_level(0)
     world.set_compared_facts({"lr": 8 + world.rank, "clip": None}, "loop.py:9")
-    world.agree_to_stop(1)
+    world.agree_on_stop_level(1)
     world.set_compared_facts({})
     with pytest.raises(UsageError) as refused:
-        world.agree_to_stop(0)
-    assert world.agree_to_stop(0) == 1
+        world.agree_on_stop_level(0)
+    assert world.agree_on_stop_level(0) == 1
     return str(refused.value)
 
 
 def noted_more(world: World) -> str:
     world.set_compared_facts(dict.fromkeys(["lr", "clip"][: 3 - world.rank], 7))
-    world.agree_to_stop(0)
+    world.agree_on_stop_level(0)
     world.set_compared_facts({})
     with pytest.raises(UsageError) as refused:
         world.compare_places(1)
@@ -32,18 +32,18 @@ def noted_more(world: World) -> str:
 
 def met(world: World, places: list[int]) -> tuple[int, int] | None:
     """Come together as often as it takes; the last time at these places."""
-    world.agree_to_stop(2)
+    world.agree_on_stop_level(2)
     assert world.compare_places(3) is None
-    assert world.agree_to_stop(0) == 2
+    assert world.agree_on_stop_level(0) == 2
     return world.compare_places(places[world.rank])
 
 
 def stayed_behind(world: World) -> str:
     if world.rank == 1:
         return str(world.compare_places(4))
-    world.agree_to_stop(0)
+    world.agree_on_stop_level(0)
     with pytest.raises(UsageError) as refused:
-        world.agree_to_stop(0)
+        world.agree_on_stop_level(0)
     return str(refused.value)
 
 
@@ -52,10 +52,10 @@ def said(world: World, figures: list[dict[str, float]], meets: bool) -> bool:
     if meets:
         world.compare_places(1)
     else:
-        world.agree_to_stop(0)
-        world.agree_to_stop(0)
+        world.agree_on_stop_level(0)
+        world.agree_on_stop_level(0)
     found = world.metrics_differ
-    world.agree_to_stop(0)
+    world.agree_on_stop_level(0)
     world.compare_places(1)
     assert not world.metrics_differ
     return found

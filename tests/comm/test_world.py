@@ -12,7 +12,7 @@ import worlds
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.comm.process_groups import ProcessGroups
 from lockstep.comm.stream import InlineStream, ThreadStream
-from lockstep.comm.world import World, _use_loopback_interface, choose_device, open_lone_group, open_world
+from lockstep.comm.world import World, _use_loopback_interface, choose_device, open_single_rank_group, open_world
 from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.mesh import Mesh
 from lockstep.core.tree import LeafBlock
@@ -34,7 +34,7 @@ def added(world: World) -> tuple[list[int], list[float]]:
 
 
 def told(world: World, texts: list[str]) -> list[str]:
-    return [world.tell(text if world.rank == 0 else "ignored") for text in texts]
+    return [world.broadcast_text(text if world.rank == 0 else "ignored") for text in texts]
 
 
 def all_gather_json(world: World, texts: list[str]) -> list[str]:
@@ -50,8 +50,8 @@ def compared(world: World, odd: list[int]) -> str:
 
 
 def agreed(world: World, levels: list[list[int]]) -> list[int]:
-    heard = [world.agree_to_stop(level) for level in levels[world.rank]]
-    return [*heard, world.agree_to_stop(0)]
+    heard = [world.agree_on_stop_level(level) for level in levels[world.rank]]
+    return [*heard, world.agree_on_stop_level(0)]
 
 
 @pytest.mark.slow("several ranks")
@@ -138,19 +138,19 @@ def test_a_world_of_one_sends_nothing() -> None:
     world = World(ALONE, CPU)
     assert (world.rank, world.size, world.host) == (0, 1, socket.gethostname())
     assert world.add_(torch.tensor([3.0])).tolist() == [3.0]
-    assert world.tell("text") == "text"
+    assert world.broadcast_text("text") == "text"
     assert world.all_gather_text("text") == ["text"]
-    assert [world.agree_to_stop(level) for level in (0, 2, 1)] == [0, 2, 1]
+    assert [world.agree_on_stop_level(level) for level in (0, 2, 1)] == [0, 2, 1]
     world.compare({"anything": 1})
     world.barrier()
     assert world.canonical(Mesh())({LeafBlock(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
     assert isinstance(world.stream(), InlineStream)
-    assert world.generators() == [torch.default_generator]
+    assert world.get_generators() == [torch.default_generator]
     world.close()
 
 
 def test_a_world_whose_process_group_a_script_has_left_is_closed() -> None:
-    open_lone_group(World(ALONE, CPU))
+    open_single_rank_group(World(ALONE, CPU))
     world = World(ALONE, CPU, ProcessGroups(dist.group.WORLD, dist.group.WORLD))
     dist.destroy_process_group()
     world.close()

@@ -155,7 +155,7 @@ def test_only_what_was_added_is_read_and_another_log_from_its_beginning(
     run_folder(run, started(), stepped(1), first=9_000.0)
     followed.refresh()
     found = followed.view(None)
-    assert (found.status.step, found.noticed, len(found.history.curves["loss/train"])) == (1, 1, 1)
+    assert (found.status.step, found.notice_count, len(found.history.curves["loss/train"])) == (1, 1, 1)
 
 
 def test_a_long_log_is_read_in_parts_and_goes_on_until_it_is_read(
@@ -167,7 +167,7 @@ def test_a_long_log_is_read_in_parts_and_goes_on_until_it_is_read(
     for _ in range(4):
         followed.refresh()
         found = followed.view(None)
-        states.append((found.is_whole, found.state, found.status.step))
+        states.append((found.is_fully_read, found.state, found.status.step))
     assert states == [(False, "running", 9), (False, "running", 19), (True, "done", 690), (True, "done", 690)]
 
 
@@ -180,7 +180,7 @@ def test_lines_that_are_no_events_are_left_out_and_said(tmp_path: Path) -> None:
     followed.refresh()
     found = followed.view(None)
     assert [point.step for point in found.history.curves["loss/train"]] == [1, 2]
-    warnings = [each.words for each in found.notices if each.kind == "warning"]
+    warnings = [each.text for each in found.notices if each.kind == "warning"]
     assert f"{run}/events.jsonl:3: not an event; skipped" in warnings
     assert f"{run}/events.jsonl:4: not an event; skipped" in warnings
     assert sum("an event of unknown form was skipped" in each for each in warnings) == 2
@@ -204,4 +204,4 @@ def test_a_run_that_resumes_under_another_placement(tmp_path: Path) -> None:
     followed.refresh()
     found = followed.view(None)
     assert [point.step for point in found.history.curves["loss/train"]] == [46, 50]
-    assert found.notices[-1].words.startswith("resumed after step 46")
+    assert found.notices[-1].text.startswith("resumed after step 46")

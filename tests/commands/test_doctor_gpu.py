@@ -20,7 +20,7 @@ GOOD = GpuFacts(
     library="",
     visible=None,
     devices=(Device("NVIDIA RTX A5000", "3", 24 << 30, "8.6", ()),),
-    raised="",
+    cuda_error="",
 )
 REFUSING = """
 from torch import nn

@@ -67,7 +67,7 @@ def save(ready: Setup, loaded: Any, folder: Path) -> Path:
     """Return a checkpoint after three steps."""
     training, loader = engine(ready, loaded)
     progress = Progress(figures={"top1": 0.25, "top5": 0.5}, best={"top1": 0.25, "top5": 0.5}, best_loss=2.0, best_at=3)
-    for step, microbatches in loader.training(0):
+    for step, microbatches in loader.iterate_steps(0):
         training.forward_backward(microbatches, step)
         progress.advance(step, training.update(0.01, None).applied)
         if progress.step == 3:

@@ -15,7 +15,7 @@ from lockstep.common.own_code import convert_user_error
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.ranks.external import single_process_rendezvous
-from lockstep.run.events import evaluation_event
+from lockstep.run.events import make_evaluation_event
 from lockstep.setup.build import build_setup
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun
@@ -86,10 +86,10 @@ def train(folder: Path, code: str) -> None:
     ready = build_setup(resolved.recipe)
     world = open_world(single_process_rendezvous(), torch.device("cpu"))
     engine, loader = start_engine(PreparedRun(resolved, ready), world)
-    for step, microbatches in islice(loader.training(0), 3):
+    for step, microbatches in islice(loader.iterate_steps(0), 3):
         engine.forward_backward(microbatches, step)
         engine.update(0.1, None)
-    evaluation_event(engine, world, ready, loader, Progress())
+    make_evaluation_event(engine, world, ready, loader, Progress())
     engine.state()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import own_schedules
 import pytest
 
-from lockstep.common.own_code import location
+from lockstep.common.own_code import format_location
 from lockstep.config.load import load
 from lockstep.config.plan import compute_steps
 from lockstep.core.rate import Rate
@@ -29,7 +29,9 @@ def rate(*words: str) -> Rate:
 def test_the_factor_is_of_the_base_rate_at_the_samples_seen() -> None:
     words = ("recipe.schedule={name: 'own_schedules:one_cycle', options: {peak: 0.5}}", "recipe.optimizer.lr=0.4")
     found = rate(*words)
-    assert [found.at(samples) for samples in (0, 500, 1000, 1500, 2000)] == pytest.approx([0, 0.2, 0.4, 0.2, 0])
+    assert [found.compute_rate(samples) for samples in (0, 500, 1000, 1500, 2000)] == pytest.approx(
+        [0, 0.2, 0.4, 0.2, 0]
+    )
 
 
 def test_warm_up_the_least_rate_and_epochs_apply_to_it() -> None:
@@ -39,7 +41,7 @@ def test_warm_up_the_least_rate_and_epochs_apply_to_it() -> None:
         "recipe.optimizer.lr=0.4",
     )
     found = rate(*words)
-    assert [found.at(samples) for samples in (0, 999, 1000)] == pytest.approx([0.05, 0.05, 0.3])
+    assert [found.compute_rate(samples) for samples in (0, 999, 1000)] == pytest.approx([0.05, 0.05, 0.3])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_what_is_no_schedule_is_refused(name: str, told: str) -> None:
 
 def test_what_it_raises_has_its_line() -> None:
     line = next(number for number, text in enumerate(Path(FILE).read_text().splitlines(), 1) if "1 / (epoch" in text)
-    told = f"schedule own_schedules:divides: ZeroDivisionError: float division by zero ({location(FILE, line)})"
+    told = f"schedule own_schedules:divides: ZeroDivisionError: float division by zero ({format_location(FILE, line)})"
     with pytest.raises(UsageError, match=re.escape(told)):
         rate("recipe.schedule=own_schedules:divides")
 
@@ -74,6 +76,6 @@ def test_curves_of_ours_take_no_options() -> None:
 def test_a_rate_that_fails_later_names_the_epoch() -> None:
     recipe = load("digits", ["recipe.schedule=own_schedules:gone", "recipe.epochs=2"]).config.recipe
     found = find_rate(recipe, compute_steps(recipe, 1000))
-    assert math.isfinite(found.at(0))
+    assert math.isfinite(found.compute_rate(0))
     with pytest.raises(UsageError, match="returned nan at epoch 2 of 2"):
-        found.at(2000)
+        found.compute_rate(2000)

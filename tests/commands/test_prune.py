@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import invoke
 
-from lockstep.common.text import size
+from lockstep.common.text import format_bytes
 from lockstep.training.checkpoint import store
 from lockstep.training.lock import lock
 
@@ -45,8 +45,8 @@ def test_the_newest_and_the_best_stay(runs: Path, words: tuple[str, ...], left: 
     told = invoke("prune", "runs/a", *words).output
     assert told == asked.replace("would free", "freed")
     gone = [f"step-{step:08d}" for step in (4, 3, 2, 1) if step not in left]
-    freed = size(before - disk(runs))
-    kept = f"keeps {len(left)} checkpoints, {size(disk(runs / 'a'))}"
+    freed = format_bytes(before - disk(runs))
+    kept = f"keeps {len(left)} checkpoints, {format_bytes(disk(runs / 'a'))}"
     assert told == f"runs/a: {f'freed {freed}: ' if gone else 'nothing to remove'}{', '.join(gone)}; {kept}\n"
     assert steps(runs / "a") == left
     assert steps(runs / "b") == [1, 2, 3, 4]

@@ -46,10 +46,10 @@ def _weights(arguments: list[str]) -> str:
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    numerics = machine.numerics
+    numerics = machine.make_fingerprint
     properties = SimpleNamespace(name="a card", uuid="0", total_memory=1 << 36, major=9, minor=0)
     monkeypatch.setattr(session, "choose_device", lambda *_: DEVICE)
-    monkeypatch.setattr(machine, "numerics", lambda _, **more: numerics(torch.device("cpu"), **more))
+    monkeypatch.setattr(machine, "make_fingerprint", lambda _, **more: numerics(torch.device("cpu"), **more))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 
 

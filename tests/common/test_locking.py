@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.common.locking import exclusive, private_folder
+from lockstep.common.locking import lock_file, private_folder
 from lockstep.errors import UsageError
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "lock").symlink_to("victim")
-    with pytest.raises(OSError, match="symbolic link"), exclusive(tmp_path / "lock"):
+    with pytest.raises(OSError, match="symbolic link"), lock_file(tmp_path / "lock"):
         pass
     assert (tmp_path / "victim").read_text() == "mine"
 
@@ -57,14 +57,14 @@ def _is_free(path: Path) -> bool:
 
 def test_held_inside_and_free_after(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "lock"
-    with exclusive(path):
+    with lock_file(path):
         assert not _is_free(path)
     assert _is_free(path)
 
 
 def test_free_after_an_error(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with pytest.raises(ValueError, match="inside"), exclusive(path):
+    with pytest.raises(ValueError, match="inside"), lock_file(path):
         raise ValueError("inside")
     assert _is_free(path)
 
@@ -72,8 +72,8 @@ def test_free_after_an_error(tmp_path: Path) -> None:
 def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     code = (
-        "import pathlib, sys, time; from lockstep.common.locking import exclusive\n"
-        "with exclusive(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "import pathlib, sys, time; from lockstep.common.locking import lock_file\n"
+        "with lock_file(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"

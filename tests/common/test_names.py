@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.common.names import choices, nearest, suggestion
+from lockstep.common.names import format_choices, nearest, suggest
 
 
 @pytest.mark.parametrize(
@@ -14,11 +14,11 @@ from lockstep.common.names import choices, nearest, suggestion
     ],
 )
 def test_suggestion(typed, expected):
-    assert suggestion(typed, ["name", "momentum", "nesterov"]) == expected
+    assert suggest(typed, ["name", "momentum", "nesterov"]) == expected
 
 
 def test_several_near_names_are_all_offered_the_nearest_first():
-    assert suggestion("resnet5", ["resnet50", "resnet152", "vgg"]) == "; did you mean 'resnet50' or 'resnet152'?"
+    assert suggest("resnet5", ["resnet50", "resnet152", "vgg"]) == "; did you mean 'resnet50' or 'resnet152'?"
 
 
 def test_nearest_keeps_the_spelling_of_the_valid_name():
@@ -27,7 +27,7 @@ def test_nearest_keeps_the_spelling_of_the_valid_name():
 
 def test_choices_always_list_what_is_valid():
     many = [f"key{number}" for number in range(9)]
-    assert choices("keey1", many).count("key") == 3  # none but the nearest
-    assert choices("x", many) == f"; valid: {', '.join(many)}"
-    assert choices("dpp", ["auto", "ddp"]) == "; did you mean 'ddp'? Valid: auto, ddp"
-    assert choices("xyz", ["auto", "ddp"]) == "; valid: auto, ddp"
+    assert format_choices("keey1", many).count("key") == 3  # none but the nearest
+    assert format_choices("x", many) == f"; valid: {', '.join(many)}"
+    assert format_choices("dpp", ["auto", "ddp"]) == "; did you mean 'ddp'? Valid: auto, ddp"
+    assert format_choices("xyz", ["auto", "ddp"]) == "; valid: auto, ddp"

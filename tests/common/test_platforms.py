@@ -64,7 +64,7 @@ from lockstep.run.start import run_on_ranks
 def work(_, rendezvous):
     if rendezvous.info.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return len(rendezvous.tell())
+    return len(rendezvous.broadcast_text())
 
 sys.exit(run_on_ranks(work, None, Placement(), 3))
 """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
+from lockstep.common.rank import RankInfo, format_ranks_with_hosts, rendezvous_address
 from lockstep.errors import UsageError
 
 
@@ -38,5 +38,5 @@ def test_what_is_no_place_is_told(rendezvous: str) -> None:
 
 
 def test_ranks_are_told_with_their_hosts_where_those_are_known() -> None:
-    assert ranks_in_words([1, 3], ["a", "a", "b", "b"]) == "rank 1 (a), 3 (b)"
-    assert ranks_in_words([1, 3], ["a"]) == "rank 1, 3"
+    assert format_ranks_with_hosts([1, 3], ["a", "a", "b", "b"]) == "rank 1 (a), 3 (b)"
+    assert format_ranks_with_hosts([1, 3], ["a"]) == "rank 1, 3"

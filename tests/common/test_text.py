@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.common.text import printable, printable_line, size, step_time
+from lockstep.common.text import format_bytes, format_step_time, printable, printable_line
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_nothing_that_controls_is_left(text):
 
 
 def test_quantities_are_said_in_their_unit():
-    assert [size(number) for number in (0, 1023, 1024, 1.5 * 2**20, 80 << 30, 1023 << 20)] == [
+    assert [format_bytes(number) for number in (0, 1023, 1024, 1.5 * 2**20, 80 << 30, 1023 << 20)] == [
         *("0 B", "1023 B", "1 KiB", "1.5 MiB", "80 GiB", "1,023 MiB")
     ]
-    assert [step_time(seconds) for seconds in (0.0121, 0.5, 1.0, 83.2)] == ["12.1 ms", "500 ms", "1 s", "83.2 s"]
+    assert [format_step_time(seconds) for seconds in (0.0121, 0.5, 1.0, 83.2)] == ["12.1 ms", "500 ms", "1 s", "83.2 s"]

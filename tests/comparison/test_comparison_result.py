@@ -14,7 +14,7 @@ from lockstep.comparison.page import make_sections, make_title
 from lockstep.comparison.result import Comparison, ResultRow, conclusion_lines, make_columns, to_json
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import to_json_fields
-from lockstep.reporting.page import Table, Words
+from lockstep.reporting.page import Paragraphs, Table
 from lockstep.reporting.run_log import History, build_history
 
 OTHER = "f" * 64
@@ -211,7 +211,7 @@ def test_a_page_has_the_table_and_a_chart_for_each_question() -> None:
         "Peak memory of each rank",
     ]
     words, table, time, *_ = found
-    assert isinstance(words, Words)
+    assert isinstance(words, Paragraphs)
     assert isinstance(table, Table)
     assert words.paragraphs[1] == "ddp on 4 failed: lost a rank"
     assert len(table.rows) == len(ROWS)

@@ -14,7 +14,7 @@ from lockstep.commands.show import derived_values
 from lockstep.config import strategy_name
 from lockstep.config.base import values
 from lockstep.config.load import comparable, differences, load, load_text, split, to_yaml
-from lockstep.config.recorded import locations
+from lockstep.config.recorded import find_location_keys
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.config.wording import section_at
@@ -577,9 +577,12 @@ def test_the_sources_of_a_mixture_may_lie_elsewhere_too():
     assert comparable({"data": own, "model": {}})["data"] == own
     sources = mixture(a={"name": "text", "root": "x", "weight": 2}, c=nested("x"))
     where = {"data.root", "data.options.of.a.root", "data.options.of.c.options.of.b.root"}
-    assert locations(sources) == where
-    assert locations({**sources, "model": {"weights": {"path": "w", "prefix": "p"}}}) == {*where, "model.weights.path"}
-    assert locations({"data": own, "model": {}}) == set()
+    assert find_location_keys(sources) == where
+    assert find_location_keys({**sources, "model": {"weights": {"path": "w", "prefix": "p"}}}) == {
+        *where,
+        "model.weights.path",
+    }
+    assert find_location_keys({"data": own, "model": {}}) == set()
 
 
 def test_code_that_a_mixture_names_is_known_as_code():

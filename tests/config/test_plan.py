@@ -32,7 +32,7 @@ def test_dropping_the_last_batch_of_too_few_samples_leaves_nothing():
 def test_the_rate_of_the_imagenet_recipes_is_the_published_one():
     chosen = recipe("imagenet-resnet50")
     run = compute_steps(chosen, 1_281_167)
-    at = make_rate(chosen, run).at
+    at = make_rate(chosen, run).compute_rate
     assert [f"{at(run[epoch * run.per_epoch].samples_seen):.6f}" for epoch in (0, 1, 5, 10, 50, 99)] == [
         "0.020000",
         "0.055986",
@@ -46,7 +46,7 @@ def test_the_rate_of_the_imagenet_recipes_is_the_published_one():
 def test_a_run_of_steps_ends_its_curve_with_its_last_step():
     chosen = recipe("digits", "recipe.epochs=", "recipe.steps=30", "recipe.schedule.warmup_epochs=0")
     run = compute_steps(chosen, 1437)
-    assert make_rate(chosen, run).at(run.total_samples) == pytest.approx(0, abs=1e-15)
+    assert make_rate(chosen, run).compute_rate(run.total_samples) == pytest.approx(0, abs=1e-15)
 
 
 @pytest.mark.parametrize(("epochs", "each"), [(2, "step"), (0.5, "step"), (1.3, "step"), (0.5, "epoch"), (0, "epoch")])
@@ -54,7 +54,7 @@ def test_the_first_step_after_warm_up_is_the_first_at_the_full_rate(epochs, each
     changes = ["recipe.schedule.name=constant", f"recipe.schedule.each={each}"]
     chosen = recipe("digits", f"recipe.schedule.warmup_epochs={epochs}", *changes)
     run = compute_steps(chosen, 1437)
-    rates = [make_rate(chosen, run).at(run[number].samples_seen) for number in range(run.total)]
+    rates = [make_rate(chosen, run).compute_rate(run[number].samples_seen) for number in range(run.total)]
     full = compute_base_rate(chosen)
     assert count_warm_up_steps(chosen, run) == next(number for number, each in enumerate(rates) if each == full)
 
@@ -64,7 +64,7 @@ def test_a_warm_up_of_steps_rises_evenly_and_ends_with_them():
     chosen = recipe("digits", *flat)
     run = compute_steps(chosen, 1437)
     base = compute_base_rate(chosen)
-    rates = [make_rate(chosen, run).at(number * chosen.batch) / base for number in (0, 1, 50, 99, 100, 101)]
+    rates = [make_rate(chosen, run).compute_rate(number * chosen.batch) / base for number in (0, 1, 50, 99, 100, 101)]
     assert rates == pytest.approx([0.01, 0.0199, 0.505, 0.9901, 1, 1])
     assert rates[-2:] == [1, 1]
     assert count_warm_up_steps(chosen, run) == 100

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config.document import parse
-from lockstep.config.write import block, format_flow, format_value, leaves
+from lockstep.config.write import format_block, format_flow, format_value, iterate_leaves
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(
     [
@@ -45,8 +45,8 @@ def test_flow_reads_back(value):
 
 @given(st.dictionaries(texts, nested, max_size=4), texts)
 def test_block_reads_back_whatever_the_origins_say(tree, origin):
-    origins = {".".join(path): origin for path, _ in leaves(tree)}
-    document = parse("\n".join(block(tree, origins)), "r.yaml")
+    origins = {".".join(path): origin for path, _ in iterate_leaves(tree)}
+    document = parse("\n".join(format_block(tree, origins)), "r.yaml")
     assert document.problems == []
     assert (document.values or {}) == tree
 
@@ -57,7 +57,7 @@ def test_not_a_number_reads_back():
 
 def test_leaves_are_values_without_keys():
     tree = {"a": {"b": 1, "c": {}}, "d": [2]}
-    assert dict(leaves(tree)) == {("a", "b"): 1, ("a", "c"): {}, ("d",): [2]}
+    assert dict(iterate_leaves(tree)) == {("a", "b"): 1, ("a", "c"): {}, ("d",): [2]}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def step(number: int, samples: int = 64) -> Step:
 
 def test_steps_are_due_by_their_number() -> None:
     schedule = AuditSchedule(5, Mesh(), 4)
-    assert [number for number in range(12) if schedule.due(step(number))] == [4, 9]
+    assert [number for number in range(12) if schedule.is_due(step(number))] == [4, 9]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
@@ -22,8 +22,8 @@ def test_each_rank_repeats_one_of_another_and_nobody_is_left_out(ranks: int) -> 
     seen: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
     for number in range(100):
         here = step(number)
-        repeated = [index for rank in range(ranks) if (index := schedule.assignment(rank, here)) is not None]
-        assert sorted(repeated) == sorted(schedule.target(rank, here) for rank in range(ranks))
+        repeated = [index for rank in range(ranks) if (index := schedule.get_assignment(rank, here)) is not None]
+        assert sorted(repeated) == sorted(schedule.get_audited_microbatch(rank, here) for rank in range(ranks))
         for rank, index in enumerate(repeated):
             own = {mine for mine, _ in schedule.mesh.data_rank(rank).indices(8)}
             assert index not in own
@@ -34,12 +34,12 @@ def test_each_rank_repeats_one_of_another_and_nobody_is_left_out(ranks: int) -> 
 
 def test_a_rank_alone_repeats_its_own_in_turn() -> None:
     schedule = AuditSchedule(3, Mesh(), 4)
-    assert [schedule.assignment(0, step(number)) for number in (2, 5, 8, 11, 14)] == [0, 1, 2, 3, 0]
-    assert all(schedule.assignment(0, step(number)) is None for number in (0, 1, 3, 4))
+    assert [schedule.get_assignment(0, step(number)) for number in (2, 5, 8, 11, 14)] == [0, 1, 2, 3, 0]
+    assert all(schedule.get_assignment(0, step(number)) is None for number in (0, 1, 3, 4))
 
 
 def test_in_a_short_step_who_has_nothing_repeats_something() -> None:
     schedule = AuditSchedule(1, Mesh(replicate=4), 8)
-    assert {schedule.assignment(rank, step(0, samples=2)) for rank in range(4)} == {0, 1}
+    assert {schedule.get_assignment(rank, step(0, samples=2)) for rank in range(4)} == {0, 1}
     sharded = AuditSchedule(1, Mesh(shard=4), 8)
-    assert [sharded.target(rank, step(0, samples=2)) for rank in range(4)] == [0, 1, 1, 1]
+    assert [sharded.get_audited_microbatch(rank, step(0, samples=2)) for rank in range(4)] == [0, 1, 1, 1]

@@ -18,7 +18,7 @@ def test_tensors_come_out_in_order_and_go_back() -> None:
     first, second = batch.tensors_of(NESTED)
     assert (first.shape, second.shape) == ((3, 2), (3,))
     assert batch.get_batch_size(NESTED) == 3
-    back = batch.like(NESTED, [torch.full((1,), 5.0), torch.full((1,), 6.0)])
+    back = batch.replace_tensors(NESTED, [torch.full((1,), 5.0), torch.full((1,), 6.0)])
     assert (back["x"][0].item(), back["x"][1], back["y"][0].item()) == (5.0, "name", 6.0)
 
 

@@ -27,10 +27,10 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
     bits = [(byte, bit) for byte in range(tensor.nbytes) for bit in range(8)]
     found = {digest(flipped(tensor, byte, bit)) for byte, bit in bits}
     assert len(found | {digest(tensor)}) == len(bits) + 1
-    one = DIGESTS.noted(tensor).text()
+    one = DIGESTS.make_tensor_digest(tensor).to_text()
     for byte, bit in bits:
         element, within = divmod(byte, dtype.itemsize)
-        other = DIGESTS.noted(flipped(tensor, byte, bit)).text()
+        other = DIGESTS.make_tensor_digest(flipped(tensor, byte, bit)).to_text()
         assert find_flipped_bit(one, other) == f"bit {8 * within + bit} of element [{element}]"
 
 
@@ -38,7 +38,9 @@ def test_bits_count_in_every_block_of_a_large_tensor() -> None:
     tensor = torch.zeros(200_000)  # several blocks, the last one short
     places = [0, 4 * 32_767 + 3, 4 * 32_768, 4 * 65_536 + 1, tensor.nbytes - 1]
     assert len({digest(flipped(tensor, place, 7)) for place in places} | {digest(tensor)}) == len(places) + 1
-    one, other = (DIGESTS.noted(each.view(2, -1)).text() for each in (tensor, flipped(tensor, 4 * 165_536 + 2, 3)))
+    one, other = (
+        DIGESTS.make_tensor_digest(each.view(2, -1)).to_text() for each in (tensor, flipped(tensor, 4 * 165_536 + 2, 3))
+    )
     assert find_flipped_bit(one, other) == find_flipped_bit(other, one) == "bit 19 of element [1, 65536]"
     swapped = tensor.clone()
     swapped[5], swapped[32_768 + 5] = 1.0, -1.0
@@ -51,7 +53,9 @@ def test_two_flipped_signs_do_not_cancel() -> None:
         both = tensor.clone()
         both[[0, other]] = -1.0
         assert digest(both) != digest(tensor)
-    assert find_flipped_bit(DIGESTS.noted(tensor).text(), DIGESTS.noted(both).text()) == ""
+    assert (
+        find_flipped_bit(DIGESTS.make_tensor_digest(tensor).to_text(), DIGESTS.make_tensor_digest(both).to_text()) == ""
+    )
 
 
 def test_zeros_of_both_signs_and_nans_are_told_apart() -> None:
@@ -78,7 +82,7 @@ def test_a_parameter_has_the_digest_of_its_values() -> None:
 @pytest.mark.parametrize("elements", [5, 40_000])
 def test_tensors_of_two_devices_have_the_digest_that_they_have_on_one(elements: int) -> None:
     tensors = {"shared out": torch.randn(elements), "whole": torch.randn(elements), "another": torch.randn(3)}
-    on_one = int(DIGESTS.of_model(tensors, set(tensors)))
+    on_one = int(DIGESTS.digest_model(tensors, set(tensors)))
     with Card():
         several = {**tensors, "whole": tensors["whole"].to(DEVICE)}
-        assert int(Digests().of_model(several, set(tensors))) == on_one
+        assert int(Digests().digest_model(several, set(tensors))) == on_one

@@ -29,7 +29,7 @@ def assert_one_ranks_own(places: Iterable[DataRank], leaves: int) -> None:
 
 def assert_evaluated_once(places: Sequence[DataRank], batches: int, together: int = 1) -> None:
     """Each batch by one rank; so many ranks have as many turns as each other."""
-    turns = [place.turns(batches) for place in places]
+    turns = [place.get_evaluation_batches(batches) for place in places]
     assert sorted(number for own in turns for number in own if number is not None) == list(range(batches))
     for first in range(0, len(turns), together):
         assert len({len(own) for own in turns[first : first + together]}) == 1
@@ -37,9 +37,9 @@ def assert_evaluated_once(places: Sequence[DataRank], batches: int, together: in
 
 @given(MESHES)
 def test_coordinates_count_the_last_axis_first(mesh: Mesh) -> None:
-    found = [mesh.coordinate(rank) for rank in range(mesh.size)]
+    found = [mesh.get_coordinates(rank) for rank in range(mesh.size)]
     assert found == [Mesh(*each) for each in product(*map(range, mesh))]
-    assert [mesh.rank(mesh.coordinate(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
+    assert [mesh.rank(mesh.get_coordinates(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
 
 
 @given(MESHES, st.sets(st.sampled_from(get_args(Axis))))
@@ -50,7 +50,8 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(mesh: Mesh, axes
         assert group == sorted(group)
         assert len(group) == prod(getattr(mesh, axis) for axis in axes)
         others = {
-            tuple(getattr(mesh.coordinate(rank), axis) for axis in mesh._fields if axis not in axes) for rank in group
+            tuple(getattr(mesh.get_coordinates(rank), axis) for axis in mesh._fields if axis not in axes)
+            for rank in group
         }
         assert len(others) == 1
 
@@ -59,7 +60,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(mesh: Mesh, axes
 @given(st.builds(Mesh, SHORT, SHORT, SHORT, st.just(1), SHORT, SHORT), LEAVES)
 def test_each_micro_batch_has_one_primary_rank_on_any_mesh(mesh: Mesh, leaves: int) -> None:
     ranks = data_ranks(mesh)
-    assert all(each._replace(first=True) in ranks and each._replace(seat=0) in ranks for each in ranks)
+    assert all(each._replace(first=True) in ranks and each._replace(sequence_index=0) in ranks for each in ranks)
     assert_evaluated_once([each for each in ranks if each.first], leaves)
     assert_one_ranks_own([each for each in ranks if each.primary], leaves)
 
@@ -137,7 +138,7 @@ def test_each_validation_batch_is_evaluated_once(replicas: int, members: int, ba
     places = data_ranks(Mesh(replicas, shard=members))
     assert_evaluated_once(places, batches, members)
     if members == 1:
-        assert not any(number is None for place in places for number in place.turns(batches))
+        assert not any(number is None for place in places for number in place.get_evaluation_batches(batches))
 
 
 @given(SHORT, SHORT, SHORT, SHORT, st.integers(1, 2), st.integers(1, 9))
@@ -152,7 +153,7 @@ def test_ranks_share_the_chunks_of_sequences(
         found = counted(
             chunk * microbatches + index
             for index, dummy in place.indices(microbatches)  # as an engine goes: its chunks of one, then of the next
-            for chunk in range(place.seat * own, (place.seat + 1) * own)
+            for chunk in range(place.sequence_index * own, (place.sequence_index + 1) * own)
             if not dummy
         ).pieces()
         assert list(found) == place.own_blocks(microbatches * chunks, chunks)

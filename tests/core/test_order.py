@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.order import Step, Steps, part, split_range
+from lockstep.core.order import Step, Steps, get_subrange, split_range
 
 
 @given(st.integers(0, 500), st.integers(1, 70))
@@ -23,7 +23,7 @@ def test_a_cut_is_contiguous_complete_and_even(length: int, parts: int) -> None:
 def test_a_part_is_that_of_the_cut(length: int, parts: int, data: st.DataObject) -> None:
     number = data.draw(st.integers(0, parts - 1))
     sizes = [len(each) for each in np.array_split(np.arange(length), parts)]
-    assert part(length, parts, number) == range(sum(sizes[:number]), sum(sizes[: number + 1]))
+    assert get_subrange(length, parts, number) == range(sum(sizes[:number]), sum(sizes[: number + 1]))
 
 
 @given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 50))

@@ -56,9 +56,9 @@ def test_runs_put_rows_where_they_are_in_the_whole(drawn: tuple[Tensor, Shard]) 
     own = shard.tensor.reshape(-1)
     found = torch.full((whole.numel(),), -1.0)
     taken = 0
-    for run in shard.runs():
-        assert run.own == taken  # in the order of the rows
-        found[run.at : run.at + run.length] = own[run.own : run.own + run.length]
+    for run in shard.iterate_segments():
+        assert run.local_offset == taken  # in the order of the rows
+        found[run.offset : run.offset + run.length] = own[run.local_offset : run.local_offset + run.length]
         taken += run.length
     assert taken == own.numel()
     assert torch.equal(select_rows(found.reshape(whole.shape), shard), shard.tensor)
@@ -73,16 +73,16 @@ def test_what_is_rearranged_can_be_restored(drawn: tuple[Tensor, Shard]) -> None
 
 def test_golden_runs() -> None:
     shape = torch.Size((2, 3, 4))
-    assert list(Shard(torch.empty(1, 3, 4), 1, shape).runs()) == [Segment(12, 0, 12)]
-    assert list(Shard(torch.empty(0, 3, 4), 2, shape).runs()) == []
-    assert list(Shard(torch.empty(()), 0, torch.Size(())).runs()) == [Segment(0, 0, 1)]
+    assert list(Shard(torch.empty(1, 3, 4), 1, shape).iterate_segments()) == [Segment(12, 0, 12)]
+    assert list(Shard(torch.empty(0, 3, 4), 2, shape).iterate_segments()) == []
+    assert list(Shard(torch.empty(()), 0, torch.Size(())).iterate_segments()) == [Segment(0, 0, 1)]
 
 
 def test_golden_chunks() -> None:
     """Of 3 x 4 outputs of 2 inputs in 2 chunks: the second has the last two of each of the three."""
     outputs = Chunked((12, 2), (3, 2, 2, 2), 1)
     rows = Shard(torch.empty(6, 2), 6, torch.Size((12, 2)), chunked=outputs)
-    assert list(rows.runs()) == [Segment(4, 0, 4), Segment(12, 4, 4), Segment(20, 8, 4)]
+    assert list(rows.iterate_segments()) == [Segment(4, 0, 4), Segment(12, 4, 4), Segment(20, 8, 4)]
     inputs = Chunked((2, 6), (2, 3, 2), 1)  # of 6 inputs in 3 chunks: each row of the weight is cut
     assert inputs.to_rows(torch.arange(12.0).reshape(2, 6))[:2].tolist() == [[0.0, 1.0], [6.0, 7.0]]
 

@@ -82,8 +82,8 @@ def _same(one: Update, other: Update) -> bool:
 @settings(deadline=None, max_examples=50)
 def test_ranks_share_what_one_process_would_compute(length: int, batch: int, microbatches: int, size: int) -> None:
     split = _numbered(length)
-    alone = list(_loader(split, batch, microbatches).training(0))
-    ranks = [list(_loader(split, batch, microbatches, rank, size).training(0)) for rank in range(size)]
+    alone = list(_loader(split, batch, microbatches).iterate_steps(0))
+    ranks = [list(_loader(split, batch, microbatches, rank, size).iterate_steps(0)) for rank in range(size)]
     together = [
         (step, [each for updates in ranks for each in updates[number][1]]) for number, (step, _) in enumerate(alone)
     ]
@@ -99,13 +99,13 @@ def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers
     def beside(step: Step) -> int | None:
         return 1 if step.number % 2 else None
 
-    alone = list(_loader(split, 8, 4).training(0))
+    alone = list(_loader(split, 8, 4).iterate_steps(0))
     loader = Loader(data, steps, 4, _transforms(), CPU, 3, DataRank(1, 2), workers, beside)
-    for (step, every), (_, own) in zip(alone, loader.training(0), strict=True):
+    for (step, every), (_, own) in zip(alone, loader.iterate_steps(0), strict=True):
         expected = [every[1], *every[2:]] if step.number % 2 else every[2:]
         assert _same((step, own), (step, expected))
         assert [each.dummy for each in own] == [step.number % 2 == 1] * (len(own) - 2) + [False, False]
-        anywhere = loader.microbatch(step, 0)
+        anywhere = loader.fetch_microbatch(step, 0)
         assert _same((step, [anywhere]), (step, every[:1]))
         assert anywhere.dummy
     own_targets = [each.batch[1] for _, every in alone for each in every[2:]]
@@ -123,16 +123,16 @@ def test_micro_batches_are_copied_to_their_devices_in_turn(monkeypatch: pytest.M
     devices = [torch.device("cpu", number) for number in range(3)]
     steps = Steps(10, 10, epochs=1)
     loader = Loader(DataSet(_numbered(10), _numbered(10)), steps, 5, NoTransforms(), devices[1], 3, devices=devices)
-    [(_, microbatches)] = loader.training(0)
+    [(_, microbatches)] = loader.iterate_steps(0)
     assert copied == [(index % 3, int(each.batch[1][0])) for index, each in enumerate(microbatches)]
     copied.clear()
-    assert loader.microbatch(steps[0], 4).index == 4
-    assert len(list(loader.validation(5))) == 2
+    assert loader.fetch_microbatch(steps[0], 4).index == 4
+    assert len(list(loader.iterate_validation_batches(5))) == 2
     assert [device for device, _ in copied] == [1, 1, 1]  # the fourth is on the second device, as is validation
 
 
 def test_an_epoch_visits_each_sample_once_in_its_permutation() -> None:
-    updates = list(_loader(_numbered(23), 8, 3).training(0))
+    updates = list(_loader(_numbered(23), 8, 3).iterate_steps(0))
     visited = [torch.cat([each.batch[1] for each in microbatches]).tolist() for _, microbatches in updates]
     assert [len(batch) for batch in visited] == [8, 8, 7] * 2
     assert list(chain.from_iterable(visited[:3])) == permutation(3, 0, 23).tolist()
@@ -147,8 +147,8 @@ def test_an_epoch_visits_each_sample_once_in_its_permutation() -> None:
 def test_each_epoch_augments_anew_and_each_run_alike() -> None:
     images = torch.randint(0, 256, (4, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     split = TensorSplit(images, torch.arange(4))
-    first, second = (_sorted(microbatches) for _, microbatches in _loader(split, 4, 1).training(0))
-    again, _ = (_sorted(microbatches) for _, microbatches in _loader(split, 4, 1).training(0))
+    first, second = (_sorted(microbatches) for _, microbatches in _loader(split, 4, 1).iterate_steps(0))
+    again, _ = (_sorted(microbatches) for _, microbatches in _loader(split, 4, 1).iterate_steps(0))
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
 
@@ -160,32 +160,35 @@ def _sorted(microbatches: list[MicroBatch]) -> Tensor:
 @pytest.mark.parametrize("first", [0, 1, 3, 5])
 def test_starting_at_a_step_gives_the_rest_of_the_run(first: int) -> None:
     split = Decoded(23)
-    whole, rest = list(_loader(split, 8, 3).training(0)), list(_loader(split, 8, 3).training(first))
+    whole, rest = list(_loader(split, 8, 3).iterate_steps(0)), list(_loader(split, 8, 3).iterate_steps(first))
     assert len(whole) == 6
     assert all(_same(one, other) for one, other in zip(whole[first:], rest, strict=True))
 
 
 def test_loader_processes_change_no_bit() -> None:
     split = Decoded(23)
-    here = list(_loader(split, 8, 3).training(0))
-    there = list(_loader(split, 8, 3, workers=2).training(0))
+    here = list(_loader(split, 8, 3).iterate_steps(0))
+    there = list(_loader(split, 8, 3, workers=2).iterate_steps(0))
     assert all(_same(one, other) for one, other in zip(here, there, strict=True))
     assert _validated(_loader(split, 8, 3)) == _validated(_loader(split, 8, 3, workers=2))
     assert not multiprocessing.active_children()
 
 
 def _validated(loader: Loader) -> list[tuple[int, list[float], list[int]]]:
-    return [(number, *(each.flatten().tolist() for each in batch)) for number, batch, _ in loader.validation(5)]
+    return [
+        (number, *(each.flatten().tolist() for each in batch))
+        for number, batch, _ in loader.iterate_validation_batches(5)
+    ]
 
 
 def test_loader_processes_leave_this_process_its_random_numbers() -> None:
     before = torch.get_rng_state()
-    list(_loader(Decoded(23), 8, 3, workers=1).training(0))
+    list(_loader(Decoded(23), 8, 3, workers=1).iterate_steps(0))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_lies_in_memory_starts_no_processes() -> None:
-    updates = _loader(_numbered(8), 4, 1, workers=2).training(0)
+    updates = _loader(_numbered(8), 4, 1, workers=2).iterate_steps(0)
     next(updates)
     assert not multiprocessing.active_children()
 
@@ -197,9 +200,9 @@ def test_validation_visits_each_sample_once_over_all_ranks(length: int, batch: i
     found = {
         number: (rank, targets)
         for rank, loader in enumerate(loaders)
-        for number, (_, targets), _ in loader.validation(batch)
+        for number, (_, targets), _ in loader.iterate_validation_batches(batch)
     }
-    assert sorted(found) == list(range(loaders[0].validation_batches(batch)))
+    assert sorted(found) == list(range(loaders[0].count_validation_batches(batch)))
     assert all(rank == number % size for number, (rank, _) in found.items())
     assert torch.cat([found[number][1] for number in sorted(found)]).tolist() == list(range(length))
 
@@ -207,13 +210,13 @@ def test_validation_visits_each_sample_once_over_all_ranks(length: int, batch: i
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_read_says_only_what_it_is(workers: int) -> None:
     with pytest.raises(TrainingError) as caught:
-        list(_loader(Decoded(23, broken=7), 8, 3, workers=workers).training(0))
+        list(_loader(Decoded(23, broken=7), 8, 3, workers=workers).iterate_steps(0))
     assert str(caught.value) == "/images/7.jpg: cannot be read as an image: truncated"
     assert not multiprocessing.active_children()
 
 
 def test_leaving_early_ends_the_loader_processes() -> None:
-    updates = _loader(Decoded(1000), 8, 3, workers=2).training(0)
+    updates = _loader(Decoded(1000), 8, 3, workers=2).iterate_steps(0)
     next(updates)
     assert len(multiprocessing.active_children()) == 2
     updates.close()  # type: ignore[attr-defined]
@@ -222,7 +225,7 @@ def test_leaving_early_ends_the_loader_processes() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_loader_processes_go_on_when_their_group_is_signaled(number: signal.Signals) -> None:
-    updates = _loader(Decoded(1000), 8, 3, workers=2).training(0)
+    updates = _loader(Decoded(1000), 8, 3, workers=2).iterate_steps(0)
     next(updates)
     for child in multiprocessing.active_children():
         os.kill(child.pid or 0, number)
@@ -233,9 +236,9 @@ def test_loader_processes_go_on_when_their_group_is_signaled(number: signal.Sign
 
 def test_ranks_without_work_in_short_steps_stay_in_step() -> None:
     # 5 samples in steps of 4 and 1, for 3 ranks: in every second step ranks 1 and 2 have nothing.
-    alone = list(_loader(Decoded(5), 4, 4).training(0))
+    alone = list(_loader(Decoded(5), 4, 4).iterate_steps(0))
     for rank, workers in ((1, 0), (2, 1)):
-        updates = list(_loader(Decoded(5), 4, 4, rank, 3, workers).training(0))
+        updates = list(_loader(Decoded(5), 4, 4, rank, 3, workers).iterate_steps(0))
         assert [step for step, _ in updates] == [step for step, _ in alone]
         assert [len(own) for _, own in updates] == [1, 0, 1, 0]
         for (_, own), (_, every) in zip(updates, alone, strict=True):
@@ -247,7 +250,7 @@ def test_data_that_is_no_image_comes_as_it_is() -> None:
     split = TensorSplit(values, torch.arange(4))
     data = DataSet(split, split)
     loader = Loader(data, Steps(4, 4, epochs=1), 1, NoTransforms(), CPU, 0)
-    [(_, [microbatch])] = list(loader.training(0))
+    [(_, [microbatch])] = list(loader.iterate_steps(0))
     assert torch.equal(microbatch.batch[0], values[microbatch.batch[1]])
 
 
@@ -259,7 +262,7 @@ def test_an_epoch_s_order_is_made_when_it_is_wanted_and_once(monkeypatch: pytest
         return shuffle(seed, epoch, length)
 
     monkeypatch.setattr("lockstep.data.loader.shuffle", counting)
-    updates = _loader(_numbered(6), 2, 1).training(0)
+    updates = _loader(_numbered(6), 2, 1).iterate_steps(0)
     for epoch in range(2):
         for _ in range(3):
             next(updates)
@@ -271,7 +274,7 @@ def test_a_large_set_is_visited_in_one_order_by_all_ranks_together(batch: int) -
     length = 6007
     split = TensorSplit(torch.arange(length)[:, None], torch.arange(length))
     data, steps = DataSet(split, split), Steps(length, batch, epochs=2)
-    loaders = [Loader(data, steps, 8, NoTransforms(), CPU, 3, DataRank(rank, 3)).training(0) for rank in range(3)]
+    loaders = [Loader(data, steps, 8, NoTransforms(), CPU, 3, DataRank(rank, 3)).iterate_steps(0) for rank in range(3)]
     visited: list[int] = []
     for shares in zip(*loaders, strict=True):
         own = sorted((each for _, microbatches in shares for each in microbatches), key=lambda each: each.index)
@@ -300,7 +303,7 @@ def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_on
     split = _Counted(length)
     loader = Loader(DataSet(split, None), Steps(length, 100, epochs=1), 4, NoTransforms(), CPU, 0)
     tracemalloc.start()
-    step, microbatches = next(loader.training(10**8 - 1))
+    step, microbatches = next(loader.iterate_steps(10**8 - 1))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert step.last_of_epoch
@@ -341,7 +344,7 @@ def test_loader_processes_without_shared_memory_are_an_error_of_the_machine(monk
 
     monkeypatch.setattr(synchronize._multiprocessing, "SemLock", full)  # type: ignore[attr-defined]
     with pytest.raises(PreflightError, match=r"cannot start loader processes: .*; make sure that /dev/shm is"):
-        list(_loader(Decoded(8), 4, 1, workers=1).training(0))
+        list(_loader(Decoded(8), 4, 1, workers=1).iterate_steps(0))
 
 
 def test_a_batch_without_room_in_shared_memory_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +355,7 @@ def test_a_batch_without_room_in_shared_memory_is_an_error_and_no_wait(monkeypat
 
     monkeypatch.setattr(Tensor, "share_memory_", full)
     with pytest.raises(TrainingError, match=r"^placement.workers: a batch does not fit in /dev/shm: unable to alloc"):
-        list(_loader(Decoded(8), 4, 1, workers=1).training(0))
+        list(_loader(Decoded(8), 4, 1, workers=1).iterate_steps(0))
 
 
 class Killing:
@@ -375,7 +378,7 @@ class Killing:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_loader_process_that_dies_is_named_with_its_signal_and_what_to_do(number: signal.Signals) -> None:
     with pytest.raises(LoaderDiedError) as caught:
-        list(_loader(Killing(number), 8, 3, workers=2).training(0))
+        list(_loader(Killing(number), 8, 3, workers=2).iterate_steps(0))
     advice = {
         signal.SIGKILL: "probably out of memory: reduce placement.workers",
         signal.SIGSEGV: "the code of the data",

@@ -122,7 +122,7 @@ def test_facts_and_parts_are_those_of_its_sources(tmp_path: Path) -> None:
     assert found.validation is not None
     assert alone.validation is not None
     assert len(found.validation) == 2 * len(alone.validation)
-    assert [found.name_of(number) for number in (0, 29, 30)] == [
+    assert [found.get_sample_name(number) for number in (0, 29, 30)] == [
         "sample 0 of one",
         "sample 29 of one",
         "sample 30 of two",

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from lockstep.core.order import Step
-from lockstep.data.weigh import Weigh
+from lockstep.data.weigh import BatchWeigher
 from lockstep.errors import UsageError
 
 STEP = Step(0, 0, 0, 4, 0, False)
 
 
-def weigh(sums: list[list[int]], texts: Sequence[str] = (), own: Any = 0) -> tuple[Weigh, list[Sequence[int]]]:
+def weigh(sums: list[list[int]], texts: Sequence[str] = (), own: Any = 0) -> tuple[BatchWeigher, list[Sequence[int]]]:
     """Return what weighs a batch as itself, what the ranks add up to, and what this rank adds."""
     added: list[Sequence[int]] = []
 
@@ -20,31 +20,31 @@ def weigh(sums: list[list[int]], texts: Sequence[str] = (), own: Any = 0) -> tup
         added.append(list(numbers))
         return sums[len(added) - 1]
 
-    return Weigh(lambda batch: batch, over_ranks, lambda own: [own, *texts]), added
+    return BatchWeigher(lambda batch: batch, over_ranks, lambda own: [own, *texts]), added
 
 
 def test_a_single_weight_is_added_with_one_exchange_a_step() -> None:
     found, added = weigh([[9, 0], [12, 0]])
     for batch in (3, 4):
-        assert found.weight(batch) == batch
-    assert found.of_step(STEP, [3, 4]) == STEP._replace(counted=9)
-    assert found.of_step(STEP, [5]).counted == 12
+        assert found.compute_weight(batch) == batch
+    assert found.add_total_weight(STEP, [3, 4]) == STEP._replace(counted=9)
+    assert found.add_total_weight(STEP, [5]).counted == 12
     assert added == [[7, 0], [5, 0]]
 
 
 def test_each_name_is_added_by_itself() -> None:
     found, added = weigh([[0, 2], [10, 5], [6, 0]], ["a,b"])
     weights = [{"a": 1, "b": 2}, {"a": 3, "b": 0}]
-    assert [found.weight(each) for each in weights] == weights
-    step = found.of_step(STEP, weights)
+    assert [found.compute_weight(each) for each in weights] == weights
+    step = found.add_total_weight(STEP, weights)
     assert (step.counted, step.weights) == (15, {"a": 10, "b": 5})
-    assert found.of_step(STEP, [{"a": 2, "b": 0}]).weights == {"a": 6, "b": 0}
+    assert found.add_total_weight(STEP, [{"a": 2, "b": 0}]).weights == {"a": 6, "b": 0}
     assert added == [[0, 1], [4, 2], [2, 0]]  # the names are told once
 
 
 def test_a_rank_without_a_batch_learns_the_names() -> None:
     found, added = weigh([[0, 1], [10, 5]], ["a,b"])
-    assert found.of_step(STEP, []).weights == {"a": 10, "b": 5}
+    assert found.add_total_weight(STEP, []).weights == {"a": 10, "b": 5}
     assert added == [[0, 0], [0, 0]]
 
 
@@ -57,9 +57,9 @@ def test_a_rank_without_a_batch_learns_the_names() -> None:
 )
 def test_other_names_on_another_rank_are_refused(text: str, message: str) -> None:
     found, _ = weigh([[0, 2]], [text])
-    found.weight({"a": 1, "b": 2})
+    found.compute_weight({"a": 1, "b": 2})
     with pytest.raises(UsageError, match=message):
-        found.of_step(STEP, [{"a": 1, "b": 2}])
+        found.add_total_weight(STEP, [{"a": 1, "b": 2}])
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,6 @@ def test_other_names_on_another_rank_are_refused(text: str, message: str) -> Non
 )
 def test_other_names_of_another_batch_are_refused(first: Any, second: Any, message: str) -> None:
     found, _ = weigh([])
-    found.weight(first)
+    found.compute_weight(first)
     with pytest.raises(UsageError, match=message):
-        found.weight(second)
+        found.compute_weight(second)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.device.cached_tensors import drop_new_tensors
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.models.check import check_model
 
 _MASKS: dict[int, Tensor] = {}
@@ -155,5 +155,5 @@ class Masked(nn.Module):
 def test_a_model_that_caches_masks_runs_after_the_preflight() -> None:
     given = torch.ones(2, 4)
     check_model(Masked, name="masked", evaluation=(given,), training=(given,), check=lambda *_: None)
-    assert on_meta(Masked).get_buffer("table").is_meta
+    assert build_on_meta(Masked).get_buffer("table").is_meta
     assert Masked()(given).device.type == "cpu"

@@ -74,7 +74,7 @@ def test_a_card_that_answers_all(nvml: dict[str, Any]) -> None:
         uncorrected=3,
         uncorrected_ever=3,
         repair=("rows to be remapped at the next reset",),
-        slowed=("power cap",),
+        clock_limits=("power cap",),
         power_limit_w=300.0,
         power_default_w=400.0,
         link_width=8,

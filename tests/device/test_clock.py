@@ -30,9 +30,9 @@ def pass_time(now: SimpleNamespace, wall: float, core: float, queue: float) -> N
 def test_each_second_goes_to_one_activity(now: SimpleNamespace) -> None:
     made = Clock(CPU, "setting up", split="training")
     pass_time(now, 2.0, 2.0, 0.0)
-    made.turn_to("training")
+    made.start_activity("training")
     pass_time(now, 10.0, 5.0, 3.0)
-    with made.during("data"):
+    with made.track_activity("data"):
         pass_time(now, 4.0, 1.0, 0.0)
     pass_time(now, 1.0, 1.0, 0.0)
     assert made.activity_seconds() == {
@@ -48,7 +48,7 @@ def test_each_second_goes_to_one_activity(now: SimpleNamespace) -> None:
 
 def test_an_error_ends_an_activity_too(now: SimpleNamespace) -> None:
     made = Clock(CPU, "setting up", split="training")
-    with pytest.raises(ZeroDivisionError), made.during("data"):
+    with pytest.raises(ZeroDivisionError), made.track_activity("data"):
         raise ZeroDivisionError
     pass_time(now, 1.0, 1.0, 0.0)
     assert made.activity_seconds() == {"setting up": 1.0, "data": 0.0}

@@ -44,15 +44,15 @@ def test_a_setting_that_changes_kernels_changes_the_fingerprint() -> None:
     from torch._inductor import config as kernels
 
     cpu = torch.device("cpu")
-    before = machine.numerics(cpu, compiled=True)
-    assert set(before) - set(machine.numerics(cpu)) == {"compile", "compiler"}
-    compiler.prepare({})  # which makes settings of its own
-    assert machine.numerics(cpu, compiled=True) == before
+    before = machine.make_fingerprint(cpu, compiled=True)
+    assert set(before) - set(machine.make_fingerprint(cpu)) == {"compile", "compiler"}
+    compiler.configure_compiler({})  # which makes settings of its own
+    assert machine.make_fingerprint(cpu, compiled=True) == before
     with kernels.patch(max_autotune=True):  # which we set
-        assert machine.numerics(cpu, compiled=True) == before
+        assert machine.make_fingerprint(cpu, compiled=True) == before
     for changing in (kernels.patch(split_reductions=False), tracing.patch(specialize_float=True)):
         with changing:
-            changed = machine.numerics(cpu, compiled=True)
+            changed = machine.make_fingerprint(cpu, compiled=True)
         assert [line.partition(":")[0] for line in machine.numerics_differences(before, changed)] == ["compile"]
 
 
@@ -60,7 +60,7 @@ def test_what_another_machine_built_is_not_used(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     folders = []
     for fingerprint in ({"cpu": "old"}, {"cpu": "new"}, {"cpu": "old"}):
-        compiler.prepare(fingerprint)
+        compiler.configure_compiler(fingerprint)
         folders.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     assert folders[0] == folders[2] != folders[1]
     assert {folder.parent for folder in folders} == {tmp_path}

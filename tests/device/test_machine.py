@@ -50,10 +50,10 @@ def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_the_fingerprint_sees_the_number_of_threads() -> None:
     threads = torch.get_num_threads()
-    before = machine.numerics(torch.device("cpu"))
+    before = machine.make_fingerprint(torch.device("cpu"))
     try:
         torch.set_num_threads(threads + 1)
-        now = machine.numerics(torch.device("cpu"))
+        now = machine.make_fingerprint(torch.device("cpu"))
     finally:
         torch.set_num_threads(threads)
     assert machine.numerics_differences(before, before) == []
@@ -61,7 +61,7 @@ def test_the_fingerprint_sees_the_number_of_threads() -> None:
 
 
 def test_the_fingerprint_survives_json() -> None:
-    fingerprint = machine.numerics(torch.device("cpu"))
+    fingerprint = machine.make_fingerprint(torch.device("cpu"))
     assert json.loads(json.dumps(fingerprint)) == fingerprint
     assert fingerprint["torch"] == torch.__version__
     assert fingerprint["device"] == "cpu"
@@ -80,15 +80,15 @@ def test_what_one_of_two_lacks_is_a_difference() -> None:
 def test_the_fingerprint_keeps_variables_that_change_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIMM_FUSED_ATTN", raising=False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # says nothing on the CPU
-    before = machine.numerics(torch.device("cpu"))
+    before = machine.make_fingerprint(torch.device("cpu"))
     monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
-    now = machine.numerics(torch.device("cpu"))
+    now = machine.make_fingerprint(torch.device("cpu"))
     assert machine.numerics_differences(before, now) == ["switches: none before, TIMM_FUSED_ATTN=0 now"]
 
 
 @pytest.mark.slow("needs a card")
 @pytest.mark.gpu
 def test_the_fingerprint_of_a_gpu_names_it() -> None:
-    fingerprint = machine.numerics(torch.device("cuda", 0))
+    fingerprint = machine.make_fingerprint(torch.device("cuda", 0))
     assert fingerprint["gpu"] == torch.cuda.get_device_name(0)
     assert "cpu" not in fingerprint

@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import nn
 
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 
 
 class Reads(nn.Linear):
@@ -26,8 +26,8 @@ def devices(model: nn.Module) -> set[torch.device]:
 
 
 def test_a_model_of_terabytes_needs_no_memory_and_warns_nobody() -> None:
-    assert devices(on_meta(_loud)) == {torch.device("meta")}
+    assert devices(build_on_meta(_loud)) == {torch.device("meta")}
 
 
 def test_a_model_that_reads_its_values_is_built_on_the_cpu() -> None:
-    assert devices(on_meta(Reads)) == {torch.device("cpu")}
+    assert devices(build_on_meta(Reads)) == {torch.device("cpu")}

@@ -66,9 +66,9 @@ def test_a_name_that_means_loopback_on_this_host_alone_is_listened_at_everywhere
 ) -> None:
     """As Debian has a host's own name in /etc/hosts: other hosts know it by another address."""
     found_as(monkeypatch, "head", "127.0.1.1")
-    with ports.open_listener("head", free, near=True) as server:
+    with ports.open_listener("head", free, is_single_host=True) as server:
         assert server.getsockname() == ("127.0.1.1", free)
-    with ports.open_listener("head", free, near=False):
+    with ports.open_listener("head", free, is_single_host=False):
         for host in ("127.0.0.1", "127.0.0.2", *(["::1"] if socket.has_dualstack_ipv6() else [])):
             socket.create_connection((host, free)).close()
 
@@ -76,14 +76,14 @@ def test_a_name_that_means_loopback_on_this_host_alone_is_listened_at_everywhere
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_a_name_that_has_ipv6_alone_can_be_listened_at(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found_as(monkeypatch, "six", "::1")
-    ports.check_port("six", free, near=True)
+    ports.check_port("six", free, is_single_host=True)
 
 
 def test_the_holder_of_a_port_is_named(other: tuple[int, int]) -> None:
     pid, port = other
-    ports.check_port("127.0.0.1", port, near=True)  # another address of the same port
+    ports.check_port("127.0.0.1", port, is_single_host=True)  # another address of the same port
     with pytest.raises(UsageError) as caught:
-        ports.check_port("127.0.0.2", port, near=True)
+        ports.check_port("127.0.0.2", port, is_single_host=True)
     held = f"Address already in use by pid {pid} ({sys.executable} -c import socket, sys; server = "
     assert str(caught.value).startswith(f"rendezvous 127.0.0.2:{port}: rank 0 cannot listen there: {held}")
     assert str(caught.value).endswith("sys.stdin.read() 127.0.0.2); choose a different port, or stop that process")
@@ -102,7 +102,7 @@ def test_a_listener_of_version_6_is_named_too() -> None:
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         port = server.getsockname()[1]
         with pytest.raises(UsageError, match=rf"in use by pid {os.getpid()} \("):
-            ports.check_port("127.0.0.1", port, near=True)
+            ports.check_port("127.0.0.1", port, is_single_host=True)
 
 
 def test_who_listens_is_named_not_who_is_connected(other: tuple[int, int]) -> None:
@@ -130,4 +130,4 @@ def test_who_listens_is_named_not_who_is_connected(other: tuple[int, int]) -> No
 )
 def test_places_where_nobody_can_listen(host: str, port: int, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        ports.check_port(host, port, near=False)
+        ports.check_port(host, port, is_single_host=False)

@@ -4,7 +4,7 @@ import torch
 
 from lockstep.inference.confusions import make_confusion_sections
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.page import Table, Words
+from lockstep.reporting.page import Paragraphs, Table
 
 
 def test_few_classes_are_a_matrix() -> None:
@@ -44,7 +44,7 @@ def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
 def test_many_classes_without_a_mistake() -> None:
     each = torch.arange(1000)
     pairs, _ = make_confusion_sections("r", [*map(str, range(1000))], each, each, torch.ones_like(each), "samples")
-    assert pairs == Words("r: most frequent mistakes", ["There are no mistakes."])
+    assert pairs == Paragraphs("r: most frequent mistakes", ["There are no mistakes."])
 
 
 def test_pixels_are_counted_by_their_times() -> None:

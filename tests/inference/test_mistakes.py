@@ -15,7 +15,7 @@ from lockstep.inference.mistakes import (
 )
 from lockstep.inference.validation_pass import EvaluatedBatch
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.page import Section, Table, Tiles, Words
+from lockstep.reporting.page import Paragraphs, Section, Table, Tiles
 from lockstep.tasks.classification import SKIPPED, Classification
 
 TASK = Classification(classes=("cat", "dog", "cow"), topk=(1,))
@@ -86,7 +86,7 @@ def test_samples_that_are_no_pictures_have_their_numbers() -> None:
 
 def test_a_model_without_mistakes() -> None:
     worst = view(torch.zeros(5, 7), SHARES.argmax(1))[2]
-    assert worst == Words("r: worst mistakes", ["There are no mistakes."])
+    assert worst == Paragraphs("r: worst mistakes", ["There are no mistakes."])
 
 
 @pytest.mark.parametrize("channels", [1, 3])

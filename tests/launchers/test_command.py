@@ -28,7 +28,7 @@ BOUND = "--map-by ppr:4:node --bind-to none"
         (local.command, HERE, f"{LOCKSTEP} placement.processes=4"),
         (
             torchrun.agent_command,
-            replace(JOB, fewest=1, nodes=3, restarts=9, id="x"),
+            replace(JOB, min_nodes=1, nodes=3, restarts=9, id="x"),
             f"env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {TORCHRUN} --nnodes=1:3 "
             f"--rdzv-backend=c10d --rdzv-endpoint=a:29600 --rdzv-id=x "
             f"--rdzv-conf=last_call_timeout=5 --nproc-per-node=4 --max-restarts=9 {MODULE}",
@@ -70,7 +70,7 @@ def test_lines(command, job, line):
     [
         (HERE, f"--standalone {FOUR}"),
         (
-            replace(JOB, host=1, options=("--monitor-interval=1",)),
+            replace(JOB, host_index=1, options=("--monitor-interval=1",)),
             f"--nnodes=2 --node-rank=1 {AT_A} --nproc-per-node=4 {SIGNALS} --monitor-interval=1 "
             f"{LOCKSTEP.removeprefix('/opt/python ')} placement.processes=8",
         ),
@@ -84,7 +84,7 @@ def test_lines(command, job, line):
             f"--nnodes=1 --rdzv-backend=etcd-v2 --rdzv-endpoint=e:2379 --rdzv-id=x {FOUR}",
         ),
         (
-            replace(JOB, hosts=(), endpoint="[fd00::1]:7", host=1),
+            replace(JOB, hosts=(), endpoint="[fd00::1]:7", host_index=1),
             f"--nnodes=2 --node-rank=1 '--master-addr=[fd00::1]' --master-port=7 {EIGHT}",
         ),
         (replace(JOB, rendezvous="c10d"), f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=a:29600 {EIGHT}"),
@@ -105,7 +105,7 @@ def test_ssh_ties_what_it_starts_to_itself():
     assert words[-4:-1] == ["-p", "2222", "b"]
     folder, _, there = words[-1].partition(" && exec ")
     assert shlex.split(folder) == ["cd", "/data/it's here"]
-    line = torchrun.agent_command(replace(job, host=1, options=()))
+    line = torchrun.agent_command(replace(job, host_index=1, options=()))
     assert shlex.split(there) == ["/opt/python", "-m", "lockstep.common.follow_parent", "--knows", "a", *line]
     *_, there = ssh.commands(replace(job, signed=True))["b"]
     assert shlex.split(there)[-len(line) - 4 :] == ["lockstep.common.follow_parent", "--secret", "--knows", "a", *line]
@@ -179,16 +179,16 @@ def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
             assert check_job(job) is job
     assert check_job(replace(HERE, words=("verify", "placement.processes=3")))
     # The ranks refuse it, or have it.
-    assert check_job(replace(JOB, fewest=1, words=("train", "placement.processes=3")))
+    assert check_job(replace(JOB, min_nodes=1, words=("train", "placement.processes=3")))
 
 
 @pytest.mark.parametrize(
     ("job", "problem"),
     [
-        (replace(JOB, fewest=3), "--nodes: 3:2 has a larger minimum than maximum"),
-        (replace(JOB, fewest=3, nodes=4), "--nodes: got 3:4, but --hosts names 2 hosts; remove one of the options"),
+        (replace(JOB, min_nodes=3), "--nodes: 3:2 has a larger minimum than maximum"),
+        (replace(JOB, min_nodes=3, nodes=4), "--nodes: got 3:4, but --hosts names 2 hosts; remove one of the options"),
         (
-            replace(JOB, fewest=1, rendezvous="static"),
+            replace(JOB, min_nodes=1, rendezvous="static"),
             "--rendezvous: static does not support --nodes MIN:MAX; ",
         ),
         (replace(JOB, rendezvous="etcd-v2"), "--rendezvous: etcd-v2 requires an endpoint; pass --endpoint"),
@@ -197,7 +197,7 @@ def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
 def test_hosts_that_may_go_and_come_are_checked(job, problem):
     with pytest.raises(UsageError, match=problem):
         check_job(job)
-    assert check_job(replace(JOB, fewest=2, nodes=3)).rendezvous_backend == "c10d"
+    assert check_job(replace(JOB, min_nodes=2, nodes=3)).rendezvous_backend == "c10d"
 
 
 def test_a_script_is_started_by_python_itself() -> None:

@@ -51,14 +51,14 @@ def test_each_platform_says_which_node_this_is(
     env: dict[str, str], asked: int | None, expected: tuple[int, int, str, int, int]
 ) -> None:
     placed = node_job(JOB, env, asked)
-    assert (placed.host, placed.nodes, placed.first, placed.port, placed.processes_per_node) == expected
+    assert (placed.host_index, placed.nodes, placed.first_address, placed.port, placed.processes_per_node) == expected
 
 
 def test_a_first_node_that_is_not_told_its_address_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "main")
     env = BATCH | {"AWS_BATCH_JOB_NODE_INDEX": "1"}
     del env["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
-    assert node_job(JOB, env, None).first == "main"
+    assert node_job(JOB, env, None).first_address == "main"
 
 
 @pytest.mark.parametrize(

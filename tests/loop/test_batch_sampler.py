@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep import BatchSampler, UsageError
 from lockstep.comm.world import World
-from lockstep.core.order import Steps, part
+from lockstep.core.order import Steps, get_subrange
 from lockstep.core.shuffle import MAX_SORTED_SAMPLES
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Items
@@ -29,7 +29,7 @@ def of_lockstep(steps: Steps, microbatches: int, seed: int) -> Iterator[list[int
     """Yield the samples of each step as recipes and own loops have them."""
     items = Items(TensorDataset(torch.arange(steps.length)), None)
     loader = Loader(DataSet(items, items), steps, microbatches, NoTransforms(), torch.device("cpu"), seed)
-    return (list(chain(*loader.samples(steps[number]))) for number in count())
+    return (list(chain(*loader.get_sample_indices(steps[number]))) for number in count())
 
 
 def dealt(samplers: list[BatchSampler], steps: Steps, microbatches: int, first: int) -> Iterator[list[int]]:
@@ -37,7 +37,7 @@ def dealt(samplers: list[BatchSampler], steps: Steps, microbatches: int, first: 
     streams = [chain.from_iterable(repeat(sampler)) for sampler in samplers]
     for number in count(first):
         leaves = min(microbatches, steps[number].samples)
-        takes = [len(part(leaves, len(streams), rank)) for rank in range(len(streams))]
+        takes = [len(get_subrange(leaves, len(streams), rank)) for rank in range(len(streams))]
         yield [
             each for stream, take in zip(streams, takes, strict=True) for own in islice(stream, take) for each in own
         ]

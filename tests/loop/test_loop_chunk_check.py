@@ -127,7 +127,7 @@ def test_a_model_that_is_not_compared_is_warned_of(
     model: type[Net], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if model is Net:
-        monkeypatch.setattr("lockstep.loop.chunk_check.LARGEST", 100)
+        monkeypatch.setattr("lockstep.loop.chunk_check.MAX_COMPARED_PARAMETERS", 100)
     with joined() as run:
         assert train(run, model(F.gelu)) == [1, 2]
     assert f"warning: run.place: the chunked model was not compared with the whole model: {reason}" in (

@@ -46,7 +46,7 @@ def check(
         microbatches,
         {outputs.grad_fn} if known else set(),
         mean=mean,
-        weighs=weight is not None,
+        has_weights=weight is not None,
         step_weight=step_weight,
     )
 

@@ -116,7 +116,7 @@ class TwoRanks:
 
     rank = 0
 
-    def gather(self, own: bytes) -> list[bytes]:
+    def all_gather_bytes(self, own: bytes) -> list[bytes]:
         return [own, own[:2] + b"\x00" + own[3:]]
 
 
@@ -124,6 +124,6 @@ def test_ranks_that_call_a_model_with_gradients_and_without_are_refused() -> Non
     world: Any = TwoRanks()
     calls = CallConsistencyCheck(world, [[0, 1]])
     with pytest.raises(UsageError, match="or some ranks without gradients"):
-        calls.call(0, "step 1: ")
+        calls.check_call(0, "step 1: ")
     with torch.no_grad():
-        calls.call(0, "step 1: ")
+        calls.check_call(0, "step 1: ")

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.models.initialise import initialise
+from lockstep.models.initialise import initialize_model
 
 
 def _from_every_generator() -> nn.Module:
@@ -17,7 +17,7 @@ def _from_every_generator() -> nn.Module:
 
 
 def _flat(seed: int) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(initialise(_from_every_generator, seed).parameters())
+    return nn.utils.parameters_to_vector(initialize_model(_from_every_generator, seed).parameters())
 
 
 def test_same_seed_same_weights() -> None:
@@ -32,5 +32,5 @@ def test_each_generator_follows_the_seed() -> None:
 
 def test_golden() -> None:
     """A change of this number changes what every recipe's run starts from."""
-    model = initialise(lambda: nn.Linear(1, 1, bias=False), 0)
+    model = initialize_model(lambda: nn.Linear(1, 1, bias=False), 0)
     torch.testing.assert_close(next(model.parameters()).item(), 0.262555480, rtol=0, atol=1e-8)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.gpu_uses import REFUSED as USES
 from benchmarks.gpu_uses import Function, interpolated
 from lockstep.device.kernels import REFUSED, RNN_DROPOUT
-from lockstep.models.operations import Refusal, find_refused_operations
+from lockstep.models.operations import NondeterministicCall, find_nondeterministic_calls
 
 
 class Layer(nn.Module):
@@ -39,18 +39,18 @@ class Ends(nn.Module):
         return self.middle(self.first(inputs)).flatten(1).mean(1)
 
 
-def looked(model: Callable[[], nn.Module], *shape: int) -> list[Refusal]:
+def looked(model: Callable[[], nn.Module], *shape: int) -> list[NondeterministicCall]:
     inputs, targets = torch.rand(2, 3, *(shape or (12, 12))), torch.zeros(2, dtype=torch.int64)
-    return find_refused_operations(model, (inputs,), targets, lambda outputs, _: outputs.float().sum())
+    return find_nondeterministic_calls(model, (inputs,), targets, lambda outputs, _: outputs.float().sum())
 
 
 def names(model: Callable[[], nn.Module], *shape: int) -> set[str]:
-    return {each.kernel.named for each in looked(model, *shape)}
+    return {each.kernel.name for each in looked(model, *shape)}
 
 
 def test_every_refused_operation_has_a_use_here() -> None:
     # cudnn_grid_sampler is chosen on a card alone, for shapes that the others take too.
-    assert {each.named for each in REFUSED} == USES.keys() | {"aten::cudnn_grid_sampler_backward"}
+    assert {each.name for each in REFUSED} == USES.keys() | {"aten::cudnn_grid_sampler_backward"}
 
 
 @pytest.mark.parametrize("operation", USES)
@@ -60,9 +60,9 @@ def test_it_is_found_with_its_module(operation: str) -> None:
     found = [
         each
         for each in looked(lambda: Ends(Layer(function), dims), *(6,) * dims)
-        if each.kernel.named == operation or each.kernel.is_avoided() == each.kernel.avoided
+        if each.kernel.name == operation or each.kernel.is_avoided() == each.kernel.has_alternative
     ]
-    assert [each.kernel.named for each in found] == [operation]
+    assert [each.kernel.name for each in found] == [operation]
     assert found[0].module == "middle (Layer)"
 
 
@@ -79,15 +79,17 @@ AVOIDED = {
 
 def test_every_avoided_operation_has_its_function_here() -> None:
     # That of roi_align is chosen where Triton is, which is where a card is.
-    assert {each.named for each in REFUSED if each.avoided} == AVOIDED.keys() | {"torchvision::_roi_align_backward"}
+    assert {each.name for each in REFUSED if each.has_alternative} == AVOIDED.keys() | {
+        "torchvision::_roi_align_backward"
+    }
 
 
 @pytest.mark.parametrize("operation", AVOIDED)
 def test_functions_go_another_way_on_cuda_where_this_torch_has_one(operation: str) -> None:
     function, dims = AVOIDED[operation]
-    [entry] = [each for each in REFUSED if each.named == operation]
+    [entry] = [each for each in REFUSED if each.name == operation]
     found = looked(lambda: Ends(Layer(function), dims), *(6,) * dims)
-    assert [each.kernel.named for each in found] == ([] if entry.is_avoided() else [operation])
+    assert [each.kernel.name for each in found] == ([] if entry.is_avoided() else [operation])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_dropout_in_a_recurrent_layer_is_refused() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.lstm(inputs.flatten(1, 2))[0].mean((1, 2))
 
-    assert looked(lambda: Recurrent(0.5)) == [Refusal(RNN_DROPOUT, "lstm (LSTM)")]
+    assert looked(lambda: Recurrent(0.5)) == [NondeterministicCall(RNN_DROPOUT, "lstm (LSTM)")]
     assert not looked(lambda: Recurrent(0.0))
 
 

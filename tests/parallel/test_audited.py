@@ -16,7 +16,7 @@ from torch import Tensor
 from toys import Case
 
 from lockstep.comm.world import World
-from lockstep.core.order import Step, part
+from lockstep.core.order import Step, get_subrange
 from lockstep.core.shard import local_tensor
 from lockstep.errors import TrainingError
 
@@ -158,7 +158,7 @@ def whole_sum(engine: Any) -> None:
 
     def faulty() -> None:
         finish()
-        flip(engine._model.stem.weight.grad[part(8, engine._world.size, engine._world.rank).start :])
+        flip(engine._model.stem.weight.grad[get_subrange(8, engine._world.size, engine._world.rank).start :])
 
     engine._gradients.finish = faulty
 

@@ -138,7 +138,7 @@ def test_a_pipeline_does_not_wait_for_itself_where_sends_wait_for_receivers(size
 def crossing(world: World, one_way: bool) -> float:
     """Send to the other rank and then receive, on both ranks."""
     other = 1 - world.rank
-    edge = carried(world, Rendezvous, "nccl").edges([other])[other]
+    edge = carried(world, Rendezvous, "nccl").connect([other])[other]
     if not one_way:
         both = Rendezvous(dist.new_group([0, 1]))
         edge = edge._replace(outbound=both, inbound=both)

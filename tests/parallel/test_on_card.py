@@ -47,7 +47,7 @@ def _trained(
     loaded = load("digits", [*BASE, *overrides, f"placement.strategy={strategy}"])
     ready = build_setup(loaded.config.recipe)
     engine, loader = start_engine(PreparedRun(resolve(loaded, world.size), ready), world)
-    steps = loader.training(0)
+    steps = loader.iterate_steps(0)
     for number in range(STEPS):
         step, microbatches = next(steps)
         engine.forward_backward(microbatches, step)
@@ -58,7 +58,9 @@ def _trained(
     state = engine.state()
     tensors = _tensors(state)
     if not sharded:  # what is in rows is not loaded as it is
-        figures = evaluate(engine, world, ready.task, loader.validation(16), loader.validation_batches(16))
+        figures = evaluate(
+            engine, world, ready.task, loader.iterate_validation_batches(16), loader.count_validation_batches(16)
+        )
         names = ("loss", "weight", "samples", "counted", "correct1")
         tensors["figures"] = torch.stack([figures.sums[name].double() for name in names])
         engine.load(state)
@@ -116,7 +118,7 @@ def test_no_step_waits_for_a_real_card() -> None:
     ready = build_setup(loaded.config.recipe)
     world = World(RankInfo(0, 1, 0, 1, "test"), DEVICE)
     engine, loader = start_engine(PreparedRun(resolve(loaded, world.size), ready), world)
-    steps = loader.training(0)
+    steps = loader.iterate_steps(0)
     try:
         for number in range(STEPS + 1):
             step, microbatches = next(steps)

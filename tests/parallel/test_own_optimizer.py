@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep.common.own_code import location
+from lockstep.common.own_code import format_location
 from lockstep.errors import UsageError, UserCodeError
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_trials import check_custom_optimizer, check_optimizer, check_updates
@@ -31,7 +31,7 @@ def parameters() -> list[tuple[str, Parameter]]:
 def place(text: str) -> str:
     """Return the line of the file that has a text, as messages show it."""
     lines = FILE.read_text().splitlines()
-    return location(str(FILE), next(number for number, line in enumerate(lines, 1) if text in line))
+    return format_location(str(FILE), next(number for number, line in enumerate(lines, 1) if text in line))
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_devices_meet_only_after_a_backward_and_after_an_update(home: int, monke
                 for tensor in microbatch.batch:
                     seen.put(tensor, microbatch.index % 2)
             sums = engine.forward_backward(own, step)
-            assert seen.numbers([sums.total, *sums.own_losses, *engine.gradients().values()]) == {home}
+            assert seen.numbers([sums.total, *sums.local_losses, *engine.gradients().values()]) == {home}
             engine.update(0.1, 1.0)
             assert seen.copies  # of the weights
             assert seen.numbers(list(engine.state().model.values())) == {home}

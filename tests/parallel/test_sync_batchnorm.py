@@ -15,7 +15,7 @@ from toys import Case, whole_trace
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.errors import UsageError
 from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.isolated_grads import IsolatedGradients
@@ -99,7 +99,7 @@ def share(world: World, sizes: Sequence[int]) -> list[Tensor]:
     """Return this rank's part of a step of such micro-batches."""
     mesh = Mesh(replicate=world.size)
     inputs, gradients = _parts(sizes, SHAPES[nn.BatchNorm2d])
-    own = part(len(sizes), world.size, world.rank)
+    own = get_subrange(len(sizes), world.size, world.rank)
     parts = [inputs[number] for number in own], [gradients[number] for number in own]
     canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
     return [each.detach() for each in _synced(_layer(nn.BatchNorm2d), *parts, canonical, own, len(sizes))]

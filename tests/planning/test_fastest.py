@@ -79,7 +79,7 @@ def test_all_ranks_are_measured_where_they_have_room(
     monkeypatch.setattr(surveying, "usable_cores", lambda: 2)
     monkeypatch.setattr(host, "memory", lambda: {"free": free, "limit": None})
     loaded = load("digits", ["placement.device=cpu", *words])
-    ready = open_for_survey(loaded.changed("placement", {"device": "cpu"}))
+    ready = open_for_survey(loaded.replace_values("placement", {"device": "cpu"}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=free))
     [found] = survey(loaded, ready, [StrategyConfig(name="ddp")], (processes,), Machine(link=link), str)

@@ -18,12 +18,12 @@ def test_memory_is_the_most_of_steps_whose_exchanges_take_longer(monkeypatch) ->
     peaks, late = iter([30, 50, 10, 20, 40, 5]), []
 
     def peak(self: object, do: Callable[[], None]) -> int:
-        late.append(traffic.late)
+        late.append(traffic.mean_delay_factor)
         return next(peaks)
 
     monkeypatch.setattr(measuring._Memory, "peak", peak)
     with simulated_world(0, 2, torch.device("cpu"), 1e12) as (world, traffic):
         found = measure(PreparedRun(resolved, open_for_survey(resolved.loaded)), world, traffic)
     assert found.peak == 50
-    step = found.seconds * traffic.link / found.sent
+    step = found.seconds * traffic.link_bytes_per_s / found.sent
     assert late == [0, *4 * [0.5 * step], 2 * step]

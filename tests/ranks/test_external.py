@@ -41,13 +41,13 @@ def rendezvous(rank: int, launcher: str = "slurm") -> Rendezvous:
 
 def test_one_rank_of_each_host_says_that_rank_0_is_gone() -> None:
     said = {rank: external._failure_lines_without_store(rendezvous(rank), LOST) for rank in (1, 2, 3)}
-    assert said == {1: [LOST.words], 2: [LOST.words], 3: []}
+    assert said == {1: [LOST.message], 2: [LOST.message], 3: []}
     assert all(external._failure_lines_without_store(rendezvous(rank, "environment"), LOST) for rank in (1, 2, 3))
 
 
 def test_a_cause_of_its_own_is_said_by_any_rank() -> None:
     own = Failure(3, 4, "b", "error: disk full")
-    assert external._failure_lines_without_store(rendezvous(3), own) == [own.words]
+    assert external._failure_lines_without_store(rendezvous(3), own) == [own.message]
     assert external._failure_lines_without_store(rendezvous(3), replace(own, secondary=True)) == []
 
 
@@ -62,7 +62,7 @@ def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_pat
 def test_a_rank_ends_whose_last_words_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = rendezvous(1)
     ending.timing = replace(QUICK, end_s=0.2)
-    monkeypatch.setattr(type(ending.rank_log), "notice", lambda *_: time.sleep(3))  # a terminal that was stopped
+    monkeypatch.setattr(type(ending.rank_log), "write", lambda *_: time.sleep(3))  # a terminal that was stopped
     began = time.monotonic()
     with pytest.raises(Ended, match="1"):
         external._end(ending, LOST)

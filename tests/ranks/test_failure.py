@@ -20,7 +20,7 @@ from lockstep.errors import (
     UserCodeError,
 )
 from lockstep.ranks.external import _failure_lines
-from lockstep.ranks.failure import Failure, PeerFailedError, from_json, make_failure
+from lockstep.ranks.failure import Failure, PeerFailedError, make_failure, parse_failure_json
 from lockstep.ranks.rank_log import RankLog
 
 OWN = RankInfo(1, 4, 1, 2, "slurm")
@@ -28,12 +28,12 @@ FAILURE = Failure(1, 4, "a", "Traceback (most recent call last):\n  in x\nValueE
 
 
 def test_a_failure_tells_who_what_and_where_to_read_on() -> None:
-    assert FAILURE.words == (
+    assert FAILURE.message == (
         "[rank 1 of 4, a] Traceback (most recent call last):\n  in x\nValueError: no\n  its log: logs/rank-1.log"
     )
     assert FAILURE.line == "[rank 1 of 4, a] ValueError: no"
     assert replace(FAILURE, text="error: a\nb", log="").line == "[rank 1 of 4, a] error: a"
-    assert from_json(FAILURE.to_json()) == FAILURE
+    assert parse_failure_json(FAILURE.to_json()) == FAILURE
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,18 @@ def test_a_failure_says_in_words_and_by_its_code_what_kind_of_cause_it_had(
     assert re.fullmatch(text, failure.text)
     assert (failure.exit_code, failure.cause, failure.rank) == (code, cause, 1)
     assert failure.secondary == isinstance(error, PeerLostError | PeerFailedError)
-    assert from_json(failure.to_json()) == failure
+    assert parse_failure_json(failure.to_json()) == failure
 
 
 def test_a_cause_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="cause"):
-        from_json(FAILURE.to_json().replace('"code"', '"fate"'))
+        parse_failure_json(FAILURE.to_json().replace('"code"', '"fate"'))
 
 
 def test_each_failure_is_told_in_full_once_and_by_each_host_in_a_line() -> None:
     elsewhere = replace(FAILURE, secondary=True)
     on_host = [RankInfo(rank, 4, rank % 2, 2, "slurm") for rank in range(4)]
-    assert _failure_lines(on_host[1], FAILURE, FAILURE) == [FAILURE.words]
+    assert _failure_lines(on_host[1], FAILURE, FAILURE) == [FAILURE.message]
     said = [_failure_lines(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
     assert said == [
         [f"rank 0 stops because of it: {FAILURE.line}"],
@@ -104,8 +104,8 @@ def test_the_same_failure_of_several_ranks_is_told_once_unless_they_have_termina
     other = replace(own, text="error: another")
     by_slurm, by_hand = RankInfo(2, 4, 0, 2, "slurm"), RankInfo(2, 4, 0, 2, "environment")
     assert _failure_lines(by_slurm, own, FAILURE) == []
-    assert _failure_lines(by_hand, own, FAILURE) == [own.words]
-    assert _failure_lines(by_slurm, other, FAILURE) == [other.words]
+    assert _failure_lines(by_hand, own, FAILURE) == [own.message]
+    assert _failure_lines(by_slurm, other, FAILURE) == [other.message]
 
 
 def test_a_loader_process_that_died_is_told_in_a_line_whatever_was_running() -> None:

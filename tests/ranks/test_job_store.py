@@ -161,10 +161,10 @@ def test_the_table_has_all_keys_that_ranks_write(tmp_path: Path, monkeypatch: py
         rendezvous = Rendezvous(RankInfo(rank, 2, rank, 2, "test"), 20.0, end, SECRET, QUICK)
         rendezvous.join(f"file://{tmp_path}/meet")
         rendezvous.compare({})
-        rendezvous.tell("")
+        rendezvous.broadcast_text("")
         rendezvous.gather({})
         rendezvous.status = lambda: RankStatus("training")  # where a device may wait for the other rank
-        stall = StallDetector(rendezvous, 0.2, lambda _: reported.set(), hidden=True)
+        stall = StallDetector(rendezvous, 0.2, lambda _: reported.set(), waits_on_device=True)
         with Heartbeat(rendezvous, 30.0), stall:
             assert reported.wait(60)
             until(lambda: stall._next_query > 0)

@@ -28,7 +28,7 @@ from lockstep.setup.resolved import resolve
 def note(folder: Path, rendezvous: Rendezvous) -> int:
     """Be a worker that says who it is, and what rank 0 told it."""
     info = rendezvous.info
-    (folder / str(info.rank)).write_text(f"{info.size} {info.local_rank} {rendezvous.tell('hello')}")
+    (folder / str(info.rank)).write_text(f"{info.size} {info.local_rank} {rendezvous.broadcast_text('hello')}")
     return info.rank
 
 
@@ -41,11 +41,11 @@ def test_spawned_workers_meet_and_the_largest_exit_code_counts(tmp_path):
 def stay(failing: Path, rendezvous: Rendezvous) -> int:
     """Be a worker that fails, with no room for its words in any file, or one that is stopped and so does not end."""
     if rendezvous.info.rank == 0:
-        rendezvous.tell("")
+        rendezvous.broadcast_text("")
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         failing.touch()
         raise TrainingError("gone wrong")
-    rendezvous.tell()
+    rendezvous.broadcast_text()
     os.kill(os.getpid(), signal.SIGSTOP)
     return 0
 
@@ -63,7 +63,7 @@ def leave(leaving: tuple[int, ...], rendezvous: Rendezvous) -> int:
     """Be a worker that waits for rank 0, or leaves without a word."""
     if rendezvous.info.rank in leaving:
         os._exit(0)
-    rendezvous.tell()
+    rendezvous.broadcast_text()
     return 0
 
 

@@ -22,12 +22,12 @@ with rank_log.capture(Path("logs") / f"rank-{rank}.log") as log:
     print("out")
     print("err", file=sys.stderr)
     log.write("noted\\n")
-    rank_log.line("loud")
+    rank_log.write_line("loud")
     sys.stdout.flush()
     with contextlib.suppress(OSError):
         os.write(2, b"native\\n")
 print("after")
-rank_log.line("last")
+rank_log.write_line("last")
 """
 
 

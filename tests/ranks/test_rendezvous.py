@@ -80,7 +80,7 @@ def test_ranks_with_the_same_facts_go_on_and_hear_rank_0(infos: Any) -> None:
     def work(rendezvous: Rendezvous) -> str:
         rendezvous.compare({"recipe": {"lr": 0.1}, "torch": "2"})
         rendezvous.compare({"samples": 5})
-        return rendezvous.tell("folder" if rendezvous.info.rank == 0 else "") + rendezvous.tell(
+        return rendezvous.broadcast_text("folder" if rendezvous.info.rank == 0 else "") + rendezvous.broadcast_text(
             "!" * (rendezvous.info.rank == 0)
         )
 
@@ -142,7 +142,7 @@ def test_what_an_earlier_start_left_is_not_taken_for_this_one(infos: Any) -> Non
     late = ([*infos[0][1:], infos[0][0]], infos[1])  # rank 0 comes last
 
     def work(rendezvous: Rendezvous) -> str:
-        return rendezvous.tell("new" if rendezvous.info.rank == 0 else "")
+        return rendezvous.broadcast_text("new" if rendezvous.info.rank == 0 else "")
 
     assert each(late, work) == ["new"] * SIZE
 
@@ -160,7 +160,7 @@ def test_what_was_over_before_a_rank_came_is_not_its_start(infos: Any, earlier: 
         time.sleep(0.0 if info.rank == SIZE - 1 else 0.5)
         rendezvous = Rendezvous(info, 20.0, end, SECRET, QUICK)
         rendezvous.join(infos[1])
-        return rendezvous.tell("new" if info.rank == 0 else "")
+        return rendezvous.broadcast_text("new" if info.rank == 0 else "")
 
     with ThreadPoolExecutor(SIZE) as pool:
         assert list(pool.map(work, infos[0])) == ["new"] * SIZE
@@ -366,7 +366,7 @@ def test_one_process_waits_for_nobody() -> None:
     rendezvous = Rendezvous(RankInfo(0, 1, 0, 1, "torchrun"), 1.0, end)
     rendezvous.join("env://")
     rendezvous.compare({"recipe": 1})
-    assert (rendezvous.tell("folder"), rendezvous.first_failure()) == ("folder", None)
+    assert (rendezvous.broadcast_text("folder"), rendezvous.first_failure()) == ("folder", None)
     assert rendezvous.hosts == (socket.gethostname(),)
 
 

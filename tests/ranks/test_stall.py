@@ -75,7 +75,7 @@ def behind_a_device(world: World, late: int, steps: tuple[int, ...], folder: Pat
     """Wait for the others as one does with a GPU, which is a thread here, and return what this rank told."""
     reports, tell = telling(folder)
     ranks = rendezvous(world, folder, RankStatus("training", steps[world.rank]))
-    with StallDetector(ranks, STALL_S, tell, hidden=True), ThreadPoolExecutor(1) as device:
+    with StallDetector(ranks, STALL_S, tell, waits_on_device=True), ThreadPoolExecutor(1) as device:
         if world.rank == late:
             device.submit(dawdle, folder / "told")
         device.submit(world.barrier).result()
@@ -189,7 +189,7 @@ def test_ranks_that_get_on_are_left_alone(tmp_path: Path) -> None:
 
 def computing(world: World, status: RankStatus, hidden: bool, folder: Path) -> list[str]:
     reports: list[str] = []
-    with StallDetector(rendezvous(world, folder, status), STALL_S, reports.append, hidden=hidden):
+    with StallDetector(rendezvous(world, folder, status), STALL_S, reports.append, waits_on_device=hidden):
         time.sleep(4 * STALL_S)  # both: nobody waits for anybody
     world.barrier()
     return reports

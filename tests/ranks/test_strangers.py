@@ -27,7 +27,7 @@ FORGED = Failure(1, 2, "b", "error: disk full", exit_code=75)
 
 
 def end(_: Rendezvous, failure: Failure) -> NoReturn:
-    raise AssertionError(failure.words)
+    raise AssertionError(failure.message)
 
 
 def started(
@@ -61,7 +61,7 @@ def test_a_failure_that_no_rank_signed_ends_nobody(capfd: pytest.CaptureFixture[
         if rendezvous.info.rank == 0:
             stranger(rendezvous).set("failure", f"- {FORGED.to_json()}")
         rendezvous.compare({"recipe": 1})
-        rendezvous.tell("folder")
+        rendezvous.broadcast_text("folder")
         return rendezvous.first_failure()
 
     assert started(work) == [None, None]
@@ -99,7 +99,7 @@ def test_without_a_secret_a_stranger_ends_a_run_but_neither_well_nor_with_escape
 
     for found in started(work, (b"", b"")):
         assert found.exit_code == 75
-        assert found.words == (
+        assert found.message == (
             "[rank 1 of 2, b\\n\\x1b[1A] error: \\x1b[2J\\x1b]0;owned\\x07\\u202e\\rdisk full\n  its log: \\x9b1A"
         )
         assert "\x1b" not in found.line
@@ -166,7 +166,7 @@ def test_what_ranks_compare_and_tell_is_believed_of_ranks_alone() -> None:
     def work(rendezvous: Rendezvous) -> Any:
         if rendezvous.info.rank == 1:
             rendezvous.compare({})
-            return rendezvous.tell()
+            return rendezvous.broadcast_text()
         raw = stranger(rendezvous)
         rendezvous.compare({})
         raw.set("tell 2 0", '- "/of/a/stranger"')
@@ -242,7 +242,7 @@ def test_a_failure_that_is_too_long_keeps_its_ends() -> None:
     assert long.text.startswith("first\n\\x1b")
     assert long.text.endswith("\\x1b\nlast")
     assert " characters ...\n" in long.text
-    assert failure.from_json(long.to_json()) == long
+    assert failure.parse_failure_json(long.to_json()) == long
 
 
 BEAT = asdict(Beat(3, "boot ns host 17 99", 2**20, "in step 5"))
@@ -333,7 +333,7 @@ ANSWER = {
 )
 def test_what_is_no_answer_to_a_stall_is_refused(wrong: dict[str, Any]) -> None:
     host, place = stall.parse_answer(ANSWER | {"host": "\x1b", "stack": ["\x1b:1 f"], "record": "\x1b"})
-    assert "\x1b" not in host + place.words + place.record + "".join(place.stack)
+    assert "\x1b" not in host + place.description + place.record + "".join(place.stack)
     for value in (ANSWER | wrong, [], None):
         with pytest.raises(ValueError, match="expected"):
             stall.parse_answer(value)

@@ -82,7 +82,9 @@ def test_each_sample_has_its_loss() -> None:
     net = Net(torch.neg)
     losses = [functional.cross_entropy(net(each.batch[0]), each.batch[1], reduction="none") for each in microbatches()]
     found, _ = examined()
-    assert [(each.microbatch, each.place) for each in found.losses] == [(m, p) for m in (0, 1) for p in range(SAMPLES)]
+    assert [(each.microbatch, each.sample_index) for each in found.losses] == [
+        (m, p) for m in (0, 1) for p in range(SAMPLES)
+    ]
     assert [each.loss for each in found.losses] == pytest.approx(torch.cat(losses).tolist(), rel=1e-5)
     assert found.nonfinite is None
 

@@ -7,9 +7,9 @@ import pytest
 
 from lockstep.reporting.charts import (
     Chart,
-    lines,
     make_bar_chart,
     make_curve_chart,
+    make_line_chart,
     make_matrix_chart,
     make_scatter_chart,
 )
@@ -54,7 +54,7 @@ def test_no_two_of_32_lines_look_alike() -> None:
 def test_the_color_of_a_name_depends_on_its_place_in_the_page_alone() -> None:
     names = ["a", "b", "c"]
     chart = make_curve_chart("loss", {"c": POINTS, "b": POINTS}, "loss", names=names)
-    same = lines("by position", "x", "y", {"c": [(1, 2.0)]}, names=names, legend="runs")
+    same = make_line_chart("by position", "x", "y", {"c": [(1, 2.0)]}, names=names, legend="runs")
     found = [(trace["meta"]["name"], trace["meta"]["place"], trace["line"]) for trace in chart.figure["data"]]
     assert [(name, place) for name, place, _ in found] == [("b", 1), ("c", 2)]
     assert same.figure["data"][0]["line"] == found[1][2]
@@ -85,7 +85,7 @@ def test_names_are_text() -> None:
     name = '<a href="https://example.org">x</a> & <b>'
     escaped = '&lt;a href="https://example.org"&gt;x&lt;/a&gt; &amp; &lt;b&gt;'
     assert make_curve_chart("t", {name: POINTS}, "y").figure["data"][0]["name"] == escaped
-    assert lines("t", "x", "y", {name: [(1, 2)]}).figure["data"][0]["name"] == escaped
+    assert make_line_chart("t", "x", "y", {name: [(1, 2)]}).figure["data"][0]["name"] == escaped
     [trace] = make_bar_chart("t", "x", {name: [1.0]}, [name]).figure["data"]
     assert (trace["name"], trace["y"]) == (escaped, [escaped])
 
@@ -116,17 +116,17 @@ def test_dots_and_where_they_would_be_equal() -> None:
 
 def test_lines_over_many_places_have_no_tick_for_each_and_need_not_begin_at_zero() -> None:
     few, many = ([(float(place), 5.0) for place in range(count)] for count in (16, 100))
-    layouts = [lines("t", "x", "y", {"a": each}, from_zero=False).figure["layout"] for each in (few, many)]
+    layouts = [make_line_chart("t", "x", "y", {"a": each}, from_zero=False).figure["layout"] for each in (few, many)]
     assert ["tickvals" in layout["xaxis"] for layout in layouts] == [True, False]
     assert layouts[1]["yaxis"]["rangemode"] == "normal"
-    assert lines("t", "x", "y", {"a": many}).figure["layout"]["yaxis"]["rangemode"] == "tozero"
+    assert make_line_chart("t", "x", "y", {"a": many}).figure["layout"]["yaxis"]["rangemode"] == "tozero"
 
 
 @pytest.mark.parametrize(
     "chart",
     [
         make_curve_chart("t", {"a": POINTS}, "y", training={"a": POINTS}, percent=True),
-        lines("t", "x", "y", {"a": [(1, 2.0), (2, math.inf)], "ideal": [(1, 1.0), (2, 2.0)]}, ideal="ideal"),
+        make_line_chart("t", "x", "y", {"a": [(1, 2.0), (2, math.inf)], "ideal": [(1, 1.0), (2, 2.0)]}, ideal="ideal"),
         make_bar_chart("t", "x", {"a": [1.0, 2.0], "b": [3.0, 4.0]}, ["one", "two"]),
         make_bar_chart("t", "x", {"a": [1.0]}, ["one"], stacked=False),
         make_matrix_chart("t", "x", "y", ["one", "two"], [[3, 1], [0, 0]]),

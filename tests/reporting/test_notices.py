@@ -32,7 +32,7 @@ def test_what_is_told_of_an_event(event: Event, kind: str, words: str) -> None:
     [line] = logged((7.0, event))
     found = make_notice(line, frozenset({"top1", "top5"}))
     assert (found.time, found.kind) == (7.0, kind)
-    assert found.words.startswith(words)
+    assert found.text.startswith(words)
 
 
 def test_of_a_step_nothing_is_told() -> None:
@@ -46,5 +46,5 @@ def test_of_a_step_nothing_is_told() -> None:
 def test_events_of_others_are_told_as_text(kind: str, value: object) -> None:
     names = ("time", "step", "text", "files", "path", "strategy", "processes", "reason", "again", "loss", "weights")
     found = make_notice({"event": kind, **dict.fromkeys(names, value)})
-    assert "\x1b" not in found.words
+    assert "\x1b" not in found.text
     assert found.time is None or found.time >= 0

@@ -8,6 +8,7 @@ import pytest
 from lockstep.reporting import page as pages
 from lockstep.reporting.charts import make_curve_chart
 from lockstep.reporting.page import (
+    Paragraphs,
     Passage,
     Passages,
     ProgressBar,
@@ -16,14 +17,13 @@ from lockstep.reporting.page import (
     Tile,
     Tiles,
     ValueGrid,
-    Words,
     render_page,
 )
 from lockstep.reporting.thinning import Point
 
 EVIL = '</script><script>alert(1)</script><img src="http://example.org/x.png" onerror=alert(2)>\x1b[2J'
 SECTIONS: list[Section] = [
-    Words(EVIL, [EVIL]),
+    Paragraphs(EVIL, [EVIL]),
     Table(EVIL, ["run", EVIL], [[EVIL, EVIL]], note=EVIL),
     make_curve_chart(EVIL, {EVIL: [Point(1, 64, 1.0, 2.0)]}, EVIL),
     Passages(EVIL, [Passage(EVIL, EVIL, EVIL)], EVIL),

@@ -8,7 +8,7 @@ from PIL import Image
 
 from lockstep.errors import UsageError
 from lockstep.reporting import png
-from lockstep.reporting.charts import lines, make_bar_chart, make_curve_chart
+from lockstep.reporting.charts import make_bar_chart, make_curve_chart, make_line_chart
 from lockstep.reporting.png import check_png, make_file_layout, write_png
 from lockstep.reporting.thinning import Point
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow("other programs, or minutes")
 def test_a_picture_of_each_chart(tmp_path: Path) -> None:
     require_chromium()
     charts = [
-        lines("Time <b>", "processes", "seconds", {"ddp": [(1, 2.0), (2, 1.0)]}),
+        make_line_chart("Time <b>", "processes", "seconds", {"ddp": [(1, 2.0), (2, 1.0)]}),
         make_bar_chart("Where each second goes", "seconds", {"data": [1.0]}, ["ddp on 2"]),
     ]
     check_png()

@@ -32,7 +32,7 @@ def test_a_run_from_its_start_to_its_end() -> None:
     assert found.last_value("nothing") is None
     assert (found.seconds, found.weights_sha256, found.monitor) == (6.0, SHA, "top1")
     assert found.fractions == {"top1", "top5"}
-    assert [(save.step, save.took_s, save.best) for save in found.saves] == [(690, 0.1, True)]
+    assert [(save.step, save.duration_s, save.best) for save in found.saves] == [(690, 0.1, True)]
     assert [(start.processes, start.strategy, start.resumed) for start in found.starts] == [(1, "single", False)]
 
 
@@ -94,8 +94,8 @@ def test_where_seconds_and_memory_went() -> None:
 def test_events_that_are_none_of_this_version_are_refused_and_change_nothing() -> None:
     log = RunLog()
     for event in logged((5.0, started()), (6.0, stepped(1))):
-        log.take(event)
-    before = log.history()
+        log.add(event)
+    before = log.make_history()
     for forged in (
         {"event": "step"},
         {"event": ["step"], "time": 1, "step": 1, "samples": 1},
@@ -106,8 +106,8 @@ def test_events_that_are_none_of_this_version_are_refused_and_change_nothing() -
         {"event": "saved", "time": 1e300, "step": 1, "samples": 1},
     ):
         with pytest.raises((KeyError, ValueError)):
-            log.take(forged)
-    assert log.history() == before
+            log.add(forged)
+    assert log.make_history() == before
 
 
 def test_a_log_that_lies_harms_nothing() -> None:
@@ -122,7 +122,7 @@ def test_a_log_that_lies_harms_nothing() -> None:
     )
     assert list(found.curves) == ["loss/train", r"x\x1b[2J/train"]
     assert (found.monitor, found.fractions, found.starts[0].strategy) == ("loss", frozenset(), "")
-    assert (found.saves[0].took_s, get_seconds_by_rank(found.last), found.seconds) == (0.0, {}, 3.0)
+    assert (found.saves[0].duration_s, get_seconds_by_rank(found.last), found.seconds) == (0.0, {}, 3.0)
     many = {"event": "logged", "time": 1, "step": 1, "samples": 1, **{f"figure {number}": 1 for number in range(500)}}
     assert len(build_history([many]).curves) == 100
 

@@ -8,7 +8,7 @@ from event_examples import evaluated, saved, started, stepped, stopped
 from view_examples import GOING, viewed
 
 from lockstep.reporting.charts import Chart
-from lockstep.reporting.page import ProgressBar, Table, ValueGrid, Words, render_live_page, render_live_sections
+from lockstep.reporting.page import Paragraphs, ProgressBar, Table, ValueGrid, render_live_page, render_live_sections
 from lockstep.reporting.page_server import encode_live_data
 from lockstep.reporting.run_log import History
 from lockstep.reporting.run_page import make_curve_sections, make_live_sections, make_sections, make_title
@@ -136,11 +136,11 @@ def test_flops_are_drawn_only_if_they_are_another_curve_than_samples() -> None:
 def test_files_that_were_skipped_are_counted_once() -> None:
     skipped = [(time, Skipped(step=9, epoch=0, samples=576, files=("a.jpg", "b.jpg"))) for time in (163.0, 164.0)]
     runs = [viewed(*GOING, *skipped), viewed(name="runs/b", state="died"), viewed(name="runs/c", state="died")]
-    [words] = [each for each in make_sections(runs) if isinstance(each, Words)]
+    [words] = [each for each in make_sections(runs) if isinstance(each, Paragraphs)]
     assert words.paragraphs[0].startswith("runs/b, runs/c ended without recording a reason")
     assert words.paragraphs[1:] == ["runs/a skipped 2 unreadable files; see skipped.txt"]
     assert words.title == "Why runs stopped"
-    assert not any(isinstance(each, Words) for each in make_sections([viewed(*GOING)]))
+    assert not any(isinstance(each, Paragraphs) for each in make_sections([viewed(*GOING)]))
 
 
 def test_what_runs_are_called_is_text() -> None:

@@ -10,6 +10,7 @@ from lockstep.reporting.run_log import RunStatus, build_history
 from lockstep.reporting.run_view import (
     State,
     describe_ending,
+    determine_state,
     format_eta,
     format_headline,
     format_line,
@@ -18,7 +19,6 @@ from lockstep.reporting.run_view import (
     get_exit_code,
     is_over,
     select_latest_notices,
-    state,
 )
 
 
@@ -118,4 +118,4 @@ DONE = build_history(logged((0.0, started()), (100.0, done()))).status
     ],
 )
 def test_states(run: RunStatus, held: bool, submitted: float | None, job: str | None, expected: str) -> None:
-    assert state(run, held, submitted, job) == expected
+    assert determine_state(run, held, submitted, job) == expected

@@ -9,8 +9,14 @@ from browser import Browse, Tab, chromium
 from component import require_chromium
 from PIL import Image
 
-from lockstep.reporting.charts import lines, make_bar_chart, make_curve_chart, make_matrix_chart, make_scatter_chart
-from lockstep.reporting.page import Passage, Passages, Table, Tile, Tiles, Words, render_page
+from lockstep.reporting.charts import (
+    make_bar_chart,
+    make_curve_chart,
+    make_line_chart,
+    make_matrix_chart,
+    make_scatter_chart,
+)
+from lockstep.reporting.page import Paragraphs, Passage, Passages, Table, Tile, Tiles, render_page
 from lockstep.reporting.thinning import Point
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
@@ -38,10 +44,10 @@ def browse() -> Iterator[Browse]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a page with text that is not to be trusted everywhere, and names that are too long for a phone."""
     sections = [
-        Words("", [EVIL, LONG]),
+        Paragraphs("", [EVIL, LONG]),
         Table("Runs", ["run", *("a column" for _ in range(12))], [[EVIL, *("12,345" for _ in range(12))]], LONG),
         make_curve_chart("loss/train", {EVIL: POINTS, LONG: POINTS[:2]}, "loss", noisy=True),
-        lines("Time", "processes", "seconds", {"ddp": [(1, 8.0), (2, 4.0)]}),
+        make_line_chart("Time", "processes", "seconds", {"ddp": [(1, 8.0), (2, 4.0)]}),
         make_bar_chart("Seconds", "seconds", {"data": [1.0, 2.0]}, ["ddp on 2", LONG]),
         make_matrix_chart("Counts", "predicted", "true", [EVIL, LONG, *map(str, range(8))], COUNTS),
         make_scatter_chart("Predicted", "true", "predicted", [(1.0, 2.0), (3.0, 2.5)]),

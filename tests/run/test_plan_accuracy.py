@@ -23,14 +23,14 @@ def test_time_is_that_of_the_steps_after_the_watched_ones() -> None:
     seconds = [0.0]
     grading = StepMeasurements(ONE, SimpleNamespace(split_seconds=lambda: seconds[0]))
     held = torch.ones(8 * MIB, dtype=torch.uint8)
-    with grading.left_out():
+    with grading.exclude():
         beside = torch.ones(32 * MIB, dtype=torch.uint8)
     for step in grading.watch(iter(range(1, 9))):
         passing = torch.ones((0, 64, 4, 8, 16, 2, 1, 64, 64)[step] * MIB, dtype=torch.uint8)
         time.sleep(0.05)
         del passing
         seconds[0] += (0, 7.0, 9.0, 9.0, 9.0, 9.0, 9.0, 0.25, 0.75)[step]
-    found = grading.measured()
+    found = grading.get_result()
     assert found["step_s"] == 0.5
     assert found["peak_bytes"] == pytest.approx(held.nbytes + 16 * MIB, rel=0.05)
     assert beside.nbytes == 32 * MIB  # which is there still
@@ -39,7 +39,7 @@ def test_time_is_that_of_the_steps_after_the_watched_ones() -> None:
 def test_a_start_of_six_steps_has_none_to_measure() -> None:
     grading = StepMeasurements(ONE, SimpleNamespace(split_seconds=lambda: 1.0))
     assert [*grading.watch(iter("abcdef"))] == [*"abcdef"]
-    assert grading.measured() == {}
+    assert grading.get_result() == {}
 
 
 @pytest.mark.parametrize(

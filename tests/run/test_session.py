@@ -37,7 +37,7 @@ class Ranks:
 
     info = SimpleNamespace(rank=0, size=2, local_rank=0, local_size=2, launcher="test")
     hosts = ("a", "a")
-    rank_log = SimpleNamespace(host="a", log=None, notice=None)
+    rank_log = SimpleNamespace(host="a", log=None, write=None)
     timing = None
     store = object()
     status: Any = None
@@ -144,7 +144,7 @@ def test_the_late_ranks_are_silent_or_compute_or_are_behind() -> None:
 
 def test_the_failure_names_the_late_rank_and_not_the_one_that_reports_it() -> None:
     ended: list[Failure] = []
-    log = SimpleNamespace(host="b", log=None, notice=None)
+    log = SimpleNamespace(host="b", log=None, write=None)
     rendezvous: Any = SimpleNamespace(
         info=SimpleNamespace(rank=1, size=2),
         rank_log=log,
@@ -154,8 +154,8 @@ def test_the_failure_names_the_late_rank_and_not_the_one_that_reports_it() -> No
         store=None,
     )
     detector = session._make_stall_detector(rendezvous, Placement(on_stall="end"), torch.device("cpu"))
-    detector.late = [0]
-    detector.tell("stalled: rank 1 has waited 2 s for other ranks\n  rank 0 (a) is late: in step 8")
+    detector.late_ranks = [0]
+    detector.on_report("stalled: rank 1 has waited 2 s for other ranks\n  rank 0 (a) is late: in step 8")
     [failure] = ended
     assert (failure.rank, failure.host) == (0, "a")
     assert failure.first_line == "stalled: rank 1 has waited 2 s for rank 0"

@@ -58,7 +58,7 @@ def test_another_file_is_told_and_begun_anew(path: Path, content: bytes, problem
 def test_a_run_that_resumes_cuts_off_what_it_does_again(
     path: Path, exactness: str, every: Literal["auto", "off"]
 ) -> None:
-    rendezvous: Any = SimpleNamespace(rank_log=SimpleNamespace(note=str), info=INFO)
+    rendezvous: Any = SimpleNamespace(rank_log=SimpleNamespace(write_to_log=str), info=INFO)
     rank = Rank(rendezvous, ALONE, path.parent, {}, {})
     rank.progress.step = 4
     rank.keep_digests(SimpleNamespace(gradients=dict), exactness, every)  # type: ignore[arg-type]

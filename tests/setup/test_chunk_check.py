@@ -20,8 +20,8 @@ from lockstep.setup.chunk_check import (
     check_plan,
     check_saved,
     find_feature_difference,
+    find_quick_difference,
     find_sequence_difference,
-    quick_departure,
 )
 from lockstep.setup.prepare import prepare_run
 from lockstep.tasks.language import Language
@@ -165,8 +165,8 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _opened(net: str, flips: str) -> Setup:
     prepared = prepare_run(load("digits", [net.replace("FLIPS", flips), "placement.processes=1"]))
-    check_plan(prepared.ready)
-    return prepared.ready
+    check_plan(prepared.setup)
+    return prepared.setup
 
 
 def test_a_run_is_refused_before_it_starts_with_the_layer_that_mixes_features(net: str) -> None:
@@ -186,7 +186,7 @@ def test_a_right_plan_is_compared_without_a_trace(net: str, capsys: pytest.Captu
 
 def test_a_large_model_is_warned_of(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = _opened(net, "false")
-    monkeypatch.setattr("lockstep.setup.chunk_check.LARGEST", 100)
+    monkeypatch.setattr("lockstep.setup.chunk_check.MAX_COMPARED_PARAMETERS", 100)
     [warning] = check_plan(ready)
     assert "was not compared with the whole model" in warning
 
@@ -206,7 +206,7 @@ def test_a_quick_comparison_takes_two_samples_and_short_sequences() -> None:
 
     plan = {"table": "whole", "up": "colwise", "down": "rowwise"}
     ids = torch.randint(20, (5, 100), generator=torch.Generator().manual_seed(0))
-    assert quick_departure(Seeing(), partial(split_into_chunks, plan=plan, count=2), (ids,)) is None
+    assert find_quick_difference(Seeing(), partial(split_into_chunks, plan=plan, count=2), (ids,)) is None
     assert set(seen) == {(2, 64)}
 
 
@@ -217,7 +217,9 @@ def test_a_model_that_takes_nothing_less_is_given_all() -> None:
             return super().forward(x)
 
     plan = {"up": "colwise", "down": "rowwise"}
-    found = quick_departure(Exact(normed=True), partial(split_into_chunks, plan=plan, count=2), (torch.randn(5, 6),))
+    found = find_quick_difference(
+        Exact(normed=True), partial(split_into_chunks, plan=plan, count=2), (torch.randn(5, 6),)
+    )
     assert found is not None
 
 

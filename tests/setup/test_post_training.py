@@ -48,7 +48,7 @@ def _prepare(folder: Path, rows: list[Any], *overrides: str, **recipe: Any) -> A
 
 
 def test_a_model_of_transformers_keeps_packed_conversations_apart(tmp_path: Path) -> None:
-    check_packing(_prepare(tmp_path, conversations(12), pack=True).ready)
+    check_packing(_prepare(tmp_path, conversations(12), pack=True).setup)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_model_of_transformers_keeps_packed_conversations_apart(tmp_path: Path
     [("Mixing", "affects the conversation after it"), ("Shifted", "has different outputs than on its own")],
 )
 def test_a_model_that_mixes_packed_conversations_is_refused(tmp_path: Path, name: str, said: str) -> None:
-    ready = _prepare(tmp_path, conversations(12), pack=True, model={"name": f"{__name__}:{name}"}).ready
+    ready = _prepare(tmp_path, conversations(12), pack=True, model={"name": f"{__name__}:{name}"}).setup
     with pytest.raises(UsageError, match=f"options.pack: a packed conversation {said}"):
         check_packing(ready)
 

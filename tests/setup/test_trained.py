@@ -21,7 +21,7 @@ def test_training_from_scratch_is_not_described() -> None:
 @pytest.mark.parametrize("tuned", [LORA, 'recipe.model.freeze=["[0-5].*"]'])
 def test_the_trained_parameters_are_counted(tuned: str) -> None:
     ready = open_recipe_without_placement(load("digits", [tuned]))
-    parameters = [*ready.uncut().parameters()]
+    parameters = [*ready.build_unchunked().parameters()]
     trained, total = (
         sum(each.numel() for each in some) for some in ([p for p in parameters if p.requires_grad], parameters)
     )
@@ -35,7 +35,7 @@ def test_the_trained_parameters_are_counted(tuned: str) -> None:
 def test_the_first_weights_are_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ready = open_recipe_without_placement(load("digits"))
-    torch.save(ready.uncut().state_dict(), "first.pt")
+    torch.save(ready.build_unchunked().state_dict(), "first.pt")
     assert described("recipe.model.weights=first.pt") == (
         "151,274 of 151,274 parameters are trained (100 %), starting from the weights of first.pt"
     )

@@ -22,7 +22,7 @@ from lockstep.core.shard import MaybeSharded, local_tensor
 from lockstep.models.freezing import freeze
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
-from lockstep.parallel.groups import GroupSettings, settings
+from lockstep.parallel.groups import GroupSettings, compute_settings
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.layouts.base import gather_full_tensors, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -170,7 +170,7 @@ def strategy(world: World, case: Case) -> Any:
 def engine(world: World, case: Case) -> Engine:
     options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {}) | case.by_hand
     names = [name for name, _ in trainable_parameters(build(case))]
-    special = settings(names, case.groups, {}) if case.groups else {}
+    special = compute_settings(names, case.groups, {}) if case.groups else {}
     optimizer = making(case.optimizer, 0.1, settings=lambda name: special.get(name, {}), **options)
     example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
     problem = Problem(task(case), partial(build, case), example=example if case.measured else None)
@@ -275,7 +275,7 @@ def share(world: World, case: Case, step: Step) -> list[MicroBatch]:
     data_rank: DataRank = strategy(world, case).mesh(world.size).data_rank(world.rank)
     own = data_rank.indices(min(case.microbatches, step.samples))
     repeats = case.audit_every and not rotates(world, case)
-    repeated = rota(world, case).assignment(world.rank, step) if repeats else None
+    repeated = rota(world, case).get_assignment(world.rank, step) if repeats else None
     beside = [] if repeated is None else [(repeated, True)]
     return [fetch(case, step, index, dummy) for index, dummy in [*beside, *own]]
 

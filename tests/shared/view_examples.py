@@ -31,4 +31,6 @@ def viewed(
     """Return a run whose log has these events with their times."""
     log = logged(*events)
     told = tuple(found for event in log if (found := make_notice(event, frozenset({"top1", "top5"}))))
-    return RunView(name, state, build_history(log), failure=failure, notices=told, noticed=len(told), is_whole=whole)
+    return RunView(
+        name, state, build_history(log), failure=failure, notices=told, notice_count=len(told), is_fully_read=whole
+    )

@@ -88,8 +88,8 @@ def test_optimizers_that_look_at_whole_tensors_are_not(name: str, options: dict[
 def test_weights_that_would_be_trained_in_another_dtype_are_refused(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(UsageError, match=f"head.weight is in {name}, but DeepSpeed would train it in float32"):
-        Strategy().check_trained({"stem.weight": torch.float32, "head.weight": dtype})
-    Strategy().check_trained({"stem.weight": torch.float32})
+        Strategy().check_trained_dtypes({"stem.weight": torch.float32, "head.weight": dtype})
+    Strategy().check_trained_dtypes({"stem.weight": torch.float32})
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_each_slice_of_each_stage_has_all_micro_batches_once(strategy: Strategy,
     mesh = strategy.mesh(processes)
     for pipe in range(strategy.pipe):
         for tensor in range(strategy.tensor):
-            ranks = [rank for rank in range(processes) if _at(mesh.coordinate(rank)) == (pipe, tensor)]
+            ranks = [rank for rank in range(processes) if _at(mesh.get_coordinates(rank)) == (pipe, tensor)]
             dealt = [index for rank in ranks for index, dummy in mesh.data_rank(rank).indices(leaves) if not dummy]
             assert sorted(dealt) == list(range(leaves))
 

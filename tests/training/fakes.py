@@ -21,7 +21,7 @@ class FakeEngine:
     """Notes what it is asked; `losses` by step number, 1.0 where not told; `skipped` are steps not applied."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    own_losses: dict[int, list[float]] = field(default_factory=dict)
+    local_losses: dict[int, list[float]] = field(default_factory=dict)
     skipped: frozenset[int] = frozenset()
     calls: list[tuple[object, ...]] = field(default_factory=list)
     _number: int = 0
@@ -30,7 +30,7 @@ class FakeEngine:
         self._number = step.number
         self.calls.append(("forward_backward", step.number, [each.index for each in microbatches]))
         loss = self.losses.get(step.number, 1.0)
-        own = self.own_losses.get(step.number, [loss])
+        own = self.local_losses.get(step.number, [loss])
         total = torch.tensor(loss, dtype=torch.float64) * step.samples
         return Sums(total, step.samples, [torch.tensor(each) for each in own])
 

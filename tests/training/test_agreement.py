@@ -6,7 +6,7 @@ import worlds
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.training.agreement import Disagreement, find_disagreement
 
@@ -16,9 +16,9 @@ def held(world: World, name: str, tensor: Tensor, layout: str) -> MaybeSharded:
     if layout == "whole" or name == "buffer":
         return tensor
     if layout == "replicas":
-        rows = part(len(tensor), 2, world.rank % 2)
+        rows = get_subrange(len(tensor), 2, world.rank % 2)
         return Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape, primary=world.rank < 2)
-    rows = part(len(tensor), world.size, world.rank)
+    rows = get_subrange(len(tensor), world.size, world.rank)
     return Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)
 
 

@@ -19,7 +19,7 @@ def total(*parts: Tensor) -> int:
     return sum(int(part) for part in parts) % 2**64
 
 
-WHOLE = total(Digests().of_model(TENSORS, TENSORS))
+WHOLE = total(Digests().digest_model(TENSORS, TENSORS))
 
 
 def rows(tensor: Tensor, first: int, last: int, primary: bool = True) -> Shard:
@@ -30,7 +30,7 @@ def test_parts_of_any_size_add_up_to_the_whole() -> None:
     cuts = [(0, 1), (1, 33), (33, 33), (33, 60), (60, 70)]
     owned = ["b", "cd", "", "", ""]
     parts = [
-        Digests().of_model({**TENSORS, "a": rows(TENSORS["a"], *cut)}, names)
+        Digests().digest_model({**TENSORS, "a": rows(TENSORS["a"], *cut)}, names)
         for cut, names in zip(cuts, owned, strict=True)
     ]
     assert total(*parts) == WHOLE
@@ -41,8 +41,8 @@ def test_rows_that_several_ranks_hold_count_once() -> None:
         {"a": rows(TENSORS["a"], 0, 70)},
         {"a": rows(TENSORS["a"], 3, 9, primary=False)},
     ]
-    parts = [Digests().of_model(each, ()) for each in held]
-    assert total(*parts) == total(Digests().of_model({"a": TENSORS["a"]}, {"a"}))
+    parts = [Digests().digest_model(each, ()) for each in held]
+    assert total(*parts) == total(Digests().digest_model({"a": TENSORS["a"]}, {"a"}))
 
 
 def test_chunks_of_columns_add_up_to_the_whole() -> None:
@@ -53,8 +53,8 @@ def test_chunks_of_columns_add_up_to_the_whole() -> None:
         Shard(part, first, tensor.shape, chunked=form)
         for part, first in ((arranged[:half], 0), (arranged[half:], half))
     ]
-    assert total(*(Digests().of_model({"a": each}, ()) for each in parts)) == total(
-        Digests().of_model({"a": tensor}, "a")
+    assert total(*(Digests().digest_model({"a": each}, ()) for each in parts)) == total(
+        Digests().digest_model({"a": tensor}, "a")
     )
 
 
@@ -62,9 +62,9 @@ def test_chunks_of_columns_add_up_to_the_whole() -> None:
 def test_each_element_counts_by_its_name_and_position(name: str) -> None:
     changed = {**TENSORS, name: TENSORS[name].clone()}
     changed[name].view(-1)[-1].neg_()
-    assert total(Digests().of_model(changed, changed)) != WHOLE
+    assert total(Digests().digest_model(changed, changed)) != WHOLE
     renamed = {("z" if each == name else each): tensor for each, tensor in TENSORS.items()}
-    assert total(Digests().of_model(renamed, renamed)) != WHOLE
+    assert total(Digests().digest_model(renamed, renamed)) != WHOLE
 
 
 @pytest.fixture

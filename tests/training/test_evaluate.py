@@ -42,11 +42,13 @@ def figures(world: World, samples: int, batch: int) -> tuple[dict[str, float], i
 
     def counted() -> Iterator[tuple[int | None, Batch, int]]:
         nonlocal seen
-        for number, fetched, weight in loader.validation(batch):
+        for number, fetched, weight in loader.iterate_validation_batches(batch):
             seen += weight
             yield number, fetched, weight
 
-    found = evaluate(FakeEngine(), world, Classification(topk=(1, 5)), counted(), loader.validation_batches(batch))
+    found = evaluate(
+        FakeEngine(), world, Classification(topk=(1, 5)), counted(), loader.count_validation_batches(batch)
+    )
     assert found.seconds >= 0.0
     return {name: float(value) for name, value in found.sums.items()}, seen
 

@@ -20,7 +20,7 @@ from lockstep.parallel.engine import Sums, Update
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import LOSS, Monitor
 from lockstep.training.events import Event, Stepped, Stopped
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -54,7 +54,7 @@ def run(
             stop.level = level
 
     reports = StepReports(world, following, progress or Progress())
-    steps = training_steps(batches(following.steps, ask), reports, evaluate=evaluated(), save=saved, stop=stop)
+    steps = iterate_training_steps(batches(following.steps, ask), reports, evaluate=evaluated(), save=saved, stop=stop)
     return list(train(engine, reports, steps))
 
 
@@ -84,7 +84,7 @@ def test_every_step_is_one_forward_backward_and_one_update_at_its_rate() -> None
     run(engine, plan(STEPS, clip_norm=2.5))
     assert [call[1] for call in engine.calls if call[0] == "forward_backward"] == list(range(9))
     rates = [call[1:] for call in engine.calls if call[0] == "update"]
-    assert rates == [(plan(STEPS).rate.at(STEPS[number].samples_seen), 2.5) for number in range(9)]
+    assert rates == [(plan(STEPS).rate.compute_rate(STEPS[number].samples_seen), 2.5) for number in range(9)]
     assert len(set(rates)) == 9
     assert [call[0] for call in engine.calls] == ["forward_backward", "update"] * 9
 
@@ -94,7 +94,7 @@ def test_a_report_tells_of_its_own_step() -> None:
     events = run(engine, plan(STEPS, log=Interval(steps=5), clip_norm=2.5))
     [report] = [event for event in events if isinstance(event, Stepped) and event.step == 5]
     assert (report.epoch, report.samples, report.loss, report.norm) == (1, 18, 7.0, 3.0)
-    assert report.lr == plan(STEPS).rate.at(14)
+    assert report.lr == plan(STEPS).rate.compute_rate(14)
     assert (report.loss_scale, report.skipped_steps) == (8.0, 1)
     assert report.samples_per_s > 0
     assert report.peak_bytes > 0
@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
     events: list[Event] = []
     reports = StepReports(ALONE_WORLD, following, Progress())
     training = train(
-        engine, reports, training_steps(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish())
+        engine, reports, iterate_training_steps(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish())
     )
     with pytest.raises(TrainingError, match=r"^loss is nan at step 2 \(epoch 1\), on rank 0, at learning rate 0\.45; "):
         events.extend(training)
@@ -194,7 +194,9 @@ def test_steps_that_are_reported_are_saved_while_the_ranks_are_to_be_preempted()
     following, warned = plan(STEPS, log=Interval(steps=2)), iter((False, True, True, False, False))
     ask = partial(next, warned)
     reports = StepReports(ALONE_WORLD, following, Progress())
-    steps = training_steps(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask)
+    steps = iterate_training_steps(
+        batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask
+    )
     saves = [each for each in shortly(list(train(FakeEngine(), reports, steps))) if each.startswith("saved")]
     assert saves == ["saved 3", "saved 4", "saved 6", "saved 9"]
 
@@ -210,7 +212,7 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     following = plan(STEPS, log=Interval(steps=1), evaluate=Interval(steps=2), save=Interval(steps=3))
     reports = StepReports(ALONE_WORLD, following, Progress())
-    steps = training_steps(
+    steps = iterate_training_steps(
         batches(STEPS, lambda _: passes(1.0)),
         reports,
         evaluate=lambda progress: passes(100.0) or evaluated()(progress),  # type: ignore[func-returns-value]
@@ -234,7 +236,7 @@ def test_steps_that_are_not_finite_may_be_skipped_and_are_counted() -> None:
 def stopping(world: World, stop_at: list[int]) -> list[str]:
     following = plan(STEPS, log=Interval(steps=100))
     events = run(FakeEngine(), following, stop_at=stop_at[world.rank], level=1 + world.rank, world=world)
-    world.agree_to_stop(0)  # takes the last wish out of the world, which other tests use after this one
+    world.agree_on_stop_level(0)  # takes the last wish out of the world, which other tests use after this one
     return shortly(events)
 
 
@@ -247,7 +249,7 @@ def test_all_ranks_stop_at_one_step() -> None:
 
 def failing(world: World, guilty: list[int]) -> str:
     own = {4: [1.0, math.inf if world.rank in guilty else 1.0]}
-    engine = FakeEngine(losses={4: math.inf}, own_losses=own)
+    engine = FakeEngine(losses={4: math.inf}, local_losses=own)
     try:
         run(engine, plan(STEPS, log=Interval(steps=100)), world=world)
     except TrainingError as error:
@@ -259,16 +261,16 @@ def failing(world: World, guilty: list[int]) -> str:
 @pytest.mark.worlds
 @pytest.mark.parametrize(("guilty", "where"), [([1], "rank 1"), ([0, 2], "rank 0, 2"), ([], "the sum over all ranks")])
 def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) -> None:
-    rate = plan(STEPS).rate.at(14)
+    rate = plan(STEPS).rate.compute_rate(14)
     text = f"loss is inf at step 5 (epoch 2), on {where}, at learning rate {rate:.6g}"
     assert worlds.run(3, failing, guilty) == [text] * 3
 
 
 def test_a_step_is_reported_once_and_its_batch_is_not_kept() -> None:
     reports = StepReports(ALONE_WORLD, plan(STEPS, log=Interval(steps=1)), Progress())
-    turn = next(iter(training_steps(batches(STEPS), reports, save=saved)))
+    turn = next(iter(iterate_training_steps(batches(STEPS), reports, save=saved)))
     assert isinstance(turn, TrainingStep)
-    turn.done(0.5, Sums(torch.tensor(8.0), 4, ()), Update(None, applied=True))
+    turn.record_update(0.5, Sums(torch.tensor(8.0), 4, ()), Update(None, applied=True))
     [stepped] = reports.report(turn)
     assert (stepped.step, stepped.loss, stepped.lr) == (1, 2.0, 0.5)
     assert reports.report(turn) == ()

@@ -55,7 +55,7 @@ def test_the_first_value_that_is_not_finite_is_found(
 def test_the_largest_activation_of_a_module_is_nan_where_one_is() -> None:
     found = StepObservations()
     for largest in (1.0, float("nan"), 2.0):
-        found.note_activation("1", largest)
+        found.record_activation("1", largest)
     assert found.activations["1"] != found.activations["1"]
     assert observed(torch.neg, column(1.0, -7.0, 2.0)).activations["1"] == 7.0
 

@@ -21,7 +21,7 @@ def done(*updates: tuple[float, float, bool]) -> TrainingStep:
     """Return the step after updates: of each the rate, the loss, and whether it was applied."""
     turn = TrainingStep(STEP, [], Progress(step=4))
     for lr, loss, applied in updates:
-        turn.done(lr, sums(loss), Update(torch.tensor(loss), applied))
+        turn.record_update(lr, sums(loss), Update(torch.tensor(loss), applied))
     return turn
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.config.load import load
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
@@ -40,7 +40,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def cut(tensor: Tensor, rank: int, size: int) -> Shard:
-    rows = part(len(tensor) if tensor.ndim else 1, size, rank)
+    rows = get_subrange(len(tensor) if tensor.ndim else 1, size, rank)
     own = tensor[rows.start : rows.stop] if tensor.ndim else (tensor if len(rows) else tensor.new_empty(0))
     return Shard(own.clone(), rows.start, tensor.shape)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.checkup.finding import Finding, Level
-from lockstep.common.rank import ranks_in_words
+from lockstep.common.rank import format_ranks_with_hosts
 
 _MAX_RANKS: Final = 8  # maximum number of ranks listed for a value
 # Variables that may differ between ranks: launchers set some of them for each rank, and interface names can differ
@@ -73,7 +73,7 @@ def describe_values(rank_values: Sequence[Any], hosts: Sequence[str]) -> str:
 
 def format_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Format ranks with their hosts, such as `rank 2 (b), 3 (b)`. Long lists are truncated."""
-    text = ranks_in_words(ranks[:_MAX_RANKS], hosts)
+    text = format_ranks_with_hosts(ranks[:_MAX_RANKS], hosts)
     return text if len(ranks) <= _MAX_RANKS else f"{text} and {len(ranks) - _MAX_RANKS:,} more"
 
 

@@ -52,7 +52,7 @@ def _software_findings(evidence: GpuFacts) -> Iterator[Finding]:
 
 def _usability_findings(evidence: GpuFacts) -> Iterator[Finding]:
     """If no GPU is usable, yield the reasons with their remedies, followed by the results of all checks."""
-    if evidence.devices and not evidence.raised:
+    if evidence.devices and not evidence.cuda_error:
         return
     reasons = [
         *_torch_reasons(evidence),
@@ -62,7 +62,9 @@ def _usability_findings(evidence: GpuFacts) -> Iterator[Finding]:
     ]
     if not reasons:
         default_reason = "torch finds no GPU, and none of the checks below explains why"
-        reasons = [(f"CUDA does not start: {evidence.raised}" if evidence.raised else default_reason, "check dmesg")]
+        reasons = [
+            (f"CUDA does not start: {evidence.cuda_error}" if evidence.cuda_error else default_reason, "check dmesg")
+        ]
     yield from (Finding("cards", "problem", text, _NO_GPU_EFFECT, remedy) for text, remedy in reasons)
     files = ", ".join(f"{name}{'' if opens else ' (no permission)'}" for name, opens in evidence.files.items())
     details = {
@@ -71,7 +73,7 @@ def _usability_findings(evidence: GpuFacts) -> Iterator[Finding]:
         "libcuda.so.1": evidence.library or "loads",
         "NVML": evidence.driver.problem or "answers",
         "CUDA_VISIBLE_DEVICES": "not set" if evidence.visible is None else repr(evidence.visible),
-        "torch.cuda.init()": evidence.raised or "starts",
+        "torch.cuda.init()": evidence.cuda_error or "starts",
     }
     yield from (Finding(name, "ok", text) for name, text in details.items())
 
@@ -162,8 +164,8 @@ def _card_faults(number: int, card: Card) -> Iterator[Finding]:
         if card.mode == "Exclusive_Process":
             leads_to = "its compute mode is Exclusive_Process, so no other process can use it"
         yield warn(text, leads_to, "wait, or end these processes")
-    if card.slowed:
-        text = f"its clocks are currently reduced by {', '.join(card.slowed)}"
+    if card.clock_limits:
+        text = f"its clocks are currently reduced by {', '.join(card.clock_limits)}"
         yield warn(text, slow, "see nvidia-smi -q -d PERFORMANCE")
     if card.mig:
         leads_to = "a process sees one slice; ranks on slices of one GPU have not been tested"
@@ -202,7 +204,7 @@ def _device_findings(evidence: GpuFacts) -> Iterator[Finding]:
         text = f"{device.name}, {device.memory_bytes / 2**30:.1f} GiB, compute capability {device.capability}"
         text += f", card {numbers[0]}" if numbers else ""
         if len(evidence.devices) > 1:
-            peers = ", ".join(f"cuda:{peer}" for peer in device.reads)
+            peers = ", ".join(f"cuda:{peer}" for peer in device.peer_devices)
             text += f"; peer access to {peers}" if peers else "; no peer access"
         yield Finding(f"cuda:{number}", "ok", text)
 

@@ -79,9 +79,9 @@ def _describe_rendezvous(rendezvous: str, info: RankInfo) -> str:
         return address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if info.rank:
-        ports.check_known(host.strip("[]"), int(port))
+        ports.check_host_name(host.strip("[]"), int(port))
         return f"{host}:{port}, where rank 0 listens"
-    ports.check_port(host.strip("[]"), int(port), near=info.local_size == info.size)
+    ports.check_port(host.strip("[]"), int(port), is_single_host=info.local_size == info.size)
     return f"{host}:{port}, where this rank listens: free"
 
 

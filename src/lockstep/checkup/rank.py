@@ -132,7 +132,7 @@ def _connect(
 
 def _gather_on_all(rendezvous: Rendezvous, value: dict[str, Any]) -> list[dict[str, Any]]:
     """All-gather a JSON-compatible value. Return the values of all ranks in rank order."""
-    return list(plainfile.parse_json(rendezvous.tell(json.dumps(rendezvous.gather(value)))))
+    return list(plainfile.parse_json(rendezvous.broadcast_text(json.dumps(rendezvous.gather(value)))))
 
 
 def _all_findings(

@@ -64,7 +64,7 @@ class CanonicalSum:
 
     def __post_init__(self) -> None:
         self._size = len(self._data_ranks)
-        self.alone = self._size == 1  # there is no other rank
+        self.is_single_rank = self._size == 1  # there is no other rank
         self._rank_shares = Shares(tuple(range(self._size)))
         self._schedules: dict[int, Reduction] = {}  # by number of leaves
         self._holder_sums: dict[int, CanonicalSum] = {}
@@ -88,7 +88,7 @@ class CanonicalSum:
         `pieces` are the flat pieces of this rank, which may be overwritten. `like` is a flat tensor of the same length,
         dtype and device, for ranks without pieces.
         """
-        if self.alone:
+        if self.is_single_rank:
             return total(pieces, num_leaves, add_)
         rounds, shares = self._get_schedule(num_leaves)
         blocks = self._data_ranks[self._rank].own_blocks(num_leaves, self._chunks)
@@ -119,7 +119,7 @@ class CanonicalSum:
 
     def stack_ranks(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks stacked by rank along a new dim 0. All ranks must pass the same shape."""
-        if self.alone:
+        if self.is_single_rank:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self._size, *tensor.shape)
         gathered[self._rank] = tensor
@@ -187,7 +187,7 @@ class HalfPrecisionSum:
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all leaves of the reduction tree, on every rank. See CanonicalSum."""
-        if self._canonical_sum.alone:
+        if self._canonical_sum.is_single_rank:
             return self._canonical_sum(pieces, num_leaves, like)
         return self._canonical_sum.sum_over_ranks(local_sum(pieces, like).to(self._dtype)).to(like.dtype)
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, Final, Literal
 
 from lockstep.comm.peer_errors import find_peer_error, translate_peer_errors
-from lockstep.comm.world import World, open_lone_group
+from lockstep.comm.world import World, open_single_rank_group
 
 _LOGGER: Final = "DeepSpeed"
 _SHARED_MEMORY: Final = "deepspeed_shm_comm"  # an inference operation that DeepSpeed would compile on startup
@@ -39,7 +39,7 @@ def init_deepspeed(world: World) -> Any:
     module = import_deepspeed("cuda" if world.on_gpu else "cpu")
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
     if world.size == 1:
-        open_lone_group(world)
+        open_single_rank_group(world)
     with translate_peer_errors():
         module.init_distributed(world.backend, auto_mpi_discovery=False, verbose=False)
     return module

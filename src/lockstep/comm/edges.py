@@ -39,7 +39,7 @@ class Edges:
         if self._groups.backend == "nccl":
             self._edges |= self._create_one_way_edges(missing)
         elif missing:  # gloo sends and receives on separate threads, so both directions can share a group
-            carrier = self._groups.carrier(self._groups.main, range(self._size), "between stages")
+            carrier = self._groups.make_group_carrier(self._groups.main, range(self._size), "between stages")
             self._edges |= {rank: Edge(carrier, carrier, rank) for rank in missing}
         return {rank: self._edges[rank] for rank in neighbors}
 
@@ -72,7 +72,7 @@ class Edges:
         if self._rank not in ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)
-        carrier = self._groups.carrier(group, ranks, "between stages")
+        carrier = self._groups.make_group_carrier(group, ranks, "between stages")
         peer = target if self._rank == source else source
         first = [(torch.zeros(1, device=self._device), int(peer > self._rank))]
         move(carrier, first if self._rank == source else [], first if self._rank == target else [])

@@ -25,7 +25,7 @@ from lockstep.comm.gradient_queue import GradientQueue
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.unit_calls import UnitCalls
 from lockstep.comm.unit_outputs import separate_outputs
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
 
@@ -37,10 +37,10 @@ Receive = Callable[[int, Tensor, Tensor, bool], None]
 
 @dataclass(frozen=True)
 class GatherDtype:
-    """The dtype in which parameters are gathered. Parameters in `wide` are gathered in their own dtype instead."""
+    """The dtype in which parameters are gathered. `unconverted_parameters` are gathered in their own dtype."""
 
     dtype: torch.dtype
-    wide: frozenset[nn.Parameter] = frozenset()
+    unconverted_parameters: frozenset[nn.Parameter] = frozenset()
 
 
 @final
@@ -85,7 +85,7 @@ class ShardedModel:
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # Inputs of a unit aren't cast, because a single process has no units.
         precision = _make_mp_policy(narrow)
-        is_older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.wide
+        is_older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.unconverted_parameters
         for number, unit in enumerate((*units, model)):
             locations = older_fsdp.find_parameters(unit, wide) if is_older else ()
             fully_shard(
@@ -180,13 +180,13 @@ class ShardedModel:
                     offset += parameter.padded_sharded_param_size.numel()
         self._outputs.clear()
 
-    def scatter(self) -> None:
+    def reshard_all(self) -> None:
         """Free all gathered parameters, because the shards have changed."""
         self._all_gathered = False
         for unit in self._units:
             unit.reshard()
 
-    def state(self, primary: bool) -> dict[str, MaybeSharded]:
+    def state_dict(self, primary: bool) -> dict[str, MaybeSharded]:
         """Return the state dict of the model. `primary` is whether this rank reports its rows (core/shard.py)."""
         items = self.model.state_dict().items()
         return {
@@ -240,7 +240,7 @@ class ShardedModel:
         if _in_backward():
             return
         if not self._active_forwards:
-            raise refusal(f"{self.names[unit]} {CALLED_ALONE}", CALL_THE_MODEL)
+            raise make_refusal(f"{self.names[unit]} {CALLED_ALONE}", CALL_THE_MODEL)
         # In a call without gradients, autocast also caches the casts of weights with their autograd nodes. These nodes
         # are older than the nodes of the later call, so autograd only reaches them after all units in between.
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.mesh.device_type):
@@ -288,7 +288,7 @@ class ShardedModel:
         if self._graph_task == -1:
             self._graph_task = task
         if self._graph_task != task:
-            raise refusal(
+            raise make_refusal(
                 "a nested backward, as torch.utils.checkpoint runs with use_reentrant=True, goes through the placed "
                 "model, whose weights are sharded by rows",
                 "pass use_reentrant=False, use placement.recompute instead, or use strategy ddp or zero1",
@@ -346,7 +346,7 @@ class ShardedModel:
     def _check_schedule(self, unit: int, remaining: Sequence[int]) -> None:
         """Raise UsageError if the remaining schedule of this phase doesn't contain the unit."""
         if unit not in remaining:
-            raise refusal(
+            raise make_refusal(
                 f"{self.names[unit]} is called more often than in the first forward, or the first backward did not "
                 f"reach it, so the other processes do not gather it",
                 "call it the same number of times in every forward and let every loss depend on it (add 0 * "
@@ -369,9 +369,13 @@ def _make_mp_policy(narrow: GatherDtype | None) -> MixedPrecisionPolicy:
     if narrow is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     policy = partial(MixedPrecisionPolicy, narrow.dtype, torch.float32, cast_forward_inputs=False)
-    if not narrow.wide or older_fsdp.is_older():
+    if not narrow.unconverted_parameters or older_fsdp.is_older():
         return policy()
-    return policy(param_dtype_override_fn=lambda parameter: parameter.dtype if parameter in narrow.wide else None)
+    return policy(
+        param_dtype_override_fn=lambda parameter: (
+            parameter.dtype if parameter in narrow.unconverted_parameters else None
+        )
+    )
 
 
 def to_full_tensor(tensor: Tensor) -> Tensor:
@@ -418,7 +422,7 @@ def rows_per_member(shape: torch.Size, members: int) -> int:
 
 
 def _foreign_backward_error() -> UsageError:
-    return refusal(
+    return make_refusal(
         "a backward other than step.backward goes through the placed model, whose weights are sharded by rows",
         "pass the whole loss to step.backward(mean=loss), once per micro-batch; to compute other derivatives, use "
         "strategy ddp or zero1",
@@ -426,7 +430,7 @@ def _foreign_backward_error() -> UsageError:
 
 
 def _raise_on_copy(_memo: object) -> NoReturn:
-    raise refusal(
+    raise make_refusal(
         "the placed model cannot be copied, because its weights are sharded by rows",
         "copy it before run.place and read the weights with full_tensor(), or use strategy ddp or zero1",
     )

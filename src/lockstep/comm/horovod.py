@@ -61,7 +61,7 @@ class Horovod:
         with translate_peer_errors():
             self._horovod.broadcast_parameters(dict(tensors), root_rank=0)
 
-    def sum_by(self, compression: Compression) -> Sum:
+    def make_sum(self, compression: Compression) -> Sum:
         """Return a function that sums flat vectors like CanonicalSum (comm/canonical.py), but in Horovod's order."""
         compressor = getattr(self._horovod.Compression, compression)
 
@@ -107,7 +107,7 @@ class Horovod:
             Thread(target=server.serve_forever, daemon=True).start()
             self._server = server
             address = " ".join(map(str, server.server_address[:2]))
-        host, port = world.tell(address).split()
+        host, port = world.broadcast_text(address).split()
         interface = (
             {"HOROVOD_GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", ports.loopback())} if is_single_host else {}
         )

@@ -46,27 +46,27 @@ class MessageLog:
     def close(self) -> dict[str, str]:
         """Stop recording, and return the digest of each message. Synchronizes with the device."""
         notes, self._notes = self._notes or {}, None
-        return {name: note.text() for name, note in notes.items()}
+        return {name: note.to_text() for name, note in notes.items()}
 
-    def note(self, name: str, tensor: Tensor) -> None:
+    def record(self, name: str, tensor: Tensor) -> None:
         """Record the current value of a tensor if the log is open."""
         if self._notes is not None:
             self._counts[name] += 1
-            self._notes[f"{name} #{self._counts[name]}"] = self._digests.noted(tensor)
+            self._notes[f"{name} #{self._counts[name]}"] = self._digests.make_tensor_digest(tensor)
 
     def watch(self, carrier: Carrier, label: str, ranks: Sequence[int]) -> Carrier:
         """Return a carrier that also records the transferred tensors. `ranks` maps peers of the carrier to ranks."""
 
         def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
             for tensor, peer in sent:
-                self.note(f"{label}{SENT}{ranks[peer]}", tensor)
+                self.record(f"{label}{SENT}{ranks[peer]}", tensor)
             transfer = carrier(sent, received)
             if self._notes is not None:
-                transfer.on_arrival = partial(self._note_received, label, ranks, received)
+                transfer.on_arrival = partial(self._record_received, label, ranks, received)
             return transfer
 
         return start
 
-    def _note_received(self, label: str, ranks: Sequence[int], received: Sequence[Addressed]) -> None:
+    def _record_received(self, label: str, ranks: Sequence[int], received: Sequence[Addressed]) -> None:
         for tensor, peer in received:
-            self.note(f"{label}{RECEIVED}{ranks[peer]}", tensor)
+            self.record(f"{label}{RECEIVED}{ranks[peer]}", tensor)

@@ -82,8 +82,8 @@ class PointToPoint:
 
     def __init__(self, world: World, neighbors: Collection[int]) -> None:
         self._device = world.device
-        self._number = world.number
-        self._edges = world.edges(neighbors)
+        self._number = world.to_torch_rank
+        self._edges = world.connect(neighbors)
         self._messages: list[tuple[dist.Work, Tensor]] = []
         self._sent: deque[Transfer] = deque()
         self._stored_parcels: dict[tuple[int, int], deque[Values]] = {}  # by rank and line

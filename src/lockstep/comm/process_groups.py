@@ -29,12 +29,12 @@ class ProcessGroups:
     backend: Literal["nccl", "gloo"] = "gloo"
     backends: str | None = None
     numbers: Sequence[int] = ()  # maps ranks of the world to ranks in torch.distributed, if they differ
-    log: MessageLog | None = None  # records the messages in all groups except the groups of `among`
+    log: MessageLog | None = None  # records the messages in all groups except the groups of `split`
     _subgroups: dict[tuple[bool, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         """Create a group of `ranks`. All ranks of the world must call this method."""
-        return dist.new_group([self.number(rank) for rank in ranks], timeout=self.timeout, backend=self.backends)
+        return dist.new_group([self.to_torch_rank(rank) for rank in ranks], timeout=self.timeout, backend=self.backends)
 
     def get_subgroup(self, parts: list[list[int]], ranks: list[int], side_stream: bool) -> dist.ProcessGroup:
         """Return the group of `ranks`, this rank's entry in `parts`, for a side stream or for the main thread."""
@@ -45,7 +45,7 @@ class ProcessGroups:
             self._subgroups[key] = self._create_subgroups(parts, ranks)
         return self._subgroups[key]
 
-    def among(self, parts: list[list[int]], ranks: list[int]) -> Self:
+    def split(self, parts: list[list[int]], ranks: list[int]) -> Self:
         """Return new process groups for `ranks`, this rank's entry in `parts`. All ranks must call this method."""
         group = self._create_subgroups(parts, ranks)
         return replace(self, main=group, side=group, numbers=self._group_ranks(ranks), log=None)
@@ -57,11 +57,11 @@ class ProcessGroups:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def number(self, rank: int) -> int:
+    def to_torch_rank(self, rank: int) -> int:
         """Convert a rank of the world to a rank of torch.distributed."""
         return self.numbers[rank] if self.numbers else rank
 
-    def carrier(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
+    def make_group_carrier(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
         """Return a carrier for the group of `ranks`. Peers are numbered by their position in `ranks`."""
         carrier = self.make_carrier(group)
         if order := self._group_ranks(ranks):

@@ -44,20 +44,20 @@ class Delivery:
 
 @final
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the `messages` and `bytes` that this rank would send. `link` is the bandwidth in bytes per second.
+    """Counts the `messages` and `bytes` that this rank would send. `link_bytes_per_s` is its bandwidth.
 
-    If `late` is set, each send takes `late` times as long on average, with random variation, and collectives don't
-    block. Transfers then complete at different times in each step, as on a busy network.
+    If `mean_delay_factor` is set, each send takes this many times as long on average, with random variation, and
+    collectives don't block. Transfers then complete at different times in each step, as on a busy network.
 
     To count torch's collectives, use this object as a context manager. Collectives are counted as ring algorithms: the
     number of rounds is the group size minus one, and in each round a rank sends a part to its neighbor. The calling
     thread blocks, as with gloo.
     """
 
-    def __init__(self, link: float) -> None:
+    def __init__(self, link_bytes_per_s: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.link = link
-        self.late = 0.0
+        self.link_bytes_per_s = link_bytes_per_s
+        self.mean_delay_factor = 0.0
         self._random = random.Random(0)
         self.messages = 0
         self.bytes = 0
@@ -69,8 +69,8 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._lock:
             self.messages += messages
             self.bytes += size
-            delay_factor = self.late * self._random.expovariate(1.0) if self.late else 1.0
-            self._free_time = max(self._free_time, time.monotonic()) + delay_factor * size / self.link
+            delay_factor = self.mean_delay_factor * self._random.expovariate(1.0) if self.mean_delay_factor else 1.0
+            self._free_time = max(self._free_time, time.monotonic()) + delay_factor * size / self.link_bytes_per_s
             return Delivery(self._free_time)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +82,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [size] = [dist.ProcessGroup.unbox(argument).size() for argument in args if _is_group(argument)]
             rounds = 2 if "allreduce" in name else 1
             delivery = self.send(rounds * (size - 1), rounds * total_bytes * (size - 1) // size)
-            if not self.late:
+            if not self.mean_delay_factor:
                 delivery.wait()
         return func(*args, **(kwargs or {}))
 

@@ -66,7 +66,8 @@ class World:
     device: torch.device
     _groups: ProcessGroups | None = None
     _store: Any = None
-    sharing: list[list[int]] = field(default_factory=list, init=False)  # groups of ranks that share a device
+    # Groups of ranks that share a device.
+    device_sharing_groups: list[list[int]] = field(default_factory=list, init=False)
     _store_count: int = field(default=0, init=False)
     _untimed_count: int = field(default=0, init=False)  # number of `without_timeout` blocks entered
 
@@ -88,19 +89,21 @@ class World:
         """
         data_ranks, order = mesh.data_ranks_along(*axes)
         ranks = self._find_own_group(mesh.groups(*axes))
-        carrier = renumber_ranks(self.carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
+        carrier = (
+            renumber_ranks(self.make_carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
+        )
         return CanonicalSum(order.index(ranks.index(self.rank)), data_ranks, carrier, chunks)
 
-    def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
+    def make_carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
         """Return the carrier between the ranks that differ only along these axes. See `canonical` for the arguments."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
         ranks = self._find_own_group(parts)
-        return self._groups.carrier(
+        return self._groups.make_group_carrier(
             self._groups.get_subgroup(parts, ranks, side_stream), ranks, f"along {', '.join(axes)}"
         )
 
-    def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
+    def make_device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
         """Return a torch DeviceMesh of the ranks that differ only along these axes, for use on this thread."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
@@ -133,20 +136,20 @@ class World:
         """Whether this rank computes on a CUDA device."""
         return self.device.type == "cuda"
 
-    def edges(self, neighbors: Collection[int]) -> dict[int, Edge]:
+    def connect(self, neighbors: Collection[int]) -> dict[int, Edge]:
         """Return the edges to the ranks `neighbors`. All ranks must call this, and neighbors must list each other."""
         return self._edges.connect(neighbors) if self._edges is not None else {}
 
-    def number(self, rank: int) -> int:
+    def to_torch_rank(self, rank: int) -> int:
         """Convert a rank of this world to a rank of torch.distributed."""
-        return self._groups.number(rank) if self._groups is not None else rank
+        return self._groups.to_torch_rank(rank) if self._groups is not None else rank
 
     def _find_own_group(self, parts: list[list[int]]) -> list[int]:
         """Return the entry of `parts` that contains this rank."""
         [ranks] = [ranks for ranks in parts if self.rank in ranks]
         return ranks
 
-    def rotated(self, mesh: Mesh, distance: int, log: MessageLog) -> Self:
+    def rotate_shard_groups(self, mesh: Mesh, distance: int, log: MessageLog) -> Self:
         """Return a world of the same processes in which each shard group takes the ranks of a different shard group.
 
         The new ranks are those of the shard group `distance` positions later, wrapping around. The order within a shard
@@ -155,8 +158,10 @@ class World:
         numbers, shards = [*range(self.size)], mesh.groups("shard")
         for index, members in enumerate(shards):
             for member, new_rank in zip(members, shards[(index + distance) % len(shards)], strict=True):
-                numbers[new_rank] = self.number(member)
-        info = RankInfo(numbers.index(self.number(self.rank)), self.size, self.local_rank, self.local_size, "part")
+                numbers[new_rank] = self.to_torch_rank(member)
+        info = RankInfo(
+            numbers.index(self.to_torch_rank(self.rank)), self.size, self.local_rank, self.local_size, "part"
+        )
         groups = None if self._groups is None else replace(self._groups, numbers=numbers, log=log)
         return replace(self, info=info, _groups=groups)
 
@@ -166,13 +171,13 @@ class World:
             return InlineStream()
         return CudaStream(self.device) if self.device.type == "cuda" else ThreadStream()
 
-    def generators(self) -> list[torch.Generator]:
+    def get_generators(self) -> list[torch.Generator]:
         """Return the random number generators that a model draws from: the CPU's, and on CUDA also the device's."""
         if self.device.type == "cuda":
             return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
         return [torch.default_generator]
 
-    def use(self, device: torch.device) -> None:
+    def set_device(self, device: torch.device) -> None:
         """Compute on `device` from now on. A process with several devices switches for each micro-batch."""
         self.device = device
         if device.type == "cuda":
@@ -198,7 +203,7 @@ class World:
         assert self._groups is not None
         return self._groups.add_(tensor)
 
-    def spread(self, local: Sequence[Tensor], remote: Mapping[int, Sequence[Tensor]]) -> None:
+    def exchange_all(self, local: Sequence[Tensor], remote: Mapping[int, Sequence[Tensor]]) -> None:
         """Send `local` to all other ranks, and receive the tensors of each other rank into `remote`.
 
         All ranks must call this method with the same number of tensors. The tensors must be contiguous. The sizes of a
@@ -215,9 +220,9 @@ class World:
         in which they are sent.
         """
         if self._groups is not None:
-            move(self._groups.carrier(self._groups.main, range(self.size), "rows"), [*sent], [*received])
+            move(self._groups.make_group_carrier(self._groups.main, range(self.size), "rows"), [*sent], [*received])
 
-    def agree_to_stop(self, level: int) -> int:
+    def agree_on_stop_level(self, level: int) -> int:
         """Return the highest stop level that any rank passed in the previous call (0: none), on all ranks.
 
         The levels of this call are exchanged in the background during the next step.
@@ -231,14 +236,14 @@ class World:
     def set_compared_facts(self, facts: dict[str, Any], where: str = "") -> None:
         """Set the facts that must be the same on all ranks. `where` is the line of user code that set them, if any.
 
-        `agree_to_stop` compares the facts. If they differ, the next call to `agree_to_stop` or `compare_places` raises
-        UsageError.
+        `agree_on_stop_level` compares the facts. If they differ, the next call to `agree_on_stop_level` or
+        `compare_places` raises UsageError.
         """
         if self._agreement is not None:
             self._agreement.facts, self._agreement.where = facts, where
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Add metrics that `agree_to_stop` and `compare_places` compare across ranks."""
+        """Add metrics that `agree_on_stop_level` and `compare_places` compare across ranks."""
         if self._agreement is not None:
             self._agreement.metrics.update(metrics)
 
@@ -254,7 +259,7 @@ class World:
         """Wait for all ranks, and check that they are at the same place in the program.
 
         Returns the place and the rank of a rank at a different place, or None if all ranks are at this place. Places
-        are numbered from 1. A rank that calls `agree_to_stop` instead also takes part, and is at place 0.
+        are numbered from 1. A rank that calls `agree_on_stop_level` instead also takes part, and is at place 0.
         """
         if self._agreement is None:
             return None
@@ -280,13 +285,13 @@ class World:
         if lines := describe_differences(facts_by_rank, [], advice, where):
             raise UsageError(lines[0])
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return the bytes of each rank, in rank order. All ranks must call this with bytes of the same length."""
         table = torch.zeros(self.size, len(data), dtype=torch.uint8)
         table[self.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return [row.numpy().tobytes() for row in self.add_(table)]
 
-    def tell(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Return the `text` of rank 0 on every rank. All ranks must call this method."""
         return self.all_gather_text(text)[0]
 
@@ -295,8 +300,8 @@ class World:
         if self.size == 1:
             return [text]
         encoded = text.encode()
-        lengths = [int.from_bytes(length) for length in self.gather(len(encoded).to_bytes(8))]
-        padded = self.gather(encoded.ljust(max(1, *lengths)))
+        lengths = [int.from_bytes(length) for length in self.all_gather_bytes(len(encoded).to_bytes(8))]
+        padded = self.all_gather_bytes(encoded.ljust(max(1, *lengths)))
         return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 
     def all_gather_json(self, value: Any) -> list[Any]:
@@ -337,9 +342,9 @@ class World:
 
         All ranks must call this method. Don't close the returned world.
         """
-        return self.among([list(range(self.size))])
+        return self.split([list(range(self.size))])
 
-    def among(self, groups: list[list[int]]) -> Self:
+    def split(self, groups: list[list[int]]) -> Self:
         """Return a world of the ranks that are in the same entry of `groups` as this rank, with its own process group.
 
         Each rank must be in exactly one entry. All ranks must call this method. Don't close the returned world.
@@ -350,7 +355,7 @@ class World:
             return World(info, self.device)
         assert self._groups is not None
         store = None if self._store is None else self.own_store(f"among {ranks}").clone()  # for a different thread
-        return replace(self, info=info, _groups=self._groups.among(groups, ranks), _store=store)
+        return replace(self, info=info, _groups=self._groups.split(groups, ranks), _store=store)
 
     def close(self) -> None:
         """Destroy the default process group, or only Lockstep's groups if the script created the default group.
@@ -418,7 +423,7 @@ def open_world(
     groups = ProcessGroups(main, side, timeout, make_carrier, tensor_backend, None if existing is None else backends)
     world = World(info, device, groups, group_store)
     if world.on_gpu:
-        world.sharing = _find_sharing_ranks(world, tensor_backend)
+        world.device_sharing_groups = _find_sharing_ranks(world, tensor_backend)
     return world
 
 
@@ -427,7 +432,7 @@ def _format_backends(device: torch.device, backend: str) -> str:
     return f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo"
 
 
-def open_lone_group(world: World) -> None:
+def open_single_rank_group(world: World) -> None:
     """Create a process group with a single rank, for code that requires a group. It is never destroyed."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -478,7 +483,7 @@ def _find_sharing_ranks(world: World, backend: str) -> list[list[int]]:
     uuid = str(torch.cuda.get_device_properties(world.device).uuid)
 
     def group_ranks(name: str) -> list[list[int]]:
-        names = world.gather(hashlib.sha256(name.encode()).digest())
+        names = world.all_gather_bytes(hashlib.sha256(name.encode()).digest())
         return find_shared_devices({rank: digest.hex() for rank, digest in enumerate(names)})
 
     groups = group_ranks(uuid)

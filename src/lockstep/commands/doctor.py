@@ -116,7 +116,7 @@ def _run_checkup(
         show(report)
     # All ranks exit with the same code, because a launcher may return the exit code of any rank.
     problem = report is not None and report.level == "problem"
-    return EXIT_PREFLIGHT if rendezvous.tell("problem" if problem else "") else EXIT_DONE
+    return EXIT_PREFLIGHT if rendezvous.broadcast_text("problem" if problem else "") else EXIT_DONE
 
 
 def _show(as_json: bool, report: CheckupReport) -> None:

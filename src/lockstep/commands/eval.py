@@ -42,12 +42,14 @@ def command(arguments: tuple[str, ...], trust: bool, cfg: str | None) -> None:
         loaded = _recipe.load_from_arguments(arguments, cfg, None, None if info is None else info.size)
         if info is None:
             raise SystemExit(evaluation.evaluate_weights(loaded, _print_result))
-        raise SystemExit(run_launched_rank(info, arguments, lambda: evaluation.weights_as_rank(loaded, _print_result)))
+        raise SystemExit(
+            run_launched_rank(info, arguments, lambda: evaluation.prepare_weights_rank(loaded, _print_result))
+        )
     request = evaluation.EvalRequest(arguments[0], arguments[1:], trust)
     if info is None:
         raise SystemExit(evaluation.evaluate_here(request, _print_result))
     raise SystemExit(
-        run_launched_rank(info, arguments[1:], lambda: evaluation.evaluation_as_rank(request, info, _print_result))
+        run_launched_rank(info, arguments[1:], lambda: evaluation.prepare_evaluation_rank(request, info, _print_result))
     )
 
 

@@ -37,9 +37,9 @@ def command(
 
     check_out(run, out)
     saved = open_saved(EvalRequest(run, overrides, trust, best, "export"), weights)  # type: ignore[arg-type]
-    for line in saved.remarks:
+    for line in saved.messages:
         click.echo(printable(line), err=True)
-    click.echo(printable_line(saved.words))
+    click.echo(printable_line(saved.description))
     result = export_saved(saved, to, out)
     click.echo(f"checked {result.check}")
     click.echo(printable_line(f"{result.path}{f', {result.sizes}' if result.sizes else ''}"))

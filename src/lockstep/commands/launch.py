@@ -8,7 +8,7 @@ from typing import Final
 import click
 
 from lockstep.commands._script import ScriptCommand
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.errors import UsageError
 from lockstep.jobs.launch import parse_host_count, read_hosts, start_job, startable_launchers
 from lockstep.launchers import node
@@ -27,7 +27,7 @@ def _validate_launcher(_context: click.Context, _option: click.Parameter, name: 
     """Return `name` if this launcher can be started. Otherwise, raise an error that suggests an alternative."""
     if name not in startable_launchers():
         raise click.BadParameter(
-            _ALTERNATIVES.get(name) or f"no launcher {name!r}{choices(name, list(startable_launchers()))}"
+            _ALTERNATIVES.get(name) or f"no launcher {name!r}{format_choices(name, list(startable_launchers()))}"
         )
     return name
 
@@ -115,8 +115,8 @@ def command(
         host_names,
         port or PORT,
         options,
-        host=node_rank or 0,
-        fewest=min_hosts,
+        host_index=node_rank or 0,
+        min_nodes=min_hosts,
         restarts=(RESTARTS if min_hosts else 0) if restarts is None else restarts,
         rendezvous=rendezvous or "",
         endpoint=endpoint,
@@ -132,5 +132,5 @@ def command(
                 f"{names}: not supported with --on node, which reads the variables of the platform; remove {names}"
             )
         job = node.node_job(job, os.environ, processes_per_node)
-        on, port, node_rank = (on, port, job.host) if job.nodes > 1 else ("local", None, None)
+        on, port, node_rank = (on, port, job.host_index) if job.nodes > 1 else ("local", None, None)
     raise SystemExit(start_job(on, job, port, node_rank, dry_run))

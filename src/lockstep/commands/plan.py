@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from lockstep.commands import _completion, _recipe
-from lockstep.common.text import printable, step_time
+from lockstep.common.text import format_step_time, printable
 from lockstep.errors import EXIT_FAILED, UsageError, os_error_as
 from lockstep.launchers import check_alone
 
@@ -173,7 +173,7 @@ def command(
     ]
     Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS).print(make_table(rows, machine))
     if mtbf:
-        click.echo(f"a save takes {step_time(terms.save_s)}{'' if save else ', measured on one process'}")
+        click.echo(f"a save takes {format_step_time(terms.save_s)}{'' if save else ', measured on one process'}")
     for line in unmeasured_lines(rows):
         click.echo(line)
     if file is not None:

@@ -64,11 +64,11 @@ def command(
 
     overrides, files = _overrides.split_overrides(inputs)
     saved = open_saved(EvalRequest(run, overrides, trust, best, "predict"), weights)  # type: ignore[arg-type]
-    for line in saved.remarks:
+    for line in saved.messages:
         click.echo(printable(line), err=True)
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
     predictions = iterate_predictions(saved, files, options, _print_warning)
-    click.echo(printable_line(saved.words), err=True)
+    click.echo(printable_line(saved.description), err=True)
     skipped: list[str] = []
     predictions = _drop_skipped(predictions, skipped)
     if as_json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.commands import _completion, _recipe
-from lockstep.common.text import printable_line, size
+from lockstep.common.text import format_bytes, printable_line
 from lockstep.errors import UsageError, os_error_as
 
 if TYPE_CHECKING:
@@ -50,15 +50,15 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
             temporary.rename(to)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    click.echo(printable_line(f"{size(total_bytes)} in {to}"))
+    click.echo(printable_line(f"{format_bytes(total_bytes)} in {to}"))
     click.echo(printable_line(f"next        lockstep train {to / 'recipe.yaml'}"))
 
 
 def _write_split(split: object, folder: Path, part: str, short_side: int | None) -> None:
-    from lockstep.data.images.pictures import PictureSplit
+    from lockstep.data.images.pictures import ImageSplit
     from lockstep.data.images.prepare import write_archives
 
-    if not isinstance(split, PictureSplit):
+    if not isinstance(split, ImageSplit):
         raise UsageError("recipe.data.name: samples are not image files; lockstep prepare requires a dataset of images")
     for count in write_archives(split, folder, part, short_side):
         _recipe.print_tenths(count, len(split), f"{part}: {count:,} of {len(split):,} images")
@@ -68,11 +68,11 @@ def _recipe_yaml(loaded: Loaded, data: DataSet, root: Path) -> str:
     """Return the configuration as YAML, changed to read the dataset from `root`."""
     from lockstep.config.base import values
     from lockstep.config.document import format_key
-    from lockstep.config.write import block, leaves
+    from lockstep.config.write import format_block, iterate_leaves
 
     options = {"classes": data.facts["classes"], **({} if data.validation else {"validation": 0.0})}
     data_config = {"name": "webdataset", "root": str(root), "options": options}
     config = values(loaded.config)
     config["recipe"]["data"] |= data_config
-    origins = {format_key(path): "lockstep prepare" for path, _ in leaves(data_config, ("recipe", "data"))}
-    return "\n".join(block(config, {**loaded.origins, **origins})) + "\n"
+    origins = {format_key(path): "lockstep prepare" for path, _ in iterate_leaves(data_config, ("recipe", "data"))}
+    return "\n".join(format_block(config, {**loaded.origins, **origins})) + "\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from lockstep.common.location import refuse_url
-from lockstep.common.text import printable_line, size
+from lockstep.common.text import format_bytes, printable_line
 from lockstep.errors import DataError, LockstepError, UsageError
 
 
@@ -52,12 +52,12 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
             freed += (count := sum(map(store.size, paths)))
             kept += (stays_bytes := sum(map(store.size, stays)))
             names = ", ".join(path.name for path in paths)
-            done = f"{verb} {size(count)}: {names}" if paths else "nothing to remove"
+            done = f"{verb} {format_bytes(count)}: {names}" if paths else "nothing to remove"
             number = f"{len(stays)} checkpoint{'' if len(stays) == 1 else 's'}"
-            click.echo(f"{printable_line(str(run))}: {done}; keeps {number}, {size(stays_bytes)}")
+            click.echo(f"{printable_line(str(run))}: {done}; keeps {number}, {format_bytes(stays_bytes)}")
             for path in () if dry_run else paths:
                 store.remove(path)
     if len(surplus) > 1:
-        click.echo(f"{verb} {size(freed)} in all; keeps {size(kept)}")
+        click.echo(f"{verb} {format_bytes(freed)} in all; keeps {format_bytes(kept)}")
     if problems:
         raise type(problems[0])("\n".join(map(str, problems)))

@@ -82,12 +82,12 @@ def _train_as_rank(info: RankInfo, arguments: tuple[str, ...], load: Callable[[]
     if info.rank == 0:
         _recipe.print_preparing(cfg or split(arguments)[0])
     from lockstep.run.start import run_launched_rank
-    from lockstep.run.training import training_as_rank
+    from lockstep.run.training import prepare_training_rank
 
     def prepare_work() -> tuple[Placement, Work]:
         loaded = load()
         if info.rank == 0:
             _recipe.print_notes(loaded)
-        return training_as_rank(loaded, info)
+        return prepare_training_rank(loaded, info)
 
     return run_launched_rank(info, arguments, prepare_work)

@@ -12,7 +12,7 @@ import click
 from lockstep.commands import _completion, _recipe
 from lockstep.commands._overrides import split_overrides
 from lockstep.commands._script import ScriptCommand, misplaced_options
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
 from lockstep.launchers import check_alone
@@ -122,7 +122,7 @@ def _verify_script(
 
     for strategy in strategies:
         if strategy not in names() and ":" not in strategy:
-            raise UsageError(f"--strategy {strategy}: no such strategy{choices(strategy, names())}")
+            raise UsageError(f"--strategy {strategy}: no such strategy{format_choices(strategy, names())}")
     rows = []
     for row in check_placements(
         make_script_runner(path, arguments), counts, strategies or STRATEGIES, steps, seed=seed

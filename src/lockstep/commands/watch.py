@@ -55,7 +55,7 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
                 server.publish(runs, is_done)
             if is_done:
                 break
-            if all(run.is_whole for run in runs):
+            if all(run.is_fully_read for run in runs):
                 time.sleep(_REFRESH_S)
             runs = watch.refresh()
     for run in runs:

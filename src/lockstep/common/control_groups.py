@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from lockstep.common.plainfile import shown_text
+from lockstep.common.plainfile import read_text_or_empty
 
 _ROOT: Final = Path("/sys/fs/cgroup")
 _CGROUP_FILE: Final = Path("/proc/self/cgroup")
@@ -13,10 +13,15 @@ def quota_cores(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> float |
     """Return the CPU limit of this process's control groups in cores, or None if there is no limit."""
     quotas = []
     for folder in _group_folders(root, cgroup_file, "cpu"):
-        quota, _, period = shown_text(folder / "cpu.max").partition(" ")  # cgroup v2: "150000 100000" or "max 100000"
+        quota, _, period = read_text_or_empty(folder / "cpu.max").partition(
+            " "
+        )  # cgroup v2: "150000 100000" or "max 100000"
         if not quota:
             # cgroup v1 uses two files. The quota is -1 if there is no limit.
-            quota, period = shown_text(folder / "cpu.cfs_quota_us"), shown_text(folder / "cpu.cfs_period_us")
+            quota, period = (
+                read_text_or_empty(folder / "cpu.cfs_quota_us"),
+                read_text_or_empty(folder / "cpu.cfs_period_us"),
+            )
         if quota.isdecimal() and period.isdecimal():
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -26,7 +31,7 @@ def limit_bytes(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> int | N
     """Return the memory limit of this process's control groups in bytes, or None if there is no limit."""
     limits = []
     for folder in _group_folders(root, cgroup_file, "memory"):
-        text = shown_text(folder / "memory.max") or shown_text(folder / "memory.limit_in_bytes")
+        text = read_text_or_empty(folder / "memory.max") or read_text_or_empty(folder / "memory.limit_in_bytes")
         if text.isdecimal() and int(text) < 2**60:  # cgroup v1 reports a huge number if there is no limit
             limits.append(int(text))
     return min(limits, default=None)
@@ -35,7 +40,7 @@ def limit_bytes(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> int | N
 def _group_folders(root: Path, cgroup_file: Path, controller: str) -> list[Path]:
     """Return the folders of this process's control group and of its parent groups. All of their limits apply."""
     folders = []
-    for line in shown_text(cgroup_file).splitlines():
+    for line in read_text_or_empty(cgroup_file).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             top = root / controller if controllers else root

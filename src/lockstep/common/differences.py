@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from lockstep.common.rank import ranks_in_words
+from lockstep.common.rank import format_ranks_with_hosts
 from lockstep.common.text import printable_line
 
 _MAX_VALUE_CHARS: Final = 60  # maximum length of a value in a message
@@ -29,7 +29,7 @@ def describe_differences(
         if different_ranks:
             details = "; ".join(_compare_values(expected, facts[different_ranks[0]].get(name)))
             verb = "differs" if len(different_ranks) == 1 else "differ"
-            ranks, first = ranks_in_words(different_ranks, hosts), ranks_in_words([0], hosts)
+            ranks, first = format_ranks_with_hosts(different_ranks, hosts), format_ranks_with_hosts([0], hosts)
             location = f" ({where})" if where else ""
             lines.append(f"{name}: {ranks} {verb} from {first}: {details}{location}; {advice}")
     return lines

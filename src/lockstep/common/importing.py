@@ -7,7 +7,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.common.own_code import UserCode, describe_error
 from lockstep.errors import LockstepError, UsageError, UserCodeError
 
@@ -31,7 +31,7 @@ def import_object(path: str, purpose: str) -> Any:
     names = [str(key) for key in getattr(module, "__dict__", ())]
     public = [key for key in names if not key.startswith("_")]
     file = getattr(module, "__file__", None) or "a folder without __init__.py"
-    raise UsageError(f"{purpose} {path}: module {name} ({file}) has no '{attribute}'{suggestion(attribute, public)}")
+    raise UsageError(f"{purpose} {path}: module {name} ({file}) has no '{attribute}'{suggest(attribute, public)}")
 
 
 def import_callable(path: str, purpose: str, expected: str) -> Any:

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 
 
 @contextmanager
-def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
+def lock_file(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold a file lock in the block. Waits while another process holds it. If `path` doesn't exist, it is created.
 
     Yields True. If `wait` is False, this doesn't wait, and yields whether the lock was acquired.
@@ -22,7 +22,7 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
     waiting process and a new process could both hold the lock, on two files with the same path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
+    descriptor = plainfile.open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

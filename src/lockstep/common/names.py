@@ -16,7 +16,7 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     return [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=count)]
 
 
-def suggestion(name: str, names: Iterable[str]) -> str:
+def suggest(name: str, names: Iterable[str]) -> str:
     """Return a suggestion such as `; did you mean 'x' or 'y'?`, or an empty string if no name is similar."""
     quoted = [f"'{candidate}'" for candidate in nearest(name, names)]
     if not quoted:
@@ -25,14 +25,14 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {one_of}?"
 
 
-def choices(name: str, names: Iterable[str]) -> str:
+def format_choices(name: str, names: Iterable[str]) -> str:
     """Return a suggestion for a mistyped name, followed by the valid names.
 
     If no name is similar, this only lists the valid names. If there is a suggestion, a long list of valid names is
     omitted.
     """
     valid = list(names)
-    hint = suggestion(name, valid)
+    hint = suggest(name, valid)
     return f"{hint}{list_names(valid)}" if hint else f"; valid: {', '.join(valid)}"
 
 

@@ -82,17 +82,17 @@ def describe_error(error: BaseException, advice: str = "") -> str:
 def source_line(error: BaseException) -> str:
     """Return the innermost source line of user code in a traceback, such as `nets.py:12`, or an empty string."""
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and is_user_code(error.filename):
-        return location(error.filename, error.lineno)
+        return format_location(error.filename, error.lineno)
     frames = [(name, line) for name, line in _frames(error.__traceback__) if is_user_code(name)]
-    return location(*frames[-1]) if frames else ""
+    return format_location(*frames[-1]) if frames else ""
 
 
-def calling() -> str:
+def find_calling_line() -> str:
     """Return the source line of user code that called Lockstep, such as `loop.py:12`, or an empty string."""
     frame = sys._getframe(1)
     while frame is not None and not is_user_code(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
-    return location(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+    return format_location(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
 
 def describe_code_between(before: SourceLocation, after: SourceLocation) -> str:
@@ -102,19 +102,19 @@ def describe_code_between(before: SourceLocation, after: SourceLocation) -> str:
     If both calls are on the same line, as in two iterations of a loop, this returns `since` followed by that line.
     """
     if not before[0] or not after[0]:
-        return calling()
+        return find_calling_line()
     if before[0] == after[0]:
         lines = ((number, linecache.getline(after[0], number).strip()) for number in range(before[1] + 1, after[1]))
         code = [number for number, line in lines if line and not line.startswith("#")]
         if len(code) == 1:
-            return location(after[0], code[0])
+            return format_location(after[0], code[0])
     if before == after:
-        return f"since {location(*after)}"
+        return f"since {format_location(*after)}"
     if before[0] == after[0] and before[1] > after[1]:
         if _are_in_one_loop(after[0], after[1], before[1]):
-            return f"from {location(*before)} to line {after[1]} of the next iteration"
-        return f"after {location(*before)} and before line {after[1]}"
-    return f"between {location(*before)} and {location(*after)}"
+            return f"from {format_location(*before)} to line {after[1]} of the next iteration"
+        return f"after {format_location(*before)} and before line {after[1]}"
+    return f"between {format_location(*before)} and {format_location(*after)}"
 
 
 def _are_in_one_loop(path: str, first: int, last: int) -> bool:
@@ -127,9 +127,9 @@ def _are_in_one_loop(path: str, first: int, last: int) -> bool:
     return any(loop.lineno <= first and last <= (loop.end_lineno or 0) for loop in loops)
 
 
-def refusal(text: str, advice: str, where: str = "") -> UserCodeError:
+def make_refusal(text: str, advice: str, where: str = "") -> UserCodeError:
     """Return the error for something that user code must not do. `where` defaults to the line that called Lockstep."""
-    where = where or calling()
+    where = where or find_calling_line()
     return UserCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
 
 
@@ -146,11 +146,11 @@ def add_calling_line() -> Iterator[None]:
     except UsageError as error:
         message = _RECIPE_PREFIX.sub("", str(error))
         text, _, advice = message.partition("; ")
-        line = calling()
+        line = find_calling_line()
         raise UsageError(f"{text} ({line}); {advice}" if advice and line and line not in text else message) from None
 
 
-def location(path: str, line: int | None) -> str:
+def format_location(path: str, line: int | None) -> str:
     """Format a source line, such as `nets.py:12`. Files in the current directory get relative paths."""
     return f"{_relative_path(path)}:{line}"
 

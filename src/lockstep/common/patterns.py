@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
 
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.errors import UsageError
 
 _MAX_NAMES: Final = 8  # default maximum number of names in a message
@@ -19,7 +19,7 @@ def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = 
     """Return the names that match any pattern. If a pattern matches no name, raise UsageError, prefixed with `key`."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            hint = suggestion(pattern, names)
+            hint = suggest(pattern, names)
             raise UsageError(
                 f"{key}: {pattern!r} matches no {what}{hint}" + ("" if hint else f"; names: {list_some(names)}")
             )

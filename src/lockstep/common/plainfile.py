@@ -12,7 +12,7 @@ from typing import Any, Final
 LARGEST_HEADER: Final = 1 << 24  # in bytes; a header of this size describes 150,000 tensors and takes seconds to parse
 
 
-def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False) -> int:
+def open_descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False) -> int:
     """Open a file with os.open. Raises OSError if it isn't a regular file or, unless `links` is set, if it is a link.
 
     A link can point to any file of the user, a pipe can block, and a device may never end. Only the last component of
@@ -31,21 +31,21 @@ def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links
     return file_descriptor
 
 
-def reader(path: Path, *, links: bool = False) -> BufferedReader:
-    """Open a regular file for reading bytes. See `descriptor` for links and errors."""
-    return os.fdopen(descriptor(path, links=links), "rb")
+def open_reader(path: Path, *, links: bool = False) -> BufferedReader:
+    """Open a regular file for reading bytes. See `open_descriptor` for links and errors."""
+    return os.fdopen(open_descriptor(path, links=links), "rb")
 
 
-def content(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file. Raises OSError if it is longer than `limit` bytes. See `descriptor`."""
-    with reader(path) as file:
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Read a regular file. Raises OSError if it is longer than `limit` bytes. See `open_descriptor`."""
+    with open_reader(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
     return data
 
 
-def shown_text(path: Path) -> str:
+def read_text_or_empty(path: Path) -> str:
     """Return the stripped text of a system file, e.g. in /proc. Returns "" if it can't be read, e.g. in a container."""
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -70,7 +70,7 @@ def check_safetensors(path: Path) -> None:
     The safetensors library accepts headers of up to 100 MB. Parsing such a header can take a minute and a gigabyte of
     memory.
     """
-    with reader(path, links=True) as file:
+    with open_reader(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
     if length > LARGEST_HEADER:
         raise OSError(errno.EFBIG, f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}", str(path))

@@ -56,6 +56,6 @@ def rendezvous_address(info: RankInfo, address: str) -> str:
     return f"tcp://[{info.master}]:{info.port}" if ":" in info.master else f"tcp://{info.master}:{info.port}"
 
 
-def ranks_in_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def format_ranks_with_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Format ranks as `rank 2 (b), 3 (b)`. `hosts` has the host name of each rank, or is empty if they are unknown."""
     return "rank " + ", ".join(f"{rank} ({hosts[rank]})" if rank < len(hosts) > 1 else str(rank) for rank in ranks)

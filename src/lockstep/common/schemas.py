@@ -7,7 +7,7 @@ from lockstep.errors import UsageError
 SCHEMA: Final = 2
 
 
-def check(schema: object, path: object) -> None:
+def check_schema(schema: object, path: object) -> None:
     """Raise UsageError if the file at `path` has a newer schema than this version of Lockstep supports."""
     if isinstance(schema, int) and schema > SCHEMA:
         newer = f"schema {schema}, this version supports schema {SCHEMA}"

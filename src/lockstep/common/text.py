@@ -25,7 +25,7 @@ def printable_line(text: str) -> str:
     return _UNSAFE_IN_LINE.sub(_escape, text)
 
 
-def size(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Return a number of bytes as text, such as `1.5 GiB`."""
     for unit, name in _UNITS:
         if (count := number / unit) >= 1:
@@ -33,7 +33,7 @@ def size(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def step_time(seconds: float) -> str:
+def format_step_time(seconds: float) -> str:
     """Return a step time as text, such as `25 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 

@@ -123,4 +123,4 @@ def _train_placement(plan: PlannedRun, show: Callable[[ResultRow], None]) -> Res
 
 
 def _read_history(row: ResultRow) -> History:
-    return build_history(jsonl.Tail(Path(row.folder) / jsonl.EVENTS, strict=True).new())
+    return build_history(jsonl.Tail(Path(row.folder) / jsonl.EVENTS, strict=True).read_new_events())

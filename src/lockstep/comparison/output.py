@@ -14,7 +14,7 @@ from lockstep.comparison.result import Comparison, ResultRow, State, conclusion_
 from lockstep.reporting import wording
 from lockstep.reporting.page import render_page
 from lockstep.reporting.png import write_png
-from lockstep.reporting.terminal import is_moving, make_console, print_unwrapped, start_live
+from lockstep.reporting.terminal import is_interactive, make_console, print_unwrapped, start_live
 
 JSON: Final = "comparison.json"
 PAGE: Final = "comparison.html"
@@ -35,7 +35,7 @@ class Display:
         self._states: list[State] = []
 
     def __enter__(self) -> Self:
-        self._live = start_live(self._console) if is_moving(self._console) else None
+        self._live = start_live(self._console) if is_interactive(self._console) else None
         return self
 
     def __exit__(self, *_: object) -> None:

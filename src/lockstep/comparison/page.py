@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Final
 
 from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, conclusion_lines, make_columns
-from lockstep.reporting.charts import Chart, lines, make_bar_chart
-from lockstep.reporting.page import Section, Table, Words
-from lockstep.reporting.run_log import Figure
+from lockstep.reporting.charts import Chart, make_bar_chart, make_line_chart
+from lockstep.reporting.page import Paragraphs, Section, Table
+from lockstep.reporting.run_log import EvaluationMetric
 from lockstep.reporting.run_page import make_metric_chart
 
 _MIN_CHART_VALUES: Final = 3  # minimum number of values in a sweep to draw a chart of the results
@@ -50,14 +50,14 @@ def make_sections(comparison: Comparison) -> list[Section]:
         else ""
     )
     page_sections: list[Section] = [
-        Words("", [*machine, *conclusion_lines(comparison)]),
+        Paragraphs("", [*machine, *conclusion_lines(comparison)]),
         Table("Runs", [*cells], [*zip(*cells.values(), strict=True)], note),
         *_scaling_charts(comparison),
         *_metric_charts(comparison),
         *_sweep_chart(comparison),
         *_time_and_memory_charts(comparison),
     ]
-    return [section for section in page_sections if not isinstance(section, Words) or section.paragraphs]
+    return [section for section in page_sections if not isinstance(section, Paragraphs) or section.paragraphs]
 
 
 def _is_sweep(comparison: Comparison) -> bool:
@@ -75,7 +75,7 @@ def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
     numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
         return
-    over_processes = partial(lines, x="processes", legend="strategies")
+    over_processes = partial(make_line_chart, x="processes", legend="strategies")
     time = _make_series(comparison, lambda row: row.seconds)
     yield over_processes("Time of the whole training", y="seconds", series=time)
     throughput = _make_series(comparison, lambda row: row.samples_per_s)
@@ -148,7 +148,7 @@ def _sweep_chart(comparison: Comparison) -> Iterator[Chart]:
         return
     [key], [(name, is_fraction)] = keys, figures
     low, high = min(points)[0], max(points)[0]
-    yield lines(
+    yield make_line_chart(
         f"{name} by {key}",
         key,
         name,
@@ -167,6 +167,6 @@ def _parse_number(text: str) -> float | None:
     return None
 
 
-def _last_loss(row: ResultRow) -> Figure | None:
+def _last_loss(row: ResultRow) -> EvaluationMetric | None:
     value = row.history.evaluation_metric("loss")
-    return None if value is None else Figure("loss", value, is_fraction=False)
+    return None if value is None else EvaluationMetric("loss", value, is_fraction=False)

@@ -17,7 +17,7 @@ from lockstep.reporting.run_log import (
     get_peak_bytes_by_rank,
     get_seconds_by_rank,
 )
-from lockstep.reporting.run_view import loss
+from lockstep.reporting.run_view import format_loss
 from lockstep.reporting.terminal import create_table
 
 State = Literal["waiting", "running", "done", "failed"]
@@ -278,7 +278,7 @@ _COLUMNS: Final[tuple[_Column, ...]] = (
     ("placement", lambda _, row: row.placement),
     ("recipe", _format_variant),
     ("state", format_state),
-    ("loss", lambda _, row: loss(row.history)),
+    ("loss", lambda _, row: format_loss(row.history)),
     ("time", lambda _, row: _format_number(row.seconds, "{:,.1f} s")),
     ("weights", lambda _, row: row.history.weights_sha256[:8]),
     ("same bits", _bits_text),

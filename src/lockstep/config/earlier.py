@@ -39,6 +39,6 @@ def _read_config(file: FilePath) -> Any:
     No error is raised here, because starting the run reports the reason later.
     """
     try:
-        return parse(plainfile.content(file, _MAX_BYTES).decode(), str(file))
+        return parse(plainfile.read_bytes(file, _MAX_BYTES).decode(), str(file))
     except (OSError, ValueError):  # ValueError is raised for invalid UTF-8, or for a NUL character in the path
         return None

@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 from pydantic import ValidationError
 
 from lockstep.common import plainfile
-from lockstep.common.names import choices, suggestion
+from lockstep.common.names import format_choices, suggest
 from lockstep.common.text import printable_line
 from lockstep.config import across, wording, write
 from lockstep.config.base import values
@@ -38,7 +38,7 @@ class Loaded:
     origins: Mapping[str, str]
     notes: Sequence[str] = ()
 
-    def changed(self, section: str, values: Mapping[str, Any]) -> Self:
+    def replace_values(self, section: str, values: Mapping[str, Any]) -> Self:
         """Return a copy with new `values` in a section, which aren't validated."""
         update = {section: getattr(self.config, section).model_copy(update=values)}
         return replace(self, config=self.config.model_copy(update=update))
@@ -95,7 +95,7 @@ def _load_document(before: Document, name: str, overrides: Sequence[str], shares
     drop_notes = drop_obsolete_values(before, document)
     keep_earlier_defaults(document)
     config = _validate(document, shares_steps)
-    origins = {format_key(path): _find_origin(path, document) for path, _ in write.leaves(values(config))}
+    origins = {format_key(path): _find_origin(path, document) for path, _ in write.iterate_leaves(values(config))}
     return Loaded(config, name, origins, [*drop_notes, *find_keys_without_effect(config.recipe)])
 
 
@@ -106,7 +106,7 @@ def read_run_recipe(config: FilePath) -> Recipe:
     symbolic links aren't followed, and a named pipe doesn't block.
     """
     try:
-        text = plainfile.content(config, _MAX_BYTES).decode()
+        text = plainfile.read_bytes(config, _MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             [f"{config}: cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"]
@@ -116,13 +116,13 @@ def read_run_recipe(config: FilePath) -> Recipe:
 
 def to_yaml(loaded: Loaded) -> str:
     """Return the full configuration as YAML, with the origin of each value as a comment. `load` can read the result."""
-    return "\n".join(write.block(values(loaded.config), loaded.origins)) + "\n"
+    return "\n".join(write.format_block(values(loaded.config), loaded.origins)) + "\n"
 
 
 def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return a line for each key that differs between two recipes, such as `seed: 0 in the run, 1 now`."""
     before, after = (
-        {path: write.format_flow(value) for path, value in write.leaves(recipe)} for recipe in (run, current)
+        {path: write.format_flow(value) for path, value in write.iterate_leaves(recipe)} for recipe in (run, current)
     )
     return [
         f"{format_key(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
@@ -155,13 +155,13 @@ def _find_file(source: str) -> FilePath:
         return file
     if file.suffix in {".yaml", ".yml"} or len(file.parts) > 1:
         siblings = [str(file.with_name(sibling.name)) for sibling in file.parent.glob("*.y*ml")]
-        raise ConfigError([f"{source}: no such file{suggestion(source, siblings)}"])
-    raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, list_shipped_recipes())}"])
+        raise ConfigError([f"{source}: no such file{suggest(source, siblings)}"])
+    raise ConfigError([f"{source}: no such file or shipped recipe{format_choices(source, list_shipped_recipes())}"])
 
 
 def _read_text(file: FilePath, label: str) -> str:
     try:
-        with plainfile.reader(file, links=True) as stream:
+        with plainfile.open_reader(file, links=True) as stream:
             content = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror}"]) from error

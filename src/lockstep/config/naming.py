@@ -10,7 +10,7 @@ from typing import Any, Final
 from lockstep.config.document import UNREADABLE, Document, Path, format_key
 from lockstep.config.overrides import OVERRIDE, remove_positions
 from lockstep.config.wording import field_at
-from lockstep.config.write import format_flow, leaves
+from lockstep.config.write import format_flow, iterate_leaves
 
 # Maps sections with a `name` to the keys that are kept if an override changes the name.
 _KEPT_KEYS: Final[dict[Path, tuple[Path, ...]]] = {
@@ -102,7 +102,7 @@ def _find_name_dependent_values(
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of each key that the file sets in a section, except for `kept_keys`."""
     value = _get_value(document, section)
-    for inner, leaf in leaves(value) if isinstance(value, dict) else ():
+    for inner, leaf in iterate_leaves(value) if isinstance(value, dict) else ():
         is_kept = inner == ("name",) or any(inner[: len(prefix)] == prefix for prefix in kept_keys)
         if not is_kept and document.positions.get((*section, *inner)) != OVERRIDE:
             yield (*section, *inner), leaf

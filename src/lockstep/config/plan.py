@@ -62,5 +62,5 @@ def make_rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
         gamma=schedule.gamma,
         warmup_epochs=warmup_epochs,
         warmup_factor=schedule.warmup_factor,
-        each=schedule.each,
+        update_interval=schedule.each,
     )

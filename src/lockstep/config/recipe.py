@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.config.base import (
     BY_NAME,
     Floats,
@@ -167,7 +167,7 @@ def _check_schedule_name(name: str) -> str:
     if name in get_args(Curve) or ":" in name:
         return name
     raise ValueError(
-        f"expected one of {', '.join(get_args(Curve))}, or package.module:function{suggestion(name, get_args(Curve))}"
+        f"expected one of {', '.join(get_args(Curve))}, or package.module:function{suggest(name, get_args(Curve))}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from lockstep.common import plainfile
 from lockstep.common.text import printable_line
 from lockstep.config.document import format_key, mapping_at, parse
-from lockstep.config.write import format_flow, leaves
+from lockstep.config.write import format_flow, iterate_leaves
 
 CONFIG: Final = "config.yaml"  # in the run folder
 _MAX_BYTES: Final = 1 << 18  # bytes
@@ -28,7 +28,7 @@ class RecordedConfig(NamedTuple):
 def read_recorded_config(file: Path) -> RecordedConfig:
     """Read a config.yaml. If it can't be read, the recipe and the placement are empty."""
     try:
-        values = parse(plainfile.content(file, _MAX_BYTES).decode(), str(file)).values
+        values = parse(plainfile.read_bytes(file, _MAX_BYTES).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
         values = None
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
@@ -49,9 +49,11 @@ def drop_locations(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return remaining
 
 
-def locations(recipe: Mapping[str, Any]) -> set[str]:
+def find_location_keys(recipe: Mapping[str, Any]) -> set[str]:
     """Return the dotted keys that `drop_locations` removes from a recipe."""
-    all_keys, kept = ({format_key(path) for path, _ in leaves(mapping)} for mapping in (recipe, drop_locations(recipe)))
+    all_keys, kept = (
+        {format_key(path) for path, _ in iterate_leaves(mapping)} for mapping in (recipe, drop_locations(recipe))
+    )
     return all_keys - kept
 
 
@@ -79,5 +81,5 @@ def _drop_data_locations(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_printable(section: Mapping[str, Any]) -> dict[str, str]:
-    values = [(format_key(path), value) for path, value in leaves(section) if value != {}]
+    values = [(format_key(path), value) for path, value in iterate_leaves(section) if value != {}]
     return {printable_line(key): printable_line(format_flow(value)) for key, value in values}

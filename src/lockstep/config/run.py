@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.common.location import check_location
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.config.base import (
     BY_NAME,
     Location,
@@ -59,7 +59,7 @@ class PredictedConfig(Section):
 def _check_sink_name(name: str) -> str:
     if name in SINKS or ":" in name:
         return name
-    raise ValueError(f"no such sink{choices(name, [*SINKS, 'package.module:Class'])}")
+    raise ValueError(f"no such sink{format_choices(name, [*SINKS, 'package.module:Class'])}")
 
 
 class SinkConfig(Section):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from lockstep.common.names import choices, list_names, nearest, suggestion
+from lockstep.common.names import format_choices, list_names, nearest, suggest
 from lockstep.config.base import Section
 from lockstep.config.document import UNREADABLE, KeyProblem, Path, SourcePosition, format_key, locate
 from lockstep.config.run import IntervalConfig
@@ -133,7 +133,7 @@ def _describe_error(details: ErrorDetails) -> str:
             return _describe_unknown_key(details["loc"])
         case "literal_error":
             names = re.findall(r"'([^']*)'", details["ctx"]["expected"])
-            suggested = suggestion(details["input"], names) if isinstance(details["input"], str) else ""
+            suggested = suggest(details["input"], names) if isinstance(details["input"], str) else ""
             return f"expected one of {', '.join(names)}; got {format_value(details['input'])}{suggested}"
         case known if known in _EXPECTED:
             field = field_at(details["loc"])  # the description of a field takes precedence over its type
@@ -184,7 +184,7 @@ def _describe_unknown_key(path: Path) -> str:
     if "options" in valid_names and not get_close_matches(name, valid_names, cutoff=_TYPO_SIMILARITY):
         suggested = "' or '".join([*nearest(name, valid_names, 1), f"{format_key(path[:-1])}.options.{name}"])
         return f"{_UNKNOWN}; did you mean '{suggested}'?{list_names(valid_names)}"
-    return f"{_UNKNOWN}{choices(name, valid_names)}"
+    return f"{_UNKNOWN}{format_choices(name, valid_names)}"
 
 
 def _iterate_keys(path: Path = ()) -> Iterator[Path]:

@@ -12,23 +12,23 @@ _ESCAPES: Final = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}
 _COMMENT_COLUMN: Final = 40
 
 
-def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def iterate_leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of each leaf, which is an empty mapping or any value that isn't a mapping."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from leaves(value, (*path, name))
+            yield from iterate_leaves(value, (*path, name))
         else:
             yield (*path, name), value
 
 
-def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) -> Iterator[str]:
+def format_block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) -> Iterator[str]:
     """Yield the lines of a YAML block mapping. `origins` maps dotted keys to the comment on their line."""
     for name, value in tree.items():
         key_path = (*path, name)
         line = f"{'  ' * len(path)}{format_flow(name)}:"
         if isinstance(value, dict) and value:
             yield line
-            yield from block(value, origins, key_path)
+            yield from format_block(value, origins, key_path)
         else:
             line = f"{line} {format_flow(value)}".ljust(_COMMENT_COLUMN)
             yield f"{line}  # {to_printable(origins[format_key(key_path)])}"

@@ -21,22 +21,22 @@ class AuditSchedule:
     mesh: Mesh
     microbatches: int
 
-    def due(self, step: Step) -> bool:
+    def is_due(self, step: Step) -> bool:
         """Return whether `step` is audited."""
         return is_due(step.number, self.every)
 
-    def target(self, rank: int, step: Step) -> int:
+    def get_audited_microbatch(self, rank: int, step: Step) -> int:
         """Return the micro-batch of `rank` that is recomputed. Defaults to the last micro-batch of the step."""
         leaves = min(self.microbatches, step.samples)
         own_indices = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
         return own_indices[self._audit_index(step) // self._peer_count % len(own_indices)][0]
 
-    def assignment(self, rank: int, step: Step) -> int | None:
+    def get_assignment(self, rank: int, step: Step) -> int | None:
         """Return the micro-batch that `rank` recomputes in `step`, or None if the step isn't audited."""
-        if not self.due(step):
+        if not self.is_due(step):
             return None
         distance = 1 + self._audit_index(step) % self._peer_count
-        return self.target((rank + distance) % self.mesh.size, step)
+        return self.get_audited_microbatch((rank + distance) % self.mesh.size, step)
 
     def _audit_index(self, step: Step) -> int:
         return step.number // self.every

@@ -47,7 +47,7 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
     return pytree.tree_map(convert, batch)
 
 
-def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
+def replace_tensors(batch: Batch, leaves: Iterable[Any]) -> Batch:
     """Return a batch with the structure of `batch`, with its tensors replaced by `leaves` in traversal order."""
     remaining = iter(leaves)
     return map_tensors(lambda _: next(remaining), batch)

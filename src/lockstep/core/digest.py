@@ -43,7 +43,7 @@ class TensorDigest(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """Return the digest, dtype and shape as text that can be sent to other ranks. Synchronizes with the device."""
         return f"{int(self.digest):x} {str(self.dtype).removeprefix('torch.')} {'x'.join(map(str, self.shape))}"
 
@@ -78,11 +78,11 @@ class Digests:
         begin, end = first // _BLOCK, first // _BLOCK + len(block_sums)
         return (block_sums * self._get_block_keys(words.device, end)[begin:end]).sum()
 
-    def noted(self, tensor: Tensor) -> TensorDigest:
+    def make_tensor_digest(self, tensor: Tensor) -> TensorDigest:
         """Return the digest of a tensor, with its dtype and shape."""
         return TensorDigest(self.digest(tensor), tensor.dtype, tensor.shape)
 
-    def of_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
+    def digest_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
         """Return this rank's part of the digest of named tensors. Add up the parts of all ranks to get the digest.
 
         Each unsharded tensor is only included on one rank: `owned` contains the names of this rank's tensors. A shard
@@ -126,10 +126,10 @@ class Digests:
 def find_flipped_bit(first_text: str, second_text: str) -> str:
     """Describe the flipped bit that explains two different digests of a tensor. Returns "" if no single bit does.
 
-    The arguments are results of `TensorDigest.text`. A flipped bit adds or subtracts the key of its word times a power
-    of two. Keys are odd, so this power is the largest power of two that divides the difference, and the quotient is the
-    key of very few words, usually of a single word. Any other change looks like a flipped bit with the same probability
-    with which two digests collide.
+    The arguments are results of `TensorDigest.to_text`. A flipped bit adds or subtracts the key of its word times a
+    power of two. Keys are odd, so this power is the largest power of two that divides the difference, and the quotient
+    is the key of very few words, usually of a single word. Any other change looks like a flipped bit with the same
+    probability with which two digests collide.
     """
     (first, *tensor), (second, *second_tensor) = first_text.split(" "), second_text.split(" ")
     difference = int(second, 16) - int(first, 16)
@@ -177,7 +177,10 @@ def _iterate_pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_P
                 yield _Piece(name, 0, value.detach())
         elif value.primary:
             flat = value.tensor.detach().reshape(-1)
-            yield from (_Piece(name, run.at, flat[run.own : run.own + run.length]) for run in value.runs())
+            yield from (
+                _Piece(name, run.offset, flat[run.local_offset : run.local_offset + run.length])
+                for run in value.iterate_segments()
+            )
 
 
 def _to_words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 from typing import Literal, NamedTuple
 
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.tree import LeafBlock, blocks
 
 Axis = Literal["replicate", "pipe", "shard", "expert", "context", "tensor"]
@@ -40,7 +40,7 @@ class Mesh(NamedTuple):
         """The number of ranks."""
         return prod(self)
 
-    def coordinate(self, rank: int) -> Mesh:
+    def get_coordinates(self, rank: int) -> Mesh:
         """Return the coordinates of a rank along each axis, counted from 0."""
         coordinates = []
         for length in reversed(self):
@@ -49,7 +49,7 @@ class Mesh(NamedTuple):
         return Mesh(*reversed(coordinates))
 
     def rank(self, coordinates: Mesh) -> int:
-        """Return the rank at these coordinates. This is the inverse of `coordinate`."""
+        """Return the rank at these coordinates. This is the inverse of `get_coordinates`."""
         index = 0
         for length, coordinate in zip(self, coordinates, strict=True):
             index = index * length + coordinate
@@ -59,7 +59,7 @@ class Mesh(NamedTuple):
         """Return the groups of ranks that differ only along these axes. Each rank is in exactly one group."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
-            group_key = self.coordinate(rank)._replace(**dict.fromkeys(axes, 0))
+            group_key = self.get_coordinates(rank)._replace(**dict.fromkeys(axes, 0))
             groups.setdefault(group_key, []).append(rank)
         return list(groups.values())
 
@@ -70,20 +70,20 @@ class Mesh(NamedTuple):
         context = lengths.pop("context", 1)
         group_mesh = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
         data_ranks = [group_mesh.data_rank(index) for index in range(group_mesh.size)]
-        order = sorted(range(group_mesh.size), key=lambda index: data_ranks[index].seat)
+        order = sorted(range(group_mesh.size), key=lambda index: data_ranks[index].sequence_index)
         if axes == ("replicate",) and self.expert > 1:  # each rank already has the sum over its expert group
             count, step = group_mesh.size * self.expert, self.expert
             data_ranks = [DataRank(first, count, spans=step) for first in range(0, count, step)]
         return [data_ranks[index] for index in order], order
 
     @property
-    def spread(self) -> Mesh:
+    def sequence_mesh(self) -> Mesh:
         """The mesh for layers whose matrix products aren't split. There, tensor-parallel ranks split the sequences."""
         return self._replace(context=self.context * self.tensor, tensor=1)
 
     def data_rank(self, rank: int) -> DataRank:
         """Return the data rank of `rank`."""
-        coordinates = self.coordinate(rank)
+        coordinates = self.get_coordinates(rank)
         replica, replicas = coordinates.replicate * self.expert + coordinates.expert, self.replicate * self.expert
         first = not (coordinates.pipe or coordinates.tensor)
         return DataRank(
@@ -99,10 +99,10 @@ class DataRank(NamedTuple):
     k * members + 1, ..., and they add the gradients across members before the next round.
 
     - `first`: whether this rank reports the results, if several ranks have the same results.
-    - `in_step`: the number of replicas that run in lockstep. All of these replicas run as many rounds as the replica
-      with the most micro-batches.
-    - `seat`, `seats`: `seats` ranks have the same data. Each of these ranks computes a part of the sequence chunks, in
-      the order of their `seat`, and evaluates separate batches.
+    - `lockstep_replicas`: the number of replicas that run in lockstep. All of these replicas run as many rounds as the
+      replica with the most micro-batches.
+    - `sequence_index`, `sequence_ranks`: `sequence_ranks` ranks have the same data. Each of these ranks computes a part
+      of the sequence chunks, in the order of their `sequence_index`, and evaluates separate batches.
     - `spans`: the number of replicas whose sums this rank holds, starting with its own replica.
     """
 
@@ -111,9 +111,9 @@ class DataRank(NamedTuple):
     member: int = 0
     members: int = 1
     first: bool = True
-    in_step: int = 1
-    seat: int = 0
-    seats: int = 1
+    lockstep_replicas: int = 1
+    sequence_index: int = 0
+    sequence_ranks: int = 1
     spans: int = 1
 
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
@@ -129,11 +129,11 @@ class DataRank(NamedTuple):
 
     def rounds(self, leaves: int) -> list[tuple[int, int]]:
         """Return the first micro-batch of each round of the replica, and the number of members with a micro-batch."""
-        own_range = part(leaves, self.replicas, self.replica)
+        own_range = get_subrange(leaves, self.replicas, self.replica)
         # Among the replicas in lockstep, the first replica has the most micro-batches.
-        longest = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)
+        longest = get_subrange(leaves, self.replicas, self.replica // self.lockstep_replicas * self.lockstep_replicas)
         # Unless a rank is independent, it must join at least one round, even without a micro-batch.
-        is_independent = self.members == self.in_step == 1
+        is_independent = self.members == self.lockstep_replicas == 1
         rounds = max(-(-len(longest) // self.members), 0 if is_independent else 1)
         first_indices = (min(own_range.start + number * self.members, own_range.stop) for number in range(rounds))
         return [(first, min(self.members, own_range.stop - first)) for first in first_indices]
@@ -146,12 +146,14 @@ class DataRank(NamedTuple):
         need to keep the gradients of each micro-batch.
         """
         microbatches = leaves // chunks
-        own_range = part(microbatches, self.replicas, self.replica)
-        own_chunks = part(chunks, self.seats, self.seat)
+        own_range = get_subrange(microbatches, self.replicas, self.replica)
+        own_chunks = get_subrange(chunks, self.sequence_ranks, self.sequence_index)
         if self.members > 1:
             [chunk] = own_chunks  # members compute one chunk at a time
             return [LeafBlock(chunk * microbatches + leaf, 1) for leaf in own_range[self.member :: self.members]]
-        own_range = range(own_range.start, part(microbatches, self.replicas, self.replica + self.spans - 1).stop)
+        own_range = range(
+            own_range.start, get_subrange(microbatches, self.replicas, self.replica + self.spans - 1).stop
+        )
         if len(own_range) == microbatches:
             return blocks(range(own_chunks.start * microbatches, own_chunks.stop * microbatches))
         first_indices = [chunk * microbatches for chunk in own_chunks]
@@ -162,18 +164,18 @@ class DataRank(NamedTuple):
     @property
     def primary(self) -> bool:
         """Whether this rank counts the micro-batches on behalf of all ranks that have the same micro-batches."""
-        return self.first and self.seat == 0
+        return self.first and self.sequence_index == 0
 
-    def turns(self, batches: int) -> list[int | None]:
+    def get_evaluation_batches(self, batches: int) -> list[int | None]:
         """Return the indices of the batches that this rank evaluates in an evaluation of `batches` batches.
 
         The list is padded with None, because all ranks that run in lockstep must take part in the same number of
         rounds.
         """
-        rank = (self.replica * self.members + self.member) * self.seats + self.seat
-        ranks = self.replicas * self.members * self.seats
+        rank = (self.replica * self.members + self.member) * self.sequence_ranks + self.sequence_index
+        ranks = self.replicas * self.members * self.sequence_ranks
         own_batches: list[int | None] = list(range(rank, batches, ranks))
-        in_step_ranks = self.members * self.in_step
-        in_step_ranks *= self.seats if in_step_ranks > 1 else 1
-        max_batches = len(range(rank - rank % in_step_ranks, batches, ranks))
+        lockstep_ranks = self.members * self.lockstep_replicas
+        lockstep_ranks *= self.sequence_ranks if lockstep_ranks > 1 else 1
+        max_batches = len(range(rank - rank % lockstep_ranks, batches, ranks))
         return own_batches + [None] * (max_batches - len(own_batches))

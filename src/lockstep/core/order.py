@@ -15,11 +15,11 @@ def split_range(length: int, count: int) -> list[range]:
 
     If there are fewer elements than parts, the last ranges are empty.
     """
-    return [part(length, count, index) for index in range(count)]
+    return [get_subrange(length, count, index) for index in range(count)]
 
 
-def part(length: int, count: int, index: int) -> range:
-    """Return range `index` of `cut(length, parts)`."""
+def get_subrange(length: int, count: int, index: int) -> range:
+    """Return range `index` of `split_range(length, count)`."""
     size, remainder = divmod(length, count)
     first = index * size + min(index, remainder)
     return range(first, first + size + (index < remainder))

@@ -16,7 +16,7 @@ Shape = Callable[[float, float], float]  # (epoch, number of epochs) -> nonnegat
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A learning rate schedule. `at(samples_seen)` returns the learning rate.
+    """A learning rate schedule. `compute_rate(samples_seen)` returns the learning rate.
 
     - `epochs`: the length of the run in epochs, which can be a fraction.
     - `minimum`: the final learning rate of a decreasing curve, or the learning rate of a `Shape` when its factor is 0.
@@ -33,12 +33,12 @@ class Rate:
     gamma: float = 0.1
     warmup_epochs: float = 0.0
     warmup_factor: float = 0.1
-    each: Literal["step", "epoch"] = "step"
+    update_interval: Literal["step", "epoch"] = "step"
 
-    def at(self, samples_seen: int) -> float:
+    def compute_rate(self, samples_seen: int) -> float:
         """Return the learning rate for the update that follows `samples_seen` samples."""
         epoch = samples_seen / self.samples_per_epoch
-        if self.each == "epoch":
+        if self.update_interval == "epoch":
             epoch = math.floor(epoch)
         return self._decayed_rate(epoch) * self._warmup_multiplier(epoch)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 class Segment(NamedTuple):
     """A range of elements that are consecutive both in the shard and in the full tensor, in row-major order."""
 
-    at: int  # offset in the full tensor
-    own: int  # offset in the shard
+    offset: int  # offset in the full tensor
+    local_offset: int  # offset in the shard
     length: int
 
 
@@ -67,7 +67,7 @@ class Shard:
     primary: bool = True
     chunked: Chunked | None = None
 
-    def runs(self) -> Iterator[Segment]:
+    def iterate_segments(self) -> Iterator[Segment]:
         """Yield the contiguous segments of the shard in order."""
         elements = self.tensor.numel()
         if not elements:

@@ -14,7 +14,7 @@ MICROBATCH: Final = 32
 _LEGACY_MICROBATCHES: Final = 8  # default number of micro-batches before MICROBATCH was introduced
 
 
-def check_work(processes: int, microbatches: int) -> None:
+def check_microbatches(processes: int, microbatches: int) -> None:
     """Raise UsageError if there are fewer micro-batches than processes."""
     if processes > microbatches:
         raise UsageError(f"placement.processes: {describe_too_few(processes, microbatches)}")
@@ -32,7 +32,7 @@ def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def check_several(processes: int, strategy: str) -> None:
+def check_multiple_processes(processes: int, strategy: str) -> None:
     """Raise UsageError if a strategy that shards the model would run with a single process."""
     if processes == 1:
         raise UsageError(

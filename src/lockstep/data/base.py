@@ -58,7 +58,7 @@ class DataSet:
     warnings: tuple[str, ...] = ()
     question: str = ""
 
-    def name_of(self, number: int) -> str:
+    def get_sample_name(self, number: int) -> str:
         """Return the display name of a training sample: its index, and its file or description if it has one."""
         name = self.name if self.files is None else self.files[0]
         return f"sample {number}" if name is None else f"sample {number} {name(number)}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.common.type_name import type_name
-from lockstep.core.batch import Batch, leaves_with_paths, like, map_tensors, map_with_paths, tensors_of
+from lockstep.core.batch import Batch, leaves_with_paths, map_tensors, map_with_paths, replace_tensors, tensors_of
 from lockstep.data.images.leaves import check_tensor, to_tensor
 from lockstep.errors import UsageError
 
@@ -38,7 +38,7 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
         _stack(label, _format_leaf_name(path, trees[0]), [sample_leaves[path] for sample_leaves in leaves], numbers)
         for path in leaves[0]
     ]
-    return like(trees[0], batch)
+    return replace_tensors(trees[0], batch)
 
 
 def check_batch(label: str, result: Any, samples: int) -> Batch:

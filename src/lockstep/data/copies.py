@@ -10,7 +10,7 @@ from typing import TypeVar, final
 
 import torch
 
-from lockstep.core.batch import Batch, like, tensors_of
+from lockstep.core.batch import Batch, replace_tensors, tensors_of
 
 T = TypeVar("T")
 FinishCopy = Callable[[], Batch]  # returns the copied batch, after making the current stream wait for the copy
@@ -48,7 +48,7 @@ class DeviceCopier:
             computing.wait_event(copy_event)
             for copy in copies:
                 copy.record_stream(computing)
-            return like(batch, copies)
+            return replace_tensors(batch, copies)
 
         return wait
 

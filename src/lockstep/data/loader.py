@@ -25,12 +25,12 @@ from lockstep.common.loader_processes import make_loader_error
 from lockstep.core import random
 from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
-from lockstep.core.order import Step, Steps, part
+from lockstep.core.order import Step, Steps, get_subrange
 from lockstep.core.several_losses import Weight
 from lockstep.core.shuffle import Order, shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import DeviceCopier, FinishCopy, prefetch
-from lockstep.data.weigh import Weigh
+from lockstep.data.weigh import BatchWeigher
 from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, os_error_as
 from lockstep.tasks.base import MicroBatch
 
@@ -85,7 +85,7 @@ class Loader:
     data_rank: DataRank = SINGLE_RANK
     workers: int = 0
     extra: Callable[[Step], int | None] | None = None
-    weigh: Weigh | None = None
+    weigh: BatchWeigher | None = None
     order: Callable[[int], Order] | None = None  # returns the sample order of an epoch; defaults to a seeded shuffle
     devices: Sequence[torch.device] = ()  # assigned to micro-batches round-robin; defaults to `device` for all
 
@@ -98,7 +98,7 @@ class Loader:
         # Cache the sample orders of two epochs, because loader processes can be one epoch ahead.
         self._order = lru_cache(2)(self.order or (lambda epoch: shuffle(self.seed, epoch, len(self.data.train))))
 
-    def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
+    def iterate_steps(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield the steps from step `first` on, each with the micro-batches of this rank."""
         requests = (request for plan in self._iterate_plans(first) for _, request in plan.requests)
         with _open_fetcher(self.data.train, requests, self.workers, self.device) as fetch:
@@ -112,19 +112,19 @@ class Loader:
                     [self._finish_transfer(step, transfer) for transfer in transfers],
                 )
 
-    def microbatch(self, step: Step, index: int) -> MicroBatch:
+    def fetch_microbatch(self, step: Step, index: int) -> MicroBatch:
         """Fetch micro-batch `index` of `step` as a dummy. Doesn't use a loader process."""
         [(span, request)] = self._plan_requests([(step, [self._make_span(step.samples, index, dummy=True)])])[
             0
         ].requests
         return self._finish_transfer(step, self._start_transfer(span, request, self.data.train.fetch(*request)))
 
-    def samples(self, step: Step) -> list[list[int]]:
+    def get_sample_indices(self, step: Step) -> list[list[int]]:
         """Return the sample indices of each micro-batch of a step."""
         spans = [self._make_span(step.samples, index, False) for index in range(min(self.microbatches, step.samples))]
         return [request.indices.tolist() for _, request in self._plan_requests([(step, spans)])[0].requests]
 
-    def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, Weight]]:
+    def iterate_validation_batches(self, batch: int) -> Iterator[tuple[int | None, Batch, Weight]]:
         """Yield the validation batches of this rank as (number, batch, weight) tuples.
 
         `batch` is the batch size. Batch j contains the samples from j * `batch` on. The last batch may be smaller. The
@@ -139,7 +139,7 @@ class Loader:
         split = self.data.validation
         assert split is not None
         length = len(split)
-        numbers = self.data_rank.turns(self.validation_batches(batch))
+        numbers = self.data_rank.get_evaluation_batches(self.count_validation_batches(batch))
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
         with _open_fetcher(split, requests, self.workers, self.device) as fetch:
@@ -152,7 +152,7 @@ class Loader:
                     weight,
                 )
 
-    def validation_batches(self, batch: int) -> int:
+    def count_validation_batches(self, batch: int) -> int:
         """Return the total number of validation batches across all ranks."""
         return 0 if self.data.validation is None else math.ceil(len(self.data.validation) / batch)
 
@@ -192,7 +192,7 @@ class Loader:
         return [self._make_span(samples, index, dummy) for index, dummy in indices]
 
     def _make_span(self, samples: int, index: int, dummy: bool) -> _Span:
-        return _Span(index, part(samples, min(self.microbatches, samples), index), dummy)
+        return _Span(index, get_subrange(samples, min(self.microbatches, samples), index), dummy)
 
     def _start_transfer(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
         skipped = [] if span.dummy or self._skipped is None else self._find_unreadable_samples(request, batch)
@@ -209,14 +209,14 @@ class Loader:
         return numbers
 
     def _compute_weight(self, request: Request, batch: Batch) -> Weight:
-        return len(request.indices) if self.weigh is None else self.weigh.weight(batch)
+        return len(request.indices) if self.weigh is None else self.weigh.compute_weight(batch)
 
     def _add_step_weight(self, step: Step, transfers: Sequence[_Transfer]) -> Step:
         """Return the step with its total weight across all ranks. All ranks must call this before the forward pass."""
         if self.weigh is None:
             return step
         own_weights = [transfer.weight for transfer in transfers if self.data_rank.primary and not transfer.span.dummy]
-        return self.weigh.of_step(step, own_weights)
+        return self.weigh.add_total_weight(step, own_weights)
 
     def _finish_transfer(self, step: Step, transfer: _Transfer) -> MicroBatch:
         self.unreadable[0].update(transfer.skipped)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def find_option_errors(options_class: type, values: Mapping[str, Any]) -> Iterat
         if not valid:
             yield f"options.{name}: this dataset has no options; remove it"
         elif name not in valid:
-            yield f"options.{name}: unknown option{choices(name, valid)}"
+            yield f"options.{name}: unknown option{format_choices(name, valid)}"
         elif value is not None and (expectation := _describe_expected(options_class, name, value)):
             yield f"options.{name}: {expectation}, got {value!r}"
     for name, field in valid.items():

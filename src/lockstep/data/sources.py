@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from lockstep.common.importing import import_object
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.data.request import SYNTHETIC, DataRequest, find_unsupported_keys
 from lockstep.errors import UsageError
 
@@ -107,7 +107,7 @@ def check_dataset_name(name: str) -> None:
 
 def _get_source_info(name: str) -> SourceInfo:
     if name not in SOURCES:
-        raise UsageError(f"dataset {name}: no such dataset{choices(name, (*SOURCES, _IMPORT_PATH))}")
+        raise UsageError(f"dataset {name}: no such dataset{format_choices(name, (*SOURCES, _IMPORT_PATH))}")
     return SOURCES[name]
 
 

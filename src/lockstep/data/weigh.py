@@ -21,25 +21,25 @@ _NO_NAMES: Final = "-"  # sent instead of names if the batches have a single wei
 
 @final
 @dataclass(eq=False)
-class Weigh:
+class BatchWeigher:
     """Computes the weights of batches and steps, for tasks that don't count samples.
 
-    - `of_batch`: Returns the weight of a batch, or a weight for each of several named losses in sorted order.
-    - `over_ranks`: All-reduces integers across the ranks.
-    - `texts`: Gathers a string from every rank, in rank order.
+    - `weigh_batch`: Returns the weight of a batch, or a weight for each of several named losses in sorted order.
+    - `all_reduce`: All-reduces integers across the ranks.
+    - `all_gather_text`: Gathers a string from every rank, in rank order.
     - `name`: The name of the weight function for error messages.
     """
 
-    of_batch: Callable[[Batch], Weight]
-    over_ranks: Callable[[Sequence[int]], list[int]]
-    texts: Callable[[str], list[str]]
+    weigh_batch: Callable[[Batch], Weight]
+    all_reduce: Callable[[Sequence[int]], list[int]]
+    all_gather_text: Callable[[str], list[str]]
     name: str = "weight"
     _first: list[tuple[str, ...] | None] = field(default_factory=list)  # names in the first batch of this rank
     _agreed: tuple[str, ...] | None = None  # names on all ranks, once they have been gathered
 
-    def weight(self, batch: Batch) -> Weight:
+    def compute_weight(self, batch: Batch) -> Weight:
         """Return the weight of a batch. Raises UsageError if the loss names differ from those of the first batch."""
-        weight = self.of_batch(batch)
+        weight = self.weigh_batch(batch)
         names = loss_names(weight)
         if not self._first:
             self._first.append(names)
@@ -51,7 +51,7 @@ class Weigh:
             )
         return weight
 
-    def of_step(self, step: Step, weights: Sequence[Weight]) -> Step:
+    def add_total_weight(self, step: Step, weights: Sequence[Weight]) -> Step:
         """Return the step with its total weight across all ranks. All ranks must call this method.
 
         `weights` contains the weights of the micro-batches that this rank counts. Raises UsageError if the ranks have
@@ -60,12 +60,12 @@ class Weigh:
         if self._agreed is None:
             has_names = bool(self._first) and self._first[0] is not None
             single = 0 if has_names else sum(weight for weight in weights if isinstance(weight, int))
-            total, named_ranks = self.over_ranks([single, has_names])
+            total, named_ranks = self.all_reduce([single, has_names])
             if not named_ranks:
                 return step._replace(counted=total)
             self._agreed = self._gather_names()
         rows = [[weight[name] for name in self._agreed] for weight in weights if isinstance(weight, Mapping)]
-        totals = self.over_ranks([sum(column) for column in zip(*rows, strict=True)] or [0] * len(self._agreed))
+        totals = self.all_reduce([sum(column) for column in zip(*rows, strict=True)] or [0] * len(self._agreed))
         by_name = dict(zip(self._agreed, totals, strict=True))
         return step._replace(counted=sum(totals), weights=by_name)
 
@@ -74,7 +74,7 @@ class Weigh:
         own_text = "" if not self._first else _NO_NAMES if self._first[0] is None else ",".join(self._first[0])
         names = {
             rank: None if text == _NO_NAMES else tuple(text.split(","))
-            for rank, text in enumerate(self.texts(own_text))
+            for rank, text in enumerate(self.all_gather_text(own_text))
             if text  # the rank has had a batch
         }
         first_rank = min(names)

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.common.plainfile import shown_text
-from lockstep.device.ports import command
+from lockstep.common.plainfile import read_text_or_empty
+from lockstep.device.ports import get_command_line
 
 _ROOT: Final = Path("/")
 _MODES: Final = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
@@ -47,7 +47,7 @@ class Card:
     uncorrected: int = 0  # uncorrected memory errors since the driver was loaded
     uncorrected_ever: int = 0
     repair: tuple[str, ...] = ()  # pending or failed memory repairs
-    slowed: tuple[str, ...] = ()  # reasons why the clocks are currently reduced
+    clock_limits: tuple[str, ...] = ()  # reasons why the clocks are currently reduced
     power_limit_w: float | None = None
     power_default_w: float | None = None
     link_width: int | None = None
@@ -66,13 +66,13 @@ class Driver:
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA device, as reported by torch. `reads` are the devices whose memory the device can access directly."""
+    """A CUDA device, as reported by torch. It can access the memory of `peer_devices` directly."""
 
     name: str
     uuid: str
     memory_bytes: int
     capability: str
-    reads: tuple[int, ...]
+    peer_devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class GpuFacts:
     - `kernel`: the version line of the kernel driver, or "" if no driver is loaded.
     - `files`: whether the current user can open each device file of the driver.
     - `library`: the error when loading libcuda, or "".
-    - `raised`: the error of torch when starting CUDA, or "".
+    - `cuda_error`: the error of torch when starting CUDA, or "".
     """
 
     driver: Driver
@@ -92,13 +92,13 @@ class GpuFacts:
     library: str
     visible: str | None
     devices: tuple[Device, ...]
-    raised: str
+    cuda_error: str
 
 
 def collect_evidence(driver: Driver, root: Path = _ROOT) -> GpuFacts:
     """Run all other GPU queries, and return the results together with `driver`. Initializes CUDA."""
     device_count, raised = _start_cuda()
-    version = shown_text(root / "proc/driver/nvidia/version")
+    version = read_text_or_empty(root / "proc/driver/nvidia/version")
     return GpuFacts(
         driver=driver,
         libraries=_get_library_versions(),
@@ -107,7 +107,7 @@ def collect_evidence(driver: Driver, root: Path = _ROOT) -> GpuFacts:
         library=_libcuda_error(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         devices=() if raised else tuple(_query_device(index, device_count) for index in range(device_count)),
-        raised=raised,
+        cuda_error=raised,
     )
 
 
@@ -159,14 +159,16 @@ def _query_card(nvml: Any, handle: Any) -> Card:
         bus=sysfs_address(address.busId) if address else "",
         memory_mib=memory.total >> 20 if memory else None,
         mode=_MODES.get(get("ComputeMode"), ""),
-        users=tuple(f"pid {process.pid} ({command(process.pid)})" for process in get("ComputeRunningProcesses") or ()),
+        users=tuple(
+            f"pid {process.pid} ({get_command_line(process.pid)})" for process in get("ComputeRunningProcesses") or ()
+        ),
         mig=bool((get("MigMode") or [0])[0]),
         ecc=None if ecc is None else bool(ecc[0]),
         persistence=None if persistence is None else bool(persistence),
         uncorrected=ecc_errors(nvml.NVML_VOLATILE_ECC),
         uncorrected_ever=ecc_errors(nvml.NVML_AGGREGATE_ECC),
         repair=tuple(reason for reason, is_due in repair.items() if is_due),
-        slowed=tuple(
+        clock_limits=tuple(
             reason
             for name, reason in _SLOWDOWN_REASONS.items()
             if clock_reasons & getattr(nvml, f"nvmlClocksEventReason{name}")

@@ -34,7 +34,7 @@ class Clock:
         self._activity = first
         self._last_times = self._read()
 
-    def turn_to(self, activity: str) -> None:
+    def start_activity(self, activity: str) -> None:
         """Start measuring `activity`, until the next call."""
         times = self._read()
         wall, on_core, for_core = (after - previous for after, previous in zip(times, self._last_times, strict=True))
@@ -46,18 +46,18 @@ class Clock:
         self._activity, self._last_times = activity, times
 
     @contextmanager
-    def during(self, activity: str) -> Iterator[None]:
+    def track_activity(self, activity: str) -> Iterator[None]:
         """Measure the `with` block as `activity`, and then continue with the previous activity."""
         previous = self._activity
-        self.turn_to(activity)
+        self.start_activity(activity)
         try:
             yield
         finally:
-            self.turn_to(previous)
+            self.start_activity(previous)
 
     def activity_seconds(self) -> dict[str, float]:
         """Return the seconds spent on each activity so far."""
-        self.turn_to(self._activity)
+        self.start_activity(self._activity)
         return dict(self._seconds)
 
     def split_seconds(self) -> float:

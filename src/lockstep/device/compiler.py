@@ -65,7 +65,7 @@ def check_compiler(gpu: bool) -> None:
         )
 
 
-def prepare(fingerprint: Mapping[str, Any]) -> None:
+def configure_compiler(fingerprint: Mapping[str, Any]) -> None:
     """Configure torch.compile so that it never falls back to eager mode and never uses kernels of different runs.
 
     Each fingerprint has a separate cache folder for kernels, because torch's cache key contains neither the version of
@@ -104,7 +104,7 @@ def compiler_facts(gpu: bool) -> dict[str, str]:
 def _portable_settings(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a torch config module that are independent of paths on this host.
 
-    Settings that `prepare` changes are skipped, because they are the same for all runs.
+    Settings that `configure_compiler` changes are skipped, because they are the same for all runs.
     """
     for name, value in module.save_config_portable().items():
         if "_dir" not in name and "limit" not in name and name not in _PREPARED_SETTINGS:

@@ -49,7 +49,7 @@ def versions() -> dict[str, str | None]:
 def _numerics() -> dict[str, Any]:
     """Return the facts that change the bits of a run on the first device, except for the number of threads."""
     device = torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
-    return {name: value for name, value in machine.numerics(device).items() if name != "threads"}
+    return {name: value for name, value in machine.make_fingerprint(device).items() if name != "threads"}
 
 
 def get_gpu_facts() -> dict[str, Any]:

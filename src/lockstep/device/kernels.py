@@ -22,24 +22,25 @@ OLDEST: Final = "2.11"  # the oldest torch version that Lockstep supports
 class NondeterministicOperation:
     """An operation without a deterministic kernel on CUDA.
 
-    - `named`: the torch name, without the trailing underscore of the in-place variant.
+    - `name`: the torch name, without the trailing underscore of the in-place variant.
     - `applies`: returns whether a call with these arguments is rejected.
-    - `avoided`: whether the function in torch.nn.functional uses a different, deterministic kernel on CUDA, starting
-      with torch version `since`. Such an operation is ignored on the CPU, and only rejected if it is called on CUDA.
+    - `has_alternative`: whether the function in torch.nn.functional uses a different, deterministic kernel on CUDA,
+      starting with torch version `since`. Such an operation is ignored on the CPU, and only rejected if it is called on
+      CUDA.
     """
 
-    named: str
-    what: str
+    name: str
+    description: str
     reason: str
-    instead: str
+    advice: str
     applies: Callable[[Call], bool] = lambda _: True
     torch_raises: bool = True
-    avoided: bool = False
+    has_alternative: bool = False
     since: str = OLDEST
 
     def is_avoided(self) -> bool:
         """Return whether the torch.nn.functional function has a deterministic CUDA kernel in this version of torch."""
-        return self.avoided and torch.__version__ >= self.since
+        return self.has_alternative and torch.__version__ >= self.since
 
 
 def find_refusal(
@@ -47,7 +48,7 @@ def find_refusal(
 ) -> NondeterministicOperation | None:
     """Return the entry that rejects this call of an operation on CUDA, or None if the call is deterministic."""
     name = operation._schema.name.rstrip("_")
-    entries = [entry for entry in REFUSED if entry.named == name]
+    entries = [entry for entry in REFUSED if entry.name == name]
     if not entries:
         return None
     names = [argument.name for argument in operation._schema.arguments]
@@ -92,11 +93,17 @@ _SCAN_ORDER: Final = "its thread blocks combine their results in the order in wh
 
 
 def _backward(
-    named: str, what: str, instead: str, applies: Callable[[Call], bool] = lambda _: True, avoided: bool = False
+    name: str,
+    description: str,
+    advice: str,
+    applies: Callable[[Call], bool] = lambda _: True,
+    has_alternative: bool = False,
 ) -> NondeterministicOperation:
-    """Return an entry for a backward operation with atomic additions. If `avoided`, the text omits "backward"."""
-    what = what if avoided else f"{what}, backward"
-    return NondeterministicOperation(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
+    """Return an entry for a backward kernel with atomic additions. If `has_alternative`, the text omits "backward"."""
+    description = description if has_alternative else f"{description}, backward"
+    return NondeterministicOperation(
+        f"{name}_backward", description, _ATOMIC, advice, applies, has_alternative=has_alternative
+    )
 
 
 REFUSED: Final = (
@@ -117,7 +124,7 @@ REFUSED: Final = (
         "MaxPool3d, backward",
         _ATOMIC,
         "set return_indices and ignore the indices, which takes a different path on CUDA in torch 2.13 and later",
-        avoided=True,
+        has_alternative=True,
         since="2.13",
     ),
     _backward("aten::fractional_max_pool2d", "FractionalMaxPool2d", "use MaxPool2d"),
@@ -130,7 +137,7 @@ REFUSED: Final = (
         "pad in two dims (ReflectionPad2d), which has a kernel that adds in a fixed order",
     ),
     _backward("aten::reflection_pad3d", "ReflectionPad3d", "use zeros or replication"),
-    *(_backward(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, avoided=True) for name in _PADDINGS),
+    *(_backward(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, has_alternative=True) for name in _PADDINGS),
     _backward(
         "aten::upsample_linear1d",
         "interpolate, mode linear",
@@ -138,16 +145,18 @@ REFUSED: Final = (
     ),
     _backward("aten::_upsample_bilinear2d_aa", "interpolate, mode bilinear with antialias", "use antialias=False"),
     _backward("aten::_upsample_bicubic2d_aa", "interpolate, mode bicubic with antialias", "use antialias=False"),
-    _backward("aten::upsample_bilinear2d", "upsample_bilinear2d of torch.ops", _CALL_INTERPOLATE, avoided=True),
+    _backward("aten::upsample_bilinear2d", "upsample_bilinear2d of torch.ops", _CALL_INTERPOLATE, has_alternative=True),
     NondeterministicOperation(
         "aten::upsample_bicubic2d_backward",
         "interpolate, mode bicubic, before torch 2.15, and upsample_bicubic2d of torch.ops",
         _ATOMIC,
         "use mode bilinear, or torch.nn.functional.interpolate of torch >= 2.15, which takes a different path on CUDA",
-        avoided=True,
+        has_alternative=True,
         since="2.15",
     ),
-    _backward("aten::upsample_trilinear3d", "upsample_trilinear3d of torch.ops", _CALL_INTERPOLATE, avoided=True),
+    _backward(
+        "aten::upsample_trilinear3d", "upsample_trilinear3d of torch.ops", _CALL_INTERPOLATE, has_alternative=True
+    ),
     NondeterministicOperation(
         "aten::nll_loss2d_forward",
         "cross_entropy or nll_loss of images, summed or averaged",
@@ -198,7 +207,7 @@ REFUSED: Final = (
         "torchvision::_roi_align",
         "roi_align of torch.ops, backward",
         "call torchvision.ops.roi_align instead, which takes a different path on CUDA if torch.compile works",
-        avoided=True,
+        has_alternative=True,
     ),
     _backward("torchvision::_ps_roi_align", "PSRoIAlign", "use roi_align"),
     _backward("torchvision::_ps_roi_pool", "PSRoIPool", "use roi_align"),

@@ -43,19 +43,19 @@ class LiveBytes:
 
     def peak(self, work: Callable[[], object]) -> int:
         """Call `work` and return the peak number of bytes in use during the call."""
-        with self.watched() as peaks:
+        with self.track_peak() as peaks:
             work()
         return peaks[0]
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
+    def exclude(self) -> Iterator[None]:
         """Exclude memory from the count that is allocated in the `with` block and still in use at its end."""
         before = self.now()
         yield
         self._start += self.now() - before
 
     @contextmanager
-    def watched(self) -> Iterator[list[int]]:
+    def track_peak(self) -> Iterator[list[int]]:
         """Yield a list with one number: the peak number of bytes in use, which is updated until the block ends."""
         peak = [self.now()]
         stop = threading.Event()

@@ -17,7 +17,7 @@ from lockstep.common.importing import version_of
 from lockstep.common.platforms import usable_cores
 from lockstep.device.compiler import compiler_facts
 from lockstep.device.env_flags import read_switches
-from lockstep.device.precision import attention_backends
+from lockstep.device.precision import list_attention_backends
 
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 # Instruction sets that libraries use to select kernels.
@@ -47,7 +47,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
+def make_fingerprint(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
     """Return the fingerprint of this machine: all facts, besides the recipe, that change the bits.
 
     Two runs of a recipe with equal fingerprints have the same bits. If `compiled` is set, the fingerprint includes the
@@ -68,7 +68,9 @@ def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
         name = torch.cuda.get_device_name(device)
         products = torch.backends.cuda.matmul.fp32_precision
         return (
-            fingerprint | {"gpu": name, "attention": attention_backends(), "fp32_products": products} | _gpu_libraries()
+            fingerprint
+            | {"gpu": name, "attention": list_attention_backends(), "fp32_products": products}
+            | _gpu_libraries()
         )
     return fingerprint | {"cpu": _cpuinfo().get("model name", platform.machine())}
 

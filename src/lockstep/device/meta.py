@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lockstep.device.cached_tensors import drop_new_tensors
 
 
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model on the meta device to inspect names and shapes. Falls back to the CPU if this fails."""
     with warnings.catch_warnings(action="ignore"):  # the build for training repeats the relevant warnings
         try:

@@ -10,13 +10,13 @@ from lockstep.device.interfaces import is_loopback
 from lockstep.errors import UsageError
 
 
-def check_port(host: str, port: int, near: bool) -> None:
+def check_port(host: str, port: int, is_single_host: bool) -> None:
     """Raise UsageError if rank 0 can't listen at `host` and `port`. See `listener` for the arguments and errors."""
-    open_listener(host, port, near).close()
+    open_listener(host, port, is_single_host).close()
 
 
-def open_listener(host: str, port: int, near: bool) -> socket.socket:
-    """Return a socket that listens at the address of `host`. Set `near` if all ranks are on this host.
+def open_listener(host: str, port: int, is_single_host: bool) -> socket.socket:
+    """Return a socket that listens at the address of `host`. Set `is_single_host` if all ranks are on this host.
 
     Raises UsageError with the reason if rank 0 can't listen at this address. If the port is in use, the error names the
     process that owns it.
@@ -29,11 +29,11 @@ def open_listener(host: str, port: int, near: bool) -> socket.socket:
         # Prefer IPv4. Some names only resolve to IPv6.
         family, *_, address = min(results, key=lambda result: result[0] != socket.AF_INET)
         # Debian resolves the name of the host itself to a loopback address, which other hosts can't reach.
-        if not near and is_loopback(str(address[0])) and not (is_loopback(host) or host == "localhost"):
+        if not is_single_host and is_loopback(str(address[0])) and not (is_loopback(host) or host == "localhost"):
             return _listen_on_all_interfaces(port)
         return socket.create_server(address, family=family)
     except socket.gaierror as error:
-        raise unknown(host, port, error) from error
+        raise make_unknown_host_error(host, port, error) from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             reason = (error.strerror or str(error)).partition(" (while")[0]
@@ -43,15 +43,15 @@ def open_listener(host: str, port: int, near: bool) -> socket.socket:
         raise UsageError(f"{label}{problem}; choose a different port, or stop that process") from error
 
 
-def check_known(host: str, port: int) -> None:
+def check_host_name(host: str, port: int) -> None:
     """Raise UsageError if this host can't resolve the name `host`."""
     try:
         socket.getaddrinfo(host, port)
     except socket.gaierror as error:
-        raise unknown(host, port, error) from error
+        raise make_unknown_host_error(host, port, error) from error
 
 
-def unknown(host: str, port: int, error: OSError) -> UsageError:
+def make_unknown_host_error(host: str, port: int, error: OSError) -> UsageError:
     """Return the error for a host name that this host can't resolve."""
     return UsageError(
         f"rendezvous {host}:{port}: {socket.gethostname()} cannot resolve the host {host} ({error.strerror}); "
@@ -82,11 +82,11 @@ def find_port_owner(port: int) -> str:
             if connection.laddr and connection.laddr.port == port and connection.pid is not None
         )
         for _, pid in owners:
-            return f"pid {pid} ({command(pid)})"
+            return f"pid {pid} ({get_command_line(pid)})"
     return ""
 
 
-def command(pid: int) -> str:
+def get_command_line(pid: int) -> str:
     """Return the command line of a process, truncated to 200 characters."""
     with suppress(psutil.Error):
         text = " ".join(psutil.Process(pid).cmdline())

@@ -32,12 +32,12 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-def computing_dtype(precision: Precision) -> torch.dtype | None:
+def get_compute_dtype(precision: Precision) -> torch.dtype | None:
     """Return the dtype that the whole model computes in, or None if the weights or autocast determine the dtype."""
     return _COMPUTE_DTYPES.get(precision)
 
 
-def stored_dtype(precision: Precision) -> torch.dtype | None:
+def get_weight_dtype(precision: Precision) -> torch.dtype | None:
     """Return the dtype in which weights are stored, or None if they keep the dtype of the model."""
     return torch.float16 if precision == "fp16-true" else None
 
@@ -102,7 +102,7 @@ def fix_workspace() -> None:
         )
 
 
-def attention_backends() -> str:
+def list_attention_backends() -> str:
     """Return the backends that scaled_dot_product_attention can select on CUDA, depending on shape and dtype."""
     enabled = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]

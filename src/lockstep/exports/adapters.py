@@ -9,7 +9,7 @@ from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.adapters import has_adapters, make_peft_config, to_peft_names
 from lockstep.runs.remote import local_copy
-from lockstep.setup.build import tuning_of
+from lockstep.setup.build import make_tuning
 from lockstep.setup.resume import checkpoint_recipe
 from lockstep.training.checkpoint import store
 
@@ -22,7 +22,7 @@ def export_adapters(run: str | Path, folder: str | Path) -> Path:
     UsageError if the run has no adapters.
     """
     checkpoint = store.load(local_copy(run))
-    lora = tuning_of(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)).lora
+    lora = make_tuning(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)).lora
     if lora is None:
         raise UsageError(f"{checkpoint.path}: the run has no adapters; its weights are in {store.MODEL}")
     tensors = {name: local_tensor(tensor) for name, tensor in checkpoint.snapshot.model.items()}

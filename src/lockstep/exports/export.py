@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lockstep.common.location import is_url
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.common.own_code import UserCode
 from lockstep.common.version import __version__
 from lockstep.core.batch import Inputs, call_model, map_tensors
@@ -98,7 +98,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     TrainingError if the check fails. In this case, nothing is left at `out`.
     """
     if to not in FORMATS:
-        raise UsageError(f"--to {to}: no such format{choices(to, FORMATS)}")
+        raise UsageError(f"--to {to}: no such format{format_choices(to, FORMATS)}")
     export_format = cast(Format, import_module(f"lockstep.exports.to_{to}"))
     export_format.check(saved)
     path = out or _default_path(saved, export_format.SUFFIX or f"-{to}")

@@ -9,7 +9,7 @@ import torch
 from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError, UsageError
 from lockstep.inference.saved import SavedModel
-from lockstep.setup.examples import transforms_of
+from lockstep.setup.examples import get_device_transforms
 from lockstep.tasks.dpo import ANSWERS, IDS
 
 _SAMPLES: Final = 3  # must differ from 2, the number of samples that programs are traced with (to_torch.py)
@@ -34,7 +34,7 @@ def make_sample(saved: SavedModel) -> Sample:
         split, name = (data.train, "training") if data.validation is None else (data.validation, "validation")
         count = min(_SAMPLES, len(split))
         batch = split.fetch(np.arange(count), None)
-        arrived = transforms_of(saved.recipe, data).transform_evaluation_batch(batch)
+        arrived = get_device_transforms(saved.recipe, data).transform_evaluation_batch(batch)
         real = saved.task(arrived).inputs(arrived)
         if isinstance(real, Mapping) and ANSWERS in real:
             real = (real[IDS].flatten(0, 1),)  # the exported model has no reference

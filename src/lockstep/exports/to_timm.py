@@ -27,7 +27,7 @@ def write(export_source: ExportSource, path: Path) -> str:
     from timm.models import save_for_hf
 
     saved = export_source.saved
-    (mean, std), cut = saved.mean_and_std, saved.cut
+    (mean, std), cut = saved.mean_and_std, saved.crop_settings
     preprocessing = {
         "input_size": list(saved.facts.shape or ()),
         "interpolation": "bilinear",

@@ -56,7 +56,7 @@ def image_settings(saved: SavedModel) -> dict[str, Any] | None:
 
 def auto_class_name(saved: SavedModel) -> str:
     """Return the name of the Auto class that loads the model of a run."""
-    return f"AutoModelFor{get_kind(saved.known)}"
+    return f"AutoModelFor{get_kind(saved.stored_facts)}"
 
 
 def _make_processor(saved: SavedModel, processor: dict[str, Any]) -> Any:
@@ -65,8 +65,8 @@ def _make_processor(saved: SavedModel, processor: dict[str, Any]) -> Any:
 
     square = {"height": processor["size"], "width": processor["size"]}
     common = {"image_mean": processor["mean"], "image_std": processor["std"], "resample": int(Resampling.BILINEAR)}
-    if saved.cut is None:
+    if saved.crop_settings is None:
         return ViTImageProcessor(size=square, **common)
     from transformers import CLIPImageProcessor  # this processor crops the center
 
-    return CLIPImageProcessor(size={"shortest_edge": saved.cut.resize}, crop_size=square, **common)
+    return CLIPImageProcessor(size={"shortest_edge": saved.crop_settings.resize}, crop_size=square, **common)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.reporting import wording
 from lockstep.reporting.charts import make_matrix_chart
-from lockstep.reporting.page import Section, Table, Words
+from lockstep.reporting.page import Paragraphs, Section, Table
 
 _MAX_MATRIX_CLASSES: Final = 20  # a matrix with more classes would be unreadable
 _MAX_ROWS: Final = 20  # maximum number of rows in each table
@@ -64,7 +64,7 @@ def _make_mistake_table(
             [names[truth], names[guess], f"{count:,}", wording.format_percentage(count / int(class_counts[truth]))]
         )
     if not rows:
-        return Words(title, ["There are no mistakes."])
+        return Paragraphs(title, ["There are no mistakes."])
     note = f"{len(names):,} classes are too many for a matrix. These are the most frequent of {len(keys):,} pairs."
     return Table(title, ["true", "predicted", unit, "share of the class"], rows, note)
 

@@ -20,8 +20,8 @@ from lockstep.inference.residuals import make_residual_sections
 from lockstep.inference.saved import SavedModel
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation, open_validation
 from lockstep.reporting import wording
-from lockstep.reporting.charts import RUNS, lines
-from lockstep.reporting.page import Section, Table, Words
+from lockstep.reporting.charts import RUNS, make_line_chart
+from lockstep.reporting.page import Paragraphs, Section, Table
 from lockstep.reporting.run_log import History, evaluation_curve
 from lockstep.reporting.run_view import RunView
 from lockstep.tasks.classification import Classification
@@ -76,12 +76,12 @@ def inspect_runs(
         raise UsageError("\n".join(f"--examples: {reason}" for reason in problems.values()))
     sections: list[Section] = [_make_metrics_table([inspection.row for inspection in inspections.values()])]
     if problems:
-        sections.append(Words("", [f"No results of {folder}: {reason}" for folder, reason in problems.items()]))
+        sections.append(Paragraphs("", [f"No results of {folder}: {reason}" for folder, reason in problems.items()]))
     if curves := {folder: inspection.loss_curve for folder, inspection in inspections.items() if inspection.loss_curve}:
         x, y = "tokens before it in the context", "loss"
         names = [run.folder for run in runs]  # includes runs without a curve, so that colors match the other charts
         sections.append(
-            lines(
+            make_line_chart(
                 "Loss by position",
                 x,
                 y,
@@ -104,11 +104,11 @@ def inspect_runs(
 def _inspect_run(
     saved: SavedModel, folder: str, history: History, samples: int, tell: Callable[[str], None]
 ) -> _RunInspection:
-    for line in saved.remarks:
+    for line in saved.messages:
         tell(line)
     validation = open_validation(saved, samples)
     task, count, total = validation.task, len(validation.sample_indices), len(validation.split)
-    tell(f"{saved.words}: evaluating {count:,} of {total:,} validation samples on {validation.model.device}")
+    tell(f"{saved.description}: evaluating {count:,} of {total:,} validation samples on {validation.model.device}")
     sums = NamedSums()
     sections, curve = _inspect_task(folder, saved, validation, validation.batches(sums))
     metrics = validation.compute_metrics(sums)
@@ -143,7 +143,7 @@ def _inspect_task(
     deque(batches, maxlen=0)
     name = saved.recipe.task.name
     note = f"Only metrics are shown, because only the code of task {name} can interpret the outputs of its model."
-    return [Words(folder, [note])], []
+    return [Paragraphs(folder, [note])], []
 
 
 def _make_pixel_sections(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> list[Section]:

@@ -14,9 +14,9 @@ from lockstep.errors import TrainingError, UsageError, error_as
 from lockstep.models.finetuning import build_finetuned
 from lockstep.models.reference import remove_reference
 from lockstep.runs.remote import local_copy
-from lockstep.setup.build import make_model_builder, open_recipe_data, tuning_of
+from lockstep.setup.build import make_model_builder, make_tuning, open_recipe_data
 from lockstep.setup.chunk_check import check_saved
-from lockstep.setup.examples import examples
+from lockstep.setup.examples import load_example_batches
 from lockstep.setup.resume import checkpoint_recipe
 from lockstep.setup.user_code import import_paths
 from lockstep.tasks.find import find_task
@@ -79,7 +79,7 @@ def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> 
     data = recipe.data.model_copy(update={"download": False})
     try:
         dataset = open_recipe_data(recipe.model_copy(update={"data": data}))
-        example, evaluation = examples(recipe, dataset)
+        example, evaluation = load_example_batches(recipe, dataset)
     except (UsageError, TrainingError) as error:
         warnings.warn(
             f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the unchunked model, because the "
@@ -100,4 +100,4 @@ def _build_from_recipe(checkpoint: store.FoundCheckpoint, trust: bool) -> tuple[
             f"{checkpoint.path}: its recipe references user code, {paths['model']}, which would run with your "
             f"permissions; pass model=, or pass trust=True if you trust its author"
         )
-    return recipe, build_finetuned(make_model_builder(recipe, state.data), tuning_of(recipe))
+    return recipe, build_finetuned(make_model_builder(recipe, state.data), make_tuning(recipe))

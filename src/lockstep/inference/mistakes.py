@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.core.batch import tensors_of
 from lockstep.inference.confusions import make_confusion_sections
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
-from lockstep.reporting.page import Section, Table, Tile, Tiles, Words
+from lockstep.reporting.page import Paragraphs, Section, Table, Tile, Tiles
 from lockstep.reporting.wording import format_count
 from lockstep.tasks.batches import get_predictions, get_targets
 from lockstep.tasks.classification import Classification, target_classes
@@ -80,7 +80,7 @@ def collect_predictions(task: Classification, batches: Iterable[EvaluatedBatch])
 def _make_worst_section(title: str, task: Classification, validation: Validation, result: ClassPredictions) -> Section:
     worst, names, name = result.get_worst(), task.classes, validation.name
     if not worst:
-        return Words(title, ["There are no mistakes."])
+        return Paragraphs(title, ["There are no mistakes."])
     count = int((result.targets != result.predicted).sum())
     note = f"{format_count(len(worst), 'mistake')} of {count:,}, sorted by cross entropy, largest first."
     fetched = validation.split.fetch(np.array([mistake.sample_index for mistake in worst]), None)

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.inference.saved import SavedModel
 from lockstep.inference.text import Sampling, continue_tokens, get_tokenizer
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
-from lockstep.reporting.page import Passage, Passages, Section, Words
+from lockstep.reporting.page import Paragraphs, Passage, Passages, Section
 from lockstep.tasks.language import Language
 
 _MAX_POINTS: Final = 256  # maximum number of points of the loss curve over positions
@@ -55,7 +55,7 @@ def make_text_samples(run: str, task: Language, validation: Validation, saved: S
     try:
         tokenizer = get_tokenizer(saved)
     except UsageError as error:
-        return [Words(title, [f"There are no samples: {error}. --tokenizer is an option of `lockstep predict`."])]
+        return [Paragraphs(title, [f"There are no samples: {error}. --tokenizer is an option of `lockstep predict`."])]
     positions = np.linspace(0, len(validation.sample_indices), _SAMPLES, endpoint=False).astype(np.int64)
     passages = []
     for number in dict.fromkeys(validation.sample_indices[positions].tolist()):

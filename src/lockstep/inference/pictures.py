@@ -61,7 +61,7 @@ class ImagePreprocessing:
         Raises UsageError if the file can't be read.
         """
         read_errors = os_error_as(UsageError, f"{file}: cannot be read", "; pass an image, or a folder of images")
-        with read_errors, plainfile.reader(file, links=True) as stream:
+        with read_errors, plainfile.open_reader(file, links=True) as stream:
             content = bytearray(stream.read())
         with error_as(UsageError, UndecodableError, f"{file}: cannot be read as an image", "; convert or remove it"):
             pixels = decode(content, self.exif)
@@ -83,12 +83,12 @@ def get_preprocessing(saved: SavedModel) -> ImagePreprocessing:
             f"and width; predict supports images, tables (.csv, .parquet) and prompts; for other inputs, use "
             f"lockstep.load"
         )
-    if make_device_transforms(values(saved.recipe), saved.known) is None:
+    if make_device_transforms(values(saved.recipe), saved.stored_facts) is None:
         raise UsageError(
             f"{saved.path}: dataset {data.name} returns images as floats, so predict does not know how to convert new "
             f"images; return uint8 images, which Lockstep normalizes with recipe.data.mean and recipe.data.std"
         )
-    return ImagePreprocessing((shape[0], shape[1], shape[2]), saved.cut, data.exif)
+    return ImagePreprocessing((shape[0], shape[1], shape[2]), saved.crop_settings, data.exif)
 
 
 def find_image_files(inputs: Sequence[str]) -> list[Path]:
@@ -185,7 +185,7 @@ def _predict_images(
     """
     polarity, inverted = find_polarity(*saved.mean_and_std), list[tuple[str, float]]()
     preprocessing, files = get_preprocessing(saved), find_image_files(inputs)
-    transforms = make_device_transforms(values(saved.recipe), saved.known)
+    transforms = make_device_transforms(values(saved.recipe), saved.stored_facts)
     assert transforms is not None
     for first in range(0, len(files), model.batch_size):
         images: list[LoadedImage] = []

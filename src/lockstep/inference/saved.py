@@ -24,12 +24,12 @@ from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
 from lockstep.models.find import Construction, make_construction
 from lockstep.models.finetuning import build_finetuned
-from lockstep.models.initialise import initialise
+from lockstep.models.initialise import initialize_model
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import convert_compute_dtype, convert_parameters, widen_batchnorm
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
 from lockstep.run.session import prepare_device
-from lockstep.setup.build import evaluation_batch, make_model_builder, open_recipe_data, tuning_of
+from lockstep.setup.build import evaluation_batch, make_model_builder, make_tuning, open_recipe_data
 from lockstep.setup.resume import check_tensors
 from lockstep.tasks.base import Task
 from lockstep.tasks.find import find_task
@@ -65,9 +65,9 @@ class Facts(BaseModel):
 class SavedModel:
     """A checkpoint that was saved after `step` steps, opened for inference.
 
-    `tensors` contains the model weights, or their moving average if `weights` is `ema`. `known` contains all dataset
-    properties in the checkpoint, and `facts` contains those that were validated. `notes` and `problems` are messages
-    for the user.
+    `tensors` contains the model weights, or their moving average if `weights` is `ema`. `stored_facts` contains all
+    dataset properties in the checkpoint, and `facts` contains those that were validated. `notes` and `problems` are
+    messages for the user.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class SavedModel:
     weights_sha256: str
     recipe: Recipe
     placement: Placement
-    known: Mapping[str, Any]
+    stored_facts: Mapping[str, Any]
     facts: Facts
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -88,12 +88,12 @@ class SavedModel:
         return f"model {self.recipe.model.name}"
 
     @property
-    def remarks(self) -> list[str]:
+    def messages(self) -> list[str]:
         """The notes and problems as lines of text for the user."""
         return [*(f"note: {each}" for each in self.notes), *(f"warning: {each}" for each in self.problems)]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """A description of the checkpoint and its weights."""
         averaged = ", averaged weights (ema)" if self.weights == "ema" else ""
         return f"{self.path}, after step {self.step}{averaged}"
@@ -108,7 +108,7 @@ class SavedModel:
         return list(mean) if mean else None, list(std) if std else None
 
     @property
-    def cut(self) -> CropSettings | None:
+    def crop_settings(self) -> CropSettings | None:
         """The crop settings of evaluations, or None if evaluations don't crop or resize images."""
         request = make_data_request(values(self.recipe.data))
         return get_crop_settings(request) if request.changes_size else None
@@ -130,14 +130,14 @@ class SavedModel:
     def construction(self) -> Construction:
         """Return the function that builds the model, together with its arguments."""
         model = self.recipe.model
-        return make_construction(name=model.name, source=model.source, options=model.options, facts=self.known)
+        return make_construction(name=model.name, source=model.source, options=model.options, facts=self.stored_facts)
 
     def task(self, example: Batch = None) -> Task:
         """Return the task of the run.
 
         `example` is a batch with a few samples. It is required if the dataset properties don't determine the task.
         """
-        return find_task(values(self.recipe), self.name, self.known, example).task
+        return find_task(values(self.recipe), self.name, self.stored_facts, example).task
 
     def model(self) -> nn.Module:
         """Build the model without chunks, and load the trained weights.
@@ -148,8 +148,8 @@ class SavedModel:
         """
         recipe = self.recipe
         # Don't load pretrained weights, because the checkpoint contains all weights.
-        plain = make_model_builder(recipe, self.known)
-        model = initialise(partial(build_finetuned, plain, tuning_of(recipe)), recipe.seed)
+        plain = make_model_builder(recipe, self.stored_facts)
+        model = initialize_model(partial(build_finetuned, plain, make_tuning(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
         model.load_state_dict(dict(self.tensors))
         return model.eval().requires_grad_(False)
@@ -176,11 +176,11 @@ class EvaluationModel:
         self._autocast = autocast(recipe.precision, device)
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         self._model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
-        if self._numerics.stored is not None:  # the dtype in which the run stores the weights
+        if self._numerics.weight_dtype is not None:  # the dtype in which the run stores the weights
             widen_batchnorm(self._model)
-            convert_parameters(self._model, self._numerics.stored)
+            convert_parameters(self._model, self._numerics.weight_dtype)
         else:
-            convert_compute_dtype(self._model, self._numerics.copied)
+            convert_compute_dtype(self._model, self._numerics.copy_dtype)
 
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> Any:
@@ -214,7 +214,7 @@ def open_saved(request: EvalRequest, weights: Weights | None = None) -> SavedMod
         weights_sha256=store.weights_sha256(tensors),
         recipe=recipe,
         placement=loaded.config.placement,
-        known=state.data,
+        stored_facts=state.data,
         facts=_validate_facts(checkpoint.path, state.data),
         notes=tuple(loaded.notes),
         problems=tuple(checkpoint.problems),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.text.tokenizer import FromFile, Tokenizer, tokenizer_of
+from lockstep.data.text.tokenizer import FileTokenizer, Tokenizer, tokenizer_of
 from lockstep.errors import UsageError
 from lockstep.inference.pictures import Row
 from lockstep.inference.saved import EvaluationModel, SavedModel
@@ -98,7 +98,7 @@ def get_tokenizer(saved: SavedModel, file: str | None = None) -> Tokenizer:
         raise UsageError(f"--tokenizer: this run uses a {unit} tokenizer, which has no file; remove --tokenizer")
     if unit == "tokenizer" and not isinstance(path, str):
         raise UsageError(f"{saved.path}: the run uses a tokenizer file with unknown path; pass it with --tokenizer")
-    tokenizer = FromFile(file or "") if unit is None else tokenizer_of(saved.facts.tokenizer or {}, path or "")
+    tokenizer = FileTokenizer(file or "") if unit is None else tokenizer_of(saved.facts.tokenizer or {}, path or "")
     if saved.facts.vocabulary is not None and tokenizer.vocabulary > saved.facts.vocabulary:
         raise UsageError(
             f"tokenizer: has {tokenizer.vocabulary:,} tokens, but the data of the run has {saved.facts.vocabulary:,}; "

@@ -16,7 +16,7 @@ from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
 from lockstep.inference.saved import EvaluationModel, SavedModel
 from lockstep.setup.data_facts import check_facts
-from lockstep.setup.examples import examples, transforms_of
+from lockstep.setup.examples import get_device_transforms, load_example_batches
 from lockstep.tasks.base import Task
 from lockstep.training.evaluate import batch_sums, task_metrics
 
@@ -74,11 +74,11 @@ def open_validation(saved: SavedModel, limit: int) -> Validation:
     was trained on, or if the dataset has no validation split.
     """
     recipe, data = saved.recipe, saved.open_data()
-    check_facts(data.facts, saved.known, saved.path)
+    check_facts(data.facts, saved.stored_facts, saved.path)
     split = data.validation
     if split is None:
         raise UsageError(f"{saved.path}: dataset {recipe.data.name} has no validation split to take examples from")
     model = saved.prepare_model()
-    task, count = saved.task(examples(recipe, data)[1]), min(limit, len(split))
-    indices, change = np.arange(count) * len(split) // count, transforms_of(recipe, data)
+    task, count = saved.task(load_example_batches(recipe, data)[1]), min(limit, len(split))
+    indices, change = np.arange(count) * len(split) // count, get_device_transforms(recipe, data)
     return Validation(data, split, task, indices, model, change)

@@ -42,7 +42,7 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
     launcher = startable_launchers()[name]
     job = _add_id(launcher, _check_launcher(launcher, job, port))
     _check_node_rank(launcher, job, node_rank)
-    if (job.restarts or job.fewest) and job.words[0] == "train" and not _load_config(job).config.run.dir:
+    if (job.restarts or job.min_nodes) and job.words[0] == "train" and not _load_config(job).config.run.dir:
         raise UsageError(
             "run.dir: not set, but with --restarts or --nodes MIN:MAX the run can be restarted, and each start would "
             "begin a new run; set it, for example run.dir=runs/a"
@@ -53,7 +53,7 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
     # ranks need it.
     user_secret = os.fsdecode(job_secret(os.environ))
     secret = user_secret or (
-        new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else ""
+        new_secret() if launcher.signed and launcher.starts_all(job) and job.min_nodes is None else ""
     )
     signed = replace(job, signed=bool(secret))
     lines = launcher.commands(signed) if launcher.commands else {}
@@ -70,8 +70,8 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
         from lockstep.loop.script import start_script
 
         return start_script(job.words[1], job.words[2:], job.processes)
-    if job.first:
-        _wait_for_host(job.first)
+    if job.first_address:
+        _wait_for_host(job.first_address)
     if lines:
         return _run_on_hosts(launcher, lines, job, secret)
     if launcher.elastic and not job.standalone and (problem := check_host_resolves(job.rendezvous_host)):
@@ -150,7 +150,7 @@ def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> Non
 
 def _check_strategy(job: Job) -> None:
     """Raise UsageError if the strategy of a training job doesn't support the number of ranks."""
-    if job.words[0] != "train" or job.fewest is not None or any(word.startswith("-") for word in job.words[1:]):
+    if job.words[0] != "train" or job.min_nodes is not None or any(word.startswith("-") for word in job.words[1:]):
         return
     from lockstep.setup.strategy import check_strategy, find_strategy  # imported lazily, because torch takes seconds
 
@@ -193,7 +193,7 @@ def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, 
         raise UsageError(f"{program} not found; install it, or use a different --on")
     before = _read_result(job) if launcher.elastic else {}
     # Without torchrun's agents, each command is a rank on this host, so its exit code is the exit code of the rank.
-    ended = run_on_hosts(lines, _print_message, required=job.fewest, secret=secret, is_local=not launcher.elastic)
+    ended = run_on_hosts(lines, _print_message, required=job.min_nodes, secret=secret, is_local=not launcher.elastic)
     code = ended.code
     if code and launcher.elastic and (result := _read_result(job)) != before:
         code = result.get("exit_code", code)

@@ -18,7 +18,7 @@ from lockstep.launchers.batch import query_states
 from lockstep.reporting import jsonl
 from lockstep.reporting.notices import Notice, make_notice
 from lockstep.reporting.run_log import History, RunLog, RunStart
-from lockstep.reporting.run_view import RunView, state
+from lockstep.reporting.run_view import RunView, determine_state
 from lockstep.runs.runs import (
     SubmittedJob,
     describe_machine,
@@ -57,7 +57,7 @@ class RunReader:
     def time(self) -> float:
         """The time of the last event or submission, or else of the last change to the folder, in seconds since 1970."""
         submitted = self._submitted.time if self._submitted else 0
-        return max(self._log.status().time or 0, submitted) or self.folder.stat().st_mtime
+        return max(self._log.make_status().time or 0, submitted) or self.folder.stat().st_mtime
 
     @property
     def job(self) -> int | None:
@@ -67,8 +67,8 @@ class RunReader:
     def refresh(self) -> None:
         """Read new events.
 
-        Unless the reader is strict, each call reads a limited number of events. `is_whole` is false until the remaining
-        events are read.
+        Unless the reader is strict, each call reads a limited number of events. `is_fully_read` is false until the
+        remaining events are read.
         """
         limit = None if self._strict else _EVENTS_PER_REFRESH
         if self._tail.is_replaced():
@@ -79,7 +79,7 @@ class RunReader:
         number, problem = 0, ""
         try:
             self._submitted = read_job(self.folder)
-            for event in islice(self._tail.new(), limit):
+            for event in islice(self._tail.read_new_events(), limit):
                 number += 1
                 self._add_event(event)
         except UsageError as error:
@@ -87,7 +87,7 @@ class RunReader:
         if problem and problem != self.problem:
             self._warn(problem)
         self.problem = problem
-        self.is_whole = number != limit
+        self.is_fully_read = number != limit
         while self._tail.problems:
             self._warn(self._tail.problems.popleft())
         if not self._configuration.recipe:
@@ -95,10 +95,10 @@ class RunReader:
 
     def view(self, queue: Queue) -> RunView:
         """Return the state of the run after all events read so far. `queue` contains the state of each Slurm job."""
-        history = History() if self.problem and self._strict else self._log.history()
+        history = History() if self.problem and self._strict else self._log.make_history()
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
-        run_state = state(history.status, self._is_in_use or not self.is_whole, submitted, job)
+        run_state = determine_state(history.status, self._is_in_use or not self.is_fully_read, submitted, job)
         # If a saved run was started again and failed before its first event, it counts as failed.
         has_ended = run_state in ("died", "saved")
         failed = failure_reason(self.folder, ignore_transient=run_state == "saved") if has_ended else ""
@@ -114,7 +114,7 @@ class RunReader:
             describe_machine(self.folder),
             tuple(self._notices),
             self._notice_count,
-            self.is_whole,
+            self.is_fully_read,
             find_checkpoint_steps(self.folder),
             self._make_resume_command() if self._configuration.recipe else "",
         )
@@ -127,12 +127,12 @@ class RunReader:
         self._log = RunLog()
         self._notices: deque[Notice] = deque(maxlen=_NOTICES)
         self._notice_count = 0  # number of all notices so far, including dropped notices
-        self.is_whole = False
+        self.is_fully_read = False
         self._is_in_use = True
 
     def _add_event(self, event: dict[str, object]) -> None:
         try:
-            self._log.take(event)
+            self._log.add(event)
         except (KeyError, ValueError) as error:
             if self._strict:
                 log = self.folder / jsonl.EVENTS

@@ -16,18 +16,18 @@ _SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's defaults, a
 
 
 def agent_command(job: Job) -> list[str]:
-    """Return the command line of the agent on host number `job.host`.
+    """Return the command line of the agent on host number `job.host_index`.
 
     With a static rendezvous, rank 0 is on the first host. If the number of hosts is fixed, the command line includes
     the expected number of processes, because an agent whose clock differs may consider all other agents dead and start
     alone.
     """
     words = [job.python, "-m", "torch.distributed.run", *_rendezvous(job), f"--nproc-per-node={job.processes_per_node}"]
-    if job.fewest is not None:
+    if job.min_nodes is not None:
         words = ["env", OWN_STORE, *words]
     if job.restarts:
         words.append(f"--max-restarts={job.restarts}")
-    fixed = job.nodes > 1 and job.fewest is None and job.trains
+    fixed = job.nodes > 1 and job.min_nodes is None and job.trains
     process_words = [f"placement.processes={job.processes}"] if fixed else []
     return [*words, f"--signals-to-handle={_SIGNALS}", *job.options, *job.module, *process_words]
 
@@ -40,13 +40,13 @@ def _rendezvous(job: Job) -> list[str]:
             f"--nodes: {job.nodes} hosts for torchrun, but no rendezvous endpoint; pass --endpoint HOST:PORT, "
             f"or list the hosts in --hosts FILE"
         )
-    nodes = f"--nnodes={job.nodes if job.fewest is None else f'{job.fewest}:{job.nodes}'}"
+    nodes = f"--nnodes={job.nodes if job.min_nodes is None else f'{job.min_nodes}:{job.nodes}'}"
     if job.rendezvous_backend == "static":
         host, _, port = job.rendezvous_endpoint.rpartition(":")
-        return [nodes, f"--node-rank={job.host}", f"--master-addr={host}", f"--master-port={port}"]
+        return [nodes, f"--node-rank={job.host_index}", f"--master-addr={host}", f"--master-port={port}"]
     arguments = [nodes, f"--rdzv-backend={job.rendezvous_backend}", f"--rdzv-endpoint={job.rendezvous_endpoint}"]
     if job.id:
         arguments.append(f"--rdzv-id={job.id}")
-    if job.fewest is not None:
+    if job.min_nodes is not None:
         arguments.append(f"--rdzv-conf=last_call_timeout={_LAST_CALL_S}")
     return arguments

@@ -48,9 +48,9 @@ class Job:
     - `words`: The arguments after `lockstep`.
     - `hosts`: The host names. Empty if the launcher finds the hosts itself.
     - `options`: Additional options, which are passed to the launcher unchanged.
-    - `host`: The index of the host that a command line is for, if each host has a separate command line.
-    - `first`: The address of the first host, if the platform provides it.
-    - `fewest`: If set, the job continues as long as at least this many of its `nodes` are available.
+    - `host_index`: The index of the host that a command line is for, if each host has a separate command line.
+    - `first_address`: The address of the first host, if the platform provides it.
+    - `min_nodes`: If set, the job continues as long as at least this many of its `nodes` are available.
     - `restarts`: The number of times that all processes are restarted after a failure.
     - `rendezvous`: The rendezvous backend of torchrun's agents. If empty, it is chosen automatically.
     - `endpoint`: The rendezvous endpoint as HOST:PORT. Defaults to `port` on the first host.
@@ -66,9 +66,9 @@ class Job:
     hosts: tuple[str, ...] = ()
     port: int = PORT
     options: tuple[str, ...] = ()
-    host: int = 0
-    first: str = ""
-    fewest: int | None = None
+    host_index: int = 0
+    first_address: str = ""
+    min_nodes: int | None = None
     restarts: int = 0
     rendezvous: str = ""
     endpoint: str = ""
@@ -80,7 +80,7 @@ class Job:
     @property
     def rendezvous_backend(self) -> str:
         """The rendezvous backend of torchrun's agents. Defaults to the simplest backend that works."""
-        return self.rendezvous or ("static" if self.fewest is None else "c10d")
+        return self.rendezvous or ("static" if self.min_nodes is None else "c10d")
 
     @property
     def rendezvous_endpoint(self) -> str:
@@ -108,7 +108,7 @@ class Job:
     @property
     def elastic(self) -> list[str]:
         """The requested options that only torchrun's agents support."""
-        requested = {"--nodes MIN:MAX": self.fewest, "--restarts": self.restarts, "--rendezvous": self.rendezvous}
+        requested = {"--nodes MIN:MAX": self.min_nodes, "--restarts": self.restarts, "--rendezvous": self.rendezvous}
         requested |= {"--endpoint": self.endpoint, "--id": self.id}
         return [option for option, value in requested.items() if value]
 
@@ -162,14 +162,14 @@ def check_job(job: Job) -> Job:
     elif not job.is_script and _OTHER_PYTHON.fullmatch(job.words[0]):
         script = " ".join(job.words[1:]) or "train.py"
         problems.append(f"{job.words[0]}: processes run with the Python of this environment; use python {script}")
-    if job.fewest is not None and job.fewest > job.nodes:
-        problems.append(f"--nodes: {job.fewest}:{job.nodes} has a larger minimum than maximum; pass MIN:MAX")
-    elif job.hosts and not (job.fewest or job.nodes) <= len(job.hosts) <= job.nodes:
-        requested = f"{job.fewest}:{job.nodes}" if job.fewest else str(job.nodes)
+    if job.min_nodes is not None and job.min_nodes > job.nodes:
+        problems.append(f"--nodes: {job.min_nodes}:{job.nodes} has a larger minimum than maximum; pass MIN:MAX")
+    elif job.hosts and not (job.min_nodes or job.nodes) <= len(job.hosts) <= job.nodes:
+        requested = f"{job.min_nodes}:{job.nodes}" if job.min_nodes else str(job.nodes)
         problems.append(
             f"--nodes: got {requested}, but --hosts names {len(job.hosts)} hosts; remove one of the options"
         )
-    if job.fewest is not None and job.rendezvous == "static":
+    if job.min_nodes is not None and job.rendezvous == "static":
         problems.append("--rendezvous: static does not support --nodes MIN:MAX; use c10d or etcd-v2")
     if job.rendezvous == "etcd-v2" and not job.endpoint:
         problems.append("--rendezvous: etcd-v2 requires an endpoint; pass --endpoint HOST:PORT")
@@ -183,7 +183,7 @@ def check_job(job: Job) -> Job:
     problems += [f"--hosts: {host} is not a valid host name; remove it" for host in job.hosts if host.startswith("-")]
     problems += check_resources(job)
     processes = [word.partition("=")[2] for word in job.words if word.startswith(f"{_PROCESSES}=")]
-    if processes and job.trains and job.fewest is None:
+    if processes and job.trains and job.min_nodes is None:
         problems += check_processes(processes[-1], job.processes)
     if problems:
         raise UsageError("\n".join(problems))

@@ -96,8 +96,8 @@ def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -
     return replace(
         job,
         nodes=nodes,
-        host=rank,
-        first=addresses[0] if nodes > 1 else "",
+        host_index=rank,
+        first_address=addresses[0] if nodes > 1 else "",
         port=_number(env, platform.port) if platform.port in env else job.port,
         processes_per_node=processes_per_node or (int(processes) if processes.isdecimal() else 0) or 1,
     )
@@ -123,14 +123,14 @@ def commands(job: Job) -> dict[str, list[str]]:
         raise UsageError(f"--on node: there is no launcher to pass {' '.join(job.options)} to; remove --option")
     processes_per_node = job.processes_per_node
     shared_variables = {
-        _STARTED: job.host,
+        _STARTED: job.host_index,
         "WORLD_SIZE": job.processes,
         "LOCAL_WORLD_SIZE": processes_per_node,
-        "MASTER_ADDR": job.first,
+        "MASTER_ADDR": job.first_address,
         "MASTER_PORT": job.port,
     }
     lines = {}
-    for local, rank in enumerate(range(job.host * processes_per_node, (job.host + 1) * processes_per_node)):
+    for local, rank in enumerate(range(job.host_index * processes_per_node, (job.host_index + 1) * processes_per_node)):
         variables = shared_variables | {"RANK": rank, "LOCAL_RANK": local}
         line = ["env", *(f"{name}={value}" for name, value in variables.items()), *job.program]
         lines[f"rank {rank}"] = follow_stdin(job, line)

@@ -18,7 +18,7 @@ def commands(job: Job) -> dict[str, list[str]]:
     """
     if not job.hosts:
         raise UsageError("--on ssh: no hosts; name the hosts in --hosts FILE, one per line")
-    return {host: _ssh_command(replace(job, host=index)) for index, host in enumerate(job.hosts)}
+    return {host: _ssh_command(replace(job, host_index=index)) for index, host in enumerate(job.hosts)}
 
 
 def _ssh_command(job: Job) -> list[str]:
@@ -29,7 +29,7 @@ def _ssh_command(job: Job) -> list[str]:
     resolve_check = [] if job.standalone else [RESOLVE_FLAG, job.rendezvous_host]
     agent = follow_stdin(job, [*resolve_check, *agents.agent_command(replace(job, options=()))])
     remote_command = f"cd {shlex.quote(job.folder)} && exec {shlex.join(agent)}"
-    return ["ssh", *ssh_options, *job.options, job.hosts[job.host], remote_command]
+    return ["ssh", *ssh_options, *job.options, job.hosts[job.host_index], remote_command]
 
 
 LAUNCHER: Final = Launcher("ssh", commands=commands, elastic=True)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, final
 
-from lockstep.common.own_code import calling
+from lockstep.common.own_code import find_calling_line
 from lockstep.core.shard import unsharded_tensors
 from lockstep.errors import TrainingError
 from lockstep.loop.member import Member
@@ -68,7 +68,7 @@ class LoopCheckpoints:
         check_copied(tensors, placed.model)
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
         compared["modules in evaluation mode"] = placed.modes.summary()
-        call_site = calling()
+        call_site = find_calling_line()
         compared["run.state"] = values_json = json.dumps(plain_values, sort_keys=True)
         world.compare(compared, where=call_site)
         self._state.record_save((values_json, compare_tensors(world, tensors)), call_site)

@@ -7,12 +7,18 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core.batch import tensors_of
 from lockstep.data.items import preserve_generators
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.loop.model import entry_modules
-from lockstep.setup.chunk_check import ADVICE, LARGEST, Departure, describe, quick_departure
+from lockstep.setup.chunk_check import (
+    MAX_COMPARED_PARAMETERS,
+    PLAN_ADVICE,
+    ChunkDifference,
+    describe_difference,
+    find_quick_difference,
+)
 
 _SKIPPED_PREFIX: Final = "run.place: the chunked model was not compared with the whole model"
 
@@ -34,7 +40,7 @@ class FirstCallCheck:
         self._split_model = split_model
         self._warn = warn
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        if parameters > LARGEST:
+        if parameters > MAX_COMPARED_PARAMETERS:
             warn(
                 f"{_SKIPPED_PREFIX}: this would copy its {parameters:,} parameters twice; check the plan with a "
                 f"smaller model"
@@ -58,9 +64,9 @@ class FirstCallCheck:
             del self._original_model
         departure = self._compare(original_model, name, (args, kwargs))
         if departure:
-            raise refusal(f"run.place: plan: {describe(departure, self._chunks)}", ADVICE)
+            raise make_refusal(f"run.place: plan: {describe_difference(departure, self._chunks)}", PLAN_ADVICE)
 
-    def _compare(self, original_model: nn.Module, name: str, inputs: Arguments) -> Departure | None:
+    def _compare(self, original_model: nn.Module, name: str, inputs: Arguments) -> ChunkDifference | None:
         first_tensor = next(iter(tensors_of(inputs)), None)
         device = torch.device("cpu") if first_tensor is None else first_tensor.device
 
@@ -70,7 +76,7 @@ class FirstCallCheck:
 
         with preserve_generators(), drop_new_tensors(), torch.autocast(device.type, enabled=False):
             try:
-                return quick_departure(original_model.to(device), self._split_model, inputs, run)
+                return find_quick_difference(original_model.to(device), self._split_model, inputs, run)
             except Exception as error:  # calling a custom model can raise any exception
                 self._warn(f"{_SKIPPED_PREFIX}: {type(error).__name__}: {error}")
         return None

@@ -5,7 +5,7 @@ from inspect import GEN_SUSPENDED, getgeneratorstate
 from typing import Any, final
 from weakref import ref
 
-from lockstep.common.own_code import calling, refusal
+from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.loader import Loader
@@ -44,7 +44,7 @@ class Evaluation:
         """Return `batch`, or its default: the size of the largest micro-batch of `run.steps`."""
         samples = batch or self.default_batch
         if not samples:
-            raise refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
+            raise make_refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
         return samples
 
     def batches(self, placed: PlacedModel, loader: Loader, samples: int) -> Iterator[Batch]:
@@ -66,14 +66,14 @@ class Evaluation:
     def _generate(self, placed: PlacedModel, loader: Loader, samples: int) -> Generator[Batch, None, None]:
         self._call_check.refuse_within_batch("run.each")  # two overlapping passes would leave gradients disabled
         self.end_pass()
-        current_pass = self._pass = EvaluationPass(loader.validation_batches(samples))
+        current_pass = self._pass = EvaluationPass(loader.count_validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
         draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
         try:
-            placed.audit.kept.forget()
+            placed.audit.kept_state.forget()
             with preserve_modes(placed.model), self._rank.during("evaluating"), placed.engine.custom_evaluation():
-                guard.mark(moved=True)  # averaged weights replace the trained weights during the pass
-                for number, batch, _ in loader.validation(samples):
+                guard.mark(weights_changed=True)  # averaged weights replace the trained weights during the pass
+                for number, batch, _ in loader.iterate_validation_batches(samples):
                     current_pass.numbers.append(number)
                     gate.exchanged = False
                     seed_all(world, random.extend_key(draws, number or 0))
@@ -86,10 +86,10 @@ class Evaluation:
                 current_pass.is_complete = True
         finally:
             if not current_pass.is_complete:
-                self._call_check.record_early_exit(calling() or "run.each")
+                self._call_check.record_early_exit(find_calling_line() or "run.each")
             gate.open = False
             seed_all(world, draws)  # the RNG states differ, because ranks evaluated different batches
-            guard.mark(moved=True)
+            guard.mark(weights_changed=True)
 
     def sum(self, values: Any) -> Any:
         """Sum values of the last evaluation pass over its batches and all ranks. See `Run.sum`."""

@@ -82,10 +82,10 @@ class Examination:
             self._microbatch = None
             self._write()
 
-    def update(self, update: Callable[[], Update], *, whole: bool) -> Update:
+    def update(self, update: Callable[[], Update], *, all_groups: bool) -> Update:
         """Run an update and measure the gradient and update norms of each layer. All ranks must call this method.
 
-        `whole` is whether the update changes all groups of the optimizer.
+        `all_groups` is whether the update changes all groups of the optimizer.
         """
         engine = self._placed.canonical
 
@@ -96,7 +96,7 @@ class Examination:
             update, iterate_full_tensors(self._world, engine.gradients()), weights(), weights()
         )
         # Skip the layers of groups that this update doesn't change. These layers have no gradient and no update.
-        self._observations.layers += [layer for layer in layers if whole or layer.gradient or layer.update]
+        self._observations.layers += [layer for layer in layers if all_groups or layer.gradient or layer.update]
         self._write()
         return result
 
@@ -111,14 +111,14 @@ class Examination:
 def read_observations(folder: Path) -> RankObservations | None:
     """Return the combined observations of all ranks in a step, or None if no rank reached the step."""
     paths = sorted(folder.glob("examined-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-    observations = [RankObservations.model_validate_json(plainfile.content(path, _MAX_BYTES)) for path in paths]
+    observations = [RankObservations.model_validate_json(plainfile.read_bytes(path, _MAX_BYTES)) for path in paths]
     if not observations:
         return None
     examined = StepObservations()
     for observation in observations:
         examined.microbatches |= observation.examined.microbatches
         for name, max_value in observation.examined.activations.items():
-            examined.note_activation(name, max_value)
+            examined.record_activation(name, max_value)
     # Report the first nonfinite value in the order in which a single process would compute the micro-batches.
     candidates = [
         (observation.iteration, nonfinite.microbatch, nonfinite)

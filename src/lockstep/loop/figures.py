@@ -5,7 +5,7 @@ from typing import final
 
 from torch import Tensor
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.common.reserved_metrics import RESERVED_BY_EVENTS, first_reserved
 from lockstep.run.rank import Rank
 from lockstep.training.events import Logged
@@ -27,12 +27,12 @@ class LoggedMetrics:
         try:
             values = {name: float(value) for name, value in metrics.items()}
         except (TypeError, ValueError, RuntimeError) as error:
-            raise refusal(f"run.log: {error}", "pass numbers, or tensors with a single element") from None
+            raise make_refusal(f"run.log: {error}", "pass numbers, or tensors with a single element") from None
         if reserved_name := first_reserved(values, RESERVED_BY_EVENTS):
-            raise refusal(f"run.log: {reserved_name} is a reserved name", "choose a different name")
+            raise make_refusal(f"run.log: {reserved_name} is a reserved name", "choose a different name")
         self._rank.world.add_metrics(values)
         self._values.update({name: repr(value) for name, value in values.items()})
-        self._rank.write(Logged(**self._rank.progress.at, figures=values))
+        self._rank.write(Logged(**self._rank.progress.event_fields, figures=values))
 
     def compare(self) -> None:
         """Warn, at most once per run, if metrics have different values on different ranks."""

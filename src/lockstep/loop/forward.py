@@ -5,7 +5,7 @@ from typing import final
 
 from torch import Tensor
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core.batch import tensors_of
 from lockstep.core.order import Step
 from lockstep.loop.examination import Examination
@@ -34,19 +34,25 @@ class Forward:
         self._versions: dict[int, list[int]] = {}  # the version counters of each micro-batch's tensors, by id
 
     def enter(
-        self, microbatch: MicroBatch, stray_check: StrayModuleCheck | None, *, beside: bool, first: bool, iteration: int
+        self,
+        microbatch: MicroBatch,
+        stray_check: StrayModuleCheck | None,
+        *,
+        is_extra: bool,
+        first: bool,
+        iteration: int,
     ) -> None:
         """Begin a micro-batch of the step.
 
-        - `beside`: Whether an audit added this micro-batch to the step.
+        - `is_extra`: Whether an audit added this micro-batch to the step.
         - `first`: Whether this is the first micro-batch of the current iteration over the step.
         - `iteration`: The index of the current iteration. A step has one iteration per update.
         """
         number, engine = self._step.number + 1, self._placed.engine
-        if self._examination is not None and not beside:
+        if self._examination is not None and not is_extra:
             self._examination.enter(microbatch, iteration)
         self.microbatch, self._stray_check = microbatch, stray_check
-        forward = engine.forward_extra if beside else engine.forward
+        forward = engine.forward_extra if is_extra else engine.forward
         self._context = forward(microbatch, self._step)
         self._context.__enter__()
         self._gate.open = True
@@ -56,7 +62,7 @@ class Forward:
         # Check that no earlier iteration over the step has modified the batch in place.
         versions = [tensor._version for tensor in tensors_of(microbatch.batch) if not tensor.is_inference()]
         if self._versions.setdefault(id(microbatch), versions) != versions:
-            raise refusal(
+            raise make_refusal(
                 f"step {number}: an earlier iteration modified the batch in place, and this iteration would get the "
                 f"modified batch",
                 "create new tensors, such as x = x + noise instead of x += noise",
@@ -76,7 +82,7 @@ class Forward:
         Set `early` if the forward pass ended with an error. In this case, the state of the engine isn't checked.
         """
         context, self._context, self._gate.open = self._context, None, False
-        self._gate.returned.clear()
+        self._gate.output_nodes.clear()
         if self._stray_check is not None:
             self._stray_check.close()
         if context is not None and early:

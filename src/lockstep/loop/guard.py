@@ -28,7 +28,7 @@ from torch.nn import Parameter, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.common.own_code import SourceLocation, describe_code_between, is_user_code, refusal
+from lockstep.common.own_code import SourceLocation, describe_code_between, is_user_code, make_refusal
 from lockstep.loop.placing import FREEZING_ADVICE
 
 Refuse = Callable[[bool], Exception]  # returns the error for a write; the argument is whether autograd is writing
@@ -185,7 +185,7 @@ class Guard:
         self._hook_ids = self._gradient_hooks()
         self._identities = self._part_ids()
         self.block_gradient_writes()
-        self.mark(moved=True)
+        self.mark(weights_changed=True)
 
     def close(self) -> None:
         """Stop checking the model."""
@@ -195,7 +195,7 @@ class Guard:
     def check(
         self,
         *,
-        whole: bool = True,
+        full: bool = True,
         updating: bool = False,
         modes: bool = False,
         forward: bool = False,
@@ -203,7 +203,7 @@ class Guard:
     ) -> None:
         """Raise UsageError if the model changed since the last call of Lockstep ended.
 
-        - `whole`: Check everything. Otherwise only check gradients, kept buffers, and modes if `modes` is set.
+        - `full`: Check everything. Otherwise only check gradients, kept buffers, and modes if `modes` is set.
         - `updating`: The weights are about to be updated. Also check for writes, replaced tensors or modules, and
           changes of `requires_grad`, because these changes can't be detected after the update.
         - `modes`: Check that all modules are in the mode recorded by `mark`.
@@ -217,9 +217,9 @@ class Guard:
         self._running = False
         self._last_step = self.step or self._last_step
         self._updates += updating
-        self._was_autograd_check = whole or updating
+        self._was_autograd_check = full or updating
         self._was_compared = self._was_autograd_check or self._careful
-        self._was_full_check = whole or (updating and self._careful)
+        self._was_full_check = full or (updating and self._careful)
         if self._was_compared:
             self._check_writes()
         if modes and (training_modes := [module.training for module in self._modules]) != self._modes:
@@ -243,13 +243,13 @@ class Guard:
             problem = f"the storage of {name} was replaced"
             raise self._refusal(problem, since=self._fully_checked_at, first_step=self._full_check_step)
 
-    def mark(self, *, moved: bool = False, modes: bool = False) -> None:
+    def mark(self, *, weights_changed: bool = False, modes: bool = False) -> None:
         """Record the current state before user code runs.
 
-        - `moved`: Also record the weights, because Lockstep changed them.
+        - `weights_changed`: Also record the weights, because Lockstep changed them.
         - `modes`: Also record the modes of all modules.
         """
-        if moved:
+        if weights_changed:
             self._summing = False
             self._careful = self._updates <= _CAREFUL_UPDATES or not self._updates % _CAREFUL_INTERVAL
             self._versions = [tensor._version for tensor in self._tensors]
@@ -259,16 +259,16 @@ class Guard:
             self._kept_versions = [buffer._version for buffer in self._kept_buffers]
         if not self._running:  # if user code is already running, there was no `check` since the last `mark`
             self.last = self.line(3)
-            if moved or self._was_compared:
+            if weights_changed or self._was_compared:
                 self._compared_at = self.last
-            if (moved or self._was_autograd_check) and not self._frozen:
+            if (weights_changed or self._was_autograd_check) and not self._frozen:
                 self._autograd_checked_at = self.last
             if self._was_full_check:
                 self._fully_checked_at, self._full_check_step = self.last, self._last_step
             self._running = True
 
     def line(self, depth: int = 1) -> SourceLocation:
-        """Return the line of user code that made the current call. Faster than `own_code.calling`.
+        """Return the line of user code that made the current call. Faster than `own_code.find_calling_line`.
 
         The search starts `depth` frames above the frame of this method.
         """
@@ -306,7 +306,7 @@ class Guard:
             raise self._write_error(False)
         if self.watches(tensor):
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
-            raise refusal(f"{self._prefix}the storage of {name} was replaced", _ADVICE)
+            raise make_refusal(f"{self._prefix}the storage of {name} was replaced", _ADVICE)
 
     def _check_writes(self) -> None:
         if (versions := [tensor._version for tensor in self._tensors]) != self._versions:
@@ -342,12 +342,12 @@ class Guard:
 
     def _write_error(self, by_backward: bool) -> Exception:
         if by_backward:
-            return refusal(
+            return make_refusal(
                 f"{self._prefix}a backward other than step.backward adds to the gradients of the placed model",
                 "pass the whole loss to step.backward(mean=loss), once for each micro-batch; to compute a derivative "
                 "without changing gradients, call torch.autograd.grad",
             )
-        return refusal(f"{self._prefix}a gradient of the placed model was modified", _GRADIENT_ADVICE)
+        return make_refusal(f"{self._prefix}a gradient of the placed model was modified", _GRADIENT_ADVICE)
 
     def _check_structure(self, since: SourceLocation) -> None:
         if self._part_ids() != self._identities:
@@ -388,7 +388,7 @@ class Guard:
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (name := self._find_foreign_module(module)):
-            raise refusal(
+            raise make_refusal(
                 f"{self._prefix}{name} is called with different weights, but would use its own", _FUNCTIONAL_CALL_ADVICE
             )
 
@@ -413,10 +413,10 @@ class Guard:
         for tensor in module._parameters.values():
             if tensor in self._gathered and tensor._version != self._gathered[tensor][1]:
                 name = self._names[self._gathered[tensor][0]]
-                raise refusal(f"{self._prefix}{name} was modified in a forward", _ADVICE)
+                raise make_refusal(f"{self._prefix}{name} was modified in a forward", _ADVICE)
 
     def _refuse_dependence(self, name: str, _gradient: Tensor) -> None:
-        raise refusal(f"{self._prefix}the loss depends on this rank's shard of {name}", _LOSS_ADVICE)
+        raise make_refusal(f"{self._prefix}the loss depends on this rank's shard of {name}", _LOSS_ADVICE)
 
     @property
     def _prefix(self) -> str:
@@ -427,7 +427,7 @@ class Guard:
     ) -> Exception:
         """Return the error for a change that happened after the line `since`, in step `first_step` or later."""
         prefix = f"steps {first_step} to {self.step}: " if 0 < first_step < self.step else self._prefix
-        return refusal(f"{prefix}{problem}", advice, describe_code_between(since or self.last, self.line()))
+        return make_refusal(f"{prefix}{problem}", advice, describe_code_between(since or self.last, self.line()))
 
 
 @final
@@ -440,7 +440,7 @@ class NoGuard:
     def check(
         self,
         *,
-        whole: bool = True,
+        full: bool = True,
         updating: bool = False,
         modes: bool = False,
         forward: bool = False,
@@ -448,7 +448,7 @@ class NoGuard:
     ) -> None:
         """See Guard."""
 
-    def mark(self, *, moved: bool = False, modes: bool = False) -> None:
+    def mark(self, *, weights_changed: bool = False, modes: bool = False) -> None:
         """See Guard."""
 
     def line(self, depth: int = 1) -> SourceLocation:

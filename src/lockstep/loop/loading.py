@@ -8,7 +8,7 @@ from lockstep.core.sample_order import SampleOrder
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Items
 from lockstep.data.loader import Loader
-from lockstep.data.weigh import Weigh
+from lockstep.data.weigh import BatchWeigher
 from lockstep.loop.placed import PlacedModel
 from lockstep.strategies.base import replica_devices
 
@@ -19,7 +19,7 @@ def make_loader(
     steps: Steps,
     microbatches: int = 1,
     *,
-    weigh: Weigh | None = None,
+    weigh: BatchWeigher | None = None,
     audits: AuditSchedule | None = None,
     order: SampleOrder | None = None,
 ) -> Loader:
@@ -34,7 +34,7 @@ def make_loader(
         settings.seed,
         placed.strategy.mesh(world.size).data_rank(world.rank),
         settings.placement.workers,
-        None if audits is None else partial(audits.assignment, world.rank),
+        None if audits is None else partial(audits.get_assignment, world.rank),
         weigh,
         order and order.for_epoch,
         replica_devices(placed.strategy, world.on_gpu),

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from lockstep.common.own_code import calling, refusal
+from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.loop.loss_terms import (
     Kind,
     LossTerm,
@@ -26,11 +26,11 @@ from lockstep.loop.loss_terms import (
     are_sample_losses,
     depends_on_outputs,
     find_terms,
+    find_uncanceled_scales,
     is_mean_over_samples,
+    is_reduction,
     mask_totals,
     operation_name,
-    reduces,
-    uncanceled,
 )
 from lockstep.loop.losses import missing_weights_error
 from lockstep.tasks.base import MicroBatch
@@ -65,18 +65,18 @@ class LossCheck:
         loss: Any,
         microbatch: MicroBatch,
         microbatches: int,
-        returned: Collection[Node],
+        output_nodes: Collection[Node],
         *,
         mean: bool,
-        weighs: bool = False,
+        has_weights: bool = False,
         step_weight: int = 0,
     ) -> None:
         """Raise UsageError if `loss` isn't a 0-dim tensor with an autograd graph, or clearly has the wrong reduction.
 
         - `mean`: Whether the loss was passed as a mean over the micro-batch, and not as a sum.
         - `microbatches`: The number of micro-batches in the step.
-        - `returned`: The graph nodes of the model's outputs for this micro-batch.
-        - `weighs`: Whether the script passed `weight` to `run.steps`.
+        - `output_nodes`: The graph nodes of the model's outputs for this micro-batch.
+        - `has_weights`: Whether the script passed `weight` to `run.steps`.
         - `step_weight`: The weight of the whole step, or 0 if it isn't known.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
@@ -86,12 +86,12 @@ class LossCheck:
             if isinstance(loss, Tensor):
                 received = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
             of_loss = f" for {self.name}" if self.name else ""
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: step.backward received {received}{of_loss}", "pass a 0-dim floating-point tensor"
             )
         root = loss.grad_fn
         if root is None:
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: {self._loss} has no autograd graph that leads to the model",
                 "compute it from the outputs of the model, without detach(), torch.no_grad() or your own "
                 "loss.backward()",
@@ -103,7 +103,7 @@ class LossCheck:
         if ending in self._checked_endings and step != self._first_step:
             return
         self._checked_endings.add(ending)
-        graph = _LossGraph(root, microbatch, returned, mean=mean)
+        graph = _LossGraph(root, microbatch, output_nodes, mean=mean)
         if not graph.terms:
             return
         self._check_factors(step, graph)
@@ -112,9 +112,9 @@ class LossCheck:
             return  # mean and sum are the same
         if mean:
             self._check_mean(step, graph, microbatches)
-            self._compare_counts(step, graph, microbatches, weighs)
+            self._compare_counts(step, graph, microbatches, has_weights)
         else:
-            self._check_sum(step, graph, weighs, step_weight)
+            self._check_sum(step, graph, has_weights, step_weight)
         if not mean or microbatches > 1:
             self._ask_about_function(step, graph)
 
@@ -135,16 +135,16 @@ class LossCheck:
         """Raise UsageError if a GradScaler scaled the loss. Warn if the loss is multiplied by the world size."""
         for scale in graph.shared:
             if _is_scaler_factor(scale):
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: {self._loss} is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
                     'remove the scaler: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
                 )
             if not scale.divides and scale.value == self.processes > 1 and scale.value not in graph.counts:
                 self._ask(
                     "processes",
-                    f"step {step}: {self._loss} is multiplied by {self.processes} ({calling()}), the number of "
-                    f"processes; remove the factor if it undoes a mean over processes, because the gradient is the "
-                    f"mean over the step on any number of processes; otherwise, keep it",
+                    f"step {step}: {self._loss} is multiplied by {self.processes} ({find_calling_line()}), the "
+                    "number of processes; remove the factor if it undoes a mean over processes, because the gradient "
+                    "is the mean over the step on any number of processes; otherwise, keep it",
                 )
 
     def _check_division(self, step: int, graph: "_LossGraph") -> None:
@@ -156,10 +156,10 @@ class LossCheck:
                 f"over the step; if you want to scale the loss, write {1 / scale.value:.6g} * loss"
             )
             if step == 1:
-                raise refusal(problem, advice)
-            self._ask("division", f"{problem} ({calling()}); {advice}")
+                raise make_refusal(problem, advice)
+            self._ask("division", f"{problem} ({find_calling_line()}); {advice}")
 
-    def _check_sum(self, step: int, graph: "_LossGraph", weighs: bool, step_weight: int) -> None:
+    def _check_sum(self, step: int, graph: "_LossGraph", has_weights: bool, step_weight: int) -> None:
         """Raise UsageError if a mean was passed as a sum. Warn if a sum has more values than the micro-batch's weight.
 
         There is no warning if the script multiplies the sum by the weight of the step. The update divides by the same
@@ -171,27 +171,28 @@ class LossCheck:
             division_note = f": a sum divided by {divisor:g}" if divisor else ""
             scaling_note = f"; if you want to scale the loss, write {1 / divisor:.6g} * loss" if divisor else ""
             if len(means) == len(graph.terms):
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: {self._loss} is a mean{division_note}",
                     f"pass it as {self._call('mean')}{scaling_note}",
                 )
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: a part of {self._loss} is a mean{division_note}, and another part is a sum",
                 f"reduce all parts in the same way: a mean times the number of samples is a sum{scaling_note}",
             )
         weight = graph.microbatch.weight
         value_count = min(graph.count_of_sum(term) for term in graph.terms)
         undivided = any(not scale.divides and scale.value == step_weight for scale in graph.shared)
-        is_intended = undivided or (weighs and not value_count % weight)
+        is_intended = undivided or (has_weights and not value_count % weight)
         if value_count > weight and not is_intended:
-            size = f"of weight {weight}" if weighs else f"of {weight} samples"
+            size = f"of weight {weight}" if has_weights else f"of {weight} samples"
             undivided_loss = f"{self._step_weight} * loss"
             self._ask(
                 "terms",
-                f"step {step}: {self._loss} sums {value_count:g} values of a micro-batch {size} ({calling()}), and "
-                f"step.update divides the sum by the weight of the step; if your script takes the mean, pass it as "
-                f"{self._call('mean')}; if it never divides the sum, use {self._call('sum', undivided_loss)}; "
-                f"if this sum is intended, sum over each sample first and then over the samples",
+                f"step {step}: {self._loss} sums {value_count:g} values of a micro-batch {size} "
+                f"({find_calling_line()}), and step.update divides the sum by the weight of the step; if your script "
+                f"takes the mean, pass it as {self._call('mean')}; if it never divides the sum, use "
+                f"{self._call('sum', undivided_loss)}; if this sum is intended, sum over each sample first and then "
+                "over the samples",
             )
 
     def _check_mean(self, step: int, graph: "_LossGraph", microbatches: int) -> None:
@@ -199,9 +200,9 @@ class LossCheck:
         sums = [term for term, kind in graph.kinds() if kind == "sum"]
         if not sums:
             return
-        divisors = [scale.value for scale in uncanceled(sums[0]) if not graph.is_usual(scale)]
+        divisors = [scale.value for scale in find_uncanceled_scales(sums[0]) if not graph.is_usual(scale)]
         if len(sums) == len(graph.terms) and not divisors and all(map(graph.sums_all_samples, sums)):
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: {self._loss} is a sum over {sums[0].size:g} values",
                 f"pass it as {self._call('sum')}, which step.update divides by the weight of the step; to keep the "
                 f"gradient of a script that never divides the sum, use "
@@ -212,13 +213,13 @@ class LossCheck:
             subject = self._loss if len(sums) == len(graph.terms) else f"a part of {self._loss}"
             self._ask(
                 "part",
-                f"step {step}: {subject} is a sum over {sums[0].size:g} values{division_note} ({calling()}), in one of "
-                f"{microbatches} micro-batches of {graph.microbatch.samples} samples, so its gradient depends on the "
-                f"number of micro-batches; divide it by the number of samples of the micro-batch, or pass all parts as "
-                f"sums",
+                f"step {step}: {subject} is a sum over {sums[0].size:g} values{division_note} "
+                f"({find_calling_line()}), in one of {microbatches} micro-batches of {graph.microbatch.samples} "
+                "samples, so its gradient depends on the number of micro-batches; divide it by the number of samples "
+                "of the micro-batch, or pass all parts as sums",
             )
 
-    def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, weighs: bool) -> None:
+    def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, has_weights: bool) -> None:
         """Warn if the counts that means divide by aren't proportional to the weights of the micro-batches."""
         weight = graph.microbatch.weight
         counts = [graph.count_of_mean(term) for term, kind in graph.kinds() if kind == "mean"]
@@ -230,25 +231,25 @@ class LossCheck:
             differs = comparable and count * weight_before != counts_before[number] * weight
             if not count or not (count % weight or differs):
                 continue
-            size = f"of weight {weight}" if weighs else f"of {weight} samples"
+            size = f"of weight {weight}" if has_weights else f"of {weight} samples"
             comparison = f", and over {counts_before[number]:g} values in the previous one" if differs else ""
             self._ask(
                 "weight",
                 f"step {step}: {self._loss} is a mean over {count:g} values of a micro-batch {size} "
-                f"({calling()}){comparison}; if micro-batches differ in this count, pass it to run.steps: "
+                f"({find_calling_line()}){comparison}; if micro-batches differ in this count, pass it to run.steps: "
                 f"{_suggest_weight(graph)}",
             )
 
     def _ask_about_function(self, step: int, graph: "_LossGraph") -> None:
         """Warn if a term is a nonlinear function of all samples of the micro-batch together."""
         for term in graph.terms:
-            if not term.kind and reduces(term.node) and term.node not in graph.returned:
+            if not term.kind and is_reduction(term.node) and term.node not in graph.output_nodes:
                 name = term.node.name().partition("Backward")[0].lower()
                 self._ask(
                     "function",
                     f"step {step}: a part of {self._loss} is not a sum over samples, but a function ({name}) of all "
-                    f"samples of a micro-batch ({calling()}), so it depends on the number of micro-batches; pass the "
-                    f"loss as {self._call('mean')}, and do not change microbatches",
+                    f"samples of a micro-batch ({find_calling_line()}), so it depends on the number of "
+                    f"micro-batches; pass the loss as {self._call('mean')}, and do not change microbatches",
                 )
 
     def _ask(self, topic: str, warning: str) -> None:
@@ -261,15 +262,15 @@ class LossCheck:
 class _LossGraph:
     """The loss of a micro-batch, split into the terms that depend on the outputs of the model."""
 
-    def __init__(self, root: Node, microbatch: MicroBatch, returned: Collection[Node], *, mean: bool) -> None:
+    def __init__(self, root: Node, microbatch: MicroBatch, output_nodes: Collection[Node], *, mean: bool) -> None:
         self.microbatch = microbatch
-        self.returned = returned
+        self.output_nodes = output_nodes
         self._mean = mean
-        all_terms = find_terms(root, microbatch.samples, returned)
+        all_terms = find_terms(root, microbatch.samples, output_nodes)
         terms = [
             term
             for term in all_terms
-            if depends_on_outputs(term.node, returned) or is_mean_over_samples(term, microbatch, returned)
+            if depends_on_outputs(term.node, output_nodes) or is_mean_over_samples(term, microbatch, output_nodes)
         ]
         if are_sample_losses(terms, microbatch.samples):
             terms = [term._replace(kind="sum", size=1) for term in terms]
@@ -298,7 +299,7 @@ class _LossGraph:
         if term.kind != "sum":
             return None
         samples = self.microbatch.samples
-        for scale in uncanceled(term):
+        for scale in find_uncanceled_scales(term):
             value = scale.value
             divides_size = samples > 1 and value > 1 and not value % samples and not term.size % value
             # No script divides by the literal 1, so the divisor is a count that happens to be 1.
@@ -319,7 +320,9 @@ class _LossGraph:
         """
         if term.kind != "sum":
             return 0
-        return term.size / math.prod(scale.value for scale in uncanceled(term) if scale.value in term.sizes[1:])
+        return term.size / math.prod(
+            scale.value for scale in find_uncanceled_scales(term) if scale.value in term.sizes[1:]
+        )
 
     def sums_all_samples(self, term: LossTerm) -> bool:
         """Return whether a term is certain to sum over all samples of the micro-batch."""
@@ -333,7 +336,7 @@ class _LossGraph:
         """
         for scale in self.shared:
             is_integer = scale.divides and scale.value >= 2 and scale.value.is_integer()
-            if not is_integer or any(scale not in uncanceled(term) for term in self.terms):
+            if not is_integer or any(scale not in find_uncanceled_scales(term) for term in self.terms):
                 continue
             makes_mean = any(self.divisor_of_mean(term) == scale for term in self.terms)
             if not (makes_mean or self.is_usual(scale)):

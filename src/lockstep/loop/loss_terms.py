@@ -57,7 +57,7 @@ class LossTerm(NamedTuple):
         return math.prod(1 / scale.value if scale.divides else scale.value for scale in inner if scale.value)
 
 
-def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
+def find_terms(root: Node, samples: int, output_nodes: Collection[Node]) -> list[LossTerm]:
     """Return the terms of a loss.
 
     The walk along the graph ends at means, loss functions with a reduction, nonlinear operations and model outputs.
@@ -67,14 +67,14 @@ def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[Los
         term = pending.pop()
         if kind := _find_reduction(term.node, samples):
             terms.append(term._replace(kind=kind, size=_reduced_count(term.node), sizes=()))
-        elif term.node not in returned and (operands := _linear_operands(term, returned)):
+        elif term.node not in output_nodes and (operands := _linear_operands(term, output_nodes)):
             pending += reversed(operands)
         else:
             terms.append(term)
     return terms
 
 
-def uncanceled(term: LossTerm) -> Sequence[Scale]:
+def find_uncanceled_scales(term: LossTerm) -> Sequence[Scale]:
     """Return the divisions of a term, without those that a multiplication by the same number cancels."""
     multipliers = [scale.value for scale in term.scales if not scale.divides]
     divisions = []
@@ -99,12 +99,12 @@ def are_sample_losses(terms: Sequence[LossTerm], samples: int) -> bool:
     return len(terms) == samples > 1 and all(term.kind == "mean" and _row_count(term.node) != samples for term in terms)
 
 
-def depends_on_outputs(node: Node, returned: Collection[Node]) -> bool:
+def depends_on_outputs(node: Node, output_nodes: Collection[Node]) -> bool:
     """Return whether a part of the loss depends on an output of the model. Returns True if the outputs are unknown."""
-    return not returned or any(ancestor in returned for ancestor in backward_nodes(node))
+    return not output_nodes or any(ancestor in output_nodes for ancestor in backward_nodes(node))
 
 
-def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
+def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, output_nodes: Collection[Node]) -> bool:
     """Return whether a term is a mean over one value per sample, computed by a forward pass of the model.
 
     An example is a penalty on gradients or activations, which doesn't depend on any output of the model. A mean over
@@ -112,14 +112,14 @@ def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Colle
     """
     if term.kind != "mean" or _row_count(term.node) != microbatch.samples:
         return False
-    ancestors = {ancestor for node in returned for ancestor in backward_nodes(node)}
+    ancestors = {ancestor for node in output_nodes for ancestor in backward_nodes(node)}
     return any(
         ancestor in ancestors and not ancestor.name().endswith("AccumulateGrad")
         for ancestor in backward_nodes(term.node)
     )
 
 
-def reduces(node: Node) -> bool:
+def is_reduction(node: Node) -> bool:
     """Return whether a node is a PyTorch operation that returns a single number, but is neither a sum nor a loss."""
     name = operation_name(node)
     if not name or name.startswith(_SUMMING_OPERATIONS) or getattr(node, "_saved_reduction", None) is not None:
@@ -133,11 +133,11 @@ def operation_name(node: Node) -> str:
     return name if name[-1:].isdigit() else ""
 
 
-def _linear_operands(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
+def _linear_operands(term: LossTerm, output_nodes: Collection[Node]) -> list[LossTerm]:
     """Return the operands of a linear operation as terms, or an empty list if the operation isn't linear."""
     node, name = term.node, operation_name(term.node)
     if name.startswith(_SCALING_OPERATIONS):
-        return _scaling_operands(term, [next_node for next_node, _ in node.next_functions], returned)
+        return _scaling_operands(term, [next_node for next_node, _ in node.next_functions], output_nodes)
     if not name.startswith(_LINEAR_OPERATIONS):
         return []
     if name.startswith("SumBackward") and not term.sizes:
@@ -162,7 +162,7 @@ def _find_mask(node: Node) -> Tensor | None:
         return None
 
 
-def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collection[Node]) -> list[LossTerm]:
+def _scaling_operands(term: LossTerm, sides: Sequence[Node], output_nodes: Collection[Node]) -> list[LossTerm]:
     """Return the operand of a product or quotient as a term, if the other side is constant or only has weights.
 
     `sides` are the nodes of the two sides. Returns an empty list if both sides depend on outputs of the model.
@@ -171,7 +171,7 @@ def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collectio
     divides = node.name().startswith("DivBackward")
     model_sides = [side for side in sides if side is not None]
     if len(model_sides) > 1:
-        model_sides = [side for side in sides if depends_on_outputs(side, returned)]
+        model_sides = [side for side in sides if depends_on_outputs(side, output_nodes)]
     if len(model_sides) != 1 or (divides and model_sides[0] is not sides[0]):
         return []
     inner = term._replace(node=model_sides[0])

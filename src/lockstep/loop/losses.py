@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core.order import Step
 from lockstep.core.several_losses import describe_names
 from lockstep.loop.loss_terms import Node
@@ -42,7 +42,7 @@ def named_arguments(
     single = next((value for value in (mean, sum) if value is not None and not isinstance(value, Mapping)), None)
     if unnamed or single is not None or (mean is None and sum is None):
         found = "no loss" if not unnamed and single is None else "a loss without a name"
-        raise refusal(
+        raise make_refusal(
             f"step {number}: step.backward received {found}, but weight= of run.steps returns "
             f"{describe_names(tuple(weights), '')}",
             f"pass each loss by its name ({names}), such as step.backward(mean={{{next(iter(weights))!r}: loss}})",
@@ -51,27 +51,27 @@ def named_arguments(
     assert isinstance(means, Mapping)
     assert isinstance(sums, Mapping)
     if repeated := sorted(means.keys() & sums.keys()):
-        raise refusal(
+        raise make_refusal(
             f"step {number}: step.backward received {repeated[0]} in mean= and in sum=", "pass each loss in one of them"
         )
     passed_names = {str(name) for name in (*means, *sums)}
     unpassed = [name for name in weights if name not in passed_names]
     unknown = sorted(passed_names - weights.keys())
     if unpassed and unknown:  # probably a typo
-        raise refusal(
+        raise make_refusal(
             f"step {number}: step.backward received a loss {unknown[0]} and no loss {unpassed[0]}, but weight= of "
             f"run.steps returns {describe_names(tuple(weights), '')}",
             "use the same names in step.backward and in weight=",
         )
     if unpassed:
-        raise refusal(
+        raise make_refusal(
             f"step {number}: step.backward received no loss {unpassed[0]}, but weight= of run.steps returns a weight "
             f"for it",
             f"pass a loss for each name ({names}) in every micro-batch; if a micro-batch has nothing to learn for a "
             f"name, return the weight 0 for it",
         )
     if unknown:
-        raise refusal(
+        raise make_refusal(
             f"step {number}: step.backward received a loss {unknown[0]}, but weight= of run.steps returns no weight "
             f"for it",
             f"return an integer for each name of step.backward from weight=; now it returns {names}",
@@ -81,7 +81,7 @@ def named_arguments(
 
 def missing_weights_error(number: int) -> Exception:
     """Return the error for losses that are passed by name in a step with a single weight."""
-    return refusal(
+    return make_refusal(
         f"step {number}: step.backward received losses by name, but weight= of run.steps does not return a weight for "
         f"each name",
         'pass a function that returns an integer for each name, such as weight=lambda batch: {"next": ..., "second": '
@@ -98,7 +98,7 @@ def make_losses(
     roots = [
         Root(loss, microbatch.weights[name] if is_mean else 1, step.weights[name]) for name, loss, is_mean in arguments
     ]
-    return Losses(roots, [] if all(root.part for root in roots) else _make_zero_gradients(outputs))
+    return Losses(roots, [] if all(root.numerator for root in roots) else _make_zero_gradients(outputs))
 
 
 def _make_zero_gradients(outputs: Collection[Node]) -> list[tuple[GradientEdge, Tensor]]:

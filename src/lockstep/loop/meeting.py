@@ -3,7 +3,7 @@
 from typing import Final, final
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import calling, refusal
+from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.errors import UserCodeError
 from lockstep.loop.model import CallConsistencyCheck, Gate
 
@@ -39,7 +39,7 @@ class SameCallCheck:
         if mismatch is not None:
             index, rank = mismatch
             # The line is next to the call of this rank, because the line of the other rank isn't known here.
-            line = calling()
+            line = find_calling_line()
             raise UserCodeError(
                 f"{call}{f' ({line})' if line else ''}: rank {rank} is at {_CALL_NAMES[index]} instead; call the same "
                 f"methods of run on all ranks, not under `if run.rank == 0`, and leave each loop after the same step"
@@ -56,12 +56,12 @@ class SameCallCheck:
         script may have left the loop with an error on a single rank.
         """
         call_site, self._early_exit_line = self._early_exit_line, ""
-        if call_site and self._gate.alike is not None:
-            self._gate.alike.call(CallConsistencyCheck.LEFT, "", call_site)
+        if call_site and self._gate.call_check is not None:
+            self._gate.call_check.check_call(CallConsistencyCheck.LEFT, "", call_site)
 
     def refuse_within_batch(self, call: str) -> None:
         """Raise UsageError if `call` is made within a batch of `run.each`."""
         if self._gate.open:
-            raise refusal(
+            raise make_refusal(
                 f"{call}: called within a batch of run.each", "call it after the loop, or join the datasets into one"
             )

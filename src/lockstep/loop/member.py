@@ -133,7 +133,7 @@ class Member:
                 log = folder_path / run_folder.LOGS / log_name(rendezvous.info.rank)
                 streams.append(resources.enter_context(rendezvous.rank_log.capture(log)))
             world = resources.enter_context(session.open_world())
-            rank = Rank(rendezvous, world, folder_path, machine.numerics(session.device), source)
+            rank = Rank(rendezvous, world, folder_path, machine.make_fingerprint(session.device), source)
             if warning := hashing.hash_seed_warning(world.all_gather_text(hashing.sample_hash())):
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)

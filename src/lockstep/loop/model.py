@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep.comm import exchanges
 from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE
 from lockstep.comm.world import World
-from lockstep.common.own_code import SourceLocation, describe_error, location, refusal, source_line
+from lockstep.common.own_code import SourceLocation, describe_error, format_location, make_refusal, source_line
 from lockstep.core.batch import tensors_of
 from lockstep.errors import LockstepError, UserCodeError
 from lockstep.parallel.gradients import backward_nodes
@@ -48,51 +48,54 @@ class Gate:
 
     open: bool = False
     step: int = 0  # the current step, from its first micro-batch to its update; 0 between steps
-    returned: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
-    alike: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
+    output_nodes: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
+    call_check: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
     ended_at: SourceLocation = "", 0  # the line of the last step.backward
     recomputing: bool = False  # whether a backward pass is running, which may recompute modules in a checkpoint()
     exchanged: bool = False  # whether user code has called a collective; reset by `run.each`
 
     @property
-    def at(self) -> str:
+    def error_prefix(self) -> str:
         """The prefix of error messages, which names the current step."""
         return f"step {self.step}: " if self.step else ""
 
     def end_batch(self) -> None:
         """End a micro-batch or a batch of `run.each`."""
-        if self.alike is not None:
-            self.alike.call(CallConsistencyCheck.OVER, self.at)
+        if self.call_check is not None:
+            self.call_check.check_call(CallConsistencyCheck.OVER, self.error_prefix)
 
     @property
-    def ended(self) -> str:
+    def end_description(self) -> str:
         """The line that ended the previous micro-batch, as a clause for error messages."""
-        return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
+        return (
+            f"step.backward{f' at {format_location(*self.ended_at)}' if self.ended_at[0] else ''} ended this "
+            f"micro-batch"
+        )
 
     def exchange(self, name: str) -> None:
         """Record that user code calls the collective `name`. Raises UsageError within a step."""
         self.exchanged = True
         if self.step and name == exchanges.DTENSOR_COLLECTIVE:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.step}: sharded weights are read within the step, which requires a collective that other "
                 f"ranks may not call",
                 "compute a penalty on weights in the model's forward, read weights after step.update, or use strategy "
                 "ddp or zero1",
             )
         if self.step:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.step}: torch.distributed.{name} is called within the step, where other ranks may not call "
                 f"it, because ranks can have different numbers of micro-batches",
                 "sum values with run.sum over run.each, or call the collective after step.update",
             )
 
-    def wrap_calls(self, model: nn.Module, numerics: Numerics, alike: "CallConsistencyCheck | None") -> None:
+    def wrap_calls(self, model: nn.Module, numerics: Numerics, call_check: "CallConsistencyCheck | None") -> None:
         """Wrap the placed model so that calls are only allowed while the gate is open, and convert its dtypes.
 
         The dtypes of inputs and outputs are converted as in a recipe. A container such as nn.ModuleDict has no forward
         method, so the modules in the container are wrapped instead.
         """
-        self.alike = alike
+        self.call_check = call_check
         for number, module in enumerate(entry_modules(model)):
             if numerics.dtype is not None:
                 _convert_dtype(module, numerics)
@@ -105,19 +108,19 @@ class Gate:
         if self.recomputing:  # torch.utils.checkpoint restores the RNG state and autocast mode itself
             return call(*args, **kwargs)
         if not self.open and self.step:
-            raise refusal(
-                f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
+            raise make_refusal(
+                f"step {self.step}: the placed model is called between two micro-batches: {self.end_description}",
                 "call it before step.backward, and call step.backward once with the sum of all losses of the "
                 "micro-batch",
             )
         if not self.open:
-            raise refusal(
+            raise make_refusal(
                 "the placed model is called outside of a micro-batch",
                 "call it within `for batch in step` before step.backward, or within `for batch in run.each(...)`; to "
                 "use the saved weights of a run with dir=folder, call lockstep.load(folder, model=...)",
             )
-        if self.alike is not None:
-            self.alike.call(number, self.at, training=module.training)
+        if self.call_check is not None:
+            self.call_check.check_call(number, self.error_prefix, training=module.training)
             if torch.is_inference_mode_enabled():
                 # Weights gathered in inference mode would stay inference tensors, which a later backward pass can't
                 # use.
@@ -127,7 +130,7 @@ class Gate:
         for tensor in tensors_of(outputs):
             # A loss that the model itself returns isn't an output: LossCheck must analyze its graph.
             if tensor.grad_fn is not None and tensor.ndim:
-                self.returned.add(tensor.grad_fn)
+                self.output_nodes.add(tensor.grad_fn)
         return outputs
 
 
@@ -146,21 +149,21 @@ class CallConsistencyCheck:
 
     def __init__(self, world: World, groups: list[list[int]]) -> None:
         [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
-        self._world = world.among(groups) if len(groups) > 1 else world
+        self._world = world.split(groups) if len(groups) > 1 else world
 
     @staticmethod
     def for_groups(world: World, groups: list[list[int]]) -> "CallConsistencyCheck | None":
         """Return a check for these groups of ranks, or None if each group has a single rank."""
         return CallConsistencyCheck(world, groups) if len(groups[0]) > 1 else None
 
-    def call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
+    def check_call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
         """Raise UsageError on all ranks of the group unless they all call the same module in the same mode.
 
         All ranks of the group must call this method. `number` is the number of the module, and `training` is its mode.
         `call_site` is the line of user code in the error, which defaults to the calling line.
         """
         # Whether gradients are enabled and the mode of the module also affect which collectives a call uses.
-        messages = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
+        messages = self._world.all_gather_bytes(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
         if len({*messages}) == 1:
             return
         if len({message[:3] for message in messages}) == 1:
@@ -175,7 +178,7 @@ class CallConsistencyCheck:
             for end in (False, True)
         )
         counts = f"rank {', '.join(calling)} more often than rank {', '.join(finished)}"
-        raise refusal(
+        raise make_refusal(
             f"{prefix}ranks call the placed model differently in their micro-batches: "
             f"{counts if calling and finished else 'in a different order, or some ranks without gradients'}",
             "call it the same number of times in every micro-batch, and multiply outputs that must not count by 0; or "
@@ -192,7 +195,7 @@ def _modes_error(ranks: Sequence[int], training: Sequence[bool], prefix: str) ->
         ", ".join(str(rank) for rank, is_training in zip(ranks, training, strict=True) if is_training is mode)
         for mode in (True, False)
     )
-    return refusal(
+    return make_refusal(
         f"{prefix}rank {in_training} calls the placed model in training mode, and rank {in_evaluation} in evaluation "
         f"mode",
         "choose the mode from step.number, step.epoch or step.samples_seen, and not from the rank or the micro-batch",
@@ -201,7 +204,7 @@ def _modes_error(ranks: Sequence[int], training: Sequence[bool], prefix: str) ->
 
 def _left_error(leaving: Sequence[int], staying: Sequence[int], call_site: str) -> Exception:
     leaving_ranks, staying_ranks = (", ".join(map(str, ranks)) for ranks in (leaving, staying))
-    return refusal(
+    return make_refusal(
         f"run.each: rank {leaving_ranks} left the loop before its last batch, and rank {staying_ranks} did not",
         "leave the loop after the same batch on all ranks, or let it run to its end; or use strategy ddp or zero1, "
         "which do not communicate in a call of the model",
@@ -239,7 +242,7 @@ class StrayModuleCheck:
         for node in backward_nodes(loss.grad_fn):
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
             if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: the loss depends on a parameter of shape {list(leaf.shape)} that is not in the "
                     f"placed model and is not trained",
                     "make it a part of the model that you pass to run.place",
@@ -256,14 +259,14 @@ class StrayModuleCheck:
         kind = type(module).__name__
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             self.close()
-            raise refusal(
+            raise make_refusal(
                 f"a {kind} outside the placed model: its running statistics would differ between ranks",
                 "make it a part of the model that you pass to run.place",
             )
         # A teacher model under no_grad is fine, even if its parameters have requires_grad.
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             self.close()
-            raise refusal(
+            raise make_refusal(
                 f"a {kind} outside the placed model has parameters that require gradients, which are not summed over "
                 f"ranks",
                 "make it a part of the model that you pass to run.place",
@@ -276,7 +279,7 @@ class StrayModuleCheck:
         values = inputs[0] if inputs else None
         if isinstance(values, Tensor) and values.ndim > 1 and values.numel() == self._samples * values.shape[1]:
             self.close()
-            raise refusal(
+            raise make_refusal(
                 f"{self._single_sample_note}, but BatchNorm needs at least two values per channel",
                 "set drop_last=True in run.steps, or set a different batch or fewer micro-batches, so that each "
                 "micro-batch has at least two samples",
@@ -306,7 +309,7 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     is_sharded = any(type(parameter) is not nn.Parameter for parameter in model.parameters())
     if is_sharded and any(word in str(error) for word in _DTENSOR_WORDS):
         if name := _module_called_alone(error, model):
-            return refusal(f"{name} {CALLED_ALONE}", CALL_THE_MODEL, source_line(error))
+            return make_refusal(f"{name} {CALLED_ALONE}", CALL_THE_MODEL, source_line(error))
         return UserCodeError(f"the code computes with sharded weights: {describe_error(error, _SHARDED_ADVICE)}")
     advice = ""
     if "Expected more than 1 value per channel" in str(error):
@@ -345,7 +348,7 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
+def describe_structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
     """Return the structure of the model, which must not change after `place`.
 
     It consists of the name, the id and `requires_grad` of each parameter, and the name of each buffer.

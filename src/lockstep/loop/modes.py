@@ -5,7 +5,7 @@ from typing import final
 
 from torch import nn
 
-from lockstep.common.own_code import calling, refusal
+from lockstep.common.own_code import find_calling_line, make_refusal
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
@@ -63,7 +63,7 @@ class Modes:
     def record_save(self) -> None:
         """Record the modes that a checkpoint saves now."""
         self._saved = frozenset(self.list_evaluating())
-        self._saved_at = calling()
+        self._saved_at = find_calling_line()
 
     def restore(self) -> None:
         """Set the modules to the modes of the checkpoint. Only the first call after `load` changes the modes."""
@@ -89,7 +89,7 @@ class Modes:
         late_changes, self._late_changes = self._late_changes, {}
         for name, training in late_changes.items():
             if self._modules[name].training is training:
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: {name or 'the model'} was switched to {'training' if training else 'evaluation'} "
                     f"mode after run.save, so a resumed run would lose the change",
                     "set modes before run.save",

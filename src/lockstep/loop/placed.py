@@ -11,19 +11,19 @@ from torch.optim import Optimizer
 
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.world import World
-from lockstep.common.own_code import location, refusal
+from lockstep.common.own_code import format_location, make_refusal
 from lockstep.config.placement import StrategyConfig
 from lockstep.config.strategy_name import find_strategy_problems
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, nonfinite_advice
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked, local_tensor
-from lockstep.device.precision import stored_dtype
+from lockstep.device.precision import get_weight_dtype
 from lockstep.errors import TrainingError, UsageError
 from lockstep.loop.chunk_check import FirstCallCheck
 from lockstep.loop.guard import Guard, NoGuard
 from lockstep.loop.member import Member
-from lockstep.loop.model import structure
+from lockstep.loop.model import describe_structure
 from lockstep.loop.model_modes import is_evaluating
 from lockstep.loop.modes import Modes, list_evaluating
 from lockstep.loop.placing import Groups, get_base_rate, get_hyperparameters, make_optimizer_factory, run_trial_steps
@@ -56,13 +56,13 @@ class ChunkPlan:
     count: int = 1
     plan: Plan = field(default_factory=dict)
 
-    def cut(self, model: nn.Module) -> dict[str, Chunked]:
+    def split(self, model: nn.Module) -> dict[str, Chunked]:
         """Split the model in place and return how its parameters are rearranged.
 
         Raises UsageError if the model can't be split.
         """
         if type(self.count) is not int or self.count < 1:
-            raise refusal(f"run.place: got chunks={self.count!r}", "pass an integer of at least 1")
+            raise make_refusal(f"run.place: got chunks={self.count!r}", "pass an integer of at least 1")
         if self.count == 1:
             return {}
         try:
@@ -103,7 +103,7 @@ class PlacedModel:
         """The groups of ranks that communicate weights or inputs in each call of the model."""
         return self.strategy.mesh(self.world.size).groups("shard", "expert")
 
-    def audit_schedule(self, microbatches: int) -> AuditSchedule | None:
+    def make_audit_schedule(self, microbatches: int) -> AuditSchedule | None:
         """Return the schedule of recomputation audits, or None if audits are disabled."""
         every = self.settings.placement.audit_every
         return None if every is None else AuditSchedule(every, self.strategy.mesh(self.world.size), microbatches)
@@ -141,7 +141,7 @@ class PlacedModel:
         mesh = self.strategy.mesh(self.world.size)
         return mesh.replicate if mesh.shard == mesh.expert == 1 else 0
 
-    def agree(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
+    def submit_settings(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
         """Apply the settings of the user's optimizer, and submit the arguments of an update to a check across ranks.
 
         All ranks must have the same optimizer settings, module modes, `rate`, `clip` and `of`, and the same names of
@@ -158,7 +158,7 @@ class PlacedModel:
             }
             path, line = self.guard.line()
             self.world.set_compared_facts(
-                self.groups.get_compared_values(step, arguments), location(path, line) if path else ""
+                self.groups.get_compared_values(step, arguments), format_location(path, line) if path else ""
             )
 
     def load_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
@@ -196,8 +196,8 @@ class PlacedModel:
 
     def check_structure(self) -> None:
         """Raise UsageError if the parameters or buffers of the model aren't the same as when it was placed."""
-        if structure(self.model) != self.structure:
-            raise refusal(
+        if describe_structure(self.model) != self.structure:
+            raise make_refusal(
                 "the model was changed after run.place: it has different parameters or buffers, or different ones are "
                 "trained",
                 "change it before run.place",
@@ -223,7 +223,7 @@ def place_model(
         optimizer,
         model,
         name,
-        stored_dtype(settings.precision),
+        get_weight_dtype(settings.precision),
         cuts_rows=traits.cuts_rows or chunks.count > 1,
         lends_wholes=traits.lends_wholes,
     )
@@ -236,25 +236,25 @@ def place_model(
     )
     interval = recompute_interval(settings.placement, strategy)
     numerics = Numerics(
-        recipe, settings.placement.offload_activations, interval, member.guarded, whole_updates=whole_updates
+        recipe, settings.placement.offload_activations, interval, member.guarded, needs_full_tensors=whole_updates
     )
     check_initial_weights(world, model, _SEED_ADVICE)
     original_parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     make_optimizer = make_optimizer_factory(optimizer, model)
     initial_hyperparameters = get_hyperparameters(optimizer)
     if type(chunks.count) is int and chunks.count > 1:
-        FirstCallCheck(model, chunks.count, chunks.cut, member.rank.warn)
-    chunked = chunks.cut(model)
+        FirstCallCheck(model, chunks.count, chunks.split, member.rank.warn)
+    chunked = chunks.split(model)
     if isinstance(strategy, CutsModel):
         strategy.check_model(lambda: model, None, world.size)
     problem = Problem(None, lambda: model, f"model {type(model).__name__}")
     log = MessageLog()
     every = settings.placement.audit_every
-    own_world = world if every is None else world.rotated(strategy.mesh(world.size), 0, log)
+    own_world = world if every is None else world.rotate_shard_groups(strategy.mesh(world.size), 0, log)
     engine = strategy.start(problem, make_optimizer, own_world, replace(numerics, chunked=chunked))
     if not isinstance(engine, Phased):
         engine.close()
-        raise refusal(
+        raise make_refusal(
             f"strategy {name}: not supported in a custom training loop, which needs an engine with begin, forward, "
             f"backward and end",
             "use a different strategy, or a recipe",
@@ -275,7 +275,7 @@ def place_model(
         engine=engine,
         canonical=canonical,
         chunks=chunks,
-        structure=structure(model),
+        structure=describe_structure(model),
         rate=get_base_rate(optimizer),
         initial_hyperparameters=initial_hyperparameters,
         groups=Groups(optimizer, engine.groups, scheduler is not None),
@@ -295,30 +295,30 @@ def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tup
     size = member.rank.world.size
     selection = member.strategy or requested
     if not isinstance(selection, str | Mapping):
-        raise refusal(f"run.place: got strategy={selection!r}", "pass a name, or a mapping with name and options")
+        raise make_refusal(f"run.place: got strategy={selection!r}", "pass a name, or a mapping with name and options")
     config = StrategyConfig.model_validate({"name": selection} if isinstance(selection, str) else dict(selection))
     for _, text in find_strategy_problems(config.name):
         raise UsageError(f"run.place: {text}")
     placement = member.settings.placement.model_copy(update={"strategy": config})
     name, strategy = find_strategy(placement, size)
     if name == "pipeline" or strategy.mesh(size).pipe > 1:
-        raise refusal(
+        raise make_refusal(
             f"strategy {name}: not supported in a custom training loop, because a pipeline needs a task to know the "
             f"inputs and the loss of the model",
             "use a different strategy, or a recipe",
         )
     if isinstance(strategy, ExternalEngine):
-        raise refusal(
+        raise make_refusal(
             f"strategy {name}: not supported in a custom training loop, because its external engine runs whole steps",
             "use strategy single, ddp, zero1, zero2, zero3 or hsdp, or a recipe",
         )
     if strategy.mesh(size).context > 1 or strategy.traits.spreads_sequences:
-        raise refusal(
+        raise make_refusal(
             f"strategy {name}: not supported in a custom training loop, which passes whole sequences to the model",
             "use a different strategy, or a recipe with recipe.model.sequence_chunks",
         )
     if placement.audit_every is not None and (isinstance(strategy, CutsModel) or not strategy.traits.audits):
-        raise refusal(
+        raise make_refusal(
             f"placement.audit_every: not supported with strategy {name} in a custom training loop, because no rank can "
             f"repeat the micro-batches of a different rank",
             "use strategy ddp, zero1, zero2, zero3 or hsdp, or remove placement.audit_every",

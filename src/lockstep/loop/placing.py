@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.models.check import find_hooked_parameter
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.narrow_steps import NARROW
+from lockstep.parallel.narrow_steps import DTYPES_16_BIT
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_trials import (
@@ -69,64 +69,64 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
     any steps yet.
     """
     if not isinstance(model, nn.Module):
-        raise refusal(
+        raise make_refusal(
             f"run.place: expected a torch.nn.Module, got a {type(model).__name__}", "pass the model and its optimizer"
         )
     for name, module in model.named_modules():
         for kind in {base.__name__ for base in type(module).__mro__} & _WRAPPERS.keys():
-            raise refusal(f"run.place: {name or 'the model'} is wrapped in {kind}", _WRAPPERS[kind])
+            raise make_refusal(f"run.place: {name or 'the model'} is wrapped in {kind}", _WRAPPERS[kind])
         if module._compiled_call_impl is not None:
-            raise refusal(
+            raise make_refusal(
                 f"run.place: {name or 'the model'} is already compiled by Module.compile()",
                 _WRAPPERS["OptimizedModule"],
             )
     if sync_layers := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
-        raise refusal(
+        raise make_refusal(
             f"run.place: {sync_layers[0] or 'the model'} is a torch.nn.SyncBatchNorm, but in a custom training loop, "
             f"ranks do not reach a layer at the same time",
             "use torch.nn.BatchNorm layers, which normalize each micro-batch, or a recipe with recipe.batchnorm=sync",
         )
     if isinstance(optimizer, list | tuple | Mapping):
-        raise refusal(
+        raise make_refusal(
             f"run.place: expected an optimizer, got a {type(optimizer).__name__} of {len(optimizer)} optimizers",
             'create one with a group for each model: torch.optim.Adam([{"params": G.parameters(), "name": "G"}, '
             '{"params": D.parameters(), "name": "D", "lr": 4e-4}], lr=1e-4), and call step.update(of="G")',
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise refusal(
+        raise make_refusal(
             "run.place: LBFGS is not supported, because it computes the loss several times per step with a closure",
             "use an optimizer that takes one step per gradient, such as SGD or Adam, or use LBFGS on one process "
             "without run.place",
         )
     if not isinstance(optimizer, Optimizer):
-        raise refusal(
+        raise make_refusal(
             f"run.place: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}",
             "pass the model and its optimizer",
         )
     if step_hooks := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
-        raise refusal(f"run.place: the optimizer has {len(step_hooks)} step hooks", _HOOK_ADVICE)
+        raise make_refusal(f"run.place: the optimizer has {len(step_hooks)} step hooks", _HOOK_ADVICE)
     if optimizer.state and not _is_fresh(optimizer):
-        raise refusal(
+        raise make_refusal(
             "run.place: the optimizer has already taken steps", "create a new one; a run resumes from its checkpoint"
         )
     if "lr" not in optimizer.defaults:
-        raise refusal(
+        raise make_refusal(
             f"run.place: {type(optimizer).__name__} has no lr in its defaults, which the rates of groups relate to",
             "add lr to its defaults",
         )
     if any(not isinstance(group["lr"], Real | Tensor) for group in optimizer.param_groups):
-        raise refusal("run.place: the lr of the optimizer is not a number", "pass a number as lr")
+        raise make_refusal("run.place: the lr of the optimizer is not a number", "pass a number as lr")
     names = {parameter: name for name, parameter in model.named_parameters()}
     group_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign_shapes = [list(parameter.shape) for parameter in group_parameters if parameter not in names]
     if foreign_shapes:
-        raise refusal(
+        raise make_refusal(
             f"run.place: the optimizer has {len(foreign_shapes)} parameters that are not in the model, such as one of "
             f"shape {foreign_shapes[0]}",
             "put everything that you train into one module, such as an nn.ModuleDict",
         )
     if hooked_name := find_hooked_parameter(model):
-        raise refusal(
+        raise make_refusal(
             f"run.place: {hooked_name} has a gradient hook, but strategies keep gradients in other tensors",
             "remove the hook; change gradients in the model's forward instead, and log step.norm",
         )
@@ -134,7 +134,7 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
         name for parameter, name in names.items() if parameter.requires_grad and parameter not in set(group_parameters)
     ]
     if missing_names:
-        raise refusal(
+        raise make_refusal(
             f"run.place: {missing_names[0]} requires a gradient but is in no optimizer group",
             "add it to a group, or freeze it with requires_grad_(False)",
         )
@@ -160,7 +160,7 @@ def run_trial_steps(
     numbers, and keep its state in `optimizer.state`.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    narrow_dtypes = {parameter.dtype for parameter in trained} & {*NARROW}
+    narrow_dtypes = {parameter.dtype for parameter in trained} & {*DTYPES_16_BIT}
     whole_updates = False
     for group in optimizer.param_groups:
         make_trial = partial(_make_trial_optimizer, optimizer, group)
@@ -294,14 +294,14 @@ def _make_trial_optimizer(
 
 def _make_rejecting_method(name: str, advice: str) -> Callable[..., NoReturn]:
     def refuse(_: Optimizer, argument: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
-        raise refusal(f"optimizer.{name}() is not supported after run.place", advice)
+        raise make_refusal(f"optimizer.{name}() is not supported after run.place", advice)
 
     refuse.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns that step() was replaced
     return refuse
 
 
 def _reject_access(*_: object) -> Any:
-    raise refusal(
+    raise make_refusal(
         "optimizer.state is empty after run.place, because the optimizer of the strategy holds the state",
         "do not access it; step.norm is the gradient norm, and run.save() saves the whole state",
     )
@@ -369,15 +369,15 @@ class Groups:
     def apply_to(self, engine_groups: Sequence[Settings], step: int) -> None:
         """Copy changed settings to the groups of the engine's optimizer. Raises UsageError for unsupported changes."""
         if not _have_same_items(self._optimizer.param_groups, self._groups):
-            raise refusal(f"step {step}: the optimizer groups were replaced", _SETTING_ADVICE)
+            raise make_refusal(f"step {step}: the optimizer groups were replaced", _SETTING_ADVICE)
         if not all(
             _have_same_items(group["params"], original)
             for group, original in zip(self._groups, self._parameters, strict=True)
         ):
-            raise refusal(f"step {step}: params of an optimizer group were changed", FREEZING_ADVICE)
+            raise make_refusal(f"step {step}: params of an optimizer group were changed", FREEZING_ADVICE)
         for user_group, original_settings in self._user_groups:
             if user_group != original_settings:
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: an optimizer group that you read before run.place was changed",
                     "read the group from optimizer.param_groups again, because run.place replaced it",
                 )
@@ -396,7 +396,7 @@ class Groups:
             known_names = (
                 ", ".join(sorted({repr(group_name) for group_name in names if group_name is not None})) or "none"
             )
-            raise refusal(
+            raise make_refusal(
                 f"step.update: got of={name!r}, expected the name of an optimizer group: {known_names}",
                 'name the groups when you create the optimizer: {"params": ..., "name": ...}',
             )
@@ -448,15 +448,17 @@ def _check_setting(group: Mapping[str, Any], name: str, value: Any, prefix: str 
     if value is previous or value == previous or (name not in group and name != SCALE):
         return
     if name == SCALE and scheduled:
-        raise refusal(
+        raise make_refusal(
             f"{prefix}{SCALE} of an optimizer group was changed, but a scheduler sets its rate", _SCHEDULER_ADVICE
         )
     if name == "lr" and not scheduled:
-        raise refusal(f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE_ADVICE)
+        raise make_refusal(
+            f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE_ADVICE
+        )
     are_numbers = (name == SCALE or _is_number(previous)) and _is_number(value)
     are_lists = _is_number_list(previous) and _is_number_list(value) and len(previous) == len(value)
     if not are_numbers and not are_lists:
-        raise refusal(f"{prefix}{name} of an optimizer group was changed", _SETTING_ADVICE)
+        raise make_refusal(f"{prefix}{name} of an optimizer group was changed", _SETTING_ADVICE)
 
 
 def _have_same_items(objects: Sequence[object], previous: Sequence[object]) -> bool:

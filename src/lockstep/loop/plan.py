@@ -9,14 +9,14 @@ from torch import Tensor
 
 from lockstep.comm.named_sums import sum_over_ranks
 from lockstep.comm.world import World
-from lockstep.common.own_code import UserCode, refusal
+from lockstep.common.own_code import UserCode, make_refusal
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
 from lockstep.core.several_losses import Weight, check_weights
 from lockstep.core.work import default_microbatches
 from lockstep.data.items import Items
-from lockstep.data.weigh import Weigh
+from lockstep.data.weigh import BatchWeigher
 from lockstep.training.plan import Interval, Plan
 
 _WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represents integers below this number exactly
@@ -73,11 +73,13 @@ class LoopPlan:
             data_settings["shards"] = self.items.shards
         return {"batch": steps.batch, "microbatches": self.microbatches, **data_settings}
 
-    def make_weigher(self, world: World) -> Weigh | None:
+    def make_weigher(self, world: World) -> BatchWeigher | None:
         """Return an object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
         if self.weight is None:
             return None
-        return Weigh(partial(_evaluate_weight, self.weight), partial(sum_over_ranks, world), world.all_gather_text)
+        return BatchWeigher(
+            partial(_evaluate_weight, self.weight), partial(sum_over_ranks, world), world.all_gather_text
+        )
 
     def make_training_plan(self, log_every: int) -> Plan:
         """Return the plan for training/loop.py, which reports every `log_every` steps and only saves at the end.
@@ -85,7 +87,7 @@ class LoopPlan:
         The script decides when to evaluate and when to save.
         """
         weighs = self.weight is not None
-        return Plan(self.steps, None, weighs=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
+        return Plan(self.steps, None, has_weights=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
 
 
 def make_plan(
@@ -101,18 +103,22 @@ def make_plan(
 ) -> LoopPlan:
     """Validate the arguments of `run.steps` and return the plan. Raises UsageError if an argument is invalid."""
     if (epochs is None) == (steps is None):
-        raise refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
+        raise make_refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
     if batch < 1 or (drop_last and batch > order.length):
         limit = f" and at most {order.length}" if drop_last else ""
-        raise refusal(f"run.steps: got batch={batch} for {order.length} samples", f"set batch to at least 1{limit}")
+        raise make_refusal(
+            f"run.steps: got batch={batch} for {order.length} samples", f"set batch to at least 1{limit}"
+        )
     if microbatch is not None and (microbatches is not None or microbatch < 1):
-        raise refusal(
+        raise make_refusal(
             f"run.steps: got microbatch={microbatch} and microbatches={microbatches}",
             "pass either microbatches, or a microbatch of at least 1 sample",
         )
     count = default_microbatches(batch, microbatch) if microbatches is None else microbatches
     if not 1 <= count <= batch:
-        raise refusal(f"run.steps: got microbatches={count} for batch={batch}", f"set microbatches from 1 to {batch}")
+        raise make_refusal(
+            f"run.steps: got microbatches={count} for batch={batch}", f"set microbatches from 1 to {batch}"
+        )
     return LoopPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
 
 
@@ -129,5 +135,5 @@ def _validate_weight(result: Any, suffix: str) -> int:
     if isinstance(result, Tensor) and not result.ndim and not result.is_floating_point():
         result = int(result)
     if type(result) is not int or not 0 <= result < _WEIGHT_LIMIT:
-        raise refusal(f"weight: returned {result!r}{suffix}", "return an integer from 0 to below 2**53")
+        raise make_refusal(f"weight: returned {result!r}{suffix}", "return an integer from 0 to below 2**53")
     return result

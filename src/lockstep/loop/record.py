@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.common.own_code import calling, refusal
+from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.core.work import legacy_default_microbatches
 from lockstep.errors import UsageError
 from lockstep.loop.placed import PlacedModel
@@ -58,7 +58,7 @@ class LoopRecord:
         # The digest of the same dataset object can differ, because its samples may be random.
         is_different = previous and previous[0] is not dataset and previous[1] != ends_digest
         if self.loop is not None and (is_different or loop != self.loop):
-            raise refusal(
+            raise make_refusal(
                 "run.steps: the dataset, batch or micro-batches differ from an earlier loop of this run",
                 "keep them the same, or continue in a new run with lockstep.join, from lockstep.load of this run",
             )
@@ -67,7 +67,7 @@ class LoopRecord:
             self._rank.world.compare({f"run.steps: {name}": value for name, value in arguments.items()})
         except UsageError as error:
             differences, _, _ = str(error).rpartition("; ")
-            raise refusal(
+            raise make_refusal(
                 differences,
                 "pass the same arguments and the whole dataset on every rank, because run.steps distributes it",
             ) from None
@@ -90,11 +90,11 @@ class LoopRecord:
         if steps_done < plan.steps.total or (steps_done > 0 and steps_done == self._first_step):
             return
         if plan.steps.epochs is None:
-            raise refusal(
+            raise make_refusal(
                 f"run.steps: no step is left of steps={plan.steps.steps}: {steps_done} steps are done",
                 "remove the outer loop, or pass more `steps`, which count from the start of the run",
             )
-        raise refusal(
+        raise make_refusal(
             f"run.steps: no step is left of epochs={plan.steps.epochs}: {steps_done} steps are done",
             "remove the outer loop, or pass `epochs=epoch + 1`, because epochs count from the start of the run",
         )
@@ -121,6 +121,6 @@ def refuse_different_loop(path: object, saved: Mapping[str, Any], current: Mappi
         if name in saved and saved[name] != current[name]
     ]
     if lines:
-        location = f" ({line})" if (line := calling()) else ""
+        location = f" ({line})" if (line := find_calling_line()) else ""
         heading = f"{path}: saved by a different loop{location}; undo these changes, or choose a different dir:"
         raise UsageError("\n".join([heading, *lines]))

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
 from lockstep.common.location import local_folder
-from lockstep.common.own_code import add_calling_line, refusal
+from lockstep.common.own_code import add_calling_line, make_refusal
 from lockstep.config.placement import Placement
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
@@ -161,13 +161,13 @@ class Run:
         """
         self._begin_call("run.place")
         if self._placed is not None:
-            raise refusal(
+            raise make_refusal(
                 "run.place: the run already has a model",
                 "put everything that you train into one, such as an nn.ModuleDict",
             )
         check_model_and_optimizer(model, optimizer)
         if ema is not None and not 0 <= ema < 1:
-            raise refusal(f"run.place: got ema={ema}", "pass a decay from 0 to below 1, such as 0.999")
+            raise make_refusal(f"run.place: got ema={ema}", "pass a decay from 0 to below 1, such as 0.999")
         chunk_plan = ChunkPlan(chunks, plan or {})
         user_scheduler = None if scheduler is None else UserScheduler(scheduler, optimizer)
         with preserve_modes(model):
@@ -184,8 +184,8 @@ class Run:
         self._gate.wrap_calls(
             model, placed.numerics, CallConsistencyCheck.for_groups(self._world, placed.communicating_groups)
         )
-        placed.guard.mark(moved=True)
-        placed.audit.kept.begin()
+        placed.guard.mark(weights_changed=True)
+        placed.audit.kept_state.begin()
         return model, optimizer
 
     def steps(
@@ -276,7 +276,7 @@ class Run:
         """Save a checkpoint to the run folder. The same script can resume from it on any number of ranks."""
         self._begin_placed_call("run.save")
         if self._checkpoints is None:
-            raise refusal(
+            raise make_refusal(
                 "run.save: the run has no folder",
                 'pass one: lockstep.join(dir="runs/a"); if the folder is optional, write `if run.dir: run.save()`',
             )
@@ -375,12 +375,12 @@ class Run:
 
     def _require_placed(self, call: str = "run") -> PlacedModel:
         if self._placed is None:
-            raise refusal(f"{call}: no model is placed", "call run.place(model, optimizer) first")
+            raise make_refusal(f"{call}: no model is placed", "call run.place(model, optimizer) first")
         return self._placed
 
     def _begin_call(self, call: str) -> None:
         if self._ended:
-            raise refusal(f"{call}: the run has ended", "call lockstep.join again")
+            raise make_refusal(f"{call}: the run has ended", "call lockstep.join again")
         self._sequence.refuse_within_step(call)
         self._call_check.refuse_within_batch(call)
         if self._placed is not None:

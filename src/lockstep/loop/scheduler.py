@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.errors import UsageError
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -24,21 +24,21 @@ class UserScheduler:
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
         if not isinstance(scheduler, LRScheduler):
-            raise refusal(
+            raise make_refusal(
                 f"run.place: expected a scheduler of torch.optim.lr_scheduler, got a {type(scheduler).__name__}",
                 "pass one, or set the rate with step.update(lr=...)",
             )
         if scheduler.optimizer is not optimizer:
-            raise refusal(
+            raise make_refusal(
                 "run.place: the scheduler belongs to a different optimizer",
                 "create it with the optimizer that you pass to run.place",
             )
         if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-            raise refusal(
+            raise make_refusal(
                 "run.place: a scheduler is not supported with a tensor lr", "pass a number as lr to the optimizer"
             )
         if unsupported := [*_unsupported_names("", scheduler.state_dict())]:
-            raise refusal(
+            raise make_refusal(
                 f"run.place: a checkpoint cannot hold these values of the scheduler: {', '.join(unsupported)}",
                 "use a scheduler of torch.optim.lr_scheduler, such as SequentialLR, or step.update(lr=...)",
             )
@@ -88,7 +88,7 @@ class UserScheduler:
         A resumed run would lose this call to `scheduler.step()`.
         """
         if self._saved not in (None, self.state()):
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: scheduler.step() was called after run.save, so a resumed run would lose this call",
                 "call scheduler.step() before run.save",
             )

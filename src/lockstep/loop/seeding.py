@@ -21,7 +21,7 @@ class StepDraws:
         self._world = world
         self._key = random.extend_key(loop_key, number)
 
-    def seed_head(self) -> None:
+    def seed_step_start(self) -> None:
         """Seed all generators at the start of the step."""
         seed_all(self._world, random.extend_key(self._key, _STEP_START))
 

@@ -5,7 +5,7 @@ from typing import final
 
 from torch import nn
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core import random
 from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.examination import Examination
@@ -49,7 +49,7 @@ class StepSequence:
         self._evaluation = evaluation
         self._state = state
         self._step: Step | None = None
-        self._turn: TrainingStep | None = None  # the data and the results of the current step
+        self._training_step: TrainingStep | None = None  # the data and the results of the current step
         self._reports: StepReports | None = None  # the reports of the current loop
         # By the index of the update within a step, from 0, and by the name of the loss.
         self._losses: dict[tuple[int, str], LossCheck] = {}
@@ -68,7 +68,7 @@ class StepSequence:
         self,
         placed: PlacedModel,
         plan: LoopPlan,
-        turn: TrainingStep,
+        training_step: TrainingStep,
         reports: StepReports,
         audit: Callable[[], Iterator[Computation]] | None,
         examination: Examination | None,
@@ -79,17 +79,17 @@ class StepSequence:
         placed.modes.restore()
         self._metrics.compare()
         self._evaluation.end_pass()
-        self._turn = turn
+        self._training_step = training_step
         self._state.forget_save()
         self._step = Step(
-            turn,
+            training_step,
             self._gate,
-            min(plan.microbatches, turn.step.samples),
+            min(plan.microbatches, training_step.step.samples),
             placed,
             _make_stray_check=self._make_stray_check,
             _losses=self._get_loss_check,
             _sums=self._sums,
-            _draws=StepDraws(self._rank.world, self._draws_key, turn.step.number),
+            _draws=StepDraws(self._rank.world, self._draws_key, training_step.step.number),
             _audit=audit,
             _examination=examination,
         )
@@ -99,9 +99,9 @@ class StepSequence:
     def end(self, placed: PlacedModel) -> None:
         """End the current step when the loop requests the next step. Raises UsageError if the step has no update."""
         assert self._step is not None
-        assert self._turn is not None
+        assert self._training_step is not None
         self._call_check.check_early_exits()
-        placed.guard.check(whole=False)
+        placed.guard.check(full=False)
         if not self._step.updated:
             raise self._step._unfinished()
         if placed.scheduler is not None:
@@ -110,19 +110,19 @@ class StepSequence:
         placed.modes.end_step()
         self._step = None
         if self._observe is not None:
-            assert self._turn.sums is not None
+            assert self._training_step.sums is not None
             digests = {**placed.digests(), **state_digests(self._state.tensors())}
-            self._observe(self._turn.step.number + 1, float(self._turn.sums.loss), digests)
+            self._observe(self._training_step.step.number + 1, float(self._training_step.sums.loss), digests)
 
     def refuse_within_step(self, call: str) -> None:
         """Raise UsageError if `call` is made within a step, before its update."""
         if self._step is not None and not self._step.updated:
-            raise refusal(f"{call}: called within step {self._step.number}", "call it after step.update")
+            raise make_refusal(f"{call}: called within step {self._step.number}", "call it after step.update")
 
     def report(self) -> None:
         """Write the events of the last step, unless they are already written. All ranks must call this method."""
-        if self._turn is not None and self._reports is not None:
-            for event in self._reports.report(self._turn):
+        if self._training_step is not None and self._reports is not None:
+            for event in self._reports.report(self._training_step):
                 self._rank.write(event)
 
     def report_complete(self) -> None:
@@ -164,20 +164,22 @@ class StepSequence:
             self._losses[phase, name] = LossCheck(self._rank.world.size, self._rank.warn, name)
         return self._losses[phase, name]
 
-    def _make_stray_check(self, placed: PlacedModel, turn: TrainingStep, phase: int) -> StrayModuleCheck | None:
+    def _make_stray_check(
+        self, placed: PlacedModel, training_step: TrainingStep, phase: int
+    ) -> StrayModuleCheck | None:
         """Return a module check for the update with index `phase`, or None if this rank has already checked it."""
         if self._modules_checked > phase:
             return None
         self._modules_checked = phase + 1
         if placed.placed_in_evaluation:
             _check_mode(placed.model)
-        return StrayModuleCheck(placed.model, turn.microbatches[0].samples, self._plan.single_sample_note)
+        return StrayModuleCheck(placed.model, training_step.microbatches[0].samples, self._plan.single_sample_note)
 
 
 def _check_mode(model: nn.Module) -> None:
     """Raise UsageError if the model is in evaluation mode and has a layer that depends on the mode."""
     if is_evaluating(model) and (layer := find_mode_dependent_layer(model)):
-        raise refusal(
+        raise make_refusal(
             f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, but {layer}, "
             "computes a different result in training mode",
             "call model.train() before the loop; to train in evaluation mode on purpose, call model.train() before "

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from lockstep.common.own_code import calling
+from lockstep.common.own_code import find_calling_line
 from lockstep.config.base import Section, Threads
 from lockstep.config.document import SourcePosition, format_key
 from lockstep.config.placement import Placement
@@ -51,7 +51,7 @@ def validate_settings(
     Raises ConfigError with a list of all invalid arguments and the calling line. Keys that aren't supported in a custom
     loop are also invalid.
     """
-    position = SourcePosition(calling() or "lockstep.join")
+    position = SourcePosition(find_calling_line() or "lockstep.join")
     placement_values = dict(placement) if isinstance(placement, Mapping) else placement or {}
     run_values = {**({} if dir is None else {"dir": str(dir)}), **(run or {})}
     arguments = {

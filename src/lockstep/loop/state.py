@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.common.plainfile import parse_json
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
@@ -59,7 +59,7 @@ class ScriptState:
         """Raise UsageError if values changed after a save in this step, because a resumed run would lose the change."""
         saved, self._saved = self._saved, None
         if saved is not None and self._summarize() != saved[0]:
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: run.state was changed after run.save, so a resumed run would lose the change",
                 "change run.state before run.save",
                 saved[1],
@@ -79,7 +79,7 @@ def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[st
     plain = _split_tensors(state, (), tensors)
     if (restored := _restore_value(plain)) != plain:
         value_path, reason = next(_find_unrestorable(plain, ()), ((), "would not be restored exactly"))
-        raise refusal(f"{_display_path(value_path)} {reason}", _VALUE_ADVICE)
+        raise make_refusal(f"{_display_path(value_path)} {reason}", _VALUE_ADVICE)
     for path, tensor in tensors.items():
         _check_restorable(display_name(path), tensor, device)
     _check_no_overlap(tensors)
@@ -99,7 +99,7 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, st
             (name for name in [*rank_0_digests, *digests] if digests.get(name) != rank_0_digests.get(name)), None
         )
         if differing_name is not None:
-            raise refusal(
+            raise make_refusal(
                 f"{differing_name} is a different tensor on rank {rank} than on rank 0",
                 "compute it from values that all ranks share, such as step.sums, step.loss or the weights, and not "
                 "from the micro-batches of a rank",
@@ -119,7 +119,7 @@ def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         start, end = _address_range(tensor)
         index = bisect_right(spans, start, key=itemgetter(1))  # the first tensor that ends after `start`
         if tensor.numel() and index < len(spans) and spans[index][0] < end:
-            raise refusal(
+            raise make_refusal(
                 f"{display_name(path)} is {spans[index][2]} of the placed model, but would be a copy after a resume",
                 "store a copy: tensor.clone(), or copy.deepcopy(model.state_dict()) for all of them",
             )
@@ -169,7 +169,7 @@ def _split_tensors(value: Any, path: tuple[str | int, ...], tensors: dict[str, T
         return None
     if isinstance(value, Mapping):  # such as a state_dict()
         if (key := next((item for item in value if not isinstance(item, str)), None)) is not None:
-            raise refusal(f"{_display_path(path)} has a key that is not a string: {key!r}", _VALUE_ADVICE)
+            raise make_refusal(f"{_display_path(path)} has a key that is not a string: {key!r}", _VALUE_ADVICE)
         return {key: _split_tensors(item, (*path, key), tensors) for key, item in value.items()}
     if type(value) is list:
         return [_split_tensors(item, (*path, index), tensors) for index, item in enumerate(value)]
@@ -210,7 +210,7 @@ def _check_no_overlap(tensors: Mapping[str, Tensor]) -> None:
     for (_, end, left_path), (start, _, right_path) in pairwise(spans):
         if start < end:
             first_path, later_path = sorted((left_path, right_path), key=[*tensors].index)
-            raise refusal(
+            raise make_refusal(
                 f"{display_name(later_path)} shares memory with {display_name(first_path)}, but would not after a "
                 f"resume",
                 f"clone it: {display_name(later_path)} = tensor.clone()",
@@ -225,22 +225,22 @@ def _address_range(tensor: Tensor) -> tuple[int, int]:
 def _check_restorable(name: str, tensor: Tensor, device: torch.device) -> None:
     """Raise UsageError if a checkpoint can't restore a tensor exactly."""
     if tensor.requires_grad:
-        raise refusal(
+        raise make_refusal(
             f"{name} requires a gradient or has an autograd graph, but a checkpoint keeps only values",
             f"detach it: {name} = tensor.detach().clone()",
         )
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
-        raise refusal(f"{name} is not a plain dense tensor", "store only plain dense tensors in run.state")
+        raise make_refusal(f"{name} is not a plain dense tensor", "store only plain dense tensors in run.state")
     try:
         tensorfile.dtype_name(name, tensor)
     except ValueError as error:
-        raise refusal(str(error), "convert it to a different dtype") from None
+        raise make_refusal(str(error), "convert it to a different dtype") from None
     if tensor.device != device:
-        raise refusal(
+        raise make_refusal(
             f"{name} is on {tensor.device}, but would be on {device} after a resume", f"move it to run.device: {device}"
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise refusal(
+        raise make_refusal(
             f"{name} is a non-contiguous or conjugate view, but would be contiguous after a resume",
             f"make it contiguous: {name} = tensor.contiguous().clone()",
         )

@@ -9,7 +9,7 @@ from typing import Any, Final, Never, final
 import torch
 from torch import Tensor
 
-from lockstep.common.own_code import calling, refusal
+from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.core.batch import Batch
 from lockstep.loop.examination import Examination
 from lockstep.loop.forward import Forward
@@ -20,7 +20,7 @@ from lockstep.loop.placed import PlacedModel
 from lockstep.loop.seeding import StepDraws
 from lockstep.loop.step_pass import StepPass
 from lockstep.loop.step_sums import StepSums
-from lockstep.loop.update_settings import update_settings
+from lockstep.loop.update_settings import make_update_settings
 from lockstep.parallel.audited import Computation
 from lockstep.parallel.losses import Losses
 from lockstep.tasks.base import MicroBatch
@@ -40,7 +40,7 @@ class Step:
     To update groups of the optimizer separately, iterate over the micro-batches again before each `update(of=...)`.
     """
 
-    _turn: TrainingStep
+    _training_step: TrainingStep
     _gate: Gate
     _leaves: int
     _placed: PlacedModel
@@ -53,30 +53,30 @@ class Step:
 
     def __post_init__(self) -> None:
         self._engine, self._guard = self._placed.engine, self._placed.guard
-        self._pass = StepPass(self._turn, self._placed, self._leaves, self._audit)
-        self._forward = Forward(self._turn.step, self._placed, self._gate, self._examination)
+        self._pass = StepPass(self._training_step, self._placed, self._leaves, self._audit)
+        self._forward = Forward(self._training_step.step, self._placed, self._gate, self._examination)
         self._duplicate = self._updated = self._saved = False
-        self._draws.seed_head()
+        self._draws.seed_step_start()
 
     @property
     def number(self) -> int:
         """The number of this step, from 1."""
-        return self._turn.step.number + 1
+        return self._training_step.step.number + 1
 
     @property
     def epoch(self) -> int:
         """The index of the current epoch, from 0."""
-        return self._turn.step.epoch
+        return self._training_step.step.epoch
 
     @property
     def samples(self) -> int:
         """The number of samples in this step, across all ranks."""
-        return self._turn.step.samples
+        return self._training_step.step.samples
 
     @property
     def samples_seen(self) -> int:
         """The number of samples in all earlier steps, across all ranks. Use it to compute the learning rate."""
-        return self._turn.step.samples_seen
+        return self._training_step.step.samples_seen
 
     @property
     def weight(self) -> int:
@@ -85,7 +85,7 @@ class Step:
         If you pass losses as `sum`, `update` divides their gradient by this weight. If you pass several losses by name,
         see `weights`.
         """
-        return self._turn.step.weight
+        return self._training_step.step.weight
 
     @property
     def weights(self) -> Mapping[str, int]:
@@ -93,7 +93,7 @@ class Step:
 
         A loss that you pass as `sum` is divided by the weight of the same name.
         """
-        return self._turn.step.weights or _NO_WEIGHTS
+        return self._training_step.step.weights or _NO_WEIGHTS
 
     @property
     def updated(self) -> bool:
@@ -106,11 +106,11 @@ class Step:
 
         If you pass several losses by name, this is the sum of their means.
         """
-        if self._turn.sums is None:
-            raise refusal(
+        if self._training_step.sums is None:
+            raise make_refusal(
                 f"step {self.number}: step.loss is not available before step.update", "read it after step.update"
             )
-        return self._turn.sums.loss
+        return self._training_step.sums.loss
 
     @property
     def losses(self) -> Mapping[str, Tensor]:
@@ -118,11 +118,11 @@ class Step:
 
         Available after `update`. The mean of a loss of weight 0 is 0.
         """
-        if self._turn.sums is None:
-            raise refusal(
+        if self._training_step.sums is None:
+            raise make_refusal(
                 f"step {self.number}: step.losses is not available before step.update", "read it after step.update"
             )
-        return {name: loss.mean for name, loss in self._turn.sums.named.items()}
+        return {name: loss.mean for name, loss in self._training_step.sums.named.items()}
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
@@ -132,7 +132,7 @@ class Step:
         iteration before this update.
         """
         if not self._updated:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.number}: step.sums is not available before step.update", "read it after step.update"
             )
         return self._sums.totals
@@ -140,7 +140,7 @@ class Step:
     @property
     def norm(self) -> Tensor | None:
         """The L2 norm of the step's gradient before clipping. None before `update`, and if you didn't pass `clip`."""
-        return None if self._turn.update is None else self._turn.update.norm
+        return None if self._training_step.update is None else self._training_step.update.norm
 
     @property
     def duplicate(self) -> bool:
@@ -154,8 +154,8 @@ class Step:
     def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
         """Return whether this step ends a period of `epochs` epochs or of `steps` steps. Pass exactly one of them."""
         if (epochs is None) == (steps is None):
-            raise refusal(f"step.every: got epochs={epochs} and steps={steps}", "pass exactly one of them")
-        return Interval(steps, epochs).falls_on(self._turn.step)
+            raise make_refusal(f"step.every: got epochs={epochs} and steps={steps}", "pass exactly one of them")
+        return Interval(steps, epochs).falls_on(self._training_step.step)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the micro-batches of this rank on its device, as `collate` returns them: `for x, y in step`.
@@ -165,36 +165,39 @@ class Step:
         micro-batch.
         """
         current = self._pass
-        if current.begun:
-            raise refusal(
+        if current.has_begun:
+            raise make_refusal(
                 f"step {self.number}: a second iteration over its micro-batches without step.update(of=...) between "
                 f"them",
                 'end each iteration with an update of its own optimizer groups, such as step.update(of="D") for '
                 '{"params": ..., "name": "D"}, or pass the sum of all losses to step.backward in a single iteration',
             )
         if self._saved:
-            raise refusal(
+            raise make_refusal(
                 f"step {self.number}: an iteration over its micro-batches after run.save",
                 "call run.save after the last update of a step, because a resumed run begins with the next step",
             )
-        current.begun, self._updated = True, False
+        current.has_begun, self._updated = True, False
         self._sums.begin()
         self._gate.step = self._guard.step = self.number
         try:
             for microbatch in current.microbatches():
-                is_first = not current.done
+                is_first = not current.backward_count
                 if not is_first:
-                    self._guard.check(whole=False, modes=True)
-                stray_check = self._make_stray_check(self._placed, self._turn, current.number) if is_first else None
+                    self._guard.check(full=False, modes=True)
+                stray_check = (
+                    self._make_stray_check(self._placed, self._training_step, current.number) if is_first else None
+                )
                 self._duplicate = microbatch.dummy
                 self._draws.seed_microbatch(microbatch.index)
                 self._forward.enter(
-                    microbatch, stray_check, beside=current.beside, first=is_first, iteration=current.number
+                    microbatch, stray_check, is_extra=current.is_extra, first=is_first, iteration=current.number
                 )
                 yield microbatch.batch
                 if self._forward.microbatch is not None:
-                    raise refusal(
-                        f"step {self.number}: no backward for micro-batch {current.done + 1} of {current.expected}",
+                    raise make_refusal(
+                        f"step {self.number}: no backward for micro-batch {current.backward_count + 1} of "
+                        f"{current.expected}",
                         "call step.backward(mean=loss), not loss.backward(), for each micro-batch",
                     )
         finally:
@@ -203,7 +206,7 @@ class Step:
                 # `update`.
                 self._draws.seed_after_microbatches()
             else:
-                current.left_at = calling()
+                current.left_at = find_calling_line()
                 self._leave(early=True)
 
     def sum(self, **numbers: Tensor | float) -> None:
@@ -214,8 +217,8 @@ class Step:
         float64 in a fixed order.
         """
         if self._forward.microbatch is None:
-            outside = f"after {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
-            raise refusal(
+            outside = f"after {self._gate.end_description}" if self._pass.backward_count else "outside of a micro-batch"
+            raise make_refusal(
                 f"step {self.number}: step.sum was called {outside}",
                 "call it in a micro-batch before step.backward, which adds up the loss and the sums together",
             )
@@ -244,15 +247,15 @@ class Step:
         `sum`, or if the loss evidently has the opposite reduction.
         """
         number = self.number
-        if self._turn.step.weights is not None:
-            arguments = named_arguments(number, mean, sum, unnamed, self._turn.step.weights)
+        if self._training_step.step.weights is not None:
+            arguments = named_arguments(number, mean, sum, unnamed, self._training_step.step.weights)
             self._compute(self._microbatch_of_backward(), *self._check_named(arguments))
             return
         if unnamed or (mean is None) == (sum is None):
             if has_names(mean, sum):
                 raise missing_weights_error(number)
             problem = "both mean= and sum=" if mean is not None and sum is not None else "a loss without a name"
-            raise refusal(
+            raise make_refusal(
                 f"step {number}: step.backward received {problem if unnamed or mean is not None else 'no loss'}",
                 "use step.backward(mean=loss) if it is a mean, as most losses of PyTorch are by default, or "
                 'step.backward(sum=loss) if it is a sum, as with reduction="sum"',
@@ -265,14 +268,14 @@ class Step:
             loss,
             microbatch,
             self._leaves,
-            self._gate.returned,
+            self._gate.output_nodes,
             mean=is_mean,
-            weighs=self._turn.step.counted is not None,
+            has_weights=self._training_step.step.counted is not None,
             step_weight=self.weight,
         )
         self._forward.check_loss(loss)
         if is_mean and not microbatch.weight:
-            for node in self._gate.returned:  # the gradient of a mean over a weight of 0 is nan
+            for node in self._gate.output_nodes:  # the gradient of a mean over a weight of 0 is nan
                 node.register_prehook(_zeros)
         self._compute(microbatch, loss, is_mean)
 
@@ -280,8 +283,10 @@ class Step:
         """Return the current micro-batch. Raises UsageError if there is none."""
         microbatch = self._forward.microbatch
         if microbatch is None:
-            problem = f"twice: {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
-            raise refusal(
+            problem = (
+                f"twice: {self._gate.end_description}" if self._pass.backward_count else "outside of a micro-batch"
+            )
+            raise make_refusal(
                 f"step {self.number}: step.backward was called {problem}",
                 "call it once for each micro-batch, within `for batch in step`, with the sum of all losses",
             )
@@ -289,7 +294,7 @@ class Step:
 
     def _check_named(self, arguments: Sequence[NamedArgument]) -> tuple[Losses, bool]:
         """Check each named loss, and return the losses for the engine with `is_mean`, which is always False."""
-        microbatch, step = self._microbatch_of_backward(), self._turn.step
+        microbatch, step = self._microbatch_of_backward(), self._training_step.step
         assert microbatch.weights is not None
         for name, loss, is_mean in arguments:
             self._losses(self._pass.number, name).check(
@@ -297,28 +302,28 @@ class Step:
                 loss,
                 replace(microbatch, weight=microbatch.weights[name]),
                 self._leaves,
-                self._gate.returned,
+                self._gate.output_nodes,
                 mean=is_mean,
-                weighs=True,
+                has_weights=True,
                 step_weight=self.weights[name],
             )
         self._forward.check_loss(*(loss for _, loss, _ in arguments))
-        return make_losses(arguments, microbatch, step, self._gate.returned), False
+        return make_losses(arguments, microbatch, step, self._gate.output_nodes), False
 
     def _compute(self, microbatch: MicroBatch, loss: Tensor | Losses, is_mean: bool) -> None:
         """End the forward pass of a micro-batch, and run its backward pass."""
         number = self.number
         self._leave()
-        self._guard.check(whole=False, modes=True, forward=True)
+        self._guard.check(full=False, modes=True, forward=True)
         self._gate.end_batch()
         counts = self._sums.end_microbatch(number)
         self._guard.restore_gradients()
         self._forward.microbatch = None
-        self._pass.done += 1
+        self._pass.backward_count += 1
         self._gate.recomputing = True
         try:
-            if self._pass.beside:
-                self._engine.backward_extra(microbatch, loss, self._turn.step, mean=is_mean)
+            if self._pass.is_extra:
+                self._engine.backward_extra(microbatch, loss, self._training_step.step, mean=is_mean)
             else:
                 self._engine.backward(microbatch, loss, mean=is_mean, counts=counts)
         finally:
@@ -342,42 +347,42 @@ class Step:
         """
         number = self.number
         if self.updated:
-            raise refusal(
+            raise make_refusal(
                 f"step {number}: step.update was called twice",
                 "call it once for each step, or with of= after another iteration over its micro-batches",
             )
         if not self._pass.complete:
             raise self._unfinished()
-        self._guard.check(whole=False, updating=True)
+        self._guard.check(full=False, updating=True)
         self._guard.restore_gradients()
         placed = self._placed
-        settings = update_settings(number, placed, lr, clip, of, audited=self._pass.audited)
+        settings = make_update_settings(number, placed, lr, clip, of, audited=self._pass.audited)
         self._sums.end(has_idle_ranks=placed.has_idle_ranks(self._leaves))
-        placed.agree(number, settings.rate, settings.clip, of, self._sums.names)
+        placed.submit_settings(number, settings.rate, settings.clip, of, self._sums.names)
         self._gate.step = self._guard.step = 0
         sums = self._pass.sums()
-        self._sums.take(sums.counts)
-        self._turn.digest()
+        self._sums.store_totals(sums.counts)
+        self._training_step.record_digest()
         if self._examination is None:
             updated = self._engine.update(settings.rate, settings.clip, settings.groups)
         else:
             update = partial(self._engine.update, settings.rate, settings.clip, settings.groups)
-            updated = self._examination.update(update, whole=of is None)
-        self._turn.done(settings.shown, sums, updated)
+            updated = self._examination.update(update, all_groups=of is None)
+        self._training_step.record_update(settings.reported_rate, sums, updated)
         self._updated = True
         if of is not None:
             self._pass.start_over()
         if placed.scheduler is not None:
             placed.scheduler.note_update()
-        placed.audit.kept.note(self._turn.step)
+        placed.audit.kept_state.record_step(self._training_step.step)
         if self._examination is not None and of is None:
             self._examination.finish()  # before `update` returns, because the script may exit if step.loss is nan
-        self._guard.mark(moved=True)
+        self._guard.mark(weights_changed=True)
 
     @property
     def _repeatable(self) -> bool:
         """Whether the script may iterate over the micro-batches again to update different groups."""
-        return not self._pass.begun
+        return not self._pass.has_begun
 
     def _unfinished(self) -> Exception:
         """Return the error to raise if the loop leaves the step before its update."""

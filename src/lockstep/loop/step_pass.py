@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
 from typing import final
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.step_sums import ROOM
 from lockstep.parallel.audited import Computation
@@ -31,19 +31,19 @@ class StepPass:
 
     def __init__(
         self,
-        turn: TrainingStep,
+        training_step: TrainingStep,
         placed: PlacedModel,
         leaves: int,
         audit: Callable[[], Iterator[Computation]] | None = None,
     ) -> None:
-        self._turn = turn
+        self._training_step = training_step
         self._engine, self._guard = placed.engine, placed.guard
         self._leaves = leaves
         self._audit = audit
-        self._part = Computation(turn.microbatches)
+        self._part = Computation(training_step.microbatches)
         self.number = 0  # the number of earlier iterations, which ended with an update
-        self.begun = False
-        self.done = 0  # the number of completed backward passes
+        self.has_begun = False
+        self.backward_count = 0  # the number of completed backward passes
         self.left_at = ""  # the line where the script left the loop early, if it did
 
     @property
@@ -52,33 +52,37 @@ class StepPass:
         return self._audit is not None
 
     @property
-    def beside(self) -> bool:
+    def is_extra(self) -> bool:
         """Whether the current micro-batch is an extra micro-batch of an audit."""
-        return self._part.beside
+        return self._part.is_extra
 
     @property
     def expected(self) -> int:
         """The number of micro-batches, without the extra micro-batches of an audit."""
-        return len(self._turn.microbatches)
+        return len(self._training_step.microbatches)
 
     @property
     def complete(self) -> bool:
         """Whether the loop has computed all micro-batches of this iteration."""
-        return self.begun and self.done >= self.expected and (self._audit is None or self._part.sums is not None)
+        return (
+            self.has_begun
+            and self.backward_count >= self.expected
+            and (self._audit is None or self._part.sums is not None)
+        )
 
     def microbatches(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches that the loop must compute. In an audited step, also reduces the gradient."""
         for part in [self._part] if self._audit is None else self._audit():
             self._part = part
-            if not part.beside:
-                self._engine.begin(part.microbatches, self._turn.step, self._leaves, ROOM)
-            if self.done:
+            if not part.is_extra:
+                self._engine.begin(part.microbatches, self._training_step.step, self._leaves, ROOM)
+            if self.backward_count:
                 self._guard.block_gradient_writes()
             yield from part.microbatches
             if self._audit is not None:
-                self._guard.check(whole=False, modes=True)
+                self._guard.check(full=False, modes=True)
                 self._guard.restore_gradients()  # the audit reads the gradients, so it can't use the stand-ins
-                part.sums = None if part.beside else self._engine.end()
+                part.sums = None if part.is_extra else self._engine.end()
         if self._audit is not None:
             self._guard.block_gradient_writes()
             self._guard.mark()
@@ -90,20 +94,20 @@ class StepPass:
     def start_over(self) -> None:
         """Prepare for the next iteration over the step, after an update of some groups of the optimizer."""
         self.number += 1
-        self.begun, self.done, self._part = False, 0, Computation(self._turn.microbatches)
+        self.has_begun, self.backward_count, self._part = False, 0, Computation(self._training_step.microbatches)
 
     def unfinished(self) -> Exception:
         """Return the error to raise if the loop leaves the step before its update."""
-        number = self._turn.step.number + 1
+        number = self._training_step.step.number + 1
         # In a worker of mp.spawn, torch catches an exception of the script, and reports it after the run is closed.
         cause = "if an exception ended this process, see its traceback; otherwise " if parent_process() else ""
         if not self.complete:
-            return refusal(
-                f"step {number}: the loop left the step after {self.done} of {self.expected} micro-batches",
+            return make_refusal(
+                f"step {number}: the loop left the step after {self.backward_count} of {self.expected} micro-batches",
                 f"{cause}let `for batch in step` run to its end, with a step.backward for each micro-batch, because "
                 f"other ranks wait for them",
                 self.left_at,
             )
-        return refusal(
+        return make_refusal(
             f"step {number}: the loop left the step without step.update", f"{cause}call step.update once for each step"
         )

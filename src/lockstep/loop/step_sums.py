@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 
 ROOM: Final = 16  # the maximum number of names per step
 _NO_TOTALS: Final[Mapping[str, Tensor]] = MappingProxyType({})
@@ -41,20 +41,20 @@ class StepSums:
         """Add numbers of the current micro-batch. Raises UsageError if a value isn't a number or a 0-dim tensor."""
         for name, value in values.items():
             if name in self._values:
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: step.sum received {name} twice in one micro-batch",
                     "add the values and pass their sum once",
                 )
             is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.is_complex())
             if not is_number or (isinstance(value, Tensor) and value.ndim):
                 shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
-                raise refusal(
+                raise make_refusal(
                     f"step {step}: step.sum received {name} as a {type(value).__name__}{shape}",
                     "pass numbers or 0-dim tensors, such as correct=(outputs.argmax(1) == y).sum()",
                 )
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
         if len(self._values) > ROOM:
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: step.sum received {len(self._values)} names", f"pass at most {ROOM} names per step"
             )
 
@@ -64,7 +64,7 @@ class StepSums:
         names = tuple(sorted(values))
         first_names = self._first_names = names if self._first_names is None else self._first_names
         if names != first_names:
-            raise refusal(
+            raise make_refusal(
                 f"step {step}: step.sum received {_format_names(names)} in a micro-batch, but "
                 f"{_format_names(first_names)} in the first one",
                 "pass the same names in each micro-batch of a step, with 0 if there is nothing to add",
@@ -85,7 +85,7 @@ class StepSums:
         if has_idle_ranks:
             self.names = next((tuple(names) for names in self._world.all_gather_json(self.names) if names), ())
 
-    def take(self, counts: Tensor | None) -> None:
+    def store_totals(self, counts: Tensor | None) -> None:
         """Store the totals of the iteration over all ranks. `counts` is the reduced vector."""
         if counts is None:
             self.totals = _NO_TOTALS

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 
 _UNNAMED: Final = ""  # the name of an unnamed value
 
@@ -35,14 +35,14 @@ class EvaluationPass:
 def sum_values(world: World, values: Any, last_pass: Callable[[], EvaluationPass]) -> Any:
     """Sum values over the batches of the last pass and over all ranks. See `Run.sum`."""
     if isinstance(values, int | float | Tensor | Mapping) or not isinstance(values, Iterable):
-        raise refusal(
+        raise make_refusal(
             f"run.sum: expected an iterable of values, got a {type(values).__name__}",
             "pass one value for each batch of run.each: run.sum(f(batch) for batch in run.each(dataset))",
         )
     named_values = [_to_named_tensors(value) for value in values]
     current_pass = last_pass()
     if len(named_values) != len(current_pass.numbers):
-        raise refusal(
+        raise make_refusal(
             f"run.sum: got {len(named_values)} values for {len(current_pass.numbers)} batches of run.each",
             "pass one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
         )
@@ -66,5 +66,7 @@ def _to_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, int | float):
-        raise refusal(f"run.sum: got a value of type {type(value).__name__}", "pass numbers, tensors, or dicts of them")
+        raise make_refusal(
+            f"run.sum: got a value of type {type(value).__name__}", "pass numbers, tensors, or dicts of them"
+        )
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)

@@ -9,7 +9,7 @@ from typing import NoReturn, final
 
 import torch
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.loop.checkpoints import LoopCheckpoints
 from lockstep.loop.dataset_check import DatasetFault
@@ -24,12 +24,12 @@ from lockstep.loop.step import Step
 from lockstep.loop.verify_hint import make_verify_hint
 from lockstep.ranks.signals import StopRequest
 from lockstep.run.rank import Rank
-from lockstep.run.start_event import loop_start_event
+from lockstep.run.start_event import make_loop_start_event
 from lockstep.runs.worker_context import WORKER_CONTEXT
 from lockstep.strategies.base import replica_devices
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Saved, Started, Stopped, Warned
-from lockstep.training.loop import Batches, training_steps
+from lockstep.training.loop import Batches, iterate_training_steps
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.training.turn import TrainingStep
@@ -57,7 +57,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         placed, plan = self.placed, self.plan
         self._rank, self._world = self.member.rank, self.member.rank.world
-        self._audits = placed.audit_schedule(plan.microbatches)
+        self._audits = placed.make_audit_schedule(plan.microbatches)
         self._loader = make_loader(
             placed,
             plan.items,
@@ -76,7 +76,7 @@ class TrainingLoop:
         if hint:
             print(hint)
         for fault in self.faults:
-            rank.write(Warned(**progress.at, culprit=fault.culprit, text=fault.text))
+            rank.write(Warned(**progress.event_fields, culprit=fault.culprit, text=fault.text))
         if progress.step >= total:
             if progress.step == total:
                 self.placed.modes.restore()
@@ -87,7 +87,7 @@ class TrainingLoop:
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         reports = StepReports(self._world, loop_plan, progress, rank.digests)
         try:
-            items = training_steps(
+            items = iterate_training_steps(
                 self._step_source(), reports, save=self._save_last, stop=stop, preempted=rank.preempted
             )
             for item in items:
@@ -105,17 +105,19 @@ class TrainingLoop:
             self._end_replay()
         return self._finish()
 
-    def _begin_step(self, turn: TrainingStep, reports: StepReports) -> Step:
+    def _begin_step(self, training_step: TrainingStep, reports: StepReports) -> Step:
         audit = None
-        if self._audits is not None and self._audits.due(turn.step):
-            parts = self.placed.audit.parts
-            audit = partial(parts, self._audits, self._loader.microbatch, turn.microbatches, turn.step)
-        examination = self._make_examination(turn)
-        refuse_autocast(f"step {turn.step.number + 1}")
-        if turn.step.first == 0:
+        if self._audits is not None and self._audits.is_due(training_step.step):
+            parts = self.placed.audit.run_parts
+            audit = partial(
+                parts, self._audits, self._loader.fetch_microbatch, training_step.microbatches, training_step.step
+            )
+        examination = self._make_examination(training_step)
+        refuse_autocast(f"step {training_step.step.number + 1}")
+        if training_step.step.first == 0:
             self.placed.check_structure()
-            self._compare_orders(turn.step.epoch)
-        return self.sequence.begin(self.placed, self.plan, turn, reports, audit, examination)
+            self._compare_orders(training_step.step.epoch)
+        return self.sequence.begin(self.placed, self.plan, training_step, reports, audit, examination)
 
     def _compare_orders(self, epoch: int) -> None:
         """Raise UsageError if the sample order of an epoch differs between ranks. All ranks must call this method."""
@@ -126,7 +128,7 @@ class TrainingLoop:
             self._world.compare({f"run.steps: the order of epoch {epoch}": order.digest(epoch)})
         except UsageError as error:
             differences, _, _ = str(error).rpartition("; ")
-            raise refusal(
+            raise make_refusal(
                 differences, "compute order= only from the epoch and a seed, as lockstep.orders does"
             ) from None
 
@@ -139,7 +141,7 @@ class TrainingLoop:
         seed_after_loop(self._world, self.member.settings.seed, self.plan.steps.total)
 
     def _make_start_event(self) -> Started:
-        return loop_start_event(
+        return make_loop_start_event(
             self._rank,
             self.plan.steps,
             self.member.checkpoint,
@@ -167,13 +169,13 @@ class TrainingLoop:
         """Return a function that yields batches from a given step on. In a replay, the batches end at the last step."""
         loader, replay = self._loader, self.member.replay
         if replay is None:
-            return loader.training
-        return lambda first: islice(loader.training(first), replay.last - first)
+            return loader.iterate_steps
+        return lambda first: islice(loader.iterate_steps(first), replay.last - first)
 
-    def _make_examination(self, turn: TrainingStep) -> Examination | None:
+    def _make_examination(self, training_step: TrainingStep) -> Examination | None:
         """Return an examination if this is the last step of a replay that requests it, and None otherwise."""
         replay, folder = self.member.replay, self._rank.folder
-        if replay is None or not replay.examined or turn.step.number + 1 != replay.last or folder is None:
+        if replay is None or not replay.examined or training_step.step.number + 1 != replay.last or folder is None:
             return None
         digests = self._rank.digests
 
@@ -184,7 +186,9 @@ class TrainingLoop:
 
         if digests is not None:  # collect the digests of the earlier steps now, in case this step fails
             digests.collect()
-        return Examination(folder, self._world, self.placed, self._loader.samples(turn.step), report)
+        return Examination(
+            folder, self._world, self.placed, self._loader.get_sample_indices(training_step.step), report
+        )
 
     def _end_replay(self) -> NoReturn:
         """End the script, because a replay must not run the code after its last step."""
@@ -200,14 +204,14 @@ def finish_loop(rank: Rank, placed: PlacedModel, checkpoints: LoopCheckpoints | 
         rank.write(saved)
     sha256 = checkpoints.weights if checkpoints else store.weights_sha256(placed.weights())
     skipped, audited = rank.progress.skipped_steps, placed.audit.audited
-    fields = rank.progress.at
+    fields = rank.progress.event_fields
     rank.write(Done(**fields, weights_sha256=sha256, skipped_steps=skipped, audited=audited, seconds=rank.seconds))
 
 
 def refuse_autocast(call: str) -> None:
     """Raise UsageError if autocast is enabled around steps, because it would reuse cached casts of the weights."""
     if torch._C._is_any_autocast_enabled():
-        raise refusal(
+        raise make_refusal(
             f"{call}: torch.autocast is enabled around the steps, and would reuse cached casts of the weights from "
             f"before the last update",
             'remove it, and set the precision of the run: lockstep.join(precision="bf16"); autocast within a '

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.loop.placed import PlacedModel
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -13,18 +13,18 @@ class UpdateSettings(NamedTuple):
     """The settings of an update.
 
     - `rate`: The learning rate to pass to the engine. If a scheduler sets the rates of groups, it is 1.
-    - `shown`: The learning rate to report.
+    - `reported_rate`: The learning rate to report.
     - `clip`: The gradient norm to clip to, or None.
     - `groups`: The indices of the groups to update, or None for all groups.
     """
 
     rate: float
-    shown: float
+    reported_rate: float
     clip: float | None
     groups: frozenset[int] | None
 
 
-def update_settings(
+def make_update_settings(
     step: int, placed: PlacedModel, lr: float | None, clip: float | None, of: str | None, *, audited: bool
 ) -> UpdateSettings:
     """Validate the arguments of `step.update`. Raises UsageError if an argument is invalid.
@@ -33,26 +33,26 @@ def update_settings(
     """
     scheduler = placed.scheduler
     if scheduler is not None and lr is not None:
-        raise refusal(
+        raise make_refusal(
             f"step {step}: got lr={lr!r}, but a scheduler sets the learning rate", "remove lr=, or the scheduler"
         )
     rate = placed.rate if lr is None else _validate_rate(step, lr)
-    shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)
+    reported_rate, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)
     groups = None if of is None else _group_indices(step, placed, of, audited)
-    return UpdateSettings(rate, shown, None if clip is None else _validate_clip(step, clip), groups)
+    return UpdateSettings(rate, reported_rate, None if clip is None else _validate_clip(step, clip), groups)
 
 
 def _validate_clip(step: int, value: object) -> float:
     number = _to_float(value)
     if not number > 0:  # clipping to 0 would stop training, and a negative norm would reverse the gradient
-        raise refusal(f"step {step}: got clip={value!r}", "pass a norm above 0, or remove clip=")
+        raise make_refusal(f"step {step}: got clip={value!r}", "pass a norm above 0, or remove clip=")
     return number
 
 
 def _validate_rate(step: int, value: object) -> float:
     number = _to_float(value)
     if not 0 <= number < math.inf:
-        raise refusal(f"step {step}: got lr={value!r}", "pass a finite learning rate of at least 0")
+        raise make_refusal(f"step {step}: got lr={value!r}", "pass a finite learning rate of at least 0")
     return number
 
 
@@ -71,7 +71,7 @@ def _group_indices(step: int, placed: PlacedModel, of: str, audited: bool) -> fr
         "with compressed gradients, which keep a part of the gradients of other groups": placed.engine.compresses,
     }
     if problem := next((reason for reason, applies in reasons.items() if applies), ""):
-        raise refusal(
+        raise make_refusal(
             f"step {step}: step.update(of=...) is not supported {problem}", "update all groups together, without of="
         )
     return placed.groups.get_indices(of)

@@ -49,7 +49,7 @@ def check_full_precision(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 def _find_step_folder(folder: Path) -> Path:
     try:
-        name = plainfile.content(folder / _LATEST_FILE, _MAX_BYTES).decode().strip()
+        name = plainfile.read_bytes(folder / _LATEST_FILE, _MAX_BYTES).decode().strip()
     except (OSError, ValueError):
         return folder
     return folder / name if Path(name).name == name else folder

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.common.importing import import_callable, import_object
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.common.own_code import UserCode, describe_error
 from lockstep.common.type_name import type_name
 from lockstep.errors import LockstepError, UsageError, UserCodeError
@@ -179,7 +179,7 @@ def _format_unknown_message(name: str, source: Source) -> str:
     default_problem = "not found in Lockstep, timm or torchvision"
     problem = f"not found in {source}" if source in names_by_source else default_problem
     advice = "; use a name of one of them, package.module:function, or recipe.model.source=transformers"
-    hint = suggestion(name, names) or advice
+    hint = suggest(name, names) or advice
     return f"model {name}: {problem}{hint}"
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.errors import UsageError, error_as
 
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
@@ -185,7 +185,7 @@ def _make_config(
         problem = (
             "a folder without config.json" if os.path.isdir(name) else "not a model type of transformers or a folder"
         )
-        hint = suggestion(name, list(library.CONFIG_MAPPING))
+        hint = suggest(name, list(library.CONFIG_MAPPING))
         advice = "; use a model type such as llama, a folder with config.json, or a name on the hub"
         raise UsageError(f"model {name}: {problem}{hint or advice}")
     settings = {*default_config.to_dict(), *default_config.attribute_map, *_GENERAL_FIELDS}
@@ -193,7 +193,7 @@ def _make_config(
         if key not in settings:
             raise UsageError(
                 f"model {name}: recipe.model.options.{key}: {default_config.model_type} has no such setting"
-                f"{suggestion(key, sorted(settings)) or '; remove it'}"
+                f"{suggest(key, sorted(settings)) or '; remove it'}"
             )
     if is_transformers_folder(name):
         # A config from a file has all keys in the file as attributes, so compare with a new config of this model type.
@@ -234,7 +234,7 @@ def _check_config_keys(name: str, model_type: str, settings: Collection[str]) ->
     keys are accepted, because older versions of transformers and other programs write many of them.
     """
     try:
-        content = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _MAX_CONFIG_BYTES))
+        content = plainfile.parse_json(plainfile.read_bytes(Path(name, "config.json"), _MAX_CONFIG_BYTES))
     except (OSError, ValueError):  # ignored, because transformers was able to read the file
         return
     for key in content:

@@ -10,7 +10,7 @@ from lockstep.core import random
 from lockstep.tasks.base import Build
 
 
-def initialise(build: Build, seed: int) -> nn.Module:
+def initialize_model(build: Build, seed: int) -> nn.Module:
     """Seed the global RNGs of Python, NumPy and torch, and build the model on the CPU.
 
     Move the model to its device afterwards, because a GPU would generate different random numbers. The RNG states

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.common.patterns import list_some, select
 from lockstep.errors import UsageError
 
@@ -72,7 +72,7 @@ def _find_missing(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) 
     unused = [name for name in tensors if name not in targets]
     for name, tensor in targets.items():
         if id(tensor) not in loaded_ids and not name.endswith(_COUNTER):
-            yield f"  {name}: missing in the file{suggestion(name, unused)}"
+            yield f"  {name}: missing in the file{suggest(name, unused)}"
 
 
 def _find_mismatches(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:

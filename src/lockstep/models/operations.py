@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.core.batch import Batch, Inputs, call_model, map_tensors
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.device.kernels import RNN_DROPOUT, NondeterministicOperation, find_refusal
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.tasks.base import Build
 
 LossFunction = Callable[[Any, Batch], Tensor]  # takes the outputs and the batch
@@ -37,7 +37,7 @@ _LEAF_NODE: Final = "AccumulateGrad"  # name of the autograd node of a parameter
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class NondeterministicCall:
     """An operation without a deterministic CUDA kernel. `module` is the path and class of the module that calls it."""
 
     kernel: NondeterministicOperation
@@ -45,13 +45,14 @@ class Refusal:
 
     def __str__(self) -> str:
         return (
-            f"{self.module} uses {self.kernel.what} ({self.kernel.named}): {self.kernel.reason}; {self.kernel.instead}"
+            f"{self.module} uses {self.kernel.description} ({self.kernel.name}): {self.kernel.reason}; "
+            f"{self.kernel.advice}"
         )
 
 
-def find_refused_operations(
+def find_nondeterministic_calls(
     build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, *, training: bool = True
-) -> list[Refusal]:
+) -> list[NondeterministicCall]:
     """Return the operations of a step on `inputs` that have no deterministic kernel on CUDA.
 
     The result has no duplicates and is in order of occurrence. If `training` is True, a forward and a backward pass in
@@ -70,15 +71,17 @@ def find_refused_operations(
 
 def _record_on_fake_cuda(
     build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool
-) -> list[Refusal]:
-    model = on_meta(build)
+) -> list[NondeterministicCall]:
+    model = build_on_meta(build)
     with _use_fake_cuda() as to_cuda:
         model._apply(to_cuda)  # type: ignore[no-untyped-call]
         inputs, batch = map_tensors(to_cuda, inputs), map_tensors(to_cuda, batch)
         return _record_step(model.train(training), inputs, batch, loss, cuda=True)
 
 
-def _record_on_cpu(build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool) -> list[Refusal]:
+def _record_on_cpu(
+    build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool
+) -> list[NondeterministicCall]:
     return _record_step(build().train(training), inputs, batch, loss, cuda=False)
 
 
@@ -116,7 +119,9 @@ def _warn_nondeterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warn_only)
 
 
-def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: LossFunction, cuda: bool) -> list[Refusal]:
+def _record_step(
+    model: nn.Module, inputs: Inputs, batch: Batch, loss: LossFunction, cuda: bool
+) -> list[NondeterministicCall]:
     """Run a forward pass and, in training mode, a backward pass. Return operations without a deterministic kernel."""
     recorder = _Recorder(model, cuda)
     with recorder, torch.set_grad_enabled(model.training):
@@ -127,10 +132,10 @@ def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: LossFunct
     return list(dict.fromkeys([*dropouts, *recorder.refusals]))
 
 
-def _find_rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:
+def _find_rnn_dropouts(model: nn.Module) -> Iterator[NondeterministicCall]:
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
-            yield Refusal(RNN_DROPOUT, _format_module(path, module))
+            yield NondeterministicCall(RNN_DROPOUT, _format_module(path, module))
 
 
 @final
@@ -139,7 +144,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.refusals: list[Refusal] = []
+        self.refusals: list[NondeterministicCall] = []
         self._cuda = cuda
         self._names = {module: _format_module(path, module) for path, module in model.named_modules()}
         self._stack = [_LOSS_LABEL]
@@ -172,7 +177,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         kernel = find_refusal(func, args, options)
         if kernel and (self._cuda or not kernel.is_avoided()):
-            self.refusals.append(Refusal(kernel, self._get_current_module()))
+            self.refusals.append(NondeterministicCall(kernel, self._get_current_module()))
         return func(*args, **options)
 
     def _get_current_module(self) -> str:

@@ -172,7 +172,7 @@ class AsynchronousEngine:
             for name, weight in (step.weights or {}).items()
         }
         divisor = 1 if named else step.weight
-        return Sums(totals.pop(_LOSS).to(self._world.device), divisor, sums.own_losses, totals, named=named)
+        return Sums(totals.pop(_LOSS).to(self._world.device), divisor, sums.local_losses, totals, named=named)
 
     def _check_loss(self, sums: Sums, step: Step) -> None:
         """Raise TrainingError if the loss isn't finite, because the shared weights would spread it to all ranks."""

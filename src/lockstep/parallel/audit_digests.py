@@ -29,19 +29,19 @@ class DigestNotes:
         self._digests = digests
         self._tensor_digests: dict[str, TensorDigest] = {}
 
-    def note(self, name: str, tensor: Tensor) -> None:
-        self._tensor_digests[name] = self._digests.noted(tensor)
+    def record(self, name: str, tensor: Tensor) -> None:
+        self._tensor_digests[name] = self._digests.make_tensor_digest(tensor)
 
     def values(self) -> dict[str, str]:
         """Return the digest of each name. Synchronizes with the device."""
-        return {name: note.text() for name, note in self._tensor_digests.items()}
+        return {name: note.to_text() for name, note in self._tensor_digests.items()}
 
 
 def digest_tensors(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
     """Return the digests of a rank's unsharded tensors and of its rows of sharded tensors, as separate results."""
     full, row_notes = DigestNotes(digests), DigestNotes(digests)
     for name, tensor in tensors.items():
-        (row_notes if isinstance(tensor, Shard) else full).note(name, local_tensor(tensor))
+        (row_notes if isinstance(tensor, Shard) else full).record(name, local_tensor(tensor))
     shards = [
         (name, tensor.chunked, tensor.first, [*tensor.tensor.shape])
         for name, tensor in tensors.items()

@@ -52,13 +52,13 @@ Opinions = dict[
 
 @dataclass(eq=False)
 class Computation:
-    """The next computation of a rank: the micro-batches of a step or, if `beside` is set, one extra micro-batch.
+    """The next computation of a rank: the micro-batches of a step or, if `is_extra` is set, one extra micro-batch.
 
     Run the extra micro-batch with `Auditable.repeat`. After you have run a step, set `sums`.
     """
 
     microbatches: MicroBatches
-    beside: bool = False
+    is_extra: bool = False
     sums: Sums | None = None
 
 
@@ -79,11 +79,11 @@ class AuditedEngine:
 
     def __post_init__(self) -> None:
         log = MessageLog()
-        self._engine = engine = self.start(self.world.rotated(self.schedule.mesh, 0, log))
+        self._engine = engine = self.start(self.world.rotate_shard_groups(self.schedule.mesh, 0, log))
         self.gradients, self.state = engine.gradients, engine.state
         self.close = engine.close
         self._audit = Audit(engine, self.world, log, self.schedule.every)
-        kept_state = self._audit.kept
+        kept_state = self._audit.kept_state
         kept_state.begin()
         self.update, self.evaluation, self.load = kept_state.update, kept_state.evaluation, kept_state.load
 
@@ -94,11 +94,11 @@ class AuditedEngine:
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
-        self._audit.kept.step = step
-        if not self.schedule.due(step):
+        self._audit.kept_state.step = step
+        if not self.schedule.is_due(step):
             return self._engine.forward_backward(microbatches, step, observe)
-        for part in self._audit.parts(self.schedule, self.fetch, microbatches, step):
-            if part.beside:
+        for part in self._audit.run_parts(self.schedule, self.fetch, microbatches, step):
+            if part.is_extra:
                 [microbatch] = part.microbatches
                 self._engine.repeat(microbatch, step)
             else:
@@ -108,23 +108,23 @@ class AuditedEngine:
 
 @final
 class Audit:
-    """Audits the steps of an engine on this rank. The caller runs the computations that `parts` yields.
+    """Audits the steps of an engine on this rank. The caller runs the computations that `run_parts` yields.
 
-    `log` must record the messages of the engine. Every `every`-th step is audited. Call `kept.note` after the update of
-    each step. `audited` is the number of steps that passed an audit.
+    `log` must record the messages of the engine. Every `every`-th step is audited. Call `kept_state.record_step` after
+    the update of each step. `audited` is the number of steps that passed an audit.
     """
 
     def __init__(self, engine: Auditable, world: World, log: MessageLog, every: int | None) -> None:
         self.audited = 0
         if every is not None:
             engine.keep_full_gradients()
-        self.kept = KeptState(engine, world, every)
+        self.kept_state = KeptState(engine, world, every)
         self._engine = engine
         self._world = world
         self._log = log
         self._digests = Digests()
 
-    def parts(
+    def run_parts(
         self, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch], microbatches: MicroBatches, step: Step
     ) -> Iterator[Computation]:
         """Yield the computations of an audited step. All ranks must run each computation before the next iteration.
@@ -133,7 +133,7 @@ class Audit:
         Raises CorruptionError on all ranks if they disagree on the results.
         """
         repeated, *own_microbatches = microbatches
-        findings = self.kept.check(step)
+        findings = self.kept_state.check(step)
         self._log.open()
         computed = yield from self._compute(schedule, step, repeated, own_microbatches)
         self._check_links(step, self._log.close())
@@ -152,10 +152,10 @@ class Audit:
     ) -> Generator[Computation, None, Findings]:
         """Run a step, and return the digests of the results that other ranks also have, in time order."""
         findings = [(yield from self._recompute_microbatch(repeated))]
-        target, notes = schedule.target(self._world.rank, step), DigestNotes(self._digests)
+        target, notes = schedule.get_audited_microbatch(self._world.rank, step), DigestNotes(self._digests)
         part = Computation(
             [
-                replace(microbatch, note=notes.note) if microbatch.index == target else microbatch
+                replace(microbatch, note=notes.record) if microbatch.index == target else microbatch
                 for microbatch in own_microbatches
             ]
         )
@@ -187,7 +187,7 @@ class Audit:
         self, microbatch: MicroBatch
     ) -> Generator[Computation, None, tuple[ComparedResult, dict[str, str]]]:
         notes = DigestNotes(self._digests)
-        yield Computation([replace(microbatch, note=notes.note)], beside=True)
+        yield Computation([replace(microbatch, note=notes.record)], is_extra=True)
         return _microbatch_result(microbatch.index), notes.values()
 
     def _find_disputes(self, findings: Findings) -> Opinions:

@@ -12,7 +12,7 @@ from typing import Final, final
 
 from torch import Tensor, nn
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.errors import UsageError
 
 _ADVICE: Final = (
@@ -118,7 +118,7 @@ def _make_error(path: str, module: nn.Module, name: str) -> Exception:
         kind = kind.__bases__[
             1
         ]  # the original class, because fully_shard replaces the class of a module with a subclass
-    return refusal(
+    return make_refusal(
         f"the forward pass changes buffer {path}{'.' if path else ''}{name} of {kind.__name__}, so each process would "
         f"change it by its own micro-batches",
         _ADVICE,

@@ -18,9 +18,9 @@ from typing import Final, NoReturn, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from lockstep.common.own_code import location
-from lockstep.device.compiler import OPTIONS, prepare
-from lockstep.device.machine import numerics
+from lockstep.common.own_code import format_location
+from lockstep.device.compiler import OPTIONS, configure_compiler
+from lockstep.device.machine import make_fingerprint
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 
@@ -35,7 +35,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
 
     Only the forward method of a block is compiled. Hooks of the block, such as the hooks of fully_shard, run eagerly.
     """
-    prepare(numerics(device, compiled=True))
+    configure_compiler(make_fingerprint(device, compiled=True))
     names = {module: name for name, module in model.named_modules()}
     for block in units_to_compile(model):
         name = f"block {names[block]}" if names[block] else "the model"
@@ -78,6 +78,6 @@ def _raise_compile_error(name: str, code: CodeType, error: Exception) -> NoRetur
     message, _, output = str(error).strip().partition("\nOutput:\n")  # torch appends the output of the C++ compiler
     lines = [text.strip().partition("\n")[0][:_MAX_MESSAGE_LENGTH] for text in (message, output) if text]
     raise UsageError(
-        f"recipe.compile: torch cannot compile {name} ({location(*code_location)}): {': '.join(lines)}; change this "
-        f"code, exclude it with torch.compiler.disable, or set recipe.compile to false"
+        f"recipe.compile: torch cannot compile {name} ({format_location(*code_location)}): {': '.join(lines)}; "
+        "change this code, exclude it with torch.compiler.disable, or set recipe.compile to false"
     ) from error

@@ -112,7 +112,7 @@ class DataParallelEngine:
             recompute(self._model, numerics.recompute)
         chunks = numerics.recipe.model.sequence_chunks
         canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
-        self._cooperative = CooperativeScheduler(world.generators())
+        self._cooperative = CooperativeScheduler(world.get_generators())
         self._work_units = make_units(problem, self._model, chunks, world, mesh, self._cooperative)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
@@ -121,17 +121,17 @@ class DataParallelEngine:
         self._stream = world.stream()
         self._totals = StepTotals(self._running, canonical, self._stream, world.device, alone=world.size == 1)
         strides = {name: parameter.stride() for name, parameter in self._model.named_parameters()}
-        self._storage_layout, self._gradients = make_layout(self._model, self._stream, numerics.copied)
+        self._storage_layout, self._gradients = make_layout(self._model, self._stream, numerics.copy_dtype)
         self._owned = (
-            OwnedLayout(self._storage_layout, world, strides, numerics.chunked) if numerics.whole_updates else None
+            OwnedLayout(self._storage_layout, world, strides, numerics.chunked) if numerics.needs_full_tensors else None
         )
         self._layout: Layout = self._owned or self._storage_layout
         self._replicas = Replicas(self._model, self._running, world, devices, home) if len(devices) > 1 else None
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
-        self._guarded = guard.watch_buffers if numerics.guarded else nullcontext
+        self._guarded = guard.watch_buffers if numerics.checks_writes else nullcontext
         # Only used for tasks: custom loops have a separate guard for weights (loop/guard.py), which reports the line.
-        self._weights_guarded = guard.watch_weights if numerics.guarded else nullcontext
+        self._weights_guarded = guard.watch_weights if numerics.checks_writes else nullcontext
         self._ema = make_average(self._layout.state(), numerics.ema_decay, world.device)
         unowned = self._owned.unowned if self._owned is not None else ()
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device, unowned)

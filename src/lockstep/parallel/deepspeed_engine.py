@@ -90,7 +90,7 @@ class DeepSpeedEngine:
         if isinstance(inner, torch.autocast):
             model.forward = inner(model.forward)
         self._model = model
-        self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.guarded else nullcontext
+        self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.checks_writes else nullcontext
         self._state_tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._trained = trainable_parameters(model)
         optimizer = make_optimizer(self._trained, full_norms)

@@ -22,7 +22,7 @@ class Sums(NamedTuple):
 
     - `total`: The sum over all samples of the step, which is the same on every rank.
     - `weight`: The weight of the step.
-    - `own_losses`: One loss for each micro-batch of this rank, summed over the micro-batch.
+    - `local_losses`: One loss for each micro-batch of this rank, summed over the micro-batch.
     - `of_task`: The metric sums of the task over all micro-batches, on the CPU. Empty unless `observe` is set.
     - `counts`: The sum of the float64 vectors that a custom loop passes together with its losses.
     - `named`: The losses by name, if there are several. In this case, `total` is the sum of their means, and `weight`
@@ -31,7 +31,7 @@ class Sums(NamedTuple):
 
     total: Tensor
     weight: int
-    own_losses: Sequence[Tensor]
+    local_losses: Sequence[Tensor]
     of_task: Mapping[str, Tensor] = MappingProxyType({})
     counts: Tensor | None = None
     named: Mapping[str, NamedLoss] = MappingProxyType({})
@@ -67,7 +67,7 @@ class State:
     feedback: NamedTensors | None = None
 
 
-class Stepping(Protocol):
+class StepEngine(Protocol):
     """The methods that the training loop calls in each step: each method once, in this order, on all ranks."""
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
@@ -84,7 +84,7 @@ class Stepping(Protocol):
         """
 
 
-class Engine(Stepping, Protocol):
+class Engine(StepEngine, Protocol):
     """Trains a model that a strategy distributes over ranks. All ranks must call the methods in the same order."""
 
     def gradients(self) -> dict[str, MaybeSharded]:
@@ -103,7 +103,7 @@ class Engine(Stepping, Protocol):
         """Release threads and streams."""
 
 
-class Rotates(Engine, Protocol):
+class RotatableEngine(Engine, Protocol):
     """An engine that can repeat its own step, or a step of an engine in which ranks have other places in the mesh."""
 
     def load_full_weights(self, state: State) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.canonical import Sum
 from lockstep.comm.stream import CommStream
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core.tree import Counter, LeafBlock, total
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.tasks.base import MicroBatch, MicroBatches, TensorRecorder
@@ -158,7 +158,7 @@ class Gradients:
         if not self._overlapping:
             return
         if bucket.submitted:
-            raise refusal(
+            raise make_refusal(
                 f"a nested backward pass, as torch.utils.checkpoint runs with use_reentrant=True, adds to the "
                 f"gradient of {self._names[cast(nn.Parameter, parameter)]} after this gradient was sent to other ranks",
                 "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",

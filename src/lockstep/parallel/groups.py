@@ -24,7 +24,7 @@ class GroupSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def settings(
+def compute_settings(
     names: Sequence[str], groups: Sequence[GroupSettings], scales: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
     """Return the options of each parameter that matches a group or has a scale, by name.
@@ -48,7 +48,7 @@ def settings(
     return {name: setting for name, setting in by_name.items() if setting}
 
 
-def distinct(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def find_distinct_options(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the distinct options, in order of first use."""
     unique: list[dict[str, Any]] = []
     for setting in by_name.values():

@@ -39,7 +39,7 @@ class KeptState:
         """Record digests of the state. Call this when the engine has initial weights or has loaded a checkpoint."""
         self._saved = None if self._every is None else self._digest_state()
 
-    def note(self, step: Step) -> None:
+    def record_step(self, step: Step) -> None:
         """Record digests of the state if the next step is audited. Call this after the update of `step`."""
         due = self._every is not None and is_due(step.number + 1, self._every)
         self._saved = self._digest_state() if due else None
@@ -47,7 +47,7 @@ class KeptState:
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
         update = self._engine.update(lr, max_norm)
-        self.note(self.step)
+        self.record_step(self.step)
         return update
 
     def evaluation(self) -> AbstractContextManager[Predict]:

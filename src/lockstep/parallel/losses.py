@@ -49,14 +49,14 @@ class NamedLoss(NamedTuple):
 
 
 class Root(NamedTuple):
-    """A loss of a micro-batch, times `part`, divided by `weight`.
+    """A loss of a micro-batch, times `numerator`, divided by `weight`.
 
-    If the loss is a sum, `part` is 1. If the loss is a mean, `part` is its weight in the micro-batch. A mean with
-    weight 0 is undefined and is left out.
+    If the loss is a sum, `numerator` is 1. If the loss is a mean, `numerator` is its weight in the micro-batch. A mean
+    with weight 0 is undefined and is left out.
     """
 
     loss: Tensor
-    part: int
+    numerator: int
     weight: int
 
 
@@ -111,7 +111,7 @@ def total_loss(losses: Mapping[str, NamedLoss]) -> Tensor:
 
 
 def _sum_over_microbatch(root: Root) -> Tensor:
-    if not root.part:
+    if not root.numerator:
         return torch.zeros((), dtype=torch.float64, device=root.loss.device)
     loss = root.loss.detach().double()
-    return loss if root.part == 1 else loss * root.part
+    return loss if root.numerator == 1 else loss * root.numerator

@@ -59,7 +59,7 @@ def mesh_engine(
         from lockstep.parallel.tensor.sequence_parallel import make_sequence_parallel_units
 
         make_layout = make_sequence_parallel_layout(world, mesh, bucket_bytes, chunks)
-        work_mesh, make_units = mesh.spread, partial(make_sequence_parallel_units, mesh)
+        work_mesh, make_units = mesh.sequence_mesh, partial(make_sequence_parallel_units, mesh)
     else:
         make_layout = replicated(world, mesh, bucket_bytes, chunks=chunks)
     if mesh.tensor > 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NARROW: Final = (torch.bfloat16, torch.float16)
+DTYPES_16_BIT: Final = (torch.bfloat16, torch.float16)
 _ATEN: Final = torch.ops.aten
 _ADDS: Final = frozenset({_ATEN.add.Tensor, _ATEN.add_.Tensor})
 _ADDS_OF_LISTS: Final = frozenset({_ATEN._foreach_add.List, _ATEN._foreach_add_.List})
@@ -39,7 +39,7 @@ class PositionIndependentMode(TorchDispatchMode):  # type: ignore[no-untyped-cal
 
 def is_narrow(tensor: Tensor) -> bool:
     """Return whether a tensor has a 16-bit dtype and is on the CPU."""
-    return tensor.device.type == "cpu" and tensor.dtype in NARROW
+    return tensor.device.type == "cpu" and tensor.dtype in DTYPES_16_BIT
 
 
 def _sum(left: Tensor, right: Tensor, alpha: float) -> Tensor:

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from lockstep.core.batch import Inputs, map_tensors
 from lockstep.core.engine_recipe import EngineRecipe
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.shard import Chunked
-from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
+from lockstep.device.precision import get_compute_dtype, get_weight_dtype, loss_scaler
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import NamedParameter
@@ -30,9 +30,9 @@ class Numerics:
     recipe: EngineRecipe
     offload_activations: bool = False
     recompute: int = 0  # recompute every n-th block; only for strategies without their own recomputation
-    guarded: bool = True  # whether a forward pass that writes to weights or buffers raises an error
+    checks_writes: bool = True  # whether a forward pass that writes to weights or buffers raises an error
     averages: bool = True  # whether to average weights if the recipe sets `ema`
-    whole_updates: bool = False  # whether the optimizer needs full tensors, but the tensors are sharded or chunked
+    needs_full_tensors: bool = False  # whether the optimizer needs full tensors, but the tensors are sharded or chunked
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
     peers: int = 1  # the number of engines that split the micro-batches of a step and use different seeds
     peer: int = 0  # the index of this engine among its peers
@@ -40,7 +40,7 @@ class Numerics:
     @property
     def microbatches(self) -> int:
         """The number of micro-batches that this engine computes in a full step."""
-        return len(part(self.recipe.microbatches, self.peers, self.peer))
+        return len(get_subrange(self.recipe.microbatches, self.peers, self.peer))
 
     @property
     def largest_microbatch(self) -> int:
@@ -75,24 +75,24 @@ class Numerics:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that the model computes in, or None if the precision doesn't set a single dtype, e.g. autocast."""
-        return computing_dtype(self.recipe.precision)
+        return get_compute_dtype(self.recipe.precision)
 
     @property
-    def stored(self) -> torch.dtype | None:
+    def weight_dtype(self) -> torch.dtype | None:
         """The dtype in which weights are stored and trained, or None to keep the dtype of the model."""
-        return stored_dtype(self.recipe.precision)
+        return get_weight_dtype(self.recipe.precision)
 
     @property
-    def copied(self) -> torch.dtype | None:
+    def copy_dtype(self) -> torch.dtype | None:
         """The dtype of the copies of the weights that the model computes with, or None if there are no copies."""
-        return self.dtype if self.stored is None else None
+        return self.dtype if self.weight_dtype is None else None
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Set up the dtypes and the compilation of a model, in place. Call this before you wrap any of its layers."""
         if self.dtype is not None:
             widen_batchnorm(model)
-        if self.stored is not None:
-            convert_parameters(model, self.stored)
+        if self.weight_dtype is not None:
+            convert_parameters(model, self.weight_dtype)
         forbid_rrelu_with_hooks(model)
         if self.recipe.compile:
             compile_blocks(model, device)

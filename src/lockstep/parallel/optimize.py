@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.common.importing import import_callable
-from lockstep.common.names import choices, suggestion
+from lockstep.common.names import format_choices, suggest
 from lockstep.common.own_code import UserCode
 from lockstep.errors import UsageError, error_as
 from lockstep.parallel.groups import SCALE
@@ -171,7 +171,7 @@ def _list_torch_optimizers() -> dict[str, Factory]:
 def _find_timm_optimizer(name: str) -> Factory:
     optim: Any = import_module("timm.optim")  # imported lazily, because it takes seconds
     if name.lower() not in optim.list_optimizers():
-        hint = suggestion(name, [*_list_torch_optimizers(), *optim.list_optimizers()])
+        hint = suggest(name, [*_list_torch_optimizers(), *optim.list_optimizers()])
         raise UsageError(f"optimizer {name}: not found in torch.optim or timm.optim{hint}")
     with error_as(UsageError, (AssertionError, ImportError), f"optimizer {name}: cannot be used here"):
         factory: Factory = optim.get_optimizer_class(name.lower(), bind_defaults=True)
@@ -187,7 +187,7 @@ def _check_options(
         if key == "lr":
             raise UsageError(f"optimizer {name}: options contain lr; set recipe.optimizer.lr instead")
         if argument_names is not None and key not in options:
-            raise UsageError(f"optimizer {name}: has no option {key}{choices(key, options)}")
+            raise UsageError(f"optimizer {name}: has no option {key}{format_choices(key, options)}")
 
 
 def _make_groups(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 
 
 def forbid_rrelu_with_hooks(model: nn.Module) -> None:
@@ -26,7 +26,7 @@ def _check(path: str, layer: nn.Module, _inputs: Any) -> None:
     if torch.compiler.is_compiling() or not (layer.training and torch.is_grad_enabled()):
         return
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise refusal(
+        raise make_refusal(
             f"{path}: nn.RReLU runs within torch.utils.checkpoint or saved_tensors_hooks, so torch computes its "
             f"gradient from uninitialized memory",
             "call it outside the checkpoint, use a different activation such as nn.LeakyReLU, or set "

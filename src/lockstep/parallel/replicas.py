@@ -117,7 +117,7 @@ class Replicas:
         for tensor, copy in zip(self._tensors, self._copies[number], strict=True):
             _DATA.__set__(tensor, copy)
         self._current = number
-        self._world.use(self._devices[number])
+        self._world.set_device(self._devices[number])
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ from lockstep.core.shard import local_tensor
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import short_hash
 from lockstep.parallel.corruption import OTHER_HOSTS, REMOVE_HOST, find_changed_link, format_ranks, make_link_error
-from lockstep.parallel.engine import Rotates, Sums
+from lockstep.parallel.engine import RotatableEngine, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
@@ -50,7 +50,7 @@ class RotatedAudit:
     CorruptionError. `audited` is the number of steps that passed an audit.
     """
 
-    start: Callable[[World, Numerics], Rotates]
+    start: Callable[[World, Numerics], RotatableEngine]
     world: World
     numerics: Numerics
     schedule: AuditSchedule
@@ -58,7 +58,7 @@ class RotatedAudit:
 
     def __post_init__(self) -> None:
         self._log = MessageLog()
-        own_world = self.world.rotated(self.schedule.mesh, 0, self._log)
+        own_world = self.world.rotate_shard_groups(self.schedule.mesh, 0, self._log)
         self.audited = 0
         self._engine = engine = self.start(own_world, self.numerics)
         self.gradients, self.state = engine.gradients, engine.state
@@ -78,7 +78,7 @@ class RotatedAudit:
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         self._kept_state.step = step
-        if not self.schedule.due(step):
+        if not self.schedule.is_due(step):
             return self._engine.forward_backward(microbatches, step, observe)
         self._kept_state.check(step)
         rotated = self._repeat_step(1, step)
@@ -94,10 +94,10 @@ class RotatedAudit:
         for _, engine in self._rotated.values():
             engine.close()
 
-    def _rotated_engine(self, distance: int) -> tuple[World, Rotates]:
+    def _rotated_engine(self, distance: int) -> tuple[World, RotatableEngine]:
         distance %= self._place_count
         if distance not in self._rotated:
-            world = self.world.rotated(self.schedule.mesh, distance, self._log)
+            world = self.world.rotate_shard_groups(self.schedule.mesh, distance, self._log)
             # Only the main engine averages weights.
             self._rotated[distance] = world, self.start(world, replace(self.numerics, averages=False))
         return self._rotated[distance]
@@ -113,14 +113,14 @@ class RotatedAudit:
         return self._record_step(world, engine, microbatches, step)[0]
 
     def _record_step(
-        self, world: World, engine: Rotates, microbatches: MicroBatches, step: Step, observe: bool = False
+        self, world: World, engine: RotatableEngine, microbatches: MicroBatches, step: Step, observe: bool = False
     ) -> tuple[RecordedStep, Sums]:
         engine.forget()
         self._log.open()
         sums = engine.forward_backward(microbatches, step, observe)
         for name, gradient_tensor in engine.gradients().items():
-            self._log.note(f"the gradient of {name}", local_tensor(gradient_tensor))
-        self._log.note("the loss", sums.total)
+            self._log.record(f"the gradient of {name}", local_tensor(gradient_tensor))
+        self._log.record("the loss", sums.total)
         return RecordedStep(world.rank, self.world.rank, self._log.close()), sums
 
     def _digests_differ(self, *records: RecordedStep) -> bool:

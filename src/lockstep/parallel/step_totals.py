@@ -39,7 +39,7 @@ class _StepState:
     num_losses: int  # number of losses per micro-batch
     counts: int  # length of the vector that a custom loop sums together with the loss
     statistics: Counter[Tensor] = field(default_factory=lambda: Counter(add_))
-    own_losses: list[Tensor] = field(default_factory=list)
+    local_losses: list[Tensor] = field(default_factory=list)
     total: Callable[[], Tensor] | None = None  # waits for the submitted sum and returns it
 
 
@@ -102,7 +102,7 @@ class StepTotals:
                 loss = loss.detach().double() * weight
             else:
                 loss = loss.detach().new_zeros(())  # the mean of a micro-batch with weight 0 is NaN, but counts as 0
-            state.own_losses.append(loss)
+            state.local_losses.append(loss)
             state.alone = state.alone and counts is None
             if not state.alone:
                 counts_vector = [self._no_counts if counts is None else counts] if state.counts else []
@@ -123,7 +123,7 @@ class StepTotals:
         state = self._state
         counts = None
         if state.alone:
-            self.loss = state.own_losses[0]
+            self.loss = state.local_losses[0]
         else:
             total = (state.total or self._submit_sum())()  # a rank without micro-batches submits its sum here
             num_losses, counts_end = state.num_losses, state.num_losses + state.counts
@@ -135,9 +135,9 @@ class StepTotals:
                     total[:num_losses].clone() if self._running.size else total[:num_losses], state.step
                 )
                 self.loss = total_loss(named)
-                return Sums(self.loss, 1, state.own_losses, counts=counts, named=named)
+                return Sums(self.loss, 1, state.local_losses, counts=counts, named=named)
             self.loss = total[0].clone() if self._running.size else total[0]
-        return Sums(self.loss, state.step.weight, state.own_losses, counts=counts)
+        return Sums(self.loss, state.step.weight, state.local_losses, counts=counts)
 
     def _submit_sum(self) -> Callable[[], Tensor]:
         pieces = self._state.statistics.pieces()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.common import plainfile
-from lockstep.common.text import size, step_time
+from lockstep.common.text import format_bytes, format_step_time
 from lockstep.config.blame import add_key_positions
 from lockstep.config.document import mapping_at, parse
 from lockstep.config.load import Loaded
@@ -40,7 +40,7 @@ def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loade
     with add_key_positions(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
             raise UsageError(f"placement.strategy.{option}: fastest has no options; remove it")
-        count = local_processes(loaded.changed("placement", {"strategy": StrategyConfig()}).config)
+        count = local_processes(loaded.replace_values("placement", {"strategy": StrategyConfig()}).config)
         predicted = _recorded_prediction(loaded, count)
         if predicted is not None:
             message = f"{_KEY}: {predicted.strategy}, as measured before"
@@ -52,10 +52,10 @@ def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loade
                 raise UsageError(_no_fit_message(rows, machine.memory or 0))
             best, *slower_rows = fitting_rows
             predicted = to_prediction(best)
-            compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in slower_rows)
-            message = f"{_KEY}: {best.strategy}, {step_time(predicted.step_s)} a step{compared}"
+            compared = "".join(f", {row.strategy} {format_step_time(row.seconds or 0.0)}" for row in slower_rows)
+            message = f"{_KEY}: {best.strategy}, {format_step_time(predicted.step_s)} a step{compared}"
     configuration = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count)
-    configuration = configuration.changed("run", {"predicted": predicted})
+    configuration = configuration.replace_values("run", {"predicted": predicted})
     keys = ["placement.strategy.name", "placement.processes"]
     keys += [f"run.predicted.{name}" for name in PredictedConfig.model_fields]
     return replace(configuration, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), message
@@ -70,7 +70,7 @@ def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
     if file is None:
         return None
     try:
-        values = parse(plainfile.content(file, _MAX_CONFIG_BYTES).decode(), str(file)).values
+        values = parse(plainfile.read_bytes(file, _MAX_CONFIG_BYTES).decode(), str(file)).values
         predicted = PredictedConfig.model_validate(mapping_at(mapping_at(values, "run"), "predicted"))
     except (OSError, ValueError):  # unreadable, or without a prediction
         return None
@@ -97,6 +97,6 @@ def _no_fit_message(rows: Sequence[PlacementEstimate], memory: int) -> str:
     nearest = peaks[min(peaks)]
     return (
         f"{_KEY}: no strategy fits on {nearest.processes} processes; {nearest.strategy} needs the least memory, "
-        f"{size(min(peaks))} per rank of {size(memory)} free; use more processes, placement.recompute or "
-        f"placement.offload_activations"
+        f"{format_bytes(min(peaks))} per rank of {format_bytes(memory)} free; use more processes, "
+        "placement.recompute or placement.offload_activations"
     )

@@ -96,7 +96,7 @@ def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Mea
         peak = 0
         for steps in _COMMUNICATION_STEPS:
             if traffic and sent * steps:
-                traffic.late = max(1.0, steps * seconds * traffic.link / sent)
+                traffic.mean_delay_factor = max(1.0, steps * seconds * traffic.link_bytes_per_s / sent)
             peak = max(peak, memory.peak(lambda: run_step(digests)))
     engine.close()
     return Measurements(held_bytes, peak, seconds, sent, messages)
@@ -128,7 +128,7 @@ def _prepare(resolved: ResolvedConfig, setup: Setup | None) -> PreparedRun:
 def _start_engine(prepared: PreparedRun, world: World) -> tuple[Engine, Callable[..., None]]:
     """Start the engine of this rank. Return the engine, and a function that runs a step with the first batch."""
     engine, loader = start_engine(prepared, world)
-    step, microbatches = next(iter(loader.training(0)))
+    step, microbatches = next(iter(loader.iterate_steps(0)))
 
     def run_step(digests: StepDigests | None = None) -> None:
         run_training_step(engine, prepared.recipe, TrainingStep(step, microbatches, Progress(), digests), lr=0.0)

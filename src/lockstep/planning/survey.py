@@ -149,12 +149,12 @@ def _is_exact(placement: Placement) -> bool:
 
 def with_placement(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
     """Return a configuration with this strategy and number of processes, without audits and loader workers."""
-    return with_strategy(loaded, strategy, processes).changed("placement", {"audit_every": None, "workers": 0})
+    return with_strategy(loaded, strategy, processes).replace_values("placement", {"audit_every": None, "workers": 0})
 
 
 def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
     """Return a configuration with this strategy and number of processes."""
-    return loaded.changed("placement", {"strategy": strategy, "processes": processes})
+    return loaded.replace_values("placement", {"strategy": strategy, "processes": processes})
 
 
 def _check_and_measure(

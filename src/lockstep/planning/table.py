@@ -8,7 +8,7 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.common.text import printable_line, size
+from lockstep.common.text import format_bytes, printable_line
 from lockstep.planning.survey import Machine, PlacementEstimate
 
 _HEADINGS: Final = ("strategy", "processes", "peak memory", "between steps", "sends", "a step", "fits")
@@ -74,7 +74,9 @@ def _cells(row: PlacementEstimate, machine: Machine) -> list[str]:
     figures = row.figures
     assert figures is not None
     has_messages = figures.messages or row.processes == 1  # messages are only counted with simulated peers
-    sends = f"{size(figures.sent)}, {figures.messages}" if has_messages else ""
-    fits = {None: "", True: "yes", False: f"no, by {size(figures.peak - (machine.memory or 0))}"}[row.fits(machine)]
+    sends = f"{format_bytes(figures.sent)}, {figures.messages}" if has_messages else ""
+    fits = {None: "", True: "yes", False: f"no, by {format_bytes(figures.peak - (machine.memory or 0))}"}[
+        row.fits(machine)
+    ]
     step = f"{row.seconds:.3g} s"
-    return [row.strategy, str(row.processes), size(figures.peak), size(figures.held), sends, step, fits]
+    return [row.strategy, str(row.processes), format_bytes(figures.peak), format_bytes(figures.held), sends, step, fits]

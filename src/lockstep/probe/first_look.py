@@ -24,7 +24,7 @@ from torch import nn
 from lockstep.common import plainfile
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.device.fake_rank_env import remove_rank_variables
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
 from lockstep.probe.findings import NOT_DETERMINISTIC, findings
@@ -140,7 +140,7 @@ def _run_check(setup: Setup, sender: Connection) -> None:
 
 def _find_faults(setup: Setup) -> list[CodeFinding]:
     paths = import_paths(setup.recipe)
-    forward = "model" in paths or "loss" in paths or not is_plain(on_meta(setup.blank))
+    forward = "model" in paths or "loss" in paths or not is_plain(build_on_meta(setup.build_blank))
     code_findings = findings(run_quick_probe(setup, samples="data" in paths, forward=forward))
     # An operation without a deterministic kernel isn't reported here, because torch raises an error during training.
     return [finding for finding in code_findings if finding.fault and finding.culprit != NOT_DETERMINISTIC]

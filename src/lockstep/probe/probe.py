@@ -34,7 +34,7 @@ from lockstep.data.items import CheckedSplit, ImportedSplit, Items
 from lockstep.device.fake_rank_env import as_rank
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UserCodeError
-from lockstep.models.initialise import initialise
+from lockstep.models.initialise import initialize_model
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.probe.findings import LossComparison, ProbeResult, RandomSample, findings
@@ -94,7 +94,7 @@ def run_quick_probe(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
     reduced = replace(
         setup, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(setup.data.train), batch, steps=1)
     )
-    build = partial(initialise, setup.blank, recipe.seed)
+    build = partial(initialize_model, setup.build_blank, recipe.seed)
     return _run_probe(
         setup,
         device,
@@ -162,7 +162,7 @@ def _run_as_other_rank(compute: Callable[[], T], fallback: T) -> T:
 def _first_microbatches(setup: Setup, device: torch.device) -> list[MicroBatch]:
     """Return the micro-batches of the first step."""
     loader = setup.loader(World(ALONE, device), DataRank(), 0)
-    with closing(loader.training(0)) as batches:  # type: ignore[type-var]
+    with closing(loader.iterate_steps(0)) as batches:  # type: ignore[type-var]
         return next(batches)[1]
 
 
@@ -191,7 +191,7 @@ class _Probe:
         self._world = World(ALONE, device)
         self._settings = settings
         recipe = setup.recipe.model_copy(update={"precision": settings.precision})
-        self._numerics = Numerics(recipe, guarded=False)
+        self._numerics = Numerics(recipe, checks_writes=False)
         self._modules = user_code.get_user_modules(user_code.import_paths(setup.recipe).values())
 
     def run(self, samples: Sequence[RandomSample]) -> ProbeResult:
@@ -376,7 +376,7 @@ def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         path, _, attribute = name.rpartition(".")
         parts = path.split(".") if path else []
         modules = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-        source_lines = (user_code.place_of_attribute(type(module), attribute) for module in modules)
+        source_lines = (user_code.find_attribute_line(type(module), attribute) for module in modules)
         locations[name] = next(filter(None, source_lines), "")
     return {name: location for name, location in locations.items() if location}
 

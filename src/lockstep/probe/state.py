@@ -91,7 +91,7 @@ class Globals:
         ]
         for variables, code in scopes:
             all_variables += [
-                _Variable(name, value, partial(user_code.place_of_variable, code, name))
+                _Variable(name, value, partial(user_code.find_variable_line, code, name))
                 for name, value in variables.items()
             ]
         self._values = {variable.name: _format_global(variable.value, modules) for variable in all_variables}
@@ -122,14 +122,14 @@ def _module_variables(name: str, module: ModuleType) -> Iterator[_Variable]:
         elif isinstance(value, FunctionType | _lru_cache_wrapper):
             yield _Variable(f"{name}.{variable}", value, partial(user_code.source_line, value))
         else:
-            yield _Variable(f"{name}.{variable}", value, partial(user_code.place_of_variable, module, variable))
+            yield _Variable(f"{name}.{variable}", value, partial(user_code.find_variable_line, module, variable))
 
 
 def _class_attributes(cls: type) -> Iterator[_Variable]:
     for attribute, value in list(vars(cls).items()):
         if not attribute.startswith("__") and not callable(value):
             name = f"{cls.__module__}.{cls.__qualname__}.{attribute}"
-            yield _Variable(name, value, partial(user_code.place_of_attribute, cls, attribute))
+            yield _Variable(name, value, partial(user_code.find_attribute_line, cls, attribute))
 
 
 def get_rng_states() -> dict[str, str]:

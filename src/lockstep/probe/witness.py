@@ -18,8 +18,8 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from lockstep.common.own_code import is_installed, location
-from lockstep.setup.user_code import is_library_file, place_of_frame
+from lockstep.common.own_code import format_location, is_installed
+from lockstep.setup.user_code import find_frame_line, is_library_file
 
 CLOCK: Final = "the clock"
 SYSTEM: Final = "the system's randomness"
@@ -78,7 +78,7 @@ class _CallRecorder:
             source = self._names.get(function)
         elif event == "call" and _reads_rank(frame):
             source, reader = RANK, frame.f_back or frame
-        if source is not None and (source == RANK or self._batch_id()) and (location := place_of_frame(reader)):
+        if source is not None and (source == RANK or self._batch_id()) and (location := find_frame_line(reader)):
             self._reads.setdefault(source, location)
 
 
@@ -128,7 +128,7 @@ class _RandomCallTracer:
         states = self._current_states()
         for name in [name for name, state in self._states.items() if states[name] != state] if self._frames else []:
             frame, line = self._frames[-1]
-            self._reads.setdefault(name, location(frame.f_code.co_filename, line))
+            self._reads.setdefault(name, format_location(frame.f_code.co_filename, line))
         self._states = states
 
     def _current_states(self) -> dict[str, Any]:

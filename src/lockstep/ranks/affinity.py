@@ -54,7 +54,7 @@ def make_locality(host: str, address: str, usable: Cores, sysfs: Path) -> CpuLoc
     # If a GPU has no NUMA node (-1), Linux reports all cores as local.
     near = (
         _read_cores(device_folder / "local_cpulist")
-        if plainfile.shown_text(device_folder / "numa_node") not in ("", "-1")
+        if plainfile.read_text_or_empty(device_folder / "numa_node") not in ("", "-1")
         else frozenset()
     )
     online = _read_cores(sysfs / "devices/system/cpu/online")
@@ -68,7 +68,7 @@ def siblings(cores: Cores, sysfs: Path) -> dict[int, int]:
 
 def _read_cores(file: Path) -> Cores:
     with suppress(ValueError):
-        return parse_cores(plainfile.shown_text(file))
+        return parse_cores(plainfile.read_text_or_empty(file))
     return frozenset()
 
 

@@ -78,13 +78,13 @@ def _report(rendezvous: Rendezvous, failure: Failure) -> None:
     """Report the failure to the other ranks, and print the lines about it that no other rank prints."""
     timing = rendezvous.timing
     first = run_with_timeout(timing.report_s, lambda: rendezvous.fail(failure))  # the store may no longer exist
-    if (save_failure := rendezvous.keep_failure) is not None:
+    if (save_failure := rendezvous.write_failure) is not None:
         run_with_timeout(timing.report_s, lambda: save_failure(first or failure))  # the disk may hang
     for line in (
         _failure_lines(rendezvous.info, failure, first) if first else _failure_lines_without_store(rendezvous, failure)
     ):
         with suppress(OSError):  # the terminal may no longer exist
-            rendezvous.rank_log.notice(line)
+            rendezvous.rank_log.write(line)
     run_with_timeout(timing.leave_s, rendezvous.leave)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -94,9 +94,9 @@ def _failure_lines(info: RankInfo, failure: Failure, first: Failure) -> list[str
     """Return the lines that this rank prints about `failure`. `first` is the first failure among all ranks."""
     started_manually = info.launcher == "environment"  # such ranks may have separate terminals
     if failure == first and not failure.secondary:
-        return [failure.words]
+        return [failure.message]
     if failure.rank == info.rank:
-        return [failure.words] if started_manually or failure.text != first.text else []
+        return [failure.message] if started_manually or failure.text != first.text else []
     return [f"rank {info.rank} stops because of it: {first.line}"] if started_manually or info.local_rank == 0 else []
 
 
@@ -107,4 +107,4 @@ def _failure_lines_without_store(rendezvous: Rendezvous, failure: Failure) -> li
     on_host_of_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host
     # One rank per host prints the failure. On the host of rank 0, this is the next rank.
     reports_for_host = info.local_rank == int(on_host_of_rank_0)
-    return [failure.words] if is_cause or reports_for_host or info.launcher == "environment" else []
+    return [failure.message] if is_cause or reports_for_host or info.launcher == "environment" else []

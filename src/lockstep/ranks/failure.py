@@ -51,7 +51,7 @@ class Failure:
         object.__setattr__(self, "log", printable_line(self.log))
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """The message for the user: the rank, the error, and the path of the log."""
         log = f"\n  its log: {self.log}" if self.log else ""
         return with_rank(self.rank, self.size, self.host, f"{self.text}{log}")
@@ -72,7 +72,7 @@ class Failure:
         return json.dumps(asdict(self))
 
 
-def from_json(text: str | bytes) -> Failure:
+def parse_failure_json(text: str | bytes) -> Failure:
     """Parse the output of `to_json`. Raises ValueError for any other text."""
     return parse_failure(plainfile.parse_json(text))
 
@@ -100,7 +100,7 @@ def make_failure(error: BaseException, info: RankInfo, rank_log: RankLog) -> Fai
     """
     known_error = too_many_files(error) or find_loader_error(error) or find_peer_error(error)
     if known_error is not None:
-        rank_log.note("".join(traceback.format_exception(error)))
+        rank_log.write_to_log("".join(traceback.format_exception(error)))
         error = known_error
     # torch raises OutOfMemoryError if device memory is exhausted.
     memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

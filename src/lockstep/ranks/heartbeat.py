@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Self, final
 
-from lockstep.common.rank import ranks_in_words
+from lockstep.common.rank import format_ranks_with_hosts
 from lockstep.common.text import printable_line
 from lockstep.errors import Cause
 from lockstep.ranks import oom, process_state
@@ -138,7 +138,7 @@ class Heartbeat:
         ):  # if the store is gone, the other thread notices that `_poll_count` no longer grows
             store = self._rendezvous.store.clone()  # a request blocks its connection for all other threads
             while not self._stop_event.is_set():
-                beat = Beat(self._poll_count, process, oom.peak_bytes(), self._rendezvous.status().words)
+                beat = Beat(self._poll_count, process, oom.peak_bytes(), self._rendezvous.status().description)
                 store.set(_beat_key(self._rendezvous.info.rank), asdict(beat))
                 senders = [rank for rank in self._watched_ranks if rank in self._beats or store.has(_beat_key(rank))]
                 # Read all heartbeats with a single request. If the main thread is busy, reading the heartbeats of a
@@ -216,7 +216,7 @@ class Heartbeat:
         self, ranks: list[int], observation: str, explanation: str, cause: Cause = "transient"
     ) -> Failure:
         hosts = self._rendezvous.hosts
-        other_ranks = f"; also lost: {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
+        other_ranks = f"; also lost: {format_ranks_with_hosts(ranks[1:], hosts)}" if ranks[1:] else ""
         text = f"error: {observation}: {explanation}{other_ranks}"
         own_log = self._rendezvous.rank_log.log
         log = str(own_log.with_name(log_name(ranks[0]))) if own_log else ""

@@ -29,7 +29,7 @@ from lockstep.device import ports
 from lockstep.device.ulimits import limit_error, too_many_files
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, Cause, PreflightError
 from lockstep.ranks import oom
-from lockstep.ranks.failure import Failure, from_json
+from lockstep.ranks.failure import Failure, parse_failure_json
 from lockstep.ranks.member import end_process, run_as_member
 from lockstep.ranks.rank_log import ignore_terminal_errors, log_name
 from lockstep.ranks.rendezvous import Rendezvous
@@ -98,7 +98,7 @@ def run_workers(
             return _report_signal(-first.code)
         failure = first.failure or _unreported_failure(first, processes, workers.describe_memory(first.rank), logs)
     # All workers have ended, so no worker prints anything after this.
-    print(failure.words, file=sys.stderr)
+    print(failure.message, file=sys.stderr)
     if on_failure:
         on_failure(failure)
     return failure.exit_code
@@ -244,7 +244,7 @@ def _get_exit(rank: int, worker: _Process) -> WorkerExit | None:
     if report.startswith(_DONE_PREFIX):  # the work is complete, so a later crash of the process doesn't matter
         return WorkerExit(rank, code, end_time, result=int(report.removeprefix(_DONE_PREFIX)))
     with suppress(ValueError):  # raised if the worker was killed while writing the report
-        return WorkerExit(rank, code, end_time, failure=from_json(report))
+        return WorkerExit(rank, code, end_time, failure=parse_failure_json(report))
     return WorkerExit(rank, code, end_time)
 
 

@@ -27,19 +27,19 @@ class RankLog:
         self._info = info
         self._terminal = os.dup(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2)
 
-    def line(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         """Write `text` to the terminal and to the log of this rank, prefixed with the name of the rank."""
-        self.notice(with_rank(self._info.rank, self._info.size, self.host, text))
+        self.write(with_rank(self._info.rank, self._info.size, self.host, text))
 
-    def notice(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Write `text` to the terminal and to the log of this rank, without a prefix."""
         line = f"{text}\n"
         with suppress(OSError):  # the terminal may be closed
             sys.stderr.flush()
             os.write(self._terminal, line.encode())
-        self.note(line)
+        self.write_to_log(line)
 
-    def note(self, text: str) -> None:
+    def write_to_log(self, text: str) -> None:
         """Write `text` to the log of this rank, if it has one."""
         if self.log is not None:
             with _Log(self.log) as log:
@@ -65,7 +65,7 @@ class RankLog:
             with redirection:
                 yield log
         if log.problem:
-            self.line(f"warning: {path}: the log has gaps: {log.problem}")
+            self.write_line(f"warning: {path}: the log has gaps: {log.problem}")
 
 
 @final
@@ -106,7 +106,7 @@ class _Log(io.TextIOBase, TextIO):
         self.problem = ""
         self._lock = threading.Lock()
         try:
-            self._descriptor = plainfile.descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._descriptor = plainfile.open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             self.problem = error.strerror or str(error)
             self._descriptor = os.open(os.devnull, os.O_WRONLY)

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.common.differences import describe_differences
-from lockstep.common.rank import RankInfo, ranks_in_words, rendezvous_address
+from lockstep.common.rank import RankInfo, format_ranks_with_hosts, rendezvous_address
 from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
 from lockstep.errors import TransientError, UsageError, os_error_as
@@ -81,7 +81,7 @@ class Rendezvous:
     store: JobStore | None = field(default=None, init=False)
     status: Callable[[], RankStatus] = field(default=RankStatus, init=False)
     # Writes the failure to the run folder.
-    keep_failure: Callable[[Failure], None] | None = field(default=None, init=False)
+    write_failure: Callable[[Failure], None] | None = field(default=None, init=False)
     hosts_store: bool = field(default=False, init=False)  # whether this process hosts the store
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
     _exchange_count: int = field(default=0, init=False)
@@ -141,7 +141,7 @@ class Rendezvous:
                 raise value
         return [value for value in values if isinstance(value, dict)]
 
-    def tell(self, words: str = "") -> str:
+    def broadcast_text(self, words: str = "") -> str:
         """Broadcast the text `words` of rank 0 to all ranks. All ranks must call this method."""
         if self.store is None:
             return words
@@ -165,7 +165,7 @@ class Rendezvous:
         except UntrustedError as error:  # the value wasn't written by a rank of this job, so it is no reason to end
             if not self._warned:
                 self._warned = True
-                self.rank_log.line(f"warning: ignored a failure report: {error}")
+                self.rank_log.write_line(f"warning: ignored a failure report: {error}")
             return None
 
     def fail(self, failure: Failure) -> Failure | None:
@@ -339,22 +339,22 @@ class Rendezvous:
         """
 
         def describe_missing() -> str:
-            return ranks_in_words(missing(), self.hosts)
+            return format_ranks_with_hosts(missing(), self.hosts)
 
         def report(text: str) -> None:
             if 0 in missing():
-                self.rank_log.line(text)
+                self.rank_log.write_line(text)
 
         if self.info.rank == 0:
-            return polls(self.timeout_s, self.timing, describe_missing, self.rank_log.line)
+            return poll(self.timeout_s, self.timing, describe_missing, self.rank_log.write_line)
         # The timeout is longer than on rank 0, because the error of rank 0 names the missing rank.
         timeout_s = self.timeout_s + self.timing.linger_s
-        return polls(
+        return poll(
             timeout_s, self.timing, describe_missing, report if _reports_missing(self.info) else None, name_rank_0_s
         )
 
 
-def polls(
+def poll(
     timeout_s: float,
     timing: Timing,
     missing: Callable[[], str],
@@ -445,7 +445,7 @@ def _open_store(rendezvous: Rendezvous, address: str) -> Store:
             f"init_process_group, because lockstep.join opens the group"
         )
     # By default, torch listens on all interfaces, regardless of the address.
-    return open_store(ports.open_listener(host, number, near=info.local_size == info.size).detach())
+    return open_store(ports.open_listener(host, number, is_single_host=info.local_size == info.size).detach())
 
 
 def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_store: Callable[[], Store]) -> Store:
@@ -467,7 +467,9 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
 
     connector = threading.Thread(target=connect, daemon=True)
     deadline, last_resolved_time = inf, time.monotonic()
-    for _ in polls(rendezvous.timeout_s, timing, missing, rendezvous.rank_log.line if _reports_missing(info) else None):
+    for _ in poll(
+        rendezvous.timeout_s, timing, missing, rendezvous.rank_log.write_line if _reports_missing(info) else None
+    ):
         if time.monotonic() > deadline:
             raise UsageError(f"timed out after {timing.late_s:.0f} s waiting for {missing()}; {ANOTHER_RUN_HINT}")
         if not connector.ident:
@@ -476,7 +478,7 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
             except socket.gaierror as error:
                 reason = str(error.strerror)
                 if time.monotonic() - last_resolved_time >= timing.unknown_host_s and not info.restarted_separately:
-                    raise ports.unknown(host, port, error) from error
+                    raise ports.make_unknown_host_error(host, port, error) from error
                 continue
             except OSError as error:
                 last_resolved_time = time.monotonic()
@@ -490,7 +492,7 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
             if isinstance(answer, RuntimeError):
                 raise answer
             return answer
-    raise AssertionError  # unreachable, because polls raises an error
+    raise AssertionError  # unreachable, because poll raises an error
 
 
 def _reports_missing(info: RankInfo) -> bool:

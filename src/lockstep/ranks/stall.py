@@ -72,11 +72,11 @@ class ThreadState:
     record: str = ""  # path of the rank's Flight Recorder dump
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The status, and the innermost Lockstep line outside the modules that wait for other ranks."""
         own_lines = [line for line in self.stack if line.startswith(_LOCKSTEP_PREFIX)]
         outside_waits = [line for line in own_lines if not line.startswith(_WAIT_MODULES)]
-        return f"{self.status.words}, {(outside_waits or own_lines or self.stack)[-1]}"
+        return f"{self.status.description}, {(outside_waits or own_lines or self.stack)[-1]}"
 
 
 @final
@@ -84,18 +84,18 @@ class ThreadState:
 class StallDetector:
     """A context manager that watches the calling thread for stalls. All ranks must enter it once, after joining.
 
-    The rank that detects the stall passes the report to `tell` on a background thread, and repeats the query for as
-    long as no rank makes progress. `record` writes this rank's Flight Recorder dump and returns its path, or "" if
-    there is no dump. Set `hidden` if the device waits for other ranks instead of this thread. `hidden` only applies
-    after setup. After a report, `late` contains the ranks that the other ranks wait for.
+    The rank that detects the stall passes the report to `on_report` on a background thread, and repeats the query for
+    as long as no rank makes progress. `record` writes this rank's Flight Recorder dump and returns its path, or "" if
+    there is no dump. Set `waits_on_device` if the device waits for other ranks instead of this thread. This only
+    applies after setup. After a report, `late_ranks` contains the ranks that the other ranks wait for.
     """
 
     rendezvous: Rendezvous
     timeout_s: float
-    tell: Callable[[str], None]
+    on_report: Callable[[str], None]
     record: Callable[[], str] = str
-    hidden: bool = False
-    late: list[int] = field(default_factory=list, init=False)
+    waits_on_device: bool = False
+    late_ranks: list[int] = field(default_factory=list, init=False)
     _next_query: int = 0  # number of the first query that this rank hasn't answered
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class StallDetector:
                 query_thread.start()
                 query_thread.join(2 * self._timing.answer_s)
                 if query_thread.is_alive() and not self._stop_event.is_set():
-                    self.tell(_no_answer_report(self._rank, state, now_s - last_change))
+                    self.on_report(_no_answer_report(self._rank, state, now_s - last_change))
                 last_change = time.monotonic()
 
     def _query_ranks(self, state: ThreadState, seconds: float) -> None:
@@ -153,8 +153,8 @@ class StallDetector:
                         with suppress(UntrustedError):
                             answers[rank] = store.read(_answer_key(query, rank), parse_answer)
             if not self._stop_event.is_set():
-                self.late = find_late_ranks(answers, self._size)
-                self.tell(make_stall_report(answers, self._size, _stall_line(self._rank, state, seconds)))
+                self.late_ranks = find_late_ranks(answers, self._size)
+                self.on_report(make_stall_report(answers, self._size, _stall_line(self._rank, state, seconds)))
 
     def _answer(self) -> None:
         """Answer each query with the current state of the main thread."""
@@ -195,7 +195,7 @@ class StallDetector:
         status = self.rendezvous.status()
         if own_file in _WAIT_MODULES or files[0].startswith(_TORCH_PREFIX):
             return ThreadState(status, _trim_to_wait(stack), True)
-        return ThreadState(status, stack, None if self.hidden and status.phase != "setting up" else False)
+        return ThreadState(status, stack, None if self.waits_on_device and status.phase != "setting up" else False)
 
 
 def make_stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first_line: str) -> str:
@@ -209,7 +209,7 @@ def make_stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int,
         role = _get_role(state, max_step)
         stack = [] if role == "waits" else [f"      {line}" for line in state.stack[-_REPORT_LINES:]]
         name = str(rank) if role == "waits" else f"{rank} ({host})"
-        ranks_by_state.setdefault((role, "\n".join([state.words, *stack])), []).append(name)
+        ranks_by_state.setdefault((role, "\n".join([state.description, *stack])), []).append(name)
     silent = [rank for rank in range(size) if rank not in answers]
     lines = [first_line]
     lines += [f"  rank {rank} does not answer: stopped, hung or disconnected, or its host is down" for rank in silent]
@@ -255,7 +255,7 @@ def _stall_line(rank: int, state: ThreadState, seconds: float) -> str:
 
 def _no_answer_report(rank: int, state: ThreadState, seconds: float) -> str:
     return (
-        f"{_stall_line(rank, state, seconds)}: {state.words}\n"
+        f"{_stall_line(rank, state, seconds)}: {state.description}\n"
         f"  the rendezvous store does not answer: rank 0 or the launcher's agent is stopped, or its host disconnected"
     )
 

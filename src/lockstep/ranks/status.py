@@ -14,7 +14,7 @@ class RankStatus:
     step: int = 0
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The status as text, such as `setting up`, `in step 5`, `evaluating after step 5` or `in check 5`."""
         if self.phase == "checking":
             return f"in check {self.step + 1}"

@@ -54,7 +54,7 @@ def observe_step(
     observations = StepObservations()
     for microbatch in microbatches:
         observer = Observer(microbatch, observations, trace)
-        task.on_loss = observer.note_losses
+        task.on_loss = observer.record_losses
         try:
             with observer.observing(model):
                 engine.repeat(replace(microbatch, note=lambda *_: None), step)

@@ -49,7 +49,7 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
     [start_event] = [event for event in events if event["event"] == "started"]
     replay = Replay(folder, start, start_event["strategy"], start_event["processes"], end_reason=end_reason)
     if observations is not None:
-        replay.samples, replay.observations, replay.layers = (
+        replay.samples, replay.observations, replay.parameter_norms = (
             observations.samples,
             observations.examined,
             observations.layers,

@@ -8,7 +8,7 @@ from typing import Final
 from lockstep.replay.run import Replay, ReplayedStep
 from lockstep.reporting import charts
 from lockstep.reporting.jsonl import EVENTS, read_events
-from lockstep.reporting.page import Section, Table, Words
+from lockstep.reporting.page import Paragraphs, Section, Table
 from lockstep.training.observer import BATCH, LOSS, NonFinite, StepObservations
 
 _MAX_LISTED: Final = 3  # maximum number of samples and layers shown on a terminal
@@ -30,7 +30,7 @@ def format_lines(replay: Replay) -> Iterator[str]:
     observations = replay.observations
     if observations is not None and observations.losses:
         losses = ", ".join(
-            f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _sorted_samples(replay)[:_MAX_LISTED]
+            f"{replay.get_sample_name(number)} {loss:.4g}" for number, _, loss in _sorted_samples(replay)[:_MAX_LISTED]
         )
         yield f"samples   {len(observations.losses)}; largest losses: {losses}"
     if observations is not None and observations.microbatches:
@@ -38,12 +38,12 @@ def format_lines(replay: Replay) -> Iterator[str]:
             f"micro-batch {index} {loss:.4g}" for index, loss in _sorted_microbatches(observations)[:_MAX_LISTED]
         )
         yield f"samples   {sum(map(len, replay.samples))}; largest losses: {losses}"
-    if replay.layers:
-        largest = sorted(replay.layers, key=lambda layer: _sort_key(layer.gradient))[:_MAX_LISTED]
+    if replay.parameter_norms:
+        largest = sorted(replay.parameter_norms, key=lambda layer: _sort_key(layer.gradient))[:_MAX_LISTED]
         yield f"gradients largest in {', '.join(f'{layer.name} {layer.gradient:.3g}' for layer in largest)}"
     if observations is not None and observations.nonfinite is not None:
         yield f"first {_describe_nonfinite(replay, observations.nonfinite)}"
-    nonfinite = [layer.name for layer in replay.layers if not math.isfinite(layer.weight)]
+    nonfinite = [layer.name for layer in replay.parameter_norms if not math.isfinite(layer.weight)]
     if nonfinite:
         suffix = f" and {len(nonfinite) - 1} more" if len(nonfinite) > 1 else ""
         yield f"weights   {nonfinite[0]}{suffix} not finite before the step; replay an earlier step"
@@ -80,7 +80,7 @@ def _sorted_samples(replay: Replay) -> list[tuple[int, int, float]]:
     """Return the sample index, micro-batch index and loss of each sample, with the largest loss first."""
     assert replay.observations is not None
     rows = [
-        (replay.samples[sample.microbatch][sample.place], sample.microbatch, sample.loss)
+        (replay.samples[sample.microbatch][sample.sample_index], sample.microbatch, sample.loss)
         for sample in replay.observations.losses
     ]
     return sorted(rows, key=lambda row: _sort_key(row[2]))
@@ -93,18 +93,20 @@ def _sorted_microbatches(observations: StepObservations) -> list[tuple[int, floa
 
 def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
     sample = (
-        f", {replay.name_of(replay.samples[nonfinite.microbatch][nonfinite.place])}" if nonfinite.place >= 0 else ""
+        f", {replay.get_sample_name(replay.samples[nonfinite.microbatch][nonfinite.sample_index])}"
+        if nonfinite.sample_index >= 0
+        else ""
     )
     location = f"micro-batch {nonfinite.microbatch}{sample}"
     if nonfinite.module == BATCH:
-        return f"{nonfinite.what} in the batch, as returned by the dataset, {location}"
+        return f"{nonfinite.kind} in the batch, as returned by the dataset, {location}"
     module = nonfinite.module if nonfinite.module == LOSS else f"module {nonfinite.module}"
-    return f"{nonfinite.what} in the {nonfinite.phase} of {module}, by {nonfinite.operation}, {location}"
+    return f"{nonfinite.kind} in the {nonfinite.phase} of {module}, by {nonfinite.operation}, {location}"
 
 
 def make_sections(replay: Replay) -> Iterator[Section]:
     """Yield the sections of an HTML page about a replay."""
-    yield Words("", [*format_lines(replay)])
+    yield Paragraphs("", [*format_lines(replay)])
     yield from _loss_chart(replay)
     if len(replay.steps) > 1 or replay.observations is None:
         rows = [
@@ -115,10 +117,10 @@ def make_sections(replay: Replay) -> Iterator[Section]:
     observations = replay.observations
     if observations is not None:
         yield from _observation_tables(replay, observations)
-    if replay.layers:
+    if replay.parameter_norms:
         rows = [
             [layer.name, f"{layer.weight:.4g}", f"{layer.gradient:.4g}", f"{layer.update:.4g}"]
-            for layer in sorted(replay.layers, key=lambda layer: _sort_key(layer.gradient))[:_MAX_ROWS]
+            for layer in sorted(replay.parameter_norms, key=lambda layer: _sort_key(layer.gradient))[:_MAX_ROWS]
         ]
         note = "L2 norms; the gradient is divided by the weight of the step, and not clipped."
         yield Table("Parameters", ("name", "before the step", "gradient", "update"), rows, note)
@@ -131,14 +133,14 @@ def _match_text(step: ReplayedStep) -> str:
 def _observation_tables(replay: Replay, observations: StepObservations) -> Iterator[Section]:
     note = "Sorted by loss, largest first."
     if observations.microbatches:
-        names = [", ".join(map(replay.name_of, numbers)) for numbers in replay.samples]
+        names = [", ".join(map(replay.get_sample_name, numbers)) for numbers in replay.samples]
         rows = [
             [str(index), f"{loss:.6g}", names[index]] for index, loss in _sorted_microbatches(observations)[:_MAX_ROWS]
         ]
         yield Table("Micro-batches", ("micro-batch", "loss", "samples"), rows, note)
     if observations.losses:
         rows = [
-            [replay.name_of(number), str(index), f"{loss:.6g}"]
+            [replay.get_sample_name(number), str(index), f"{loss:.6g}"]
             for number, index, loss in _sorted_samples(replay)[:_MAX_ROWS]
         ]
         yield Table("Samples", ("sample", "micro-batch", "loss"), rows, note)
@@ -160,4 +162,4 @@ def _loss_chart(replay: Replay) -> Iterator[Section]:
     series = {"the run's log": logged, "replay": [(step.step, step.loss) for step in replay.steps]}
     finite = {name: [point for point in points if math.isfinite(point[1])] for name, points in series.items()}
     if all(finite.values()) and max(map(len, finite.values())) > 1:
-        yield charts.lines("Loss", "step", "loss", finite, from_zero=False)
+        yield charts.make_line_chart("Loss", "step", "loss", finite, from_zero=False)

@@ -21,7 +21,7 @@ from lockstep.common.user_source import source_changes
 from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.load import Loaded, load_text, read_run_recipe
-from lockstep.config.recorded import CONFIG, locations
+from lockstep.config.recorded import CONFIG, find_location_keys
 from lockstep.core.order import Step
 from lockstep.core.shard import NamedTensors
 from lockstep.data.base import NoTransforms
@@ -48,7 +48,7 @@ from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.digests import Digest, StepDigests
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.observer import ParameterNorms, StepObservations
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
@@ -104,8 +104,8 @@ class Replay:
     """The result of a replay. `start` is the step of the checkpoint that the replay started from.
 
     If a digest differs, `machine_differences` lists the differences between this machine and the machine of the run.
-    For an examined step, `samples` contains the sample indices of each micro-batch, and `name_of` returns the name of a
-    sample. If a script ended before its last step was complete, `end_reason` describes how.
+    For an examined step, `samples` contains the sample indices of each micro-batch, and `get_sample_name` returns the
+    name of a sample. If a script ended before its last step was complete, `end_reason` describes how.
     """
 
     folder: Path
@@ -115,10 +115,10 @@ class Replay:
     steps: list[ReplayedStep] = field(default_factory=list)
     machine_differences: list[str] = field(default_factory=list)
     start_matches: bool | None = None  # whether the initial weights match the recorded digest; None without a digest
-    layers: list[ParameterNorms] = field(default_factory=list)
+    parameter_norms: list[ParameterNorms] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
     observations: StepObservations | None = None
-    name_of: Callable[[int], str] = "sample {}".format
+    get_sample_name: Callable[[int], str] = "sample {}".format
     trace: Trace | None = None
     end_reason: str = ""
 
@@ -177,7 +177,7 @@ def open_run(request: ReplayRequest) -> RunToReplay:
     override_words = ["placement.processes=1", *request.overrides, *request.changes]
     loaded = load_text(text, str(config), folder.name, override_words)
     code = check_code(EvalRequest(str(folder), request.overrides, request.trust, command="replay"), loaded)
-    data_keys = {f"recipe.{key}" for key in locations(values(loaded.config.recipe)) if key.startswith("data.")}
+    data_keys = {f"recipe.{key}" for key in find_location_keys(values(loaded.config.recipe)) if key.startswith("data.")}
     for word in request.overrides:
         key = word.partition("=")[0]
         if not (key.startswith(_OVERRIDABLE_PREFIXES) or key in data_keys or key in code):
@@ -221,7 +221,7 @@ def _list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def _prepare_replay(run: RunToReplay, processes: int | None = None) -> PreparedRun:
     prepared = prepare_run(run.loaded, processes)
-    total = prepared.ready.steps.total
+    total = prepared.setup.steps.total
     if run.last > total:
         raise UsageError(f"step {run.last}: the run has {total} steps; use one of these steps")
     return prepared
@@ -245,7 +245,7 @@ def _run_rank(
                 if result.first_difference is None and result.start_matches is not False
                 else EXIT_VERIFICATION
             )
-            code = int(world.tell(str(code)))  # only rank 0 has the digests
+            code = int(world.broadcast_text(str(code)))  # only rank 0 has the digests
     if rendezvous.info.rank == 0:
         report(result)
     return code
@@ -262,20 +262,20 @@ class _StepReplayer:
         self._opened_run = run
         self._world = world
         self._progress = progress
-        setup = prepared.ready
+        setup = prepared.setup
         self._models: list[nn.Module] = []  # all models built so far; the engine runs the last model
         self._task = ObservedTask(setup.task)
         problem = replace(
             setup.problem, optional_task=self._task, build_model=self._record_models(setup.problem.build_model)
         )
-        self._setup = replace(setup, problem=problem, blank=self._record_models(setup.blank))
+        self._setup = replace(setup, problem=problem, build_blank=self._record_models(setup.build_blank))
         self._engine: Engine
         self._loader: Loader
-        prepared = replace(prepared, ready=self._setup)
+        prepared = replace(prepared, setup=self._setup)
         self._engine, self._loader = start_engine(prepared, world, resumes=run.checkpoint is not None)
         self._replay = Replay(request.folder, run.start, prepared.resolved.strategy_name, world.size)
         if request.with_trace:
-            numerics = machine.numerics(world.device, compiled=setup.recipe.compile)
+            numerics = machine.make_fingerprint(world.device, compiled=setup.recipe.compile)
             self._replay.trace = Trace(TraceHeader(step=request.last, numerics=numerics, sources=setup.source))
         self._new_digests: list[Digest] = []
         self._digests = StepDigests(world, self._engine.gradients, self._new_digests.extend, every=1)
@@ -289,7 +289,7 @@ class _StepReplayer:
         self._digests.add_weights(self._opened_run.start, self._engine.state().model)
         plan = replace(self._setup.plan(log=_DIGEST_INTERVAL, save=NEVER), figures=None, stop_on_nonfinite=False)
         reports = StepReports(self._world, plan, self._progress, self._digests)
-        for _ in train(self, reports, training_steps(self._batches, reports, save=lambda _: [])):
+        for _ in train(self, reports, iterate_training_steps(self._batches, reports, save=lambda _: [])):
             pass
         self._digests.collect()
         self._engine.close()
@@ -310,7 +310,7 @@ class _StepReplayer:
         self._rates.append(lr)
         if not self._is_examined:
             return self._engine.update(lr, max_norm)
-        update, self._replay.layers = measure_update(
+        update, self._replay.parameter_norms = measure_update(
             partial(self._engine.update, lr, max_norm),
             self._trace_tensors("the gradient", self._engine.gradients),
             iterate_full_tensors(self._world, self._engine.state().model),
@@ -347,12 +347,12 @@ class _StepReplayer:
         vars(self._progress).update(vars(state.progress))
 
     def _batches(self, first: int) -> Iterator[tuple[Step, MicroBatches]]:
-        return islice(self._loader.training(first), self._request.last - first)
+        return islice(self._loader.iterate_steps(first), self._request.last - first)
 
     def _examine(self, microbatches: MicroBatches, step: Step) -> None:
         """Record the samples of the step. If a single process runs the full model, also observe the step."""
-        self._replay.samples = self._loader.samples(step)
-        self._replay.name_of = self._setup.data.name_of
+        self._replay.samples = self._loader.get_sample_indices(step)
+        self._replay.get_sample_name = self._setup.data.get_sample_name
         trace = self._replay.trace
         if self._world.size == 1 and isinstance(self._engine, Auditable) and not self._setup.recipe.compile:
             for _ in self._trace_tensors("the weights before the step", lambda: self._engine.state().model):
@@ -385,7 +385,7 @@ class _StepReplayer:
         if path is None:
             return []
         state = saved_state.parse_state(path, store.load(path).snapshot.state)
-        numerics = machine.numerics(self._world.device, compiled=self._setup.recipe.compile)
+        numerics = machine.make_fingerprint(self._world.device, compiled=self._setup.recipe.compile)
         lines = machine.numerics_differences(state.numerics, numerics)
         if changed := source_changes(state.source, self._setup.source):
             lines.append(f"your source files changed since step {state.progress.step} was saved: {changed}")
@@ -398,5 +398,5 @@ def list_samples(request: ReplayRequest) -> Iterator[str]:
     data = open_recipe_data(recipe)
     steps = planning.compute_steps(recipe, len(data.train))
     loader = Loader(data, steps, recipe.microbatches, NoTransforms(), torch.device("cpu"), recipe.seed)
-    for index, numbers in enumerate(loader.samples(steps[request.first - 1])):
-        yield from (f"micro-batch {index}  {data.name_of(number)}" for number in numbers)
+    for index, numbers in enumerate(loader.get_sample_indices(steps[request.first - 1])):
+        yield from (f"micro-batch {index}  {data.get_sample_name(number)}" for number in numbers)

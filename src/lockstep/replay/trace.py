@@ -82,7 +82,7 @@ class Trace:
 def read(path: Path) -> tuple[TraceHeader, list[TracedTensor]]:
     """Read a trace file. Raises UsageError if it can't be read or isn't a trace."""
     try:
-        first, *lines = plainfile.content(path, _MAX_TRACE_BYTES).decode().splitlines()
+        first, *lines = plainfile.read_bytes(path, _MAX_TRACE_BYTES).decode().splitlines()
         tensors = f"[{','.join(lines)}]"
         return TraceHeader.model_validate_json(first), TypeAdapter(list[TracedTensor]).validate_json(tensors)
     except OSError as error:

@@ -89,7 +89,7 @@ def make_curve_chart(
     return Chart(title, {"data": data, "layout": layout}, axes=("samples", "seconds"), note=note, legend=RUNS)
 
 
-def lines(
+def make_line_chart(
     title: str,
     x: str,
     y: str,

@@ -7,9 +7,9 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from lockstep.common.text import size
+from lockstep.common.text import format_bytes
 from lockstep.reporting import wording
-from lockstep.reporting.terminal import is_moving, make_console, make_progress_line, start_live
+from lockstep.reporting.terminal import is_interactive, make_console, make_progress_line, start_live
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
 
 _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
@@ -26,7 +26,7 @@ class Console:
 
     def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
         self._rich = make_console(stream, terminal)
-        self._has_live_display = is_moving(self._rich)
+        self._has_live_display = is_interactive(self._rich)
         self._stream = stream
         self._run_dir = run_dir
         self._rate_rule = rate_rule
@@ -95,7 +95,7 @@ class Console:
             return
         if self._live is None:
             figures = wording.format_step_metrics(event, run, means=self._running_means.add(event))
-            memory, left = size(event.peak_bytes), self._format_time_left(event, run, time)
+            memory, left = format_bytes(event.peak_bytes), self._format_time_left(event, run, time)
             self._print_line(f"{wording.format_position(event, run)}  {figures}  {memory}  {left}")
         elif time - self._last_drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
             self._last_drawn = time

@@ -7,7 +7,7 @@ from typing import Any, Final, TextIO
 
 from lockstep.reporting import wording
 from lockstep.reporting.run_log import RunStatus, describe_best_run
-from lockstep.reporting.run_view import STYLES, RunView, describe_endings, find_differing_keys, loss
+from lockstep.reporting.run_view import STYLES, RunView, describe_endings, find_differing_keys, format_loss
 from lockstep.reporting.terminal import create_table, make_console, print_unwrapped
 
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
@@ -87,7 +87,7 @@ def format_cells(run: RunView, now: float) -> tuple[str, ...]:
         run.name,
         run.state,
         "" if figure is None else f"{figure.name} {wording.format_value(figure.value, figure.is_fraction)}",
-        loss(run.history),
+        format_loss(run.history),
         wording.format_out_of(status.step, status.steps),
         f"{run.job or ''} {run.queued}".strip(),
         "" if ended or status.left_s is None else wording.format_duration(status.left_s),

@@ -35,7 +35,7 @@ class JsonLines:
         self._path = path
         with os_error_as(HostError, f"{path}: event not written"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._descriptor = plainfile.open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         _repair_last_line(self._descriptor)
 
     def write(self, event: Event, time: float) -> None:
@@ -87,12 +87,12 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log. Skips an incomplete last line, because the run may still be writing to the log."""
     if not os.path.lexists(path):
         raise UsageError(f"{path}: not found; pass the {EVENTS} of a run folder")
-    yield from Tail(path, strict=True).new()
+    yield from Tail(path, strict=True).read_new_events()
 
 
 @final
 class Tail:
-    """Follows a growing log. Each call to `new` yields the events that were written since the previous call.
+    """Follows a growing log. `read_new_events` yields the events that were written since the last call.
 
     If `strict` is set, a line that isn't an event raises UsageError. Otherwise, the line is skipped and a message is
     added to `problems`, which keeps the last 20 messages. An incomplete last line is read once it is complete.
@@ -109,15 +109,15 @@ class Tail:
     def is_replaced(self) -> bool:
         """Return whether the file was replaced or truncated. In this case, the caller must create a new Tail."""
         try:
-            with plainfile.reader(self._path) as file:
+            with plainfile.open_reader(self._path) as file:
                 return os.fstat(file.fileno()).st_size < self._offset or file.read(len(self._head)) != self._head
         except OSError:
             return self._offset > 0
 
-    def new(self) -> Iterator[dict[str, Any]]:
+    def read_new_events(self) -> Iterator[dict[str, Any]]:
         """Yield the new events. Yields nothing if the log doesn't exist, and raises UsageError if it can't be read."""
         wrong = os_error_as(UsageError, f"{self._path}: cannot be read")
-        with wrong, suppress(FileNotFoundError), plainfile.reader(self._path) as file:
+        with wrong, suppress(FileNotFoundError), plainfile.open_reader(self._path) as file:
             file.seek(self._offset)
             # A line that exceeds the limit is read in several parts. None of the parts parses as an event.
             while (line := file.readline(_MAX_LINE_BYTES + 1)).endswith(b"\n") or len(line) > _MAX_LINE_BYTES:
@@ -133,7 +133,7 @@ class Tail:
         event, place = _parse_json(line), f"{self._path}:{number}"
         if isinstance(event, dict):
             if "schema" in event:
-                schemas.check(event["schema"], place)
+                schemas.check_schema(event["schema"], place)
             return event
         long = f"a line of more than {_MAX_LINE_BYTES:,} bytes" if len(line) > _MAX_LINE_BYTES else ""
         if self._strict:
@@ -153,7 +153,7 @@ def read_last_step(path: Path) -> int:
 def read_last_event(path: Path) -> dict[str, Any]:
     """Return the last event of a log, or an empty dict if there is none. Only the end of the file is read."""
     lines: list[bytes] = []
-    with suppress(FileNotFoundError), plainfile.reader(path) as file:
+    with suppress(FileNotFoundError), plainfile.open_reader(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
         lines = file.read(_END_BYTES).splitlines()
     found = (

@@ -21,7 +21,7 @@ from lockstep.reporting.run_view import (
     join_nonempty,
     select_latest_notices,
 )
-from lockstep.reporting.terminal import is_moving, make_console, make_progress_line, start_live
+from lockstep.reporting.terminal import is_interactive, make_console, make_progress_line, start_live
 from lockstep.reporting.text_curve import text_curve
 
 _KIND_STYLES: Final = {"warning": "yellow", "start": "cyan", "evaluation": "", "checkpoint": "dim", "end": "bold"}
@@ -44,7 +44,7 @@ class LiveView:
     def __init__(self, stream: TextIO, terminal: bool | None = None) -> None:
         self._console = make_console(stream, terminal)
         self._stream = stream
-        self._live = start_live(self._console) if is_moving(self._console) else None
+        self._live = start_live(self._console) if is_interactive(self._console) else None
         self._waiting_shown = False
         self._notice_counts: dict[str, int] = {}  # number of printed notices by run
         self._last_lines: dict[str, tuple[float, str]] = {}  # time and text of the last progress line by run
@@ -70,15 +70,17 @@ class LiveView:
 
     def _collect_new_lines(self, run: RunView, now: float) -> list[str]:
         """Return lines about the events of a run since the previous call."""
-        if not run.is_whole:
+        if not run.is_fully_read:
             return []
         seen = self._notice_counts.get(run.name)
-        self._notice_counts[run.name] = run.noticed
-        first = seen is None or run.noticed < seen  # if the number of notices decreased, a new run replaced this run
-        fresh = _INITIAL_NOTICES if first else run.noticed - (seen or 0)
+        self._notice_counts[run.name] = run.notice_count
+        first = (
+            seen is None or run.notice_count < seen
+        )  # if the number of notices decreased, a new run replaced this run
+        fresh = _INITIAL_NOTICES if first else run.notice_count - (seen or 0)
         found = [format_headline(run)] if first else []
         found += [
-            join_nonempty(run.name, format_time_of_day(each.time), each.words) for each in run.notices[-fresh:] if fresh
+            join_nonempty(run.name, format_time_of_day(each.time), each.text) for each in run.notices[-fresh:] if fresh
         ]
         written, before = self._last_lines.get(run.name, (0.0, ""))
         words = format_line(run)
@@ -95,7 +97,7 @@ def render_runs(runs: Sequence[RunView], now: float, width: int, height: int, cu
     for run in runs:
         parts += _render_run(run, now, width, _CURVE_LINES if alone else 1, curves)
     for name, notice in select_latest_notices(runs, min(_NOTICES, max(height - len(parts) - 2, 0))):
-        words = join_nonempty(format_time_of_day(notice.time), "" if alone else name, notice.words)
+        words = join_nonempty(format_time_of_day(notice.time), "" if alone else name, notice.text)
         parts.append(Text(_truncate(words, width), _KIND_STYLES[notice.kind]))
     return Group(*parts)
 
@@ -104,7 +106,7 @@ def _render_run(run: RunView, now: float, width: int, height: int, curves: bool)
     """Return the lines that show the state, progress, metrics and loss curve of a run."""
     status = run.status
     parts: list[RenderableType] = [Text(_truncate(format_headline(run), width), STYLES.get(run.state, "red") or "bold")]
-    if not run.is_whole:
+    if not run.is_fully_read:
         parts.append(Text(f"reading its log: {format_progress(run)}"))
     elif status.step is not None:
         last = f"last event {format_age(now - status.time)}" if status.time is not None else ""

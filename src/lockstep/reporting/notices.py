@@ -23,7 +23,7 @@ class Notice:
 
     time: float | None
     kind: Kind
-    words: str
+    text: str
 
 
 def make_notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:

@@ -77,7 +77,7 @@ class ValueGrid:
 
 
 @dataclass(frozen=True)
-class Words:
+class Paragraphs:
     """A section with paragraphs of text. An empty `title` adds no heading."""
 
     title: str
@@ -133,7 +133,7 @@ class ProgressBar:
     entries: Sequence[tuple[str, str]]
 
 
-Section = Table | Chart | Words | ValueGrid | Tiles | Passages | ProgressBar
+Section = Table | Chart | Paragraphs | ValueGrid | Tiles | Passages | ProgressBar
 
 
 def render_page(title: str, sections: Sequence[Section]) -> str:

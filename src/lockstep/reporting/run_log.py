@@ -29,7 +29,7 @@ class SpeedSample(NamedTuple):
     samples: int
 
 
-class Figure(NamedTuple):
+class EvaluationMetric(NamedTuple):
     """A metric of an evaluation. `is_fraction` is whether the value is a fraction, which is shown as a percentage."""
 
     name: str
@@ -41,12 +41,12 @@ class Figure(NamedTuple):
 class RunStart:
     """A start event of a run that starts or resumes after `step` steps.
 
-    `again` is the number of steps that the run recomputes. `seconds` is the training time up to this event.
+    `recomputed_steps` is the number of steps that the run recomputes. `seconds` is the training time up to this event.
     """
 
     step: int
     seconds: float
-    again: int
+    recomputed_steps: int
     processes: int | None
     strategy: str
     device: str
@@ -55,11 +55,11 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint after `step` steps and `seconds` of training. `took_s` is the duration of the save in seconds."""
+    """A checkpoint after `step` steps and `seconds` of training. `duration_s` is the duration of the save."""
 
     step: int
     seconds: float
-    took_s: float
+    duration_s: float
     best: bool
     weights_sha256: str
 
@@ -83,7 +83,7 @@ class RunStatus:
     samples_per_s: float | None = None
     left_s: float | None = None
     loss: float | None = None
-    figure: Figure | None = None
+    figure: EvaluationMetric | None = None
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class History:
         return get_text(self.started, "monitor") or "loss"
 
     @property
-    def figure(self) -> Figure | None:
+    def figure(self) -> EvaluationMetric | None:
         """The monitored metric of the last evaluation, or the first metric of the task if the loss is monitored."""
         own = [key for key in self.evaluated if _get_curve_name("evaluated", key, of_model=True) == key]
         name = self.monitor if self.monitor in own else next(iter(own), "")
         value = self.evaluation_metric(name)
-        return None if value is None else Figure(name, value, name in self.fractions)
+        return None if value is None else EvaluationMetric(name, value, name in self.fractions)
 
     @property
     def weights_sha256(self) -> str:
@@ -139,7 +139,7 @@ class History:
         points = self.curves.get(curve)
         return points[-1].value if points else None
 
-    def is_share(self, curve: str) -> bool:
+    def is_fraction(self, curve: str) -> bool:
         """Return whether the values of a curve are fractions between 0 and 1."""
         name = curve.removesuffix(_TRAINING_SUFFIX).removesuffix("/ema")
         return name in self.fractions or name == "mfu"
@@ -164,8 +164,8 @@ def build_history(events: Iterable[Mapping[str, Any]]) -> History:
     """Return the history of a run from its events. Raises KeyError or ValueError for an invalid event."""
     log = RunLog()
     for event in events:
-        log.take(event)
-    return log.history()
+        log.add(event)
+    return log.make_history()
 
 
 def describe_best_run(histories: Sequence[History]) -> list[str]:
@@ -185,7 +185,7 @@ def describe_best_run(histories: Sequence[History]) -> list[str]:
 
 @final
 class RunLog:
-    """Builds the history of a run from its events. Call `take` for each event."""
+    """Builds the history of a run from its events. Call `add` for each event."""
 
     def __init__(self) -> None:
         self._starts: list[RunStart] = []
@@ -202,7 +202,7 @@ class RunLog:
         # Total seconds before the last start event, and the time of the last event.
         self._earlier_seconds = self._now = 0.0
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         """Add the next event of the log.
 
         Raises KeyError or ValueError if a field is missing or invalid. In this case, the event is ignored.
@@ -236,14 +236,14 @@ class RunLog:
             took, best = _get_number(event, "seconds") or 0.0, event.get("best") is True
             self._saves.append(Save(step, seconds, took, best, get_text(event, "weights_sha256")))
 
-    def history(self) -> History:
+    def make_history(self) -> History:
         """Return the history of the events so far."""
         curves = {name: curve.points() for name, curve in self._curves.items()}
         starts, saves = [*self._starts], [*self._saves]
-        known = (self._started, self._last, self._seconds, self.status(), len(self._skipped), self._evaluated)
+        known = (self._started, self._last, self._seconds, self.make_status(), len(self._skipped), self._evaluated)
         return History(starts, curves, saves, *known)
 
-    def status(self) -> RunStatus:
+    def make_status(self) -> RunStatus:
         """Return the progress of the run after the events so far."""
         event, started = self._last, self._started
         step, steps = get_count(event, "step"), get_count(started, "steps")

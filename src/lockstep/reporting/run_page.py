@@ -6,7 +6,7 @@ from typing import Final
 
 from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart, make_curve_chart
-from lockstep.reporting.page import ProgressBar, Section, Table, ValueGrid, Words
+from lockstep.reporting.page import Paragraphs, ProgressBar, Section, Table, ValueGrid
 from lockstep.reporting.run_log import (
     History,
     describe_best_run,
@@ -152,7 +152,7 @@ def make_metric_chart(metric: str, histories: Mapping[str, History], *, note: st
         words,
         training=training,
         names=[*histories],
-        percent=any(each.is_share(metric) for each in histories.values()),
+        percent=any(each.is_fraction(metric) for each in histories.values()),
         from_zero=metric in _FROM_ZERO,
         noisy=metric in _NOISY_CURVES,
         note=note,
@@ -186,7 +186,7 @@ def _format_single_value(name: str, history: History) -> str:
         return f"{value / 2**20:,.0f}"
     if name in ("samples_per_s", "flops_per_s"):
         return f"{value:,.0f}"
-    return wording.format_metric(name, value, history.is_share(name))
+    return wording.format_metric(name, value, history.is_fraction(name))
 
 
 def _make_summary_sections(runs: Sequence[RunView], *, with_progress: bool = False) -> list[Section]:
@@ -197,7 +197,7 @@ def _make_summary_sections(runs: Sequence[RunView], *, with_progress: bool = Fal
         if run.history.skipped
     ]
     heading = "Why runs stopped" if ended else ""
-    return [*_make_run_sections(runs, with_progress), *([Words(heading, words)] if words else [])]
+    return [*_make_run_sections(runs, with_progress), *([Paragraphs(heading, words)] if words else [])]
 
 
 def _get_histories(runs: Sequence[RunView]) -> dict[str, History]:
@@ -221,9 +221,9 @@ def _make_event_table(runs: Sequence[RunView]) -> Table:
     """Return a table of the latest events. If there are several runs, the table has a column for the run name."""
     events = [*reversed(select_latest_notices(runs, _NOTICES))]
     if len(runs) == 1:
-        rows = [[format_time_of_day(notice.time), notice.words] for _, notice in events]
+        rows = [[format_time_of_day(notice.time), notice.text] for _, notice in events]
         return Table("Latest events", ["time", "event"], rows)
-    rows = [[format_time_of_day(notice.time), name, notice.words] for name, notice in events]
+    rows = [[format_time_of_day(notice.time), name, notice.text] for name, notice in events]
     return Table("Latest events", ["time", "run", "event"], rows)
 
 
@@ -281,7 +281,7 @@ def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress:
         points = run.history.curves.get(name)
         if not points:
             return ""
-        words = wording.format_metric(name, points[-1].value, run.history.is_share(name))
+        words = wording.format_metric(name, points[-1].value, run.history.is_fraction(name))
         return words if points[-1].step == run.status.step else f"{words} (step {points[-1].step:,})"
 
     speeds = [run.status.samples_per_s for run in runs]
@@ -322,7 +322,7 @@ def _make_restart_table(runs: Sequence[RunView]) -> Table:
             f"{start.step:,}",
             wording.format_duration(start.seconds),
             f"{start.strategy} on {start.processes}, {start.device}",
-            f"{start.again:,}",
+            f"{start.recomputed_steps:,}",
         ]
         for run in runs
         if len(run.history.starts) > 1
@@ -338,7 +338,7 @@ def _make_checkpoint_table(runs: Sequence[RunView]) -> Table:
             run.folder,
             f"{save.step:,}",
             wording.format_duration(save.seconds),
-            f"{save.took_s:.2f} s",
+            f"{save.duration_s:.2f} s",
             save.weights_sha256[:_HASH_CHARS],
             "yes" if save.best else "",
             "" if run.checkpoints is None else "kept" if save.step in run.checkpoints else "removed",

@@ -32,9 +32,9 @@ class RunView:
     `job` is the ID of the last Slurm job, and `queued` is the state of that job as text. `recipe` and `placement` map
     dotted keys to values as text, or are empty if unknown. `placement` and `failure` are from the last time that the
     run was started. `failure` is the reason if the run failed. `machine` describes the machine. `notices` contains the
-    latest notices, and `noticed` is the total number of notices. `is_whole` is false while a long log is still being
-    read. `checkpoints` contains the steps of the checkpoints that are in the run folder. It is None if this is unknown.
-    `resume_command` is the command that resumes the run, or empty for a custom loop.
+    latest notices, and `notice_count` is the total number of notices. `is_fully_read` is false while a long log is
+    still being read. `checkpoints` contains the steps of the checkpoints that are in the run folder. It is None if this
+    is unknown. `resume_command` is the command that resumes the run, or empty for a custom loop.
     """
 
     folder: str
@@ -47,8 +47,8 @@ class RunView:
     failure: str = ""
     machine: str = ""
     notices: tuple[Notice, ...] = ()
-    noticed: int = 0
-    is_whole: bool = True
+    notice_count: int = 0
+    is_fully_read: bool = True
     checkpoints: frozenset[int] | None = None
     resume_command: str = ""
 
@@ -68,7 +68,7 @@ class RunView:
         return self.state in _ACTIVE_STATES
 
 
-def state(status: RunStatus, held: bool, submitted: float | None = None, job: str | None = None) -> State:
+def determine_state(status: RunStatus, held: bool, submitted: float | None = None, job: str | None = None) -> State:
     """Return the state of a run with a readable log.
 
     `held` is whether a process holds the lock of the run folder. `submitted` is the time of the last submission to
@@ -93,7 +93,7 @@ def find_differing_keys(settings: Sequence[Mapping[str, str]]) -> list[str]:
 
 def is_over(run: RunView, wait_for_completion: bool) -> bool:
     """Return whether a run has ended. With `wait_for_completion`, only a completed run counts as ended."""
-    return run.is_whole and (run.state == "done" if wait_for_completion else not run.is_active)
+    return run.is_fully_read and (run.state == "done" if wait_for_completion else not run.is_active)
 
 
 def get_exit_code(states: Collection[str]) -> int:
@@ -106,7 +106,7 @@ def get_exit_code(states: Collection[str]) -> int:
 def format_headline(run: RunView) -> str:
     """Return the name, placement, state and job of a run as a line of text."""
     starts = run.history.starts[-1:]
-    state = "not there yet" if not run.is_whole and not starts else run.state
+    state = "not there yet" if not run.is_fully_read and not starts else run.state
     where = [_format_placement(each) for each in starts]
     job = [f"job {run.job} {run.queued}".strip()] if run.job is not None else []
     return join_nonempty(run.name, state, *where, *job)
@@ -151,7 +151,7 @@ def get_named_progress(run: RunView) -> list[tuple[str, str]]:
     """Return the state, placement and progress of a run as (name, text) pairs. Unknown values are omitted."""
     status = run.status
     found = [
-        ("state", run.state if run.is_whole else "reading its log"),
+        ("state", run.state if run.is_fully_read else "reading its log"),
         ("placement", next((_format_placement(each) for each in run.history.starts[-1:]), "")),
         ("job", "" if run.job is None else f"{run.job} {run.queued}".strip()),
         ("epoch", wording.format_out_of(status.epoch, status.epochs)),
@@ -162,7 +162,7 @@ def get_named_progress(run: RunView) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found if value]
 
 
-def loss(history: History) -> str:
+def format_loss(history: History) -> str:
     """Return the loss of the last evaluation as text. Before the first evaluation, return the loss of the last step."""
     evaluated, trained = history.evaluation_metric("loss"), history.status.loss
     if evaluated is not None:
@@ -178,7 +178,7 @@ def format_line(run: RunView) -> str:
 def describe_ending(run: RunView) -> str:
     """Return a message about how a run ended."""
     if run.state == "unreadable":
-        return f"{run.name} cannot be read: {run.notices[-1].words if run.notices else 'its log is damaged'}"
+        return f"{run.name} cannot be read: {run.notices[-1].text if run.notices else 'its log is damaged'}"
     if run.state != "done":
         return f"{run.name} {_describe_end(run) or f'is {run.state}'}"
     done = join_nonempty(
@@ -227,4 +227,4 @@ def _describe_end(run: RunView) -> str:
 
 def _format_last_value(name: str, history: History) -> str:
     value = history.last_value(name)
-    return "" if value is None else wording.format_metric(name, value, history.is_share(name))
+    return "" if value is None else wording.format_metric(name, value, history.is_fraction(name))

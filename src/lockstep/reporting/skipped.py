@@ -25,12 +25,12 @@ class SkippedFiles:
             return
         if self._known is None:
             self._known = set()
-            with suppress(FileNotFoundError), plainfile.reader(self._path) as before:
+            with suppress(FileNotFoundError), plainfile.open_reader(self._path) as before:
                 self._known.update(before.read().splitlines())
         lines = [os.fsencode(file).replace(b"\n", b"\\n") for file in event.files]
         new = [line for line in dict.fromkeys(lines) if line not in self._known]
         self._known.update(new)
-        with os.fdopen(plainfile.descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+        with os.fdopen(plainfile.open_descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
             file.write(b"".join(line + b"\n" for line in new))
 
     def close(self) -> None:

@@ -60,12 +60,14 @@ class Tables:
         self._replace(name, [row for row in rows if int(row[at]) <= step])
 
     def _read_rows(self, path: Path) -> list[list[str]]:
-        text = plainfile.content(path, _MAX_TABLE_BYTES).decode()
+        text = plainfile.read_bytes(path, _MAX_TABLE_BYTES).decode()
         return list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))
 
     def _replace(self, name: str, rows: Iterable[list[str]]) -> None:
         fresh = self._folder / f"{name}.new"
-        with os.fdopen(plainfile.descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", newline="") as file:
+        with os.fdopen(
+            plainfile.open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", newline=""
+        ) as file:
             csv.writer(file, lineterminator="\n").writerows([self._columns[name], *rows])
         fresh.replace(self._folder / name)
 
@@ -77,7 +79,9 @@ class Tables:
             _, *rows = self._read_rows(path)
             columns += more
             self._replace(name, [each + [""] * len(more) for each in rows])
-        with os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", newline="") as file:
+        with os.fdopen(
+            plainfile.open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", newline=""
+        ) as file:
             writer = csv.writer(file, lineterminator="\n")
             if header:
                 writer.writerow(columns)

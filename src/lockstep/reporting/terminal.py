@@ -25,7 +25,7 @@ def make_console(stream: TextIO, terminal: bool | None = None) -> Console:
     return Console(file=stream, force_terminal=terminal, highlight=False, markup=False, emoji=False)
 
 
-def is_moving(console: Console) -> bool:
+def is_interactive(console: Console) -> bool:
     """Return whether the console can update its output in place."""
     return console.is_terminal and not console.is_dumb_terminal
 

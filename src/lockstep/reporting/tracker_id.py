@@ -16,7 +16,7 @@ def get_id_file_name(name: str) -> str:
 def read_id(folder: Path, name: str) -> str:
     """Return the stored run ID, or an empty string if there is none."""
     try:
-        return plainfile.content(folder / get_id_file_name(name), _MAX_ID_BYTES).decode().strip()
+        return plainfile.read_bytes(folder / get_id_file_name(name), _MAX_ID_BYTES).decode().strip()
     except FileNotFoundError:
         return ""
 
@@ -24,6 +24,6 @@ def read_id(folder: Path, name: str) -> str:
 def write_id(folder: Path, name: str, run_id: str) -> None:
     """Store the run ID atomically."""
     fresh = folder / f"{get_id_file_name(name)}.new"
-    with os.fdopen(plainfile.descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+    with os.fdopen(plainfile.open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(f"{run_id}\n".encode())
     fresh.replace(folder / get_id_file_name(name))

@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import Final, final
 
 from lockstep.common.hashing import RANDOM_SEED, SEED_VARIABLE
-from lockstep.common.text import printable_line, size, step_time
+from lockstep.common.text import format_bytes, format_step_time, printable_line
 from lockstep.core import epochs
 from lockstep.core.devices import GLOO_NOTE
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
@@ -35,7 +35,7 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
     counted += [(event.validation_samples, "validation sample")] if event.validation_samples or event.task else []
     lines = [
         *([event.task] if event.task else []),
-        f"{format_count(event.parameters, 'parameter')} ({size(_FP32_BYTES * event.parameters)} in fp32), "
+        f"{format_count(event.parameters, 'parameter')} ({format_bytes(_FP32_BYTES * event.parameters)} in fp32), "
         + ", ".join(format_count(number, of) for number, of in counted),
         f"{format_count(event.steps, 'step')} in {epochs.format_epochs(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
@@ -66,7 +66,7 @@ def _describe_replicas(event: Started) -> str:
     shares = []
     for replica, device in enumerate(event.replicas):
         indices = range(replica, event.microbatches, len(event.replicas))
-        samples = sum(len(part(event.batch, event.microbatches, index)) for index in indices)
+        samples = sum(len(get_subrange(event.batch, event.microbatches, index)) for index in indices)
         numbers = [str(index + 1) for index in indices]
         listed = ", ".join(numbers[:_MAX_LISTED_MICROBATCHES] + ["..."] * (len(numbers) > _MAX_LISTED_MICROBATCHES))
         noun = "micro-batch" if len(numbers) == 1 else "micro-batches"
@@ -113,9 +113,9 @@ def format_step_metrics(
     words = [f"loss {format_loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", format_speed(event, run)]
     if event.samples_per_s > 0:
         step_s = run.batch / event.samples_per_s  # the time for a full batch
-        words.append(f"{step_time(step_s)}/step")
+        words.append(f"{format_step_time(step_s)}/step")
         if event.data_s >= _SHOWN_DATA_SHARE * step_s:
-            words.append(f"data {step_time(event.data_s)}")
+            words.append(f"data {format_step_time(event.data_s)}")
     if event.flops_per_s is not None:
         words.append(f"{format_flops(event.flops_per_s)}/s")
     if event.mfu is not None:
@@ -221,7 +221,10 @@ def make_summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
 
 
 def _compare_prediction(event: Done) -> str:
-    said, was = ((step_time(each["step_s"]), size(each["peak_bytes"])) for each in (event.predicted, event.measured))
+    said, was = (
+        (format_step_time(each["step_s"]), format_bytes(each["peak_bytes"]))
+        for each in (event.predicted, event.measured)
+    )
     return f"{said[0]} a step, {said[1]}; was {', '.join(was)}"
 
 

@@ -24,7 +24,7 @@ from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.run.checkpoints import engine_state
-from lockstep.run.events import evaluation_event
+from lockstep.run.events import make_evaluation_event
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import Work, run_on_ranks
 from lockstep.runs.folder import print_message
@@ -82,7 +82,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
         print_message(f"note: {note}")
     prepared = _prepare_evaluation(loaded, checkpoint)
     _check_run(checkpoint)
-    checked_state(checkpoint.path, checkpoint.snapshot, prepared.ready)
+    checked_state(checkpoint.path, checkpoint.snapshot, prepared.setup)
     for problem in checkpoint.problems:
         print_message(f"warning: {problem}")
     return run_on_ranks(
@@ -104,12 +104,12 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     )
 
 
-def weights_as_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
+def prepare_weights_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
     """Return the placement, and the function that evaluates initial weights on a rank started by a launcher."""
     return loaded.config.placement, partial(_evaluate_on_rank, loaded, None, report, None)
 
 
-def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
+def prepare_evaluation_rank(request: EvalRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
     """Return the placement, and the function that evaluates a checkpoint on a rank started by a launcher.
 
     Runs the checks that are possible before the ranks join.
@@ -230,7 +230,7 @@ def _prepare_evaluation(
     else:
         prepared_config = PreparedConfig(check_config(loaded, processes, training=False))
     prepared = prepared_config.open(training=False)
-    if prepared.ready.data.validation is None:
+    if prepared.setup.data.validation is None:
         raise UsageError(
             f"dataset {loaded.config.recipe.data.name}: has no validation split, so there is nothing to evaluate; add "
             f"a validation split"
@@ -260,7 +260,7 @@ def _evaluate_on_rank(
     weights = {} if checkpoint is None else {"weights": store.weights_sha256(checkpoint.snapshot.model)}
     with open_recipe_rank(rendezvous, loaded, weights) as session:
         prepared = prepared or _prepare_evaluation(loaded, checkpoint, rendezvous.info.size)
-        ready = prepared.ready
+        ready = prepared.setup
         progress = (
             Progress() if checkpoint is None else checked_state(checkpoint.path, checkpoint.snapshot, ready).progress
         )
@@ -279,7 +279,7 @@ def _evaluate_on_rank(
             )
             sha256 = store.weights_sha256(model)
             rendezvous.status = lambda: RankStatus("evaluating", progress.step)
-            event = evaluation_event(engine, world, ready, loader, progress)
+            event = make_evaluation_event(engine, world, ready, loader, progress)
             engine.close()
     if rendezvous.info.rank == 0:
         weights_config = recipe.model.weights

@@ -13,7 +13,7 @@ from lockstep.data.loader import Loader
 from lockstep.device.peak import peak_flops
 from lockstep.parallel.engine import Engine
 from lockstep.run.rank import Rank
-from lockstep.run.start_event import loop_start_event
+from lockstep.run.start_event import make_loop_start_event
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.prepare import PreparedRun
 from lockstep.strategies.base import replica_devices
@@ -23,11 +23,11 @@ from lockstep.training.events import Evaluated, Started
 from lockstep.training.progress import Progress
 
 
-def start_event(prepared: PreparedRun, rank: Rank, resumed_from: Path | None) -> Started:
+def make_start_event(prepared: PreparedRun, rank: Rank, resumed_from: Path | None) -> Started:
     """Return the Started event of a run. All ranks must call it."""
-    recipe, ready = prepared.recipe, prepared.ready
+    recipe, ready = prepared.recipe, prepared.setup
     task, data = ready.task, ready.data
-    loop = loop_start_event(
+    loop = make_loop_start_event(
         rank,
         ready.steps,
         resumed_from,
@@ -50,7 +50,7 @@ def start_event(prepared: PreparedRun, rank: Rank, resumed_from: Path | None) ->
     )
 
 
-def evaluation_event(
+def make_evaluation_event(
     engine: Engine,
     world: World,
     ready: Setup,
@@ -63,13 +63,13 @@ def evaluation_event(
     If `keep` is set, it is called with the detailed report of the task.
     """
     task, batch = ready.task, evaluation_batch(ready.recipe)
-    batches, count = loader.validation(batch), loader.validation_batches(batch)
+    batches, count = loader.iterate_validation_batches(batch), loader.count_validation_batches(batch)
     sums, seconds = evaluate(engine, world, task, batches, count, details=keep is not None)
     figures = task_metrics(task, sums)
     if keep is not None:
         keep(task.report(sums))
     return Evaluated(
-        **progress.at,
+        **progress.event_fields,
         loss=figures.pop(LOSS),
         figures=figures,
         evaluated=int(sums.get("counted", sums["samples"])),

@@ -32,9 +32,9 @@ class StepMeasurements:
         self._steps = 0
         self._before = 0.0  # seconds before the first step whose time is measured
 
-    def left_out(self) -> AbstractContextManager[None]:
+    def exclude(self) -> AbstractContextManager[None]:
         """Return a context manager whose allocations aren't counted, because they aren't part of a step."""
-        return nullcontext() if self._live is None else self._live.left_out()
+        return nullcontext() if self._live is None else self._live.exclude()
 
     def watch(self, steps: Iterator[T]) -> Iterator[T]:
         """Yield the items of `steps`, and measure each step. A step ends when the caller requests the next item."""
@@ -45,11 +45,11 @@ class StepMeasurements:
             if self._live is None or not _FIRST_MEMORY_STEP <= self._steps < _FIRST_TIMED_STEP:
                 yield item
                 continue
-            with self._live.watched() as peak:
+            with self._live.track_peak() as peak:
                 yield item
             self._peak = max(self._peak, peak[0])
 
-    def measured(self) -> dict[str, float]:
+    def get_result(self) -> dict[str, float]:
         """Return the mean step time in seconds and the peak memory in bytes. Return {} if there were too few steps."""
         if self._steps < _FIRST_TIMED_STEP:
             return {}

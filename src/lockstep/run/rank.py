@@ -66,7 +66,7 @@ class Rank:
         """Switch to `phase`."""
         self.phase = phase
         if self.clock is not None:
-            self.clock.turn_to(phase)
+            self.clock.start_activity(phase)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Rank:
 
     def write_corrupted(self, error: CorruptionError) -> None:
         """Write the Corrupted event for an audit that found wrong results."""
-        self.write(Corrupted(**self.progress.at, ranks=tuple(error.ranks), text=str(error)))
+        self.write(Corrupted(**self.progress.event_fields, ranks=tuple(error.ranks), text=str(error)))
 
     def write(self, event: Event) -> None:
         """Write an event to all sinks. If it is the last event of the run, rank 0 also writes result.json.
@@ -109,7 +109,7 @@ class Rank:
         if is_off or every == "off":
             return
         append, period = partial(digest_file.append, path), None if every == "auto" else every
-        self.digests = StepDigests(self.world, engine.gradients, append, period, self.rendezvous.rank_log.note)
+        self.digests = StepDigests(self.world, engine.gradients, append, period, self.rendezvous.rank_log.write_to_log)
 
     def last_step(self) -> int:
         """Return the last step in the event log of the run, or 0 if there is no log."""

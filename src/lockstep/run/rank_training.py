@@ -11,7 +11,7 @@ from lockstep.config import plan as planning
 from lockstep.config.base import values
 from lockstep.config.document import format_key
 from lockstep.config.load import comparable, to_yaml
-from lockstep.config.write import leaves
+from lockstep.config.write import iterate_leaves
 from lockstep.core.order import Step
 from lockstep.data.loader import Loader
 from lockstep.device import machine
@@ -27,7 +27,7 @@ from lockstep.reporting.flops import add_flops
 from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
 from lockstep.run.checkpoints import Checkpoints, Resumed
-from lockstep.run.events import evaluation_event, start_event
+from lockstep.run.events import make_evaluation_event, make_start_event
 from lockstep.run.plan_accuracy import StepMeasurements, is_predicted
 from lockstep.run.rank import Rank
 from lockstep.runs import folder as run_folder
@@ -40,7 +40,7 @@ from lockstep.setup.resume import continuation_state
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import check_initial_weights
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -73,9 +73,9 @@ class RankTraining:
     extra_sink: Sink | None
 
     def __post_init__(self) -> None:
-        prepared, ready, world = self.prepared, self.prepared.ready, self.world
+        prepared, ready, world = self.prepared, self.prepared.setup, self.world
         self.clock = Clock(world.device, "setting up", split="training")
-        numerics = machine.numerics(world.device, compiled=prepared.recipe.compile)
+        numerics = machine.make_fingerprint(world.device, compiled=prepared.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
         self.grading = StepMeasurements(world, self.clock) if is_predicted(prepared.resolved) else None
         self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples of the two splits
@@ -87,17 +87,17 @@ class RankTraining:
         self.loader: Loader
         build = ready.problem.build_model
         problem = replace(ready.problem, build_model=lambda: check_initial_weights(world, build(), _SEED_ADVICE))
-        agreed_setup = replace(prepared, ready=replace(ready, problem=problem))
+        agreed_setup = replace(prepared, setup=replace(ready, problem=problem))
         self.engine, self.loader = start_engine(agreed_setup, world, resumes=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._run_settings, ready.summary.buffers)
 
     def run(self, stop: StopRequest) -> int:
         """Train, write all events to the sinks, and return the exit code. All ranks must call it."""
-        ready = self.prepared.ready
+        ready = self.prepared.setup
         if self.resumed is not None:
             self.checkpoints.resume(self.resumed)
             self.resumed = None  # frees the memory of the snapshot
-        elif ready.first is not None and ready.first.optimizer:
+        elif ready.initial_weights is not None and ready.initial_weights.optimizer:
             self.engine.load(continuation_state(ready, self.engine.state()))
         self.rank.keep_digests(self.engine, self.prepared.strategy.traits.exactness, self.prepared.run.digest_every)
         code = EXIT_DONE
@@ -119,13 +119,13 @@ class RankTraining:
 
     def _events(self, stop: StopRequest) -> Iterator[Event]:
         rank, checkpoints = self.rank, self.checkpoints
-        start = start_event(self.prepared, rank, self.start.checkpoint)
-        with nullcontext() if self.grading is None else self.grading.left_out():
+        start = make_start_event(self.prepared, rank, self.start.checkpoint)
+        with nullcontext() if self.grading is None else self.grading.exclude():
             yield start  # sinks import their libraries when they get this event
         for finding in self.get_findings():
-            yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
+            yield Warned(**rank.progress.event_fields, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
-        run, ready = self.prepared.run, self.prepared.ready
+        run, ready = self.prepared.run, self.prepared.setup
         evaluates = ready.data.validation is not None
         plan = ready.plan(
             log=Interval(steps=run.log_every),
@@ -133,7 +133,7 @@ class RankTraining:
             evaluate=Interval(run.evaluate_every.steps, run.evaluate_every.epochs) if evaluates else None,
         )
         reports = StepReports(self.world, plan, rank.progress, rank.digests)
-        items = training_steps(
+        items = iterate_training_steps(
             self._batches,
             reports,
             save=lambda _: checkpoints.save(),
@@ -158,9 +158,9 @@ class RankTraining:
         yield from batches if self.grading is None else self.grading.watch(batches)
 
     def _fetch_batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        batches = iter(self.loader.training(first))
+        batches = iter(self.loader.iterate_steps(first))
         while True:
-            with self.clock.during("data"):  # counts the time spent waiting for the loader
+            with self.clock.track_activity("data"):  # counts the time spent waiting for the loader
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -168,8 +168,8 @@ class RankTraining:
 
     def _evaluate(self, progress: Progress) -> Evaluated:
         with self.rank.during("evaluating"):
-            keep = self._keep if progress.step == self.prepared.ready.steps.total else None
-            return evaluation_event(self.engine, self.world, self.prepared.ready, self.loader, progress, keep)
+            keep = self._keep if progress.step == self.prepared.setup.steps.total else None
+            return make_evaluation_event(self.engine, self.world, self.prepared.setup, self.loader, progress, keep)
 
     def _keep(self, report: Report) -> None:
         """Write the detailed report of the last evaluation to the run folder. Only rank 0 writes it."""
@@ -179,26 +179,26 @@ class RankTraining:
     def _run_settings(self) -> dict[str, Any]:
         """Return the settings and dataset properties that affect the results. They are saved in checkpoints."""
         recipe = comparable(values(self.prepared.recipe))
-        return {"recipe": recipe, "data": model_facts(self.prepared.ready)}
+        return {"recipe": recipe, "data": model_facts(self.prepared.setup)}
 
     def _report_unreadable(self) -> Iterator[Skipped]:
         """Yield the files that any rank couldn't read since the last report. All ranks must call it."""
-        for split_index, file in enumerate(self.prepared.ready.data.files or ()):
+        for split_index, file in enumerate(self.prepared.setup.data.files or ()):
             unreadable, reported = self.loader.unreadable[split_index], self.reported[split_index]
             by_rank = self.world.all_gather_json(sorted(unreadable - reported))
             new_indices = sorted({index for rank_indices in by_rank for index in rank_indices} - reported)
             reported.update(new_indices)
             for first in range(0, len(new_indices), _MAX_FILES_PER_EVENT):
                 files = tuple(file(index) for index in new_indices[first : first + _MAX_FILES_PER_EVENT])
-                yield Skipped(**self.rank.progress.at, files=files)
+                yield Skipped(**self.rank.progress.event_fields, files=files)
 
     def _done(self) -> Done:
         seconds, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
-        predicted, measured = self.prepared.run.predicted, {} if self.grading is None else self.grading.measured()
+        predicted, measured = self.prepared.run.predicted, {} if self.grading is None else self.grading.get_result()
         ranks = self.world.all_gather_json([seconds, peak, measured, sorted(self.loader.unreadable[0])])
         progress = self.rank.progress
         return Done(
-            **progress.at,
+            **progress.event_fields,
             weights_sha256=self.checkpoints.weights_sha256,
             figures=progress.figures,
             best=progress.best,
@@ -221,12 +221,12 @@ class RankTraining:
         folder = self.start.folder
         prepared = self.prepared
         recipe, run = prepared.recipe, prepared.run
-        recipe_values = {format_key(path): value for path, value in leaves(values(recipe))}
+        recipe_values = {format_key(path): value for path, value in iterate_leaves(values(recipe))}
         rule = f"learning rate {planning.rule(recipe)}"
         with sinks.open_sinks(run, recipe_values, rule, folder, self.streams) as config_sinks:
-            communication = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
+            communication = {"backend": self.world.backend, "ranks with one device": self.world.device_sharing_groups}
             source = prepared.sources | source_digests(sinks.own_paths(run))
-            first_weights = weights_record(recipe, prepared.ready.first, prepared.ready.fit)
+            first_weights = weights_record(recipe, prepared.setup.initial_weights, prepared.setup.weights_fit)
             run_folder.record_config(folder, to_yaml(prepared.loaded), prepared.resolved.engine_files)
             run_folder.record_environment(folder, source, self.cores, communication, first_weights)
             yield [*config_sinks, *extra_sinks]

@@ -105,7 +105,7 @@ def _placement_facts(placement: Placement, device: torch.device, *, compiled: bo
         "placement.audit_every": placement.audit_every,
         "placement.on_corruption": placement.on_corruption,
         "versions": {"lockstep": __version__, "its source": machine.hash_source(), "python": platform.python_version()},
-        "versions of the libraries, CPU or threads": machine.numerics(device, compiled=compiled),
+        "versions of the libraries, CPU or threads": machine.make_fingerprint(device, compiled=compiled),
     }
 
 
@@ -115,16 +115,18 @@ def _make_stall_detector(rendezvous: Rendezvous, placement: Placement, device: t
 
     def end_run(report: str) -> None:
         # Report the late rank as failed, and not the rank that detected the stall.
-        rank = next(iter(detector.late), info.rank)
-        text = report.replace("for other ranks", f"for rank {rank}", 1) if detector.late else report
+        rank = next(iter(detector.late_ranks), info.rank)
+        text = report.replace("for other ranks", f"for rank {rank}", 1) if detector.late_ranks else report
         host = rendezvous.hosts[rank] if rank < len(rendezvous.hosts) else rendezvous.rank_log.host
         rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
 
-    report_stall = end_run if placement.on_stall == "end" else rendezvous.rank_log.notice
+    report_stall = end_run if placement.on_stall == "end" else rendezvous.rank_log.write
     # With NCCL, the device waits for the other ranks, and not this thread.
     nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"
     dump_collectives = partial(_dump_flight_recorder, rendezvous, nccl)
-    detector = StallDetector(rendezvous, placement.stall_timeout_s, report_stall, dump_collectives, hidden=nccl)
+    detector = StallDetector(
+        rendezvous, placement.stall_timeout_s, report_stall, dump_collectives, waits_on_device=nccl
+    )
     return detector
 
 

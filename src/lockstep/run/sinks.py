@@ -11,7 +11,7 @@ from typing import Any, Final, TextIO, final
 
 from lockstep.common.importing import import_object
 from lockstep.common.location import is_url
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.common.own_code import UserCode
 from lockstep.common.text import printable
 from lockstep.config.run import RunConfig, SinkConfig
@@ -176,7 +176,7 @@ def _check_options(index: int, sink: SinkConfig, option_names: tuple[str, ...]) 
     for key, value in (sink.model_extra or {}).items():
         if key not in option_names:
             raise UsageError(
-                f"run.sinks.{index}.{key}: sink {sink.name} has no such option{choices(key, option_names)}"
+                f"run.sinks.{index}.{key}: sink {sink.name} has no such option{format_choices(key, option_names)}"
             )
         is_string_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if not (is_string_list if key == "tags" else isinstance(value, str)):

@@ -11,7 +11,7 @@ from lockstep.run.rank import Rank
 from lockstep.training.events import Started
 
 
-def loop_start_event(
+def make_loop_start_event(
     rank: Rank,
     steps: Steps,
     resumed_from: Path | None,
@@ -28,7 +28,7 @@ def loop_start_event(
     """
     world, progress = rank.world, rank.progress
     return Started(
-        **progress.at,
+        **progress.event_fields,
         steps=steps.total,
         epochs=steps.total_samples / steps.samples_per_epoch,
         steps_per_epoch=steps.per_epoch,
@@ -44,7 +44,7 @@ def loop_start_event(
         resumed_from=str(resumed_from) if resumed_from else None,
         again=max(0, rank.last_step() - progress.step),
         backend=world.backend if world.size > 1 else "",
-        sharing=world.sharing,
+        sharing=world.device_sharing_groups,
         replicas=[str(device) for device in replicas],
         hash_seed=hash_seed(),
     )

@@ -75,7 +75,7 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None, begin: Callable[[
             run_folder.print_message(note)
         if claim.checkpoint is None and not claim.done_message:
             with add_key_positions(loaded):
-                check_start(prepared.ready)
+                check_start(prepared.setup)
         work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done_message), extra_sink)
         if begin is not None:
             begin()
@@ -124,10 +124,12 @@ def without(loaded: Loaded, ranks: Sequence[int], process_count: int, folder: Pa
         "dir": loaded.config.run.dir if is_url(loaded.config.run.dir) else str(folder),
         "resume": "auto" if loaded.config.run.resume == "never" else loaded.config.run.resume,
     }
-    return loaded.changed("placement", {"processes": process_count - len(ranks)}).changed("run", run_values)
+    return loaded.replace_values("placement", {"processes": process_count - len(ranks)}).replace_values(
+        "run", run_values
+    )
 
 
-def training_as_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = None) -> tuple[Placement, Work]:
+def prepare_training_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = None) -> tuple[Placement, Work]:
     """Return the placement, and the function that trains on a rank started by a launcher.
 
     Runs the checks that are possible before the ranks join. `extra_sink` is a sink of this rank. The sinks of the
@@ -191,18 +193,18 @@ def run_rank(
         else:
             prepared = prepared_config
         if info.size > 1:  # with a single rank, skip `setup_facts`, which reads samples
-            rendezvous.compare(collect_comparison_facts(prepared.ready) | {"your source files": prepared.sources})
+            rendezvous.compare(collect_comparison_facts(prepared.setup) | {"your source files": prepared.sources})
         resumed = None
         checkpoint = on_this_host(run_start.checkpoint, loaded.config.run.resume)
         if checkpoint:
             manifest, snapshot = read_same_checkpoint(rendezvous, checkpoint, signing_key(prepared.run.key_file))
-            state = checked_state(checkpoint, snapshot, prepared.ready)
+            state = checked_state(checkpoint, snapshot, prepared.setup)
             resumed = Resumed(snapshot, state, manifest.weights_sha256)
         if resumed is None:
             with add_key_positions(loaded):
-                check_start(prepared.ready)
+                check_start(prepared.setup)
         probes = info.rank == 0 and resumed is None and prepared.run.probe == "auto"
-        get_findings = stack.enter_context(check_in_background(prepared.ready)) if probes else list
+        get_findings = stack.enter_context(check_in_background(prepared.setup)) if probes else list
         world = stack.enter_context(session.open_world())
         rank_sink = extra_sink if start is None or info.rank == 0 else None
         training = RankTraining(
@@ -213,10 +215,10 @@ def run_rank(
 
 def warn(prepared: PreparedRun) -> None:
     """Check packing with real values, and print what is fine-tuned and warnings about probably unintended settings."""
-    check_packing(prepared.ready)
-    for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
+    check_packing(prepared.setup)
+    for warning in [*prepared.setup.warnings, *check_plan(prepared.setup)]:
         run_folder.print_message(f"warning: {warning}")
-    if line := describe_fine_tuning(prepared.ready):
+    if line := describe_fine_tuning(prepared.setup):
         run_folder.print_message(f"note: {line}")
 
 

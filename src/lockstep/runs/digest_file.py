@@ -37,7 +37,7 @@ def truncate(path: Path, step: int, warn: Callable[[str], object] = str) -> None
         warn(f"{error}; replaced by a new file")
     kept_records = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
     writing = os_error_as(HostError, f"{path}: not written")
-    with writing, os.fdopen(plainfile.descriptor(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+    with writing, os.fdopen(plainfile.open_descriptor(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
         file.truncate(len(_HEAD) + kept_records.nbytes)
         file.write(_HEAD)
 
@@ -46,7 +46,7 @@ def append(path: Path, digests: Sequence[Digest]) -> None:
     """Append digests of later steps to the file. Raises HostError if the file can't be written."""
     records = np.array([(digest.step | digest.weights * _WEIGHTS, digest.value) for digest in digests], "<u8")
     writing = os_error_as(HostError, f"{path}: digests not written")
-    with writing, os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
+    with writing, os.fdopen(plainfile.open_descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
         file.write(records.tobytes())
 
 
@@ -59,7 +59,7 @@ def _read_records(path: Path) -> NDArray[np.uint64]:
     """Read the records of a file. A missing file has no records. Ignores an incomplete record at the end."""
     head, data = _HEAD, b""
     reading = os_error_as(UsageError, f"{path}: cannot be read")
-    with reading, suppress(FileNotFoundError), plainfile.reader(path) as file:
+    with reading, suppress(FileNotFoundError), plainfile.open_reader(path) as file:
         head, data = file.read(len(_HEAD)), file.read()
     if head != _HEAD:
         problem = "written by a newer version" if head.startswith(_HEAD[:8]) else "not a digest file"

@@ -95,7 +95,7 @@ class Claim:
         ):
             yield
 
-    def keep_failure(self, failure: Failure) -> None:
+    def write_failure(self, failure: Failure) -> None:
         """Write result.json for a failure of any rank, unless a usage error prevented the run from starting.
 
         See `LastStart.is_rejected`.
@@ -152,16 +152,16 @@ def hold_run_folder(
     with claim.hold() if claim else nullcontext():
         for note in claim.notes if claim else []:
             print_message(note)
-        path = rendezvous.tell(str(claim.checkpoint or "") if claim else "")
-        folder = rendezvous.tell(str(claim.folder) if claim else "")
-        done = rendezvous.tell(claim.done_message if claim else "")
+        path = rendezvous.broadcast_text(str(claim.checkpoint or "") if claim else "")
+        folder = rendezvous.broadcast_text(str(claim.folder) if claim else "")
+        done = rendezvous.broadcast_text(claim.done_message if claim else "")
         if claim:
-            rendezvous.keep_failure = claim.keep_failure
+            rendezvous.write_failure = claim.write_failure
             if (context := WORKER_CONTEXT.get()) is not None and context.claimed is not None:
                 context.claimed(claim.folder)
         start = RunStart(Path(folder), Path(path) if path else None, done)
         if location is not None and is_url(location):
-            start_id = rendezvous.tell(claim.remote.start_id if claim and claim.remote else "")
+            start_id = rendezvous.broadcast_text(claim.remote.start_id if claim and claim.remote else "")
             checkpoint = start.checkpoint  # with run.resume, it can be in a different run
             name = checkpoint.name if checkpoint and checkpoint.parent.parent == start.folder else ""
             own_folder, own_checkpoint = remote.join(location, start_id, name)

@@ -35,7 +35,7 @@ from typing import Any, Final, Literal, final
 
 from lockstep.common import plainfile
 from lockstep.common.location import is_url, local_folder, name_of, scheme_of, storage_folder
-from lockstep.common.locking import exclusive
+from lockstep.common.locking import lock_file
 from lockstep.errors import HostError, LockstepError, TrainingError, UsageError, os_error_as
 from lockstep.reporting.jsonl import EVENTS
 from lockstep.runs import remote_lock
@@ -132,7 +132,7 @@ class Mirror:
         own = storage_folder(self.url)
         with (
             as_host_errors(f"{self.folder}: not uploaded"),
-            exclusive(own / "upload-lock", wait=wait) as acquired,
+            lock_file(own / "upload-lock", wait=wait) as acquired,
         ):
             if not acquired:
                 yield None
@@ -166,7 +166,7 @@ class Mirror:
         path = self.folder / EVENTS
         size, parts = int(record.get("events", 0)), int(record.get("parts", 0))
         try:
-            with plainfile.reader(path) as file:
+            with plainfile.open_reader(path) as file:
                 length = os.fstat(file.fileno()).st_size
                 file.seek(min(size, length))
                 new = file.read()
@@ -253,7 +253,7 @@ def join(url: str, start_id: str, checkpoint: str) -> tuple[Path, Path | None]:
     folder = local_folder(url)
     path = folder / store.FOLDER / checkpoint if checkpoint else None
     own = storage_folder(url)
-    with os_error_as(HostError, f"{folder}: cannot be used"), exclusive(_private(own) / "pull-lock"):
+    with os_error_as(HostError, f"{folder}: cannot be used"), lock_file(_private(own) / "pull-lock"):
         if not shares_folder(url, start_id):
             folder.mkdir(exist_ok=True)
             if path is not None:
@@ -288,7 +288,7 @@ def local_copy(location: str | Path, wanted: Wanted = "newest") -> Path:
     url, checkpoint = _split_checkpoint(str(location))
     storage, own = open_storage(url), storage_folder(url)
     folder = own / "copy" / name_of(url)
-    with os_error_as(UsageError, f"{location}: cannot be copied to {folder}"), exclusive(_private(own) / "copy-lock"):
+    with os_error_as(UsageError, f"{location}: cannot be copied to {folder}"), lock_file(_private(own) / "copy-lock"):
         folder.mkdir(parents=True, exist_ok=True)
         for left in reversed(range(_PULL_TRIES)):
             try:
@@ -317,7 +317,7 @@ def recorded_file(location: str, name: str) -> Path:
     url, _ = _split_checkpoint(location)
     storage, own = open_storage(url), storage_folder(url)
     path = own / "recorded" / name
-    with os_error_as(UsageError, f"{location}: cannot be read"), exclusive(_private(own) / "copy-lock"):
+    with os_error_as(UsageError, f"{location}: cannot be read"), lock_file(_private(own) / "copy-lock"):
         path.parent.mkdir(exist_ok=True)
         try:
             _download(storage, name, path)
@@ -452,7 +452,7 @@ def _repair_pointers(storage: Storage, folder: Path) -> None:
         return
     links = [store.LATEST]
     with suppress(OSError, ValueError, KeyError, TypeError):
-        state = plainfile.parse_json(plainfile.content(newest / store.STATE, _MAX_RECORD_BYTES))
+        state = plainfile.parse_json(plainfile.read_bytes(newest / store.STATE, _MAX_RECORD_BYTES))
         links += [store.BEST] if state["progress"]["best_at"] == store.parse_step(newest) else []
     names = storage.names(store.FOLDER)
     for link in links:
@@ -570,7 +570,7 @@ def _private(folder: Path) -> Path:
 
 def _read_record(path: Path) -> _RECORD:
     try:
-        content = plainfile.parse_json(plainfile.content(path, _MAX_RECORD_BYTES))
+        content = plainfile.parse_json(plainfile.read_bytes(path, _MAX_RECORD_BYTES))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -245,5 +245,5 @@ def _place_of(folder: Path) -> str:
     if not re.fullmatch("[0-9a-f]{32}", number):
         number = uuid.uuid4().hex
         durable.replace(path, number.encode())
-    boot = plainfile.shown_text(Path("/proc/sys/kernel/random/boot_id"))
+    boot = plainfile.read_text_or_empty(Path("/proc/sys/kernel/random/boot_id"))
     return hashlib.sha256("\n".join([number, socket.gethostname(), boot]).encode()).hexdigest()

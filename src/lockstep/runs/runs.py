@@ -68,7 +68,7 @@ def read_job(folder: Path) -> SubmittedJob | None:
     Raises UsageError if the record can't be read.
     """
     try:
-        match plainfile.parse_json(plainfile.content(folder / JOB, _MAX_JSON_BYTES)):
+        match plainfile.parse_json(plainfile.read_bytes(folder / JOB, _MAX_JSON_BYTES)):
             case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
                 return SubmittedJob(job, float(submitted))
         raise ValueError("not a job record")
@@ -120,7 +120,7 @@ def is_locked(folder: Path) -> bool:
     """
     # OSError means that there is no lock file, or that the file system doesn't support locks. In both cases, no run can
     # be active.
-    with suppress(OSError), plainfile.reader(folder / LOCK) as file:
+    with suppress(OSError), plainfile.open_reader(folder / LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -142,7 +142,7 @@ def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
 def read_json_dict(file: Path) -> dict[str, Any]:
     """Return the dict in a JSON file, or an empty dict if it can't be read."""
     try:
-        content = plainfile.parse_json(plainfile.content(file, _MAX_JSON_BYTES))
+        content = plainfile.parse_json(plainfile.read_bytes(file, _MAX_JSON_BYTES))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -24,16 +24,16 @@ from lockstep.data.base import DataSet
 from lockstep.data.loader import Loader
 from lockstep.data.request import make_data_request
 from lockstep.data.sources import open_data
-from lockstep.data.weigh import Weigh
+from lockstep.data.weigh import BatchWeigher
 from lockstep.device.compiler import check_compiler
-from lockstep.device.meta import on_meta
-from lockstep.device.precision import computing_dtype, stored_dtype
+from lockstep.device.meta import build_on_meta
+from lockstep.device.precision import get_compute_dtype, get_weight_dtype
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora
 from lockstep.models.check import Summary, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
 from lockstep.models.finetuning import Tuning, build_finetuned
-from lockstep.models.initialise import initialise
+from lockstep.models.initialise import initialize_model
 from lockstep.models.match_state import Fit
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import NamedParameter
@@ -42,11 +42,11 @@ from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
 from lockstep.setup.compiled_loss import with_compiled_loss
 from lockstep.setup.examples import (
-    examples,
     find_smallest_microbatch,
+    get_device_transforms,
     list_batchnorm_warnings,
+    load_example_batches,
     repeat_samples,
-    transforms_of,
 )
 from lockstep.setup.first_weights import InitialWeights
 from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factories, special_settings
@@ -69,14 +69,14 @@ class Setup:
     steps: Steps
     summary: Summary  # summary of the model that is trained
     parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters, by parameter name
-    blank: Build  # builds the model with uninitialized weights
-    uncut: Build  # builds the model with its initial weights, but without splitting it into chunks
+    build_blank: Build  # builds the model with uninitialized weights
+    build_unchunked: Build  # builds the model with its initial weights, but without splitting it into chunks
     warnings: tuple[str, ...]  # warnings about settings that are valid but probably unintended
     source: Mapping[str, str]  # hashes of the user's source files
     task_line: str = ""  # a description of the task, and the reason why it was chosen
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # layouts of the parameters that are split into chunks
-    first: InitialWeights | None = None  # the initial weights, or None if the seed determines them
-    fit: Fit | None = None  # describes how the initial weights match the parameters of the model
+    initial_weights: InitialWeights | None = None  # the initial weights, or None if the seed determines them
+    weights_fit: Fit | None = None  # describes how the initial weights match the parameters of the model
     guarded: bool = True  # whether to reject code that makes results depend on the placement
 
     def optimizer(self, trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
@@ -104,7 +104,7 @@ class Setup:
             rate=find_rate(recipe, self.steps),
             monitor=task.monitor,
             figures=task.figures,
-            weighs=not task.counts_samples,
+            has_weights=not task.counts_samples,
             recipe=recipe,
             stop_on_nonfinite=recipe.nonfinite == "stop",
             log=log,
@@ -125,10 +125,10 @@ class Setup:
         For `extra` and `devices`, see Loader.
         """
         recipe, task, device = self.recipe, self.task, world.device
-        transforms = transforms_of(recipe, self.data)
+        transforms = get_device_transforms(recipe, self.data)
         weigh = None
         if not task.counts_samples:
-            weigh = Weigh(task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight")
+            weigh = BatchWeigher(task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight")
         return Loader(
             data=self.data,
             steps=self.steps,
@@ -153,7 +153,7 @@ def make_model_builder(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.M
     return partial(build_model, name=model.name, source=model.source, options=model.options, facts=facts)
 
 
-def tuning_of(recipe: Recipe) -> Tuning:
+def make_tuning(recipe: Recipe) -> Tuning:
     """Return the changes that the recipe makes to a model after it is built: adapters and frozen parameters."""
     lora = None
     if (lora_config := recipe.model.lora) is not None:
@@ -179,40 +179,40 @@ def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
         check_compiler(gpu=torch.cuda.device_count() > 0)
     data = open_recipe_data(recipe)
     steps = planning.compute_steps(recipe, len(data.train))
-    example, evaluation = examples(recipe, data)
+    example, evaluation = load_example_batches(recipe, data)
     task, task_line = find_task(values(recipe), f"model {recipe.model.name}", data.facts, example)
     if recipe.compile:
         task = with_compiled_loss(task)
     task = add_metrics(task, recipe.metrics)
     models = _make_model_builders(recipe, data, first)
-    summary = _check_model(recipe, steps, task, models.uncut, example, evaluation)
+    summary = _check_model(recipe, steps, task, models.unchunked, example, evaluation)
     _check_batchnorm(recipe, summary)
-    chunked = chunk_layouts(models.uncut, recipe.model)
+    chunked = chunk_layouts(models.unchunked, recipe.model)
     if recipe.model.chunks > 1:
         _check_model(recipe, steps, task, models.chunked, example, evaluation)
     inputs = _check_chunks_and_dtype(recipe, task, models, summary, example, evaluation)
     parameter_settings = _check_optimizer(recipe, models, summary)
     check_rate(recipe, steps)
-    fit = None if first is None else first.load_into(on_meta(models.uncut if first.adapted else models.plain))
+    fit = None if first is None else first.load_into(build_on_meta(models.unchunked if first.adapted else models.plain))
     return Setup(
         recipe=recipe,
         data=data,
         problem=Problem(
             task,
-            partial(initialise, partial(build_in_chunks, models.first, recipe.model), recipe.seed),
+            partial(initialize_model, partial(build_in_chunks, models.first, recipe.model), recipe.seed),
             f"model {recipe.model.name}",
             map_tensors(lambda tensor: tensor.to("meta"), inputs),
         ),
         steps=steps,
-        summary=summary.stored(stored_dtype(recipe.precision)),
+        summary=summary.stored(get_weight_dtype(recipe.precision)),
         parameter_settings=parameter_settings,
-        blank=models.chunked,
-        uncut=partial(initialise, models.first, recipe.seed),
+        build_blank=models.chunked,
+        build_unchunked=partial(initialize_model, models.first, recipe.seed),
         warnings=(*data.warnings, *_warnings(recipe, data, steps, summary, first, fit)),
         # Hash the source files after all user code has been imported, because user code may change sys.path.
         source=source_digests(import_paths(recipe).values()),
-        first=first,
-        fit=fit,
+        initial_weights=first,
+        weights_fit=fit,
         task_line=task_line,
         chunked=chunked,
     )
@@ -222,20 +222,20 @@ class _ModelBuilders(NamedTuple):
     """Functions that build the recipe's model at different stages of its construction."""
 
     plain: Build  # the model as its library defines it, with uninitialized weights
-    uncut: Build  # `plain` with adapters and frozen parameters
-    chunked: Build  # `uncut`, split into chunks
-    first: Build  # `uncut` with its initial weights
+    unchunked: Build  # `plain` with adapters and frozen parameters
+    chunked: Build  # `unchunked`, split into chunks
+    first: Build  # `unchunked` with its initial weights
 
 
 def _make_model_builders(recipe: Recipe, data: DataSet, first: InitialWeights | None) -> _ModelBuilders:
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
-    plain, tuning = make_model_builder(recipe, data.facts), tuning_of(recipe)
+    plain, tuning = make_model_builder(recipe, data.facts), make_tuning(recipe)
     uncut = partial(build_finetuned, plain, tuning)
     pretrained = partial(plain, pretrained=recipe.model.pretrained)
     return _ModelBuilders(
         plain=plain,
-        uncut=uncut,
+        unchunked=uncut,
         chunked=partial(build_in_chunks, uncut, recipe.model),
         first=partial(build_finetuned, pretrained, tuning, first),
     )
@@ -264,7 +264,7 @@ def _check_chunks_and_dtype(
     recipe: Recipe, task: Task, models: _ModelBuilders, summary: Summary, example: Batch, evaluation: Batch
 ) -> Inputs:
     """Check the model with sequence chunks and in the compute dtype of the recipe. Return example inputs."""
-    name, dtype = recipe.model.name, computing_dtype(recipe.precision)
+    name, dtype = recipe.model.name, get_compute_dtype(recipe.precision)
     inputs = task.inputs(repeat_samples(example, 2))
     if recipe.model.sequence_chunks > 1:
         if summary.batchnorm:
@@ -289,7 +289,7 @@ def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: Summary) -
     """Check the optimizer with each distinct group of settings. Return the settings of individual parameters."""
     parameter_settings, stored = (
         special_settings(recipe, [*summary.trained], models.chunked),
-        stored_dtype(recipe.precision),
+        get_weight_dtype(recipe.precision),
     )
     for make_optimizer in optimizer_factories(recipe, parameter_settings):
         check_optimizer(make_optimizer, summary.dims)

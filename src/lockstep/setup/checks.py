@@ -13,14 +13,14 @@ from lockstep.core.devices import resolve_backend
 from lockstep.core.several_losses import sum_of_losses
 from lockstep.core.work import divisors
 from lockstep.device.env_flags import check_switches
-from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
+from lockstep.device.precision import check_precision, get_compute_dtype, get_weight_dtype
 from lockstep.errors import UsageError
-from lockstep.models.operations import Refusal, find_refused_operations
-from lockstep.parallel.narrow_steps import NARROW
+from lockstep.models.operations import NondeterministicCall, find_nondeterministic_calls
+from lockstep.parallel.narrow_steps import DTYPES_16_BIT
 from lockstep.parallel.optimizer_trials import check_updates
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
-from lockstep.setup.examples import examples
+from lockstep.setup.examples import load_example_batches
 from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factories
 from lockstep.setup.post_training import check_reference
 from lockstep.setup.resolved import ResolvedConfig
@@ -62,7 +62,7 @@ def check_placement(resolved: ResolvedConfig, *, training: bool = True) -> None:
     _check_batchnorm(resolved)
     _check_sequences(resolved)
     _check_updates(
-        resolved, recipe.model.chunks > 1, [make_optimizer_factory(recipe)], {stored_dtype(recipe.precision)}
+        resolved, recipe.model.chunks > 1, [make_optimizer_factory(recipe)], {get_weight_dtype(recipe.precision)}
     )
     if isinstance(strategy, ExternalEngine):
         strategy.check_recipe(resolved.numerics, make_optimizer_factory(recipe))
@@ -76,7 +76,7 @@ def _check_compile(resolved: ResolvedConfig) -> None:
             "recipe.compile: not supported with recipe.model.chunks, because torch.compile cannot trace layers that "
             "are called on one chunk at a time; set recipe.compile=false, or unset recipe.model.chunks"
         )
-    if recipe.compile and computing_dtype(recipe.precision) is not None:
+    if recipe.compile and get_compute_dtype(recipe.precision) is not None:
         raise UsageError(
             f"recipe.compile: not supported with recipe.precision={recipe.precision}, because a compiled model has not "
             f"been shown to give the same bits on every placement; set recipe.precision to bf16 or fp16, or set "
@@ -138,7 +138,7 @@ def _check_sequences(resolved: ResolvedConfig) -> None:
     recipe, strategy = resolved.recipe, resolved.strategy
     key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
     mesh = strategy.mesh(resolved.processes)
-    context_size = mesh.spread.context if strategy.traits.spreads_sequences else mesh.context
+    context_size = mesh.sequence_mesh.context if strategy.traits.spreads_sequences else mesh.context
     if chunks % context_size:
         valid_counts = ", ".join(map(str, divisors(chunks)))
         raise UsageError(
@@ -171,10 +171,10 @@ def check_cut(resolved: ResolvedConfig, ready: Setup) -> None:
     if isinstance(strategy, ExternalEngine):
         for make_optimizer in optimizer_factories(ready.recipe, ready.parameter_settings)[1:]:
             strategy.check_recipe(resolved.numerics, make_optimizer)
-        strategy.check_trained({name: form.dtype for name, form in ready.summary.trained.items()})
+        strategy.check_trained_dtypes({name: form.dtype for name, form in ready.summary.trained.items()})
     if isinstance(strategy, CutsModel):
         whole_blocks = ready.recipe.compile
-        strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole_blocks)
+        strategy.check_model(ready.build_blank, ready.problem.example, resolved.processes, whole_blocks=whole_blocks)
         check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
 
 
@@ -183,10 +183,10 @@ def needs_whole_updates(resolved: ResolvedConfig, ready: Setup) -> bool:
 
     If the strategy can't provide full tensors, raises UsageError.
     """
-    stored = stored_dtype(ready.recipe.precision)
+    stored = get_weight_dtype(ready.recipe.precision)
     dtypes = {stored}
     if stored is None:  # without a storage dtype, the model itself may have 16-bit weights
-        dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in NARROW}
+        dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in DTYPES_16_BIT}
     return _check_updates(
         resolved, bool(ready.chunked), optimizer_factories(ready.recipe, ready.parameter_settings), dtypes
     )
@@ -210,15 +210,15 @@ def _check_updates(
     return any(needed)
 
 
-def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
+def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[NondeterministicCall]:
     """Return the operations of a training step or evaluation without a deterministic CUDA kernel. Needs no GPU."""
-    example, evaluation = examples(ready.recipe, ready.data)
+    example, evaluation = load_example_batches(ready.recipe, ready.data)
     batch = example if training else evaluation
 
     def loss(outputs: Any, batch: Batch) -> Tensor:
         return sum_of_losses(ready.task.loss(outputs, batch))
 
-    return find_refused_operations(ready.blank, ready.task.inputs(batch), batch, loss, training=training)
+    return find_nondeterministic_calls(ready.build_blank, ready.task.inputs(batch), batch, loss, training=training)
 
 
 def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:

@@ -23,10 +23,10 @@ from lockstep.errors import UsageError, VerificationError
 from lockstep.parallel.tensor.plan import find_region_names
 from lockstep.setup.build import Setup
 from lockstep.setup.chunking import chunk_model, compute_chunk_losses
-from lockstep.setup.examples import examples, repeat_samples
+from lockstep.setup.examples import load_example_batches, repeat_samples
 from lockstep.tasks.base import Task
 
-ADVICE: Final = (
+PLAN_ADVICE: Final = (
     "between a colwise and a rowwise layer, each feature or head must be computed independently: use colwise:2 for a "
     "layer whose outputs are split in two, such as the first layer of a GLU, use heads:NAMES for attributes that count "
     "heads, or do not split the layer"
@@ -37,11 +37,13 @@ _BOUNDS: Final = {torch.float64: 2.0**-30, torch.float32: 2.0**-10}
 _QUICK_BOUNDS: Final = {torch.float32: 2.0**-10}
 _SAMPLES: Final = 2
 _POSITIONS: Final = 64  # maximum length of integer sequences in a quick comparison
-LARGEST: Final = 250_000_000  # maximum number of parameters, because a comparison copies the model twice
+MAX_COMPARED_PARAMETERS: Final = (
+    250_000_000  # maximum number of parameters, because a comparison copies the model twice
+)
 
 T = TypeVar("T")
 Bounds = Mapping[torch.dtype, float]
-Departure = tuple[str, float]  # the name of the module or value that differs, and the relative difference
+ChunkDifference = tuple[str, float]  # the name of the module or value that differs, and the relative difference
 
 
 def check_plan(ready: Setup) -> list[str]:
@@ -52,7 +54,7 @@ def check_plan(ready: Setup) -> list[str]:
     config, parameters = ready.recipe.model, ready.summary.num_parameters
     if config.chunks == 1 and config.sequence_chunks == 1:
         return []
-    if parameters > LARGEST:
+    if parameters > MAX_COMPARED_PARAMETERS:
         return [
             f"recipe.model: the model in chunks was not compared with the whole model, because this would copy "
             f"{parameters:,} parameters twice; run `lockstep verify` to compare them"
@@ -74,13 +76,13 @@ def check_chunks(ready: Setup, quick: bool = False) -> None:
     if config.chunks == 1:
         return
     with preserve_generators(), drop_new_tensors():
-        full_model = ready.uncut().eval()
-        _, batch = examples(ready.recipe, ready.data)
+        full_model = ready.build_unchunked().eval()
+        _, batch = load_example_batches(ready.recipe, ready.data)
         inputs = ready.task.inputs(repeat_samples(batch, _SAMPLES))
         cut_features = partial(chunk_model, chunks=config.chunks, plan=config.plan, name=config.name)
-        departure = (quick_departure if quick else find_chunk_difference)(full_model, cut_features, inputs)
+        departure = (find_quick_difference if quick else find_chunk_difference)(full_model, cut_features, inputs)
     if departure:
-        raise VerificationError(f"recipe.model.plan: {describe(departure, config.chunks)}; {ADVICE}")
+        raise VerificationError(f"recipe.model.plan: {describe_difference(departure, config.chunks)}; {PLAN_ADVICE}")
 
 
 def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
@@ -93,15 +95,15 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
         return
     cut_features = partial(chunk_model, chunks=config.chunks, plan=config.plan, name=config.name)
     with preserve_generators(), drop_new_tensors():
-        departure = quick_departure(copy.deepcopy(model), cut_features, inputs)
+        departure = find_quick_difference(copy.deepcopy(model), cut_features, inputs)
     if departure:
         raise UsageError(
-            f"{path}: recipe.model.plan: {describe(departure, config.chunks)}, so the whole model does not match these "
-            f"weights, which were trained in chunks; use `lockstep eval`, which computes in chunks"
+            f"{path}: recipe.model.plan: {describe_difference(departure, config.chunks)}, so the whole model does "
+            "not match these weights, which were trained in chunks; use `lockstep eval`, which computes in chunks"
         )
 
 
-def describe(departure: Departure, chunks: int) -> str:
+def describe_difference(departure: ChunkDifference, chunks: int) -> str:
     """Return a message with the module whose outputs differ, and the size of the difference."""
     return (
         f"{departure[0] or 'the model'} computes different outputs in {chunks} chunks than as a whole: they differ by "
@@ -120,9 +122,9 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
         else _split_no_features
     )
     with preserve_generators(), drop_new_tensors():
-        example, _ = examples(ready.recipe, ready.data)
+        example, _ = load_example_batches(ready.recipe, ready.data)
         batch = repeat_samples(example, _SAMPLES)
-        full_model = ready.uncut().eval()
+        full_model = ready.build_unchunked().eval()
         departure = find_sequence_difference(
             full_model, ready.task, batch, config.sequence_chunks, cut_features, bounds
         )
@@ -135,12 +137,12 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
         )
 
 
-def quick_departure(
+def find_quick_difference(
     full_model: nn.Module,
     cut_features: Callable[[nn.Module], object],
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
-) -> Departure | None:
+) -> ChunkDifference | None:
     """Return the difference that `find_chunk_difference` finds in float32 on two samples with shortened sequences.
 
     If the model rejects the shortened samples, the comparison uses two full samples. If the model rejects these too,
@@ -170,7 +172,7 @@ def find_chunk_difference(
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
-) -> Departure | None:
+) -> ChunkDifference | None:
     """Split a copy of `full_model` into chunks, and return the first difference. See `find_feature_difference`.
 
     A parameter that is all zero, such as in a newly initialized last layer, could hide a difference. Therefore, such
@@ -192,7 +194,7 @@ def find_feature_difference(
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
-) -> Departure | None:
+) -> ChunkDifference | None:
     """Return the name of the first chunked module whose outputs differ, and the size of the difference.
 
     The name is empty if only the outputs of the full model differ. Returns None if all outputs agree. `run` calls a
@@ -200,7 +202,7 @@ def find_feature_difference(
     """
     names = [*find_region_names(chunked_model), ""]
 
-    def compare(batch: T) -> Iterator[Departure]:
+    def compare(batch: T) -> Iterator[ChunkDifference]:
         whole_outputs, chunk_outputs = (
             _collect_outputs(partial(run, model, batch), model, names) for model in (full_model, chunked_model)
         )
@@ -222,7 +224,7 @@ def find_sequence_difference(
     chunks: int,
     cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _split_no_features,
     bounds: Bounds = _BOUNDS,
-) -> Departure | None:
+) -> ChunkDifference | None:
     """Return the first difference that sequence chunks make in the loss or a gradient, or None if there is none.
 
     `cut_features` splits a copy of the model into feature chunks in place, and returns the layouts of its parameters.
@@ -230,7 +232,7 @@ def find_sequence_difference(
     chunked_model = copy.deepcopy(full_model)
     chunked = cut_features(chunked_model)
 
-    def compare(sample_batch: Batch) -> Iterator[Departure]:
+    def compare(sample_batch: Batch) -> Iterator[ChunkDifference]:
         whole_loss = sum_of_losses(task.loss(call_model(full_model, task.inputs(sample_batch)), sample_batch))
         loss, gradients = _loss_and_gradients(full_model, whole_loss)
         chunk_loss, chunk_gradients = _loss_and_gradients(
@@ -251,8 +253,8 @@ def find_sequence_difference(
 
 
 def _find_first_difference(
-    models: Sequence[nn.Module], batch: T, compare: Callable[[T], Iterable[Departure]], bounds: Bounds
-) -> Departure | None:
+    models: Sequence[nn.Module], batch: T, compare: Callable[[T], Iterable[ChunkDifference]], bounds: Bounds
+) -> ChunkDifference | None:
     """Return the first difference above the bound of the first dtype in `bounds` that the kernels support."""
     for dtype, bound in bounds.items():
         for model in models:

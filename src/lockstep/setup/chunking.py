@@ -13,7 +13,7 @@ from lockstep.config.recipe import ModelConfig
 from lockstep.core.batch import Batch, Inputs, get_batch_size, map_tensors, tensors_of
 from lockstep.core.shard import Chunked
 from lockstep.device.cached_tensors import drop_new_tensors
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.attention import KEY
 from lockstep.parallel.context.exchange import Exchange
@@ -22,13 +22,13 @@ from lockstep.parallel.context.sequence_chunks import (
     SequenceChunks,
     add_position_ids,
     argument_names,
-    sequence_task,
+    require_sequence_task,
 )
 from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.logits import Logits
 from lockstep.parallel.tensor.plan import Plan, split_into_chunks
-from lockstep.parallel.tensor.slices import cut_layers
+from lockstep.parallel.tensor.slices import split_layers
 from lockstep.tasks.base import Build, MicroBatch, Task
 
 
@@ -37,7 +37,7 @@ def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
 
     Raises UsageError if the model can't be split, or if the recipe's plan doesn't match it.
     """
-    return {} if config.chunks == 1 else chunk_model(on_meta(build), config.chunks, config.plan, config.name)
+    return {} if config.chunks == 1 else chunk_model(build_on_meta(build), config.chunks, config.plan, config.name)
 
 
 def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
@@ -56,7 +56,7 @@ def chunk_model(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[st
     """
     built_in = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
     chunked = split_into_chunks(model, {**plan, **built_in}, chunks)  # the first matching pattern applies
-    if not cut_layers(model):
+    if not split_layers(model):
         raise UsageError(
             f"recipe.model.chunks: model {name} has no layers that are known to be splittable; name the layers in "
             f"recipe.model.plan (docs/model-parallel.md)"
@@ -85,7 +85,7 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
     `batch` must contain real samples. The model runs on the meta device, or on the CPU if that fails. `name` is the
     name of the model in errors. Raises UsageError if the model or the task doesn't support sequence chunks.
     """
-    sequence_task(task)
+    require_sequence_task(task)
 
     def trial(device: str) -> Sequence[str]:
         with drop_new_tensors():
@@ -122,7 +122,9 @@ def _run_trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, d
 def compute_chunk_losses(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
     """Split the sequences of a batch into `chunks` chunks, and return the loss of each chunk."""
     cooperative = CooperativeScheduler([])
-    sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), cooperative)
+    sequences = SequenceChunks(
+        require_sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), cooperative
+    )
     [*microbatches] = sequences.units_for(MicroBatch(0, batch, get_batch_size(batch), 0), 1)
 
     def loss_of(microbatch: MicroBatch) -> Any:

@@ -8,9 +8,9 @@ from typing import cast
 from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.data.loader import Loader
-from lockstep.models.initialise import initialise
+from lockstep.models.initialise import initialize_model
 from lockstep.parallel.audited import AuditedEngine
-from lockstep.parallel.engine import Auditable, Engine, Rotates
+from lockstep.parallel.engine import Auditable, Engine, RotatableEngine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
@@ -25,13 +25,13 @@ def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> 
 
     If `resumes` is set, the initial weights aren't loaded, because the caller loads the weights of a checkpoint.
     """
-    ready, placement, strategy = prepared.ready, prepared.placement, prepared.strategy
+    ready, placement, strategy = prepared.setup, prepared.placement, prepared.strategy
     problem = ready.problem
     if resumes:
-        problem = replace(problem, build_model=partial(initialise, ready.blank, ready.recipe.seed))
+        problem = replace(problem, build_model=partial(initialize_model, ready.build_blank, ready.recipe.seed))
     whole_updates = needs_whole_updates(prepared.resolved, ready)
     numerics = replace(
-        prepared.resolved.numerics, guarded=ready.guarded, whole_updates=whole_updates, chunked=ready.chunked
+        prepared.resolved.numerics, checks_writes=ready.guarded, needs_full_tensors=whole_updates, chunked=ready.chunked
     )
     mesh = strategy.mesh(world.size)
     data_rank = mesh.data_rank(world.rank)
@@ -44,12 +44,12 @@ def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> 
     # micro-batch on its own, so the audit repeats the full step with the ranks rotated.
     if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.recipe.model.sequence_chunks > 1:
         loader = ready.loader(world, data_rank, placement.workers)
-        start_rotated = cast(Callable[[World, Numerics], Rotates], start)
-        audited: Engine = RotatedAudit(start_rotated, world, numerics, schedule, loader.microbatch)
+        start_rotated = cast(Callable[[World, Numerics], RotatableEngine], start)
+        audited: Engine = RotatedAudit(start_rotated, world, numerics, schedule, loader.fetch_microbatch)
     else:
-        loader = ready.loader(world, data_rank, placement.workers, partial(schedule.assignment, world.rank))
+        loader = ready.loader(world, data_rank, placement.workers, partial(schedule.get_assignment, world.rank))
         start_alone = cast(Callable[[World], Auditable], lambda world: start(world, numerics))
-        audited = AuditedEngine(start_alone, world, schedule, loader.microbatch)
+        audited = AuditedEngine(start_alone, world, schedule, loader.fetch_microbatch)
     return _with_canonical_state(audited, ready), loader
 
 

@@ -19,17 +19,17 @@ _EXAMPLE_SAMPLES: Final = 4  # number of samples of each split to use in checks 
 _MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples to try if samples can't be read
 
 
-def transforms_of(recipe: Recipe, data: DataSet) -> DeviceTransforms:
+def get_device_transforms(recipe: Recipe, data: DataSet) -> DeviceTransforms:
     """Return the transforms that a dataset applies to batches on the device, or a no-op if there are none."""
     return make_device_transforms(values(recipe), data.facts) or NoTransforms()
 
 
-def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
+def load_example_batches(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
     """Return a training batch and an evaluation batch with a few samples each.
 
     Raises UsageError if the recipe mixes samples whose targets can't be mixed.
     """
-    transforms = transforms_of(recipe, data)
+    transforms = get_device_transforms(recipe, data)
     request, fetched = _fetch_few(data.train)
     if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(

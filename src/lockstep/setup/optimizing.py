@@ -11,9 +11,9 @@ from lockstep.config import plan as planning
 from lockstep.config import recipe as config
 from lockstep.config.recipe import Recipe
 from lockstep.core.rate import scale_rate
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.models.layers import compute_layer_scales
-from lockstep.parallel.groups import GroupSettings, distinct, settings
+from lockstep.parallel.groups import GroupSettings, compute_settings, find_distinct_options
 from lockstep.parallel.optimize import Settings, make_optimizer
 
 
@@ -43,8 +43,8 @@ def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], n
     learning rate decay.
     """
     decay = recipe.optimizer.layer_decay
-    scales = {} if decay is None else compute_layer_scales(on_meta(blank), decay)
-    return settings(names, [_make_group_settings(recipe, group) for group in recipe.optimizer.groups], scales)
+    scales = {} if decay is None else compute_layer_scales(build_on_meta(blank), decay)
+    return compute_settings(names, [_make_group_settings(recipe, group) for group in recipe.optimizer.groups], scales)
 
 
 def optimizer_factories(
@@ -58,7 +58,7 @@ def optimizer_factories(
         make_optimizer_factory(recipe),
         *(
             make_optimizer_factory(recipe, partial(_constant_setting, setting))
-            for setting in distinct(parameter_settings)
+            for setting in find_distinct_options(parameter_settings)
         ),
     ]
 

@@ -11,7 +11,7 @@ from lockstep.core.batch import call_model, tensors_of
 from lockstep.data.items import preserve_generators
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError
-from lockstep.models.initialise import initialise
+from lockstep.models.initialise import initialize_model
 from lockstep.setup.build import Setup, make_model_builder
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.tasks.batches import get_predictions
@@ -72,11 +72,11 @@ def check_packing(ready: Setup) -> None:
 def _model(ready: Setup) -> nn.Module:
     """Build the model with random weights. A large model of transformers gets only a few layers."""
     if ready.summary.num_parameters <= _LARGEST:
-        return initialise(ready.blank, ready.recipe.seed)
+        return initialize_model(ready.build_blank, ready.recipe.seed)
     model = ready.recipe.model
     options = {**model.options, "num_hidden_layers": _FEW_LAYERS}
     recipe = ready.recipe.model_copy(update={"model": model.model_copy(update={"options": options})})
-    return initialise(make_model_builder(recipe, ready.data.facts), ready.recipe.seed)
+    return initialize_model(make_model_builder(recipe, ready.data.facts), ready.recipe.seed)
 
 
 def _outputs(model: nn.Module, *sequences: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class PreparedRun:
     """A recipe and its placement. The dataset is open, and the model and the optimizer have been checked."""
 
     resolved: ResolvedConfig
-    ready: Setup
+    setup: Setup
 
     @property
     def loaded(self) -> Loaded:
@@ -66,7 +66,7 @@ class PreparedRun:
         strategy.
         """
         name = self.resolved.strategy_name
-        return {**self.ready.source, **source_digests([name] if ":" in name else [])}
+        return {**self.setup.source, **source_digests([name] if ":" in name else [])}
 
 
 @final

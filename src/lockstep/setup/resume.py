@@ -135,7 +135,7 @@ def lost_feedback_warning(before: Snapshot, current: State) -> list[str]:
 
 def check_initial_weights(ready: Setup) -> None:
     """Raise UsageError if the dataset or optimizer doesn't match the checkpoint that contains the initial weights."""
-    first = ready.first
+    first = ready.initial_weights
     if first is None or first.checkpoint is None or first.state is None:
         return
     check_facts(ready.data.facts, first.output_facts, first.checkpoint.path)
@@ -153,7 +153,7 @@ def check_start(ready: Setup) -> None:
     recipe = ready.recipe
     if ready.data.question:
         raise UsageError(ready.data.question)
-    if ready.first is None and (recipe.model.weights is not None or recipe.start is not None):
+    if ready.initial_weights is None and (recipe.model.weights is not None or recipe.start is not None):
         raise UsageError(
             "initial weights: no longer found where they were when the run was first started, and the run saved no "
             "checkpoint; put them back, or choose a different run.dir"
@@ -166,7 +166,7 @@ def continuation_state(ready: Setup, current: State) -> State:
     `current` is the initial engine state of the new run. Counters in the parameter groups of the optimizer are copied
     from the other run. The learning rates, weight decay and similar settings come from the recipe of the new run.
     """
-    first = ready.first
+    first = ready.initial_weights
     assert first is not None
     assert first.checkpoint is not None
     assert first.state is not None

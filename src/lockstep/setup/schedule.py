@@ -21,7 +21,7 @@ def find_rate(recipe: Recipe, steps: Steps) -> Rate:
     """Return the learning rate as a function of the number of samples seen.
 
     A custom schedule is a function `(epoch, epochs, **options) -> factor` that returns a factor for the base learning
-    rate. If this function raises an error or returns an invalid factor, `Rate.at` raises UsageError.
+    rate. If this function raises an error or returns an invalid factor, `Rate.compute_rate` raises UsageError.
     """
     name = recipe.schedule.name
     return planning.make_rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)
@@ -40,9 +40,9 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
         {round(fraction * (steps.total - 1) / _CHECKED_STEPS) for fraction in range(_CHECKED_STEPS + 1)}
     )
     samples_seen = [steps[step].samples_seen for step in step_numbers]
-    values = [rate.at(samples) for samples in samples_seen]
+    values = [rate.compute_rate(samples) for samples in samples_seen]
     for step, samples, value in zip(reversed(step_numbers), reversed(samples_seen), reversed(values), strict=True):
-        if rate.at(samples) != value:
+        if rate.compute_rate(samples) != value:
             raise UsageError(
                 f"schedule {recipe.schedule.name}: returned a different rate when called again for step {step + 1}; "
                 f"compute it only from the arguments, because a resumed run skips the earlier steps ({_CONTRACT})"

@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 from pydantic import TypeAdapter, ValidationError
 
 from lockstep.common.importing import import_object
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.common.own_code import UserCode
 from lockstep.config.placement import FASTEST, Placement
 from lockstep.core.mesh import Mesh
@@ -37,7 +37,7 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
     for key in options:
         if key not in option_names:
             raise UsageError(
-                f"placement.strategy.{key}: strategy {name} has no such option{choices(key, option_names)}"
+                f"placement.strategy.{key}: strategy {name} has no such option{format_choices(key, option_names)}"
             )
     with _strategy_code(name):
         if "recompute" in option_names:

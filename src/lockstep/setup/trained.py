@@ -15,8 +15,8 @@ def describe_fine_tuning(ready: Setup) -> str:
     trained = sum(math.prod(form.shape) for form in summary.trained.values())
     copied = (form for name, form in summary.tensors.items() if name.startswith(PREFIX) and name not in summary.buffers)
     total = summary.num_parameters - sum(math.prod(form.shape) for form in copied)
-    if ready.first is not None:
-        source = f"the weights of {ready.first.label}"
+    if ready.initial_weights is not None:
+        source = f"the weights of {ready.initial_weights.label}"
     elif recipe.model.weights is not None or recipe.start is not None:
         source = "the weights that the run recorded"
     elif recipe.model.pretrained:

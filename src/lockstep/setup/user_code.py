@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lockstep.common.own_code import is_installed, is_user_code, location
+from lockstep.common.own_code import format_location, is_installed, is_user_code
 from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import mixed
@@ -82,10 +82,10 @@ def source_line(target: object) -> str:
         file, (_, line) = inspect.getsourcefile(unwrapped), inspect.getsourcelines(unwrapped)
     except (TypeError, OSError):  # raised for code that is written in C or was entered in an interpreter
         return ""
-    return location(file, line) if file and not is_library_file(file) else ""
+    return format_location(file, line) if file and not is_library_file(file) else ""
 
 
-def place_of_attribute(kind: type, name: str) -> str:
+def find_attribute_line(kind: type, name: str) -> str:
     """Return the source line at which a method of a class or of its bases changes `self.<name>`, or "" if none does."""
     for base in kind.__mro__:
         file = _file(base)
@@ -95,11 +95,11 @@ def place_of_attribute(kind: type, name: str) -> str:
         tree = ast.parse(textwrap.dedent("".join(lines)))
         line = _first_line(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == name)
         if line is not None:
-            return location(file, first + line - 1)
+            return format_location(file, first + line - 1)
     return ""
 
 
-def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
+def find_variable_line(scope: ModuleType | CodeType, name: str) -> str:
     """Return the source line at which a function in `scope` changes a variable of a module or function.
 
     If no such line is found, returns the first line that mentions the variable.
@@ -112,7 +112,7 @@ def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
 
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
     line = _first_line(tree, lambda node: node in uses) or min((node.lineno for node in uses), default=1)
-    return location(file, max(first, 1) + line - 1)
+    return format_location(file, max(first, 1) + line - 1)
 
 
 def carries_value(scope: ModuleType | CodeType, name: str) -> bool | None:
@@ -213,7 +213,7 @@ def iter_user_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def place_of_frame(frame: FrameType | None) -> str:
+def find_frame_line(frame: FrameType | None) -> str:
     """Return the source line that a frame runs, or that of its nearest caller outside the Python standard library.
 
     Returns an empty string if the line is in torch, NumPy or Lockstep.
@@ -222,7 +222,7 @@ def place_of_frame(frame: FrameType | None) -> str:
         frame = frame.f_back
     if frame is None or is_library_file(frame.f_code.co_filename):
         return ""
-    return location(frame.f_code.co_filename, frame.f_lineno)
+    return format_location(frame.f_code.co_filename, frame.f_lineno)
 
 
 def is_library_file(file: str) -> bool:

@@ -101,7 +101,7 @@ class ExternalEngine(Protocol):
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
         """Raise UsageError if the framework doesn't support a part of the recipe. `make` creates the optimizer."""
 
-    def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
+    def check_trained_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UsageError if the framework would train a parameter in a different dtype.
 
         `dtypes` maps the names of the trained parameters to their dtypes.

@@ -8,7 +8,7 @@ process that computes all chunks (parallel/context/sequence_chunks.py).
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from lockstep.core.work import check_divides, check_work
+from lockstep.core.work import check_divides, check_microbatches
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
@@ -36,7 +36,7 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if the replicas don't divide the processes, or if a replica would have no micro-batches."""
         check_divides(f"strategy context: replicate={self.replicate}", self.replicate, processes)
-        check_work(self.replicate, microbatches)
+        check_microbatches(self.replicate, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""

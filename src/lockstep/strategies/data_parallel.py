@@ -96,7 +96,7 @@ class Strategy:
         cards = torch.cuda.device_count() if world.on_gpu else 0
         devices = self.replica_devices(cards)
         home = self._get_ids(cards).index(self._get_output_device(cards))
-        world.use(devices[home])
+        world.set_device(devices[home])
         mesh = self.mesh(world.size)
         checked = replace(problem, build_model=partial(_build_on_one_device, problem))
         make_layout = replicated(world, mesh, 0)

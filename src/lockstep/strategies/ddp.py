@@ -9,7 +9,7 @@ from typing import Final, Literal, final
 
 import torch
 
-from lockstep.core.work import check_work
+from lockstep.core.work import check_microbatches
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.replicated import replicated
@@ -60,7 +60,7 @@ class Strategy:
                 f"strategy ddp: powersgd_rank requires compress=powersgd, got compress={self.compress}; set "
                 f"compress=powersgd, or don't set powersgd_rank"
             )
-        check_work(processes, microbatches)
+        check_microbatches(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.comm.deepspeed import import_deepspeed
-from lockstep.core.work import check_work
+from lockstep.core.work import check_microbatches
 from lockstep.errors import UsageError
 from lockstep.parallel.deepspeed_engine import DeepSpeedEngine
 from lockstep.parallel.optimizer_state import NamedParameter
@@ -69,7 +69,7 @@ class Strategy:
             )
         if self.offload == "nvme":
             _check_nvme()
-        check_work(processes, microbatches)
+        check_microbatches(processes, microbatches)
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
         """See ExternalEngine."""
@@ -91,7 +91,7 @@ class Strategy:
             )
         check_flat(make, "deepspeed")
 
-    def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
+    def check_trained_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """See ExternalEngine. DeepSpeed keeps float32 master weights, regardless of the dtype of the model."""
         mismatch = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
         if mismatch is not None:

@@ -8,7 +8,7 @@ The recipe sets the number of groups into which the experts are split (`recipe.m
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from lockstep.core.work import check_divides, check_work
+from lockstep.core.work import check_divides, check_microbatches
 from lockstep.parallel.layouts.experts import check_experts
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
@@ -42,7 +42,7 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if the replicas don't divide the processes, or if a process would have no micro-batches."""
         check_divides(f"strategy expert: replicate={self.replicate}", self.replicate, processes)
-        check_work(processes, microbatches)
+        check_microbatches(processes, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError if the experts of the model that `build` returns can't be split over these processes."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.comm.horovod import Compression, Horovod
 from lockstep.comm.stream import CommStream
-from lockstep.core.work import check_work
+from lockstep.core.work import check_microbatches
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.gradients import Gradients
@@ -51,7 +51,7 @@ class Strategy:
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if there are fewer micro-batches than processes, or if Horovod isn't installed."""
-        check_work(processes, microbatches)
+        check_microbatches(processes, microbatches)
         if processes > 1 and find_spec("horovod") is None:
             raise UsageError(
                 "strategy horovod: Horovod is not installed; build it for this torch with scripts/install-horovod, or "
@@ -71,7 +71,7 @@ class Strategy:
 
         def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
             horovod.broadcast(model.state_dict())  # as Horovod users do; the weights are already the same
-            weights, horovod_sum = Weights(model, dtype), horovod.sum_by(self.compress)
+            weights, horovod_sum = Weights(model, dtype), horovod.make_sum(self.compress)
             gradients = Gradients(
                 trainable_parameters(model), horovod_sum, stream, single_process=False, bucket_bytes=bucket_bytes
             )

@@ -8,7 +8,7 @@ sum of the gradients is sent between hosts.
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from lockstep.core.work import check_divides, check_work
+from lockstep.core.work import check_divides, check_microbatches
 from lockstep.errors import UsageError
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
@@ -36,7 +36,7 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if the replicas don't divide the processes, have one process, or lack micro-batches."""
         check_divides(f"strategy hsdp: replicate={self.replicate}", self.replicate, processes)
-        check_work(processes, microbatches)
+        check_microbatches(processes, microbatches)
         if processes == self.replicate:
             raise UsageError(
                 f"strategy hsdp: {processes} processes with replicate={self.replicate} leave one process per replica, "

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, final
 
-from lockstep.core.work import check_work
-from lockstep.device.meta import on_meta
+from lockstep.core.work import check_microbatches
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.layouts.experts import check_experts
 from lockstep.parallel.mesh_engine import mesh_engine
@@ -19,7 +19,7 @@ from lockstep.parallel.pipeline.engine import PipelineEngine
 from lockstep.parallel.pipeline.placement import PipelineShape
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, resolve_stages_per_rank
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
-from lockstep.parallel.tensor.slices import check_shared, cut_layers
+from lockstep.parallel.tensor.slices import check_shared, split_layers
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 from lockstep.tasks.base import Build
 
@@ -118,15 +118,15 @@ class Strategy:
             )
         per_rank = self._get_stages_per_rank()
         check_stages("mesh", self.schedule, per_rank, self.pipe * per_rank, self.cut)
-        check_work(self._get_replicas(processes) * self.shard * self.expert, microbatches)
+        check_microbatches(self._get_replicas(processes) * self.shard * self.expert, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError if the model that `build` returns can't be split into these stages or chunks."""
         if self.expert > 1:
             check_experts(build, self.expert, "mesh")
             return
-        blank = on_meta(build)
-        check_shared(cut_layers(blank), self.tensor)
+        blank = build_on_meta(build)
+        check_shared(split_layers(blank), self.tensor)
         if self.sequence_parallel:
             check_sequence_parallel(blank, example)
         if self.pipe > 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from lockstep.comm.rpc import Rpc
-from lockstep.core.work import check_work
+from lockstep.core.work import check_microbatches
 from lockstep.parallel.asynchronous import AsynchronousEngine
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.parameter_server import Server, make_parameter_server_layout
@@ -51,7 +51,7 @@ class Strategy:
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if there are fewer micro-batches than processes."""
-        check_work(processes, microbatches)
+        check_microbatches(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from lockstep.core.work import check_divides
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import PipelineEngine
@@ -74,7 +74,7 @@ class Strategy:
         If `whole_blocks` is set, the model is never split within a block.
         """
         stages = processes // self._pipelines * self._get_stages_per_rank()
-        find_cut(on_meta(build), stages, example, self.cut, whole_blocks=whole_blocks)
+        find_cut(build_on_meta(build), stages, example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy. All ranks of a pipeline have the same micro-batches."""

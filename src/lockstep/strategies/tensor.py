@@ -8,11 +8,11 @@ with one process that computes all chunks (parallel/tensor/chunks.py).
 from dataclasses import dataclass
 from typing import final
 
-from lockstep.core.work import check_divides, check_work
-from lockstep.device.meta import on_meta
+from lockstep.core.work import check_divides, check_microbatches
+from lockstep.device.meta import build_on_meta
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
-from lockstep.parallel.tensor.slices import check_shared, cut_layers
+from lockstep.parallel.tensor.slices import check_shared, split_layers
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 from lockstep.tasks.base import Build
 
@@ -49,12 +49,12 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if the replicas don't divide the processes, or if a replica would have no micro-batches."""
         check_divides(f"strategy tensor: replicate={self.replicate}", self.replicate, processes)
-        check_work(self.replicate, microbatches)
+        check_microbatches(self.replicate, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError if these processes can't share the chunks of the model that `build` returns."""
-        blank = on_meta(build)
-        check_shared(cut_layers(blank), self.mesh(processes).tensor)
+        blank = build_on_meta(build)
+        check_shared(split_layers(blank), self.mesh(processes).tensor)
         if self.sequence_parallel:
             check_sequence_parallel(blank, example)
 

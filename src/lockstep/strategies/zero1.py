@@ -6,7 +6,7 @@ Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion pa
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from lockstep.core.work import check_work
+from lockstep.core.work import check_microbatches
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.rows import make_row_layout
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
@@ -34,7 +34,7 @@ class Strategy:
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if there are fewer micro-batches than processes."""
-        check_work(processes, microbatches)
+        check_microbatches(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""

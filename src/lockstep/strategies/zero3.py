@@ -7,7 +7,7 @@ Uses torch's fully_shard (FSDP2), block by block.
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from lockstep.core.work import check_several, check_work
+from lockstep.core.work import check_microbatches, check_multiple_processes
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
@@ -30,8 +30,8 @@ class Strategy:
 
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError for a single process, or if there are fewer micro-batches than processes."""
-        check_work(processes, microbatches)
-        check_several(processes, "zero3")
+        check_microbatches(processes, microbatches)
+        check_multiple_processes(processes, "zero3")
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""

@@ -8,7 +8,7 @@ from pydantic import ValidationError, validate_call
 from torch import Tensor
 
 from lockstep.common.importing import import_callable
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.common.own_code import UserCode
 from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
@@ -129,7 +129,9 @@ def check_task_name(name: str) -> None:
     if ":" in name:
         import_callable(name, "task", "a class")
     elif name not in (AUTO, *NAMES):
-        raise UsageError(f"recipe.task: no such task {name}{choices(name, (AUTO, *NAMES, 'package.module:Class'))}")
+        raise UsageError(
+            f"recipe.task: no such task {name}{format_choices(name, (AUTO, *NAMES, 'package.module:Class'))}"
+        )
 
 
 def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
@@ -160,5 +162,5 @@ def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts:
 def _check_names(task: str, options: Mapping[str, Any], valid: Any) -> None:
     for key in options:
         if key not in valid:
-            advice = choices(key, valid) if len(list(valid)) else "; remove it, since the task has no options"
+            advice = format_choices(key, valid) if len(list(valid)) else "; remove it, since the task has no options"
             raise UsageError(f"recipe.task.{key}: task {task} has no such option{advice}")

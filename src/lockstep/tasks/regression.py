@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
@@ -114,7 +114,7 @@ def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
     if PATH_MARK in loss:
         return Regression(own_loss=find_own_loss(loss), model_name=model)
     if loss not in LOSSES:
-        suggestions = choices(loss, (*LOSSES, "package.module:function"))
+        suggestions = format_choices(loss, (*LOSSES, "package.module:function"))
         raise UsageError(f"recipe.task.loss: {loss} is not a loss for regression{suggestions}")
     if not delta > 0:
         raise UsageError(f"recipe.task.delta: must be greater than 0, got {delta}")

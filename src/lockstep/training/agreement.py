@@ -74,7 +74,7 @@ def find_disagreement(world: World, model: NamedTensors, weights: str = "") -> D
     shards = {name: value for name, value in model.items() if isinstance(value, Shard)}
     layout = hashlib.sha256(json.dumps([(name, *_rows(shards[name])) for name in sorted(shards)]).encode()).digest()
     own_digests = [weights or store.weights_sha256(unsharded_tensors(model)), store.weights_sha256(shards)]
-    digests = world.gather(layout + b"".join(map(bytes.fromhex, own_digests)))
+    digests = world.all_gather_bytes(layout + b"".join(map(bytes.fromhex, own_digests)))
     whole_digests = {digest[32:64] for digest in digests}
     if len(whole_digests) == 1 and len({digest[:32] for digest in digests}) == len(
         {digest[:32] + digest[64:] for digest in digests}
@@ -86,7 +86,7 @@ def find_disagreement(world: World, model: NamedTensors, weights: str = "") -> D
 def _compare_tensors(world: World, model: NamedTensors) -> Disagreement | None:
     names = sorted(model)
     host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
-    answers = world.gather(host + b"".join(_digest(model[name]) for name in names))
+    answers = world.all_gather_bytes(host + b"".join(_digest(model[name]) for name in names))
     differing_names, minority = [], set[int]()
     has_majority = True
     for number, name in enumerate(names):

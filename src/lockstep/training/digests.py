@@ -47,14 +47,14 @@ class StepDigests:
     - `write`: Called on rank 0 with the complete digests, in the order of their steps.
     - `every`: The number of steps from one digest to the next. If it is None, the interval is chosen from measurements,
       so that digests take at most `MAX_TIME_FRACTION` of the step time.
-    - `note`: Called with a message once the interval has been chosen.
+    - `report`: Called with a message once the interval has been chosen.
     """
 
     world: World
     gradients: Callable[[], NamedTensors]
     write: Callable[[Sequence[Digest]], None]
     every: int | None = None
-    note: Callable[[str], object] = str
+    report: Callable[[str], object] = str
 
     def __post_init__(self) -> None:
         self._digests = Digests()
@@ -95,13 +95,13 @@ class StepDigests:
         *values, every = self.world.add_(table).tolist()
         if every:
             self.every = every
-            self.note(f"digests: one every {every} steps, to take at most {MAX_TIME_FRACTION:.1%} of the time\n")
+            self.report(f"digests: one every {every} steps, to take at most {MAX_TIME_FRACTION:.1%} of the time\n")
         if self.world.rank == 0:
             summed = zip(pending, values, strict=True)
             self.write([Digest(step, value % (1 << 64), weights) for (step, weights, _), value in summed])
 
     def _add_digest(self, step: int, tensors: NamedTensors, weights: bool) -> None:
-        self._pending.append((step, weights, self._digests.of_model(tensors, self._assigned_names(tensors))))
+        self._pending.append((step, weights, self._digests.digest_model(tensors, self._assigned_names(tensors))))
 
     def _assigned_names(self, tensors: NamedTensors) -> frozenset[str]:
         """Return the names of the unsharded tensors whose digests this rank computes. No other rank computes them."""

@@ -48,7 +48,7 @@ def lock(run_dir: Path) -> Lock:
     the lock file. Otherwise, two processes could hold locks on two files with the same name.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    descriptor = plainfile.descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
+    descriptor = plainfile.open_descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         _acquire_for_run(descriptor, run_dir)
     except BaseException:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from lockstep.core.engine_recipe import EngineRecipe
 from lockstep.core.order import Step
-from lockstep.parallel.engine import Stepping
+from lockstep.parallel.engine import StepEngine
 from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import MicroBatches
 from lockstep.training.events import Evaluated, Event, Saved, Stopped
@@ -25,15 +25,15 @@ Batches = Callable[[int], Iterable[tuple[Step, MicroBatches]]]
 
 
 def run_training_step(
-    engine: Stepping, recipe: EngineRecipe, turn: TrainingStep, lr: float, *, observe: bool = False
+    engine: StepEngine, recipe: EngineRecipe, training_step: TrainingStep, lr: float, *, observe: bool = False
 ) -> None:
     """Run one step of an engine at learning rate `lr`. All ranks call it."""
-    sums = engine.forward_backward(turn.microbatches, turn.step, observe)
-    turn.digest()
-    turn.done(lr, sums, engine.update(lr, recipe.clip_norm))
+    sums = engine.forward_backward(training_step.microbatches, training_step.step, observe)
+    training_step.record_digest()
+    training_step.record_update(lr, sums, engine.update(lr, recipe.clip_norm))
 
 
-def train(engine: Stepping, reports: StepReports, items: Iterable[TrainingStep | Event]) -> Iterator[Event]:
+def train(engine: StepEngine, reports: StepReports, items: Iterable[TrainingStep | Event]) -> Iterator[Event]:
     """Run each step in `items` on an engine, at the learning rate of the plan, and yield the events in `items`."""
     plan = reports.plan
     assert plan.rate is not None
@@ -41,12 +41,14 @@ def train(engine: Stepping, reports: StepReports, items: Iterable[TrainingStep |
     for item in items:
         if isinstance(item, TrainingStep):
             observe = plan.figures is not None and plan.reports(item.step)
-            run_training_step(engine, plan.recipe, item, plan.rate.at(item.step.samples_seen), observe=observe)
+            run_training_step(
+                engine, plan.recipe, item, plan.rate.compute_rate(item.step.samples_seen), observe=observe
+            )
         else:
             yield item
 
 
-def training_steps(
+def iterate_training_steps(
     batches: Batches,
     reports: StepReports,
     *,
@@ -79,12 +81,12 @@ def training_steps(
     """
     plan, progress, world = reports.plan, reports.progress, reports.world
     for step, microbatches in reports.time_waits(batches(progress.step)):
-        turn = TrainingStep(step, microbatches, progress, reports.digests)
-        yield turn
+        training_step = TrainingStep(step, microbatches, progress, reports.digests)
+        yield training_step
         # This must be the first collective after the step. Otherwise, it could be paired with a different collective
         # that a custom training loop issues on another rank.
-        level = world.agree_to_stop(stop.level if stop else 0)
-        yield from reports.report(turn)
+        level = world.agree_on_stop_level(stop.level if stop else 0)
+        yield from reports.report(training_step)
         is_last = progress.step == plan.steps.total
         if evaluate is not None and plan.evaluate is not None and (is_last or plan.evaluate.falls_on(step)):
             with reports.paused():
@@ -96,5 +98,5 @@ def training_steps(
             with reports.paused():
                 yield from save(progress)
         if level and not is_last:
-            yield Stopped(**progress.at, reason=STOP_LEVELS[level])
+            yield Stopped(**progress.event_fields, reason=STOP_LEVELS[level])
             return

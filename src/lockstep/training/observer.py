@@ -28,7 +28,7 @@ _FILL_OPS: Final = (*_UNINITIALIZED_OPS, "full", "fill", "masked_fill", "scalar_
 _COLLECTIVE_PREFIXES: Final = ("c10d::", "_c10d_functional::", "fsdp::")
 
 
-class Tensors(Protocol):
+class TensorObserver(Protocol):
     """Receives the tensors of a step, in the order in which they were computed."""
 
     def add(self, part: str, module: str, name: str, tensor: Tensor) -> None:
@@ -36,10 +36,10 @@ class Tensors(Protocol):
 
 
 class SampleLoss(NamedTuple):
-    """The loss of a sample, or NaN if it can't be computed. `place` is the index of the sample in its micro-batch."""
+    """The loss of a sample, or NaN if it can't be computed. `sample_index` is its index in the micro-batch."""
 
     microbatch: int
-    place: int
+    sample_index: int
     loss: float
 
 
@@ -47,16 +47,16 @@ class NonFinite(NamedTuple):
     """The first non-finite value that was computed from finite inputs.
 
     `module` and `operation` are the module and the operation that computed the value. If the input batch already
-    contained it, `module` is BATCH and `operation` is empty. `place` is the index of the sample with the value in the
-    micro-batch, or -1 if the value doesn't belong to a single sample.
+    contained it, `module` is BATCH and `operation` is empty. `sample_index` is the index of the sample with the value
+    in the micro-batch, or -1 if the value doesn't belong to a single sample.
     """
 
-    what: Literal["NaN", "inf"]
+    kind: Literal["NaN", "inf"]
     module: str
     operation: str
     phase: Literal["forward", "backward"]
     microbatch: int
-    place: int
+    sample_index: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class StepObservations:
     activations: dict[str, float] = field(default_factory=dict)
     nonfinite: NonFinite | None = None
 
-    def note_activation(self, name: str, largest: float) -> None:
+    def record_activation(self, name: str, largest: float) -> None:
         """Record the largest absolute value in the output of a module. NaN counts as the largest value."""
         previous = self.activations.get(name, 0.0)
         self.activations[name] = (
@@ -101,7 +101,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     outputs of all modules and operations.
     """
 
-    def __init__(self, microbatch: MicroBatch, observations: StepObservations, tensors: Tensors | None = None) -> None:
+    def __init__(
+        self, microbatch: MicroBatch, observations: StepObservations, tensors: TensorObserver | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._microbatch = microbatch
         self._observations = observations
@@ -112,7 +114,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record_tensors("batch", "", "", microbatch.batch)
         self._check_batch()
 
-    def note_losses(self, loss: Callable[[Any, Batch], Loss], outputs: Any, batch: Batch) -> None:
+    def record_losses(self, loss: Callable[[Any, Batch], Loss], outputs: Any, batch: Batch) -> None:
         """Record the loss of each sample, or NaN if the loss can't be computed for a single sample.
 
         If `loss` returns several losses, their sum is recorded.
@@ -161,7 +163,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_tensors("forward", name, "the module's output", outputs)
             for tensor in tensors_of(outputs):
                 if tensor.is_floating_point() and tensor.numel():
-                    self._observations.note_activation(name, float(tensor.detach().abs().amax()))
+                    self._observations.record_activation(name, float(tensor.detach().abs().amax()))
                 if tensor.grad_fn is not None:
                     _node_metadata(tensor.grad_fn).setdefault(_MODULE, name)  # setdefault keeps the innermost module
 

@@ -38,7 +38,7 @@ class Plan:
     monitor: Monitor = LOSS
     figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # computes the metrics of a step from its sums
     # Whether weights and sample counts differ. If so, reports also contain the speed in weight per second.
-    weighs: bool = False
+    has_weights: bool = False
     recipe: EngineRecipe | None = None
     stop_on_nonfinite: bool = True
     log: Interval = Interval(steps=10)

@@ -30,7 +30,7 @@ class Progress:
         self.skipped_steps += not applied
 
     @property
-    def at(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
         """The progress as keyword arguments for an event: `step`, `epoch` and `samples`."""
         return {"step": self.step, "epoch": self.epoch, "samples": self.samples}
 

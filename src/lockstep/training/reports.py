@@ -37,33 +37,33 @@ class StepReports:
         self._meter = Meter(world.device)
         self._last_step = -1  # number of the last step; keeping the step itself would keep its batch in memory
 
-    def report(self, turn: TrainingStep) -> Sequence[Stepped]:
+    def report(self, training_step: TrainingStep) -> Sequence[Stepped]:
         """Count a completed step, and return its report if one is due. A second call for a step returns nothing."""
-        if turn.step.number == self._last_step:
+        if training_step.step.number == self._last_step:
             return ()
-        self._last_step = turn.step.number
-        assert turn.sums is not None
-        assert turn.update is not None
-        self._nonfinite_check.add(turn.step, turn.lr, turn.sums)
-        self._meter.add(turn.step.samples, turn.sums.weight)
-        if not self.plan.reports(turn.step):
+        self._last_step = training_step.step.number
+        assert training_step.sums is not None
+        assert training_step.update is not None
+        self._nonfinite_check.add(training_step.step, training_step.lr, training_step.sums)
+        self._meter.add(training_step.step.samples, training_step.sums.weight)
+        if not self.plan.reports(training_step.step):
             return ()
         if self.digests is not None:
             self.digests.collect(only_if_enough=True)
         loss = self.check()
         speed = self._meter.read()
         stepped = Stepped(
-            **self.progress.at,
+            **self.progress.event_fields,
             loss=loss,
-            lr=turn.lr,
-            norm=None if turn.update.norm is None else float(turn.update.norm),
-            loss_scale=turn.update.loss_scale,
+            lr=training_step.lr,
+            norm=None if training_step.update.norm is None else float(training_step.update.norm),
+            loss_scale=training_step.update.loss_scale,
             skipped_steps=self.progress.skipped_steps,
             samples_per_s=speed.samples_per_s,
-            weight_per_s=speed.weight_per_s if self.plan.weighs and turn.step.weights is None else None,
+            weight_per_s=speed.weight_per_s if self.plan.has_weights and training_step.step.weights is None else None,
             data_s=speed.data_s,
             peak_bytes=self._meter.peak_bytes(),
-            figures=self._figures(turn.step, turn.sums),
+            figures=self._figures(training_step.step, training_step.sums),
         )
         return [stepped]
 

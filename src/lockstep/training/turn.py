@@ -16,7 +16,7 @@ from lockstep.training.progress import Progress
 class TrainingStep:
     """The next step to run, with the micro-batches of this rank.
 
-    The generator `turns` yields it. The caller runs the step, and passes its results to `done`.
+    `iterate_training_steps` yields it. The caller runs the step, and passes its results to `record_update`.
     """
 
     step: Step
@@ -27,12 +27,12 @@ class TrainingStep:
     sums: Sums | None = None  # None until the step has run
     update: Update | None = None
 
-    def digest(self) -> None:
+    def record_digest(self) -> None:
         """Record the digest of the first gradient of the step, before the update. All ranks call it."""
         if self.digests is not None and self.sums is None:
             self.digests.add(self.step.number + 1)
 
-    def done(self, lr: float, sums: Sums, update: Update) -> None:
+    def record_update(self, lr: float, sums: Sums, update: Update) -> None:
         """Record the results of an update at learning rate `lr`, and count the step as complete.
 
         A step may have several updates, each of different parameters. In this case, the step counts once, at the

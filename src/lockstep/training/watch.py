@@ -51,7 +51,7 @@ class NonFiniteCheck:
 
     def _describe(self, loss: float, step: Step, lr: float, sums: Sums) -> str:
         nonfinite = torch.zeros(self._world.size, dtype=torch.int64)
-        nonfinite[self._world.rank] = not all(bool(torch.isfinite(loss).all()) for loss in sums.own_losses)
+        nonfinite[self._world.rank] = not all(bool(torch.isfinite(loss).all()) for loss in sums.local_losses)
         ranks = self._world.add_(nonfinite).nonzero().flatten().tolist()
         source = f"rank {', '.join(map(str, ranks))}" if ranks else "the sum over all ranks"
         return (

@@ -234,7 +234,7 @@ def _make_strategy_case(loaded: Loaded, name: str, processes: int) -> VerifyCase
 
 def _make_case(loaded: Loaded, strategy: StrategyConfig, processes: int, changes: Mapping[str, Any]) -> VerifyCase:
     """Return a case for the placement of `loaded` with the given strategy, number of processes and other settings."""
-    changed = loaded.changed("placement", {"strategy": strategy, "processes": processes, **changes})
+    changed = loaded.replace_values("placement", {"strategy": strategy, "processes": processes, **changes})
     return VerifyCase(resolve(changed, processes))
 
 

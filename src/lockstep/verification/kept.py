@@ -11,7 +11,7 @@ import numpy as np
 from torch import Generator, Tensor, nn
 
 from lockstep.probe.state import Globals, ModelState, describe_change
-from lockstep.setup.user_code import carries_value, get_user_modules, is_used, iter_user_frames, place_of_attribute
+from lockstep.setup.user_code import carries_value, find_attribute_line, get_user_modules, is_used, iter_user_frames
 from lockstep.verification.held_tensors import compute_digest, find_tensors, list_values
 
 MODEL_SUFFIX: Final = " of the model"
@@ -197,7 +197,7 @@ class LoopState:
 def _attribute_location(model: nn.Module, name: str) -> str:
     """Return the source line that changes an attribute of a model."""
     owner, _, attribute = name.rpartition(".")
-    return place_of_attribute(type(model.get_submodule(owner)), attribute)
+    return find_attribute_line(type(model.get_submodule(owner)), attribute)
 
 
 def _can_hold_state(value: Any) -> bool:

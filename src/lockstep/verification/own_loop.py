@@ -521,7 +521,7 @@ class _LoopRunner:
                 state_now = _capture_state(context)
                 state = {"texts": state_now.to_texts(), "priorities": state_now.priorities()}
                 (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-            if number == stop - (rendezvous.info.size > 1):  # see World.agree_to_stop
+            if number == stop - (rendezvous.info.size > 1):  # see World.agree_on_stop_level
                 signal.raise_signal(signal.SIGUSR1)  # the run saves after step `stop`, and ends
 
         sinks: list[Sink] = [JsonLines(folder / EVENTS)] if rank == 0 else []

@@ -40,7 +40,7 @@ from lockstep.training.checkpoint import shards, store
 from lockstep.training.checkpoint.tensorfile import digest_tensors
 from lockstep.training.evaluate import evaluate
 from lockstep.training.events import Saved
-from lockstep.training.loop import train, training_steps
+from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -128,7 +128,7 @@ class _TracedRun:
 
     def __init__(self, job: TraceJob, prepared: PreparedRun, world: World) -> None:
         self._job = job
-        self._setup = prepared.ready
+        self._setup = prepared.setup
         self._world = world
         self._meter = Meter(world.device)
         self._engine: Engine
@@ -151,7 +151,7 @@ class _TracedRun:
         plan = self._setup.plan(log=Interval(steps=1), save=save)
         plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), figures=None)
         reports = StepReports(self._world, plan, self._progress)
-        for _ in train(self, reports, training_steps(self._batches, reports, save=self._save)):
+        for _ in train(self, reports, iterate_training_steps(self._batches, reports, save=self._save)):
             pass
         peak_bytes = self._meter.peak_bytes()
         evaluation = self._evaluate()
@@ -160,7 +160,7 @@ class _TracedRun:
 
     def _batches(self, _: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         for number in self._job.step_numbers[self._job.first :]:
-            with closing(self._loader.training(number)) as batches:  # type: ignore[type-var]
+            with closing(self._loader.iterate_steps(number)) as batches:  # type: ignore[type-var]
                 yield next(batches)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
@@ -186,11 +186,11 @@ class _TracedRun:
         because each loss then belongs to a chunk, and chunks differ between placements.
         """
         real_microbatches = [microbatch for microbatch in microbatches if not microbatch.dummy]
-        if self._setup.recipe.model.sequence_chunks > 1 or len(sums.own_losses) != len(real_microbatches):
+        if self._setup.recipe.model.sequence_chunks > 1 or len(sums.local_losses) != len(real_microbatches):
             return {}
         return {
             str(microbatch.index): trace.to_text(float(loss))
-            for microbatch, loss in zip(real_microbatches, sums.own_losses, strict=True)
+            for microbatch, loss in zip(real_microbatches, sums.local_losses, strict=True)
         }
 
     def update(self, lr: float, max_norm: float | None) -> Update:
@@ -230,7 +230,7 @@ class _TracedRun:
             return []  # this step is a later multiple of the save interval
         state, folder = self._engine.state(), self._job.folder / store.FOLDER
         snapshot = store.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
-        if not snapshot.is_whole:
+        if not snapshot.is_unsharded:
             shards.save(self._world, folder, save_after, snapshot, keep=1, best=False)
         elif self._world.rank == 0:
             store.save(folder, save_after, snapshot, keep=1, best=False)
@@ -240,7 +240,10 @@ class _TracedRun:
         if self._setup.data.validation is None:
             return {}
         batch = evaluation_batch(self._setup.recipe)
-        batches, num_batches = self._loader.validation(batch), self._loader.validation_batches(batch)
+        batches, num_batches = (
+            self._loader.iterate_validation_batches(batch),
+            self._loader.count_validation_batches(batch),
+        )
         sums, _ = evaluate(self._engine, self._world, self._setup.task, batches, num_batches)
         return {name: trace.to_text(value.tolist()) for name, value in sums.items()}
 

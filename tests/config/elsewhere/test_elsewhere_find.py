@@ -35,12 +35,12 @@ OF_PYCLS: dict[str, Any] = {
 
 def imported(folder: Path, values: dict[str, Any], *words: str, gpus: int = 8) -> ImportedConfig:
     file = folder / "old.yaml"
-    file.write_text("\n".join(write.block(values, dict.fromkeys(_dotted(values), "x"))))
+    file.write_text("\n".join(write.format_block(values, dict.fromkeys(_dotted(values), "x"))))
     return import_file(str(file), words, gpus)
 
 
 def _dotted(values: dict[str, Any]) -> list[str]:
-    return [".".join(map(str, path)) for path, _ in write.leaves(values)]
+    return [".".join(map(str, path)) for path, _ in write.iterate_leaves(values)]
 
 
 def _nested(defaults: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_rates_are_those_of_distribuuuu(tmp_path: Path, policy: str) -> None:
         gamma=schedule.gamma,
         warmup_epochs=schedule.warmup_epochs,
         warmup_factor=schedule.warmup_factor,
-        each=schedule.each,
+        update_interval=schedule.each,
     )
     for epoch in range(epochs):
         falling = {
@@ -104,7 +104,7 @@ def test_rates_are_those_of_distribuuuu(tmp_path: Path, policy: str) -> None:
         }[policy]
         part = epoch / warm
         expected = base * falling * (factor * (1 - part) + part if epoch < warm else 1)
-        assert rate.at(epoch * 100 + 50) == pytest.approx(expected)
+        assert rate.compute_rate(epoch * 100 + 50) == pytest.approx(expected)
 
 
 def test_an_exponential_rate_falls_by_the_same_factor_after_each_epoch(tmp_path: Path) -> None:

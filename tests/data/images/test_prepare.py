@@ -9,7 +9,7 @@ from PIL import Image
 
 from lockstep.data.base import DataSet
 from lockstep.data.images import prepare
-from lockstep.data.images.pictures import PictureSplit
+from lockstep.data.images.pictures import ImageSplit
 from lockstep.data.images.prepare import write_archives
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
@@ -45,7 +45,7 @@ def opened(name: str, root: Path, **given: object) -> DataSet:
 def prepared(data: DataSet, root: Path, short_side: int | None = None) -> Path:
     archives = root.parent / "archives"
     archives.mkdir()
-    assert isinstance(data.train, PictureSplit)
+    assert isinstance(data.train, ImageSplit)
     assert [*write_archives(data.train, archives, "train", short_side)] == [*range(1, len(data.train) + 1)]
     return archives
 
@@ -75,8 +75,8 @@ def test_a_picture_is_found_by_its_name(root: Path) -> None:
 def test_larger_pictures_shrink_to_a_short_side(root: Path) -> None:
     archives = prepared(opened("folder", root), root, 24)
     split = opened("webdataset", archives).train
-    assert isinstance(split, PictureSplit)
-    assert [split.picture(each).shape for each in (0, 1)] == [(3, 24, 37), (3, 37, 24)]
+    assert isinstance(split, ImageSplit)
+    assert [split.load_image(each).shape for each in (0, 1)] == [(3, 24, 37), (3, 37, 24)]
 
 
 def test_what_cannot_be_decoded_is_named_or_skipped_again(root: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_share_of_the_rows_stays_validation_s_when_rows_are_added(tmp_path: Pa
     data = _open(file, target="y", validation=0.2)
     # Half more than the number of the row.
     targets = data.train.fetch(np.arange(len(data.train)), None)[1].flatten().tolist()
-    assert [data.name_of(number) for number in range(len(data.train))] == [
+    assert [data.get_sample_name(number) for number in range(len(data.train))] == [
         f"sample {number} row {int(each)}" for number, each in enumerate(targets)
     ]
 

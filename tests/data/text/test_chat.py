@@ -194,4 +194,4 @@ def test_a_folder_has_its_own_validation(tmp_path: Path) -> None:
     write_rows(tmp_path / "val.jsonl", ROWS)
     data = open_data(DataRequest("chat", str(tmp_path), options={"tokenizer": tokenizer}))
     assert (len(data.train), len(data.validation or [])) == (4, 1)
-    assert data.name_of(2) == "sample 2 in line 3 of train.jsonl"
+    assert data.get_sample_name(2) == "sample 2 in line 3 of train.jsonl"

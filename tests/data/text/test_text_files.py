@@ -33,7 +33,7 @@ def test_a_file_comes_whole_and_in_order(tmp_path: Path, by: str) -> None:
     text = PLAY + "Größe 漢字"
     (tmp_path / "play.txt").write_text(text)
     data = _open(tmp_path / "play.txt", by=by, context=10)
-    assert data.name_of(1) == "sample 1 'not to be:'"
+    assert data.get_sample_name(1) == "sample 1 'not to be:'"
     train, validation = _read(data)
     cut = int(len(text) * 0.9)
     assert text[:cut].startswith(train)

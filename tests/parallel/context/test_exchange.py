@@ -48,7 +48,7 @@ def test_the_exchange_the_other_way_brings_all_back() -> None:
 
 
 def _on_rank(world: World) -> tuple[list[tuple[Tensor, ...]], list[Tensor]]:
-    carrier = world.carrier(Mesh(context=world.size), "context", side_stream=False)
+    carrier = world.make_carrier(Mesh(context=world.size), "context", side_stream=False)
     own = CHUNKS // world.size
     exchange = Exchange(CHUNKS, world.rank, world.size, carrier)
     return _exchanged(exchange, range(world.rank * own, (world.rank + 1) * own))

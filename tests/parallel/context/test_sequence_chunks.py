@@ -12,7 +12,7 @@ from sequences import Case
 from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.errors import UsageError
-from lockstep.parallel.context.sequence_chunks import sequence_task
+from lockstep.parallel.context.sequence_chunks import require_sequence_task
 from lockstep.parallel.engine import State
 from lockstep.tasks.base import MicroBatch
 from lockstep.tasks.classification import Classification
@@ -164,6 +164,6 @@ def test_chunks_compute_what_the_whole_computes(model: str, chunks: int, feature
 
 
 def test_a_task_that_cuts_no_sequences_is_refused() -> None:
-    assert sequence_task(Language())
+    assert require_sequence_task(Language())
     with pytest.raises(UsageError, match="task Classification does not support chunks of sequences"):
-        sequence_task(Classification())
+        require_sequence_task(Classification())

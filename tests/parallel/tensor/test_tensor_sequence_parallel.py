@@ -16,7 +16,7 @@ from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import DataRank
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
 from lockstep.parallel.cooperative import CooperativeScheduler
@@ -24,7 +24,7 @@ from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.parallel.tensor.sequence_parallel import SequenceForwards, check_sequence_parallel
-from lockstep.parallel.tensor.slices import cut_layers
+from lockstep.parallel.tensor.slices import split_layers
 
 FORWARDS = 2
 
@@ -56,7 +56,7 @@ def _net(together: CooperativeScheduler, spread: bool) -> nn.Module:
     if spread:
         alone = CanonicalSum(0, [DataRank()], None)
         found = SequenceForwards(FORWARDS, 0, 1, alone, None, together, [torch.default_generator])
-        for layer in cut_layers(net).values():
+        for layer in split_layers(net).values():
             layer.region.sequence_forwards = found
     return net
 
@@ -151,7 +151,7 @@ def test_models_that_do_not_fit_are_refused(plan: dict[str, str], problem: str |
     build: Callable[[], nn.Module] = partial(_gpt, plan)
     example: Inputs = (torch.zeros(2, 8, dtype=torch.long, device="meta"),)
     if problem is None:
-        check_sequence_parallel(on_meta(build), example)
+        check_sequence_parallel(build_on_meta(build), example)
         return
     with pytest.raises(UsageError, match=re.escape(problem)):
-        check_sequence_parallel(on_meta(build), example)
+        check_sequence_parallel(build_on_meta(build), example)

@@ -12,7 +12,7 @@ from lockstep.training.checkpoint import durable
 def test_write_tells_what_the_file_holds(tmp_path: Path) -> None:
     written = durable.write(tmp_path / "a", [b"one", memoryview(b"two"), b""])
     assert (tmp_path / "a").read_bytes() == b"onetwo"
-    assert written == durable.Written(hashlib.sha256(b"onetwo").hexdigest(), 6)
+    assert written == durable.FileRecord(hashlib.sha256(b"onetwo").hexdigest(), 6)
 
 
 def test_write_never_takes_an_existing_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import worlds
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, store
@@ -88,7 +88,7 @@ def saves(world: World, folder: Path, background: bool) -> tuple[list[int], floa
     tensor = torch.arange(30.0).view(10, 3)
     told = []
     for step in (1, 2, 3):
-        rows = part(10, world.size, world.rank)
+        rows = get_subrange(10, world.size, world.rank)
         cut: dict[str, MaybeSharded] = {"w": Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)}
         told += saver.save(Progress(step=step), Snapshot(cut, {}, None, {"step": step}))
         total = sum(float(world.add_(torch.ones(1))) for _ in range(50))

@@ -9,7 +9,7 @@ import torch
 import worlds
 
 from lockstep.comm.world import World
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.shard import Chunked, Shard
 from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, shards, store
@@ -43,7 +43,7 @@ def cut(world: World, tensors: dict[str, torch.Tensor], copies: int = 1) -> dict
         if tensor.dtype == torch.bfloat16:
             chunked = Chunked(tuple(tensor.shape), (*tensor.shape, 1), tensor.ndim - 1)
             rows = chunked.to_rows(tensor)
-        own = part(len(rows), members, world.rank % members)
+        own = get_subrange(len(rows), members, world.rank % members)
         piece = rows[own.start : own.stop]
         found[name] = Shard(piece, own.start, tensor.shape, world.rank < members, chunked)
     return found
@@ -57,7 +57,7 @@ def saved(world: World, folder: Path, copies: int) -> str:
         cut(world, dict(snapshot.ema or {}), copies),
         snapshot.state,
     )
-    assert not own.is_whole
+    assert not own.is_unsharded
     return shards.save(world, folder, 4, own, keep=2, best=True)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, Final, final
 
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.config import write
 from lockstep.config.document import Document, KeyProblem, SourcePosition, format_key, locate, parse
 from lockstep.config.elsewhere import imagenet
@@ -100,7 +100,7 @@ def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any]
         raise UsageError(f"{words[-1]}: a key without a value; pass pairs of KEY VALUE, such as OPTIM.BASE_LR 0.1")
     if document.problems:
         raise ConfigError([str(problem) for problem in document.problems])
-    leaves = list(write.leaves(document.values))
+    leaves = list(write.iterate_leaves(document.values))
     values = {format_key(path): value for path, value in leaves}
     places = {format_key(path): locate(document.positions, path) for path, _ in leaves}
     for key, text in zip(words[::2], words[1::2], strict=True):
@@ -116,7 +116,7 @@ def _check_keys(table: KeyTable, file_values: Mapping[str, Any], positions: Mapp
     problems = []
     for key, value in file_values.items():
         if key not in table.defaults:
-            text = f"{table.framework} has no such key{suggestion(key, table.defaults)}"
+            text = f"{table.framework} has no such key{suggest(key, table.defaults)}"
         elif expected := describe_type_mismatch(table.defaults[key], value):
             text = f"expected {expected}, got {write.format_value(value)}"
         else:
@@ -128,11 +128,14 @@ def _check_keys(table: KeyTable, file_values: Mapping[str, Any], positions: Mapp
 
 def _apply_overrides(translated: TranslatedConfig, overrides: Sequence[str]) -> TranslatedConfig:
     """Apply Lockstep overrides to a translated configuration."""
-    places = {path: SourcePosition(translated.origins[format_key(path)]) for path, _ in write.leaves(translated.values)}
+    places = {
+        path: SourcePosition(translated.origins[format_key(path)])
+        for path, _ in write.iterate_leaves(translated.values)
+    }
     before = Document(translated.values, {(): SourcePosition(""), **places}, [])
     document = apply_overrides(before, overrides)
     if document.problems:
         raise ConfigError([str(problem) for problem in document.problems])
     drop_notes = drop_obsolete_values(before, document)
-    origins = {format_key(path): str(document.positions[path]) for path, _ in write.leaves(document.values)}
+    origins = {format_key(path): str(document.positions[path]) for path, _ in write.iterate_leaves(document.values)}
     return replace(translated, values=document.values, origins=origins, notes=(*translated.notes, *drop_notes))

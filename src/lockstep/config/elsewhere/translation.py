@@ -50,7 +50,7 @@ def read_key_table(framework: str) -> KeyTable:
     """Read the key table of a framework."""
     file = Path(__file__).with_name(f"{framework}.yaml")
     table = parse(file.read_text(encoding="utf-8"), file.name).values
-    defaults = {format_key(path): value for path, value in write.leaves(table["defaults"])}
+    defaults = {format_key(path): value for path, value in write.iterate_leaves(table["defaults"])}
     return KeyTable(**{**table, "defaults": defaults})
 
 
@@ -71,7 +71,7 @@ class TranslatedConfig:
 
     def to_yaml(self, heading: str) -> str:
         """Return the recipe as YAML, with `heading`, the origin of each value, and `remarks` as comments."""
-        lines = [*_wrap_comment(heading), *write.block(self.values, self.origins)]
+        lines = [*_wrap_comment(heading), *write.format_block(self.values, self.origins)]
         return "\n".join([*lines, *(line for remark in self.remarks() for line in _wrap_comment(remark))]) + "\n"
 
     def remarks(self) -> Iterator[str]:
@@ -150,7 +150,7 @@ class Translation:
         section[name] = value
         self._origins[path] = origin
         if isinstance(value, dict):
-            self._origins |= {f"{path}.{format_key(inner)}": origin for inner, _ in write.leaves(value)}
+            self._origins |= {f"{path}.{format_key(inner)}": origin for inner, _ in write.iterate_leaves(value)}
 
     def copy(self, key: str, path: str) -> None:
         """Set the dotted Lockstep key `path` to the value of a framework key."""

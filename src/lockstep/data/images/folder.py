@@ -83,7 +83,7 @@ class ImageFiles:
         file = self.name(index)
         # Raise this error even with on_error=skip, because the disk or the network may have failed.
         try:
-            with plainfile.reader(Path(file), links=True) as stream:
+            with plainfile.open_reader(Path(file), links=True) as stream:
                 return bytearray(stream.read())
         except OSError as error:
             advice = "remove it" if error.errno == errno.EINVAL else "check the disk it is on"

@@ -57,8 +57,8 @@ def make_image_dataset(
     settings = get_crop_settings(request)
     scale = request.resized_crop_scale if request.resized_crop else None
     return DataSet(
-        train=PictureSplit(train, replace(settings, scale=scale)),
-        validation=None if validation is None else PictureSplit(validation, settings),
+        train=ImageSplit(train, replace(settings, scale=scale)),
+        validation=None if validation is None else ImageSplit(validation, settings),
         files=(train.name, (validation or train).name),
         skipped=compute_skip_mask,
         facts=make_dataset_properties(classes, (3, settings.size, settings.size), _MEAN, _STD),
@@ -86,7 +86,7 @@ def to_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
 
 
 @final
-class PictureSplit:
+class ImageSplit:
     """A split whose batches contain cropped images, uint8 of shape [n, 3, size, size], and their classes."""
 
     in_memory: bool = False
@@ -106,7 +106,7 @@ class PictureSplit:
         """Return the class of an image."""
         return int(self._source.targets[index])
 
-    def picture(self, index: int) -> Tensor | None:
+    def load_image(self, index: int) -> Tensor | None:
         """Return the full image, uint8 of shape [3, height, width].
 
         For a damaged image, returns None if the recipe skips damaged images, and raises DataError otherwise.
@@ -127,7 +127,7 @@ class PictureSplit:
         rows = images.numpy()
         draws = self._draw_crop_numbers(indices, draw)
         for row, index in enumerate(indices.tolist()):
-            pixels = self.picture(index)
+            pixels = self.load_image(index)
             if pixels is None:
                 targets[row] = SKIPPED
                 rows[row] = 0

@@ -12,14 +12,14 @@ from typing import Final
 from lockstep.common.platforms import usable_cores
 from lockstep.data.images.crops import resize_short_side
 from lockstep.data.images.decoding import encode_ppm
-from lockstep.data.images.pictures import PictureSplit, resize_image
+from lockstep.data.images.pictures import ImageSplit, resize_image
 
 ARCHIVE_BYTES: Final = 1 << 30  # a new archive is started when an archive reaches this size
 _IMAGES_PER_CORE: Final = 16  # number of images per core that are decoded at a time
 _MAX_NAME_LENGTH: Final = 100  # longer image names are truncated
 
 
-def write_archives(split: PictureSplit, folder: Path, part: str, shorter: int | None = None) -> Iterator[int]:
+def write_archives(split: ImageSplit, folder: Path, part: str, shorter: int | None = None) -> Iterator[int]:
     """Write the images of a split to `folder/<part>-00000.tar` and so on. Yield the number of completed images.
 
     Images are stored upright. If `shorter` is set, images whose short side is longer than `shorter` are resized to this
@@ -43,8 +43,8 @@ def write_archives(split: PictureSplit, folder: Path, part: str, shorter: int | 
                 yield index + 1
 
 
-def _encode_image(split: PictureSplit, index: int, shorter: int | None) -> bytes:
-    picture = split.picture(index)
+def _encode_image(split: ImageSplit, index: int, shorter: int | None) -> bytes:
+    picture = split.load_image(index)
     if picture is None:
         return b""
     _, height, width = picture.shape

@@ -49,7 +49,7 @@ def load_index(file: Path, label: str) -> TarIndex:
     )  # tarfile raises OverflowError if a header contains a very large number
     problem = f"dataset webdataset: cannot read {file} as a tar archive"
     unread = error_as(UsageError, error_types, problem, "; use a complete archive without compression")
-    with unread, plainfile.reader(file, links=True) as stream:
+    with unread, plainfile.open_reader(file, links=True) as stream:
         status = os.fstat(stream.fileno())
         mark = np.array([_VERSION, status.st_size, status.st_mtime_ns])
         cache = file.with_name(f".{file.name}.{label}.npz") if label.isidentifier() else None
@@ -67,7 +67,7 @@ def load_index(file: Path, label: str) -> TarIndex:
 def _read_cached(cache: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
     """Return the cached index, or None if there is no cache or the archive has changed."""
     try:
-        with plainfile.reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
+        with plainfile.open_reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
             if not np.array_equal(arrays["mark"], mark):
                 return None
             state = FileMark(str(file), int(mark[1]), str(mark[2]))

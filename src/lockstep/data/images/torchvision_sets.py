@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchvision import datasets
 
-from lockstep.common.locking import exclusive
+from lockstep.common.locking import lock_file
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
@@ -79,7 +79,7 @@ def _lock_download(name: str, root: str) -> AbstractContextManager[object]:
     advice = "; set recipe.data.root to a different folder"
     with os_error_as(UsageError, f"dataset {name}: cannot create the folder {root}", advice):
         Path(root).mkdir(parents=True, exist_ok=True)
-    return exclusive(Path(root) / f".{name}.lock")
+    return lock_file(Path(root) / f".{name}.lock")
 
 
 def _open_dataset(name: str, root: str, download: bool, train: bool) -> Any:

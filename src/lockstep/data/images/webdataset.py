@@ -90,7 +90,7 @@ class Archives:
         offset, size = archive.spans[position].tolist()
         with os_error_as(DataError, f"{archive.file}: cannot be read", "; check the disk it is on"):
             if number not in self._descriptors:
-                self._descriptors[number] = plainfile.descriptor(Path(archive.file), links=True)
+                self._descriptors[number] = plainfile.open_descriptor(Path(archive.file), links=True)
             status = os.fstat(self._descriptors[number])
             check_unchanged(archive.mark, FileMark(archive.file, status.st_size, str(status.st_mtime_ns)))
             content = bytearray(size)

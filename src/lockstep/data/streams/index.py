@@ -131,7 +131,7 @@ def describe(files: Sequence[FileMark]) -> str:
 def _read_cached(cache: Path, files: Sequence[FileMark]) -> ShardIndex | None:
     """Return the cached index, or None if it doesn't exist or if the files have changed since."""
     try:
-        with plainfile.reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
+        with plainfile.open_reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
             if str(arrays["mark"]) != _mark_text(files):
                 return None
             texts = plainfile.parse_json(str(arrays["names"]))

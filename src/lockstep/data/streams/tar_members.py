@@ -28,7 +28,7 @@ def scan_members(label: str, path: str, pipeline: Pipeline) -> ShardIndex:
     unpacked, so paths in names have no effect. Raises UsageError if the file isn't a complete archive.
     """
     try:
-        with plainfile.reader(Path(path), links=True) as stream:
+        with plainfile.open_reader(Path(path), links=True) as stream:
             status = os.fstat(stream.fileno())
             mark = FileMark(path, status.st_size, str(status.st_mtime_ns))
             with tarfile.open(fileobj=stream, mode="r:") as archive:

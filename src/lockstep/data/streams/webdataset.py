@@ -99,7 +99,7 @@ class WebDatasetShards:
 
     def _descriptor(self, path: str) -> int:
         if path not in self._descriptors:
-            self._descriptors[path] = plainfile.descriptor(Path(path), links=True)
+            self._descriptors[path] = plainfile.open_descriptor(Path(path), links=True)
         self._descriptors.move_to_end(path)
         if len(self._descriptors) > _MAX_OPEN:
             os.close(self._descriptors.popitem(last=False)[1])

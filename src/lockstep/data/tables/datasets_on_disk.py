@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.data.base import DataSet
 from lockstep.data.imported import import_collate, wrap_map_style
 from lockstep.data.options import Names, Share, Text
@@ -99,7 +99,7 @@ def _load_splits(root: str, options: Options) -> tuple[Any, Any]:
         return dataset, None
     for part in (options.train, options.held_out):
         if part not in dataset and part != Options.held_out:
-            raise UsageError(f"dataset datasets: {root} has no split '{part}'{choices(part, dataset)}")
+            raise UsageError(f"dataset datasets: {root} has no split '{part}'{format_choices(part, dataset)}")
     return dataset[options.train], dataset.get(options.held_out)
 
 
@@ -109,6 +109,6 @@ def _select_columns(rows: Any, row_indices: NDArray[np.int64], options: Options)
     input_names = [inputs] if isinstance(inputs, str) else inputs
     for name in [*input_names, *([options.target] if options.target is not None else [])]:
         if name not in names:
-            raise UsageError(f"dataset datasets: no column '{name}'{choices(name, names)}")
+            raise UsageError(f"dataset datasets: no column '{name}'{format_choices(name, names)}")
     is_single = options.target is not None and len(input_names) == 1
     return ColumnDataset(rows, row_indices, input_names[0] if is_single else inputs, options.target)

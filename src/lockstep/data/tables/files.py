@@ -17,7 +17,7 @@ def read_table(file: Path) -> Any:
     if file.suffix not in readers:
         raise UsageError(f"dataset table: {file} is not a .csv or .parquet file; set recipe.data.root to such a file")
     try:
-        with plainfile.reader(file, links=True) as stream:
+        with plainfile.open_reader(file, links=True) as stream:
             table = readers[file.suffix](stream)
         names = table.column_names
     except OSError as error:

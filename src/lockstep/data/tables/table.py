@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.data.base import DataSet
 from lockstep.data.options import Names, Share, Text
 from lockstep.data.request import DataRequest
@@ -151,7 +151,7 @@ def _split_rows(
 def _check_names(table: pyarrow.Table, names: list[str]) -> None:
     for name in names:
         if name not in table.column_names:
-            raise UsageError(f"dataset table: no column '{name}'{choices(name, table.column_names)}")
+            raise UsageError(f"dataset table: no column '{name}'{format_choices(name, table.column_names)}")
 
 
 def _find_classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list[Any] | None:

@@ -247,7 +247,7 @@ def _first_tokens(tokens: Tokens, count: int) -> Tokens:
 
 def _read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     try:
-        with plainfile.reader(file, links=True) as stream:
+        with plainfile.open_reader(file, links=True) as stream:
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     yield number, line

@@ -5,7 +5,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from lockstep.common.names import choices
+from lockstep.common.names import format_choices
 from lockstep.common.type_name import type_name
 from lockstep.data.text.chat_template import ASSISTANT, ChatTokenizer, Message, RowError, Tokens
 
@@ -99,7 +99,7 @@ def _messages(key: str, value: Any) -> list[Message]:
             raise RowError(f"{where}: expected an object with role and content, got {type_name(message)}")
         role, content = message["role"], message.get("content")
         if role not in _ROLES:
-            raise RowError(f"{where}.role: unknown role {role!r}{choices(role, _ROLES)}")
+            raise RowError(f"{where}.role: unknown role {role!r}{format_choices(role, _ROLES)}")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise RowError(f"{where}.content: expected a string, got {type_name(content)}")
         messages.append({name: item for name, item in message.items() if item is not None})

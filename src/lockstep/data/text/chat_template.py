@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
-from lockstep.data.text.tokenizer import FromFile
+from lockstep.data.text.tokenizer import FileTokenizer
 from lockstep.errors import UsageError, error_as, os_error_as
 
 ASSISTANT: Final = "assistant"
@@ -79,7 +79,7 @@ class ChatTokenizer:
     """Encodes conversations, and texts that consist of a prompt and a completion."""
 
     def __init__(self, file: str, chat: ChatFormat) -> None:
-        tokenizer = FromFile(file)
+        tokenizer = FileTokenizer(file)
         self.vocabulary = tokenizer.vocabulary
         self.facts = tokenizer.facts
         self._library: Any = tokenizer.library
@@ -181,7 +181,7 @@ def _read(path: Path) -> bytes:
     advice = "; set recipe.data.options.chat_template to a readable file"
     with (
         os_error_as(UsageError, f"dataset chat: {path}: cannot be read", advice),
-        plainfile.reader(path, links=True) as file,
+        plainfile.open_reader(path, links=True) as file,
     ):
         return file.read(_MAX_FILE_BYTES)
 

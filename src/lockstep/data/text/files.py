@@ -9,7 +9,7 @@ from lockstep.common import plainfile
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count, Share, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.text.tokenizer import ByteTokenizer, FromFile, Tokenizer, build_char_tokenizer
+from lockstep.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, build_char_tokenizer
 from lockstep.data.text.windows import TokenArray, make_window_dataset
 from lockstep.errors import UsageError
 
@@ -60,7 +60,7 @@ def split_text(text: str, share: float) -> tuple[str, str]:
 
 def _make_tokenizer(train: str, validation: str, options: Options) -> Tokenizer:
     if options.tokenizer is not None:
-        return FromFile(options.tokenizer)
+        return FileTokenizer(options.tokenizer)
     return ByteTokenizer() if options.by == "byte" else build_char_tokenizer(train + validation)
 
 
@@ -90,7 +90,7 @@ def _read_text(path: Path) -> str:
 
 def _read_file(file: Path) -> str:
     try:
-        with plainfile.reader(file, links=True) as stream:
+        with plainfile.open_reader(file, links=True) as stream:
             text = stream.read().decode()
     except OSError as error:
         problem = f"cannot read {file}: {error.strerror}"

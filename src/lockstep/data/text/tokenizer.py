@@ -118,13 +118,13 @@ class CharTokenizer:
 
 
 @final
-class FromFile:
+class FileTokenizer:
     """A tokenizer from a JSON file of the library `tokenizers`, such as the tokenizer.json of a model."""
 
     def __init__(self, file: str) -> None:
         tokenizers = _import_tokenizers(f"tokenizer {file}")
         read_errors = os_error_as(UsageError, f"tokenizer {file}: cannot be read", "; pass a tokenizer file")
-        with read_errors, plainfile.reader(Path(file), links=True) as stream:
+        with read_errors, plainfile.open_reader(Path(file), links=True) as stream:
             content = stream.read(_MAX_BYTES)
         # If the file is invalid, the library raises an instance of Exception itself.
         with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
@@ -154,7 +154,7 @@ def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
         return ByteTokenizer()
     if facts["by"] == "character":
         return CharTokenizer(facts["characters"])
-    tokenizer = FromFile(file)
+    tokenizer = FileTokenizer(file)
     if tokenizer.facts != facts:
         advice = "pass the tokenizer file of the run"
         raise UsageError(

@@ -81,7 +81,7 @@ class TokenFile:
         self._vocabulary = vocabulary
         advice = "; set recipe.data.root to the folder of train.bin"
         with os_error_as(UsageError, f"dataset tokens: cannot read {file}", advice):
-            self._descriptor = plainfile.descriptor(file, links=True)
+            self._descriptor = plainfile.open_descriptor(file, links=True)
         size = os.fstat(self._descriptor).st_size
         if size % self._dtype.itemsize:
             raise UsageError(
@@ -129,7 +129,7 @@ def _read_meta(file: Path) -> Mapping[str, Any]:
     if not os.path.lexists(file):
         return {}
     label = f"dataset tokens: {file}"
-    with os_error_as(UsageError, f"{label}: cannot be read"), plainfile.reader(file, links=True) as stream:
+    with os_error_as(UsageError, f"{label}: cannot be read"), plainfile.open_reader(file, links=True) as stream:
         content = stream.read(_MAX_META_BYTES)
     with error_as(UsageError, ValueError, f"{label}: not valid JSON", "; correct the file"):
         meta = plainfile.parse_json(content)

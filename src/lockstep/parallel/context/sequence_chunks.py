@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs, call_model, tensors_of
 from lockstep.core.mesh import Mesh
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.errors import UsageError
 from lockstep.parallel.context.attention import KEY, SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
@@ -118,14 +118,16 @@ def make_work_units(
     """
     if chunks == 1:
         return WholeMicroBatches(problem)
-    rank, ranks = mesh.coordinate(world.rank).context, mesh.context
-    carrier = world.carrier(mesh, "context", side_stream=False) if ranks > 1 else None
+    rank, ranks = mesh.get_coordinates(world.rank).context, mesh.context
+    carrier = world.make_carrier(mesh, "context", side_stream=False) if ranks > 1 else None
     exchange = Exchange(chunks, rank, ranks, carrier)
-    local_chunks = part(chunks, ranks, rank)
-    return SequenceChunks(sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative)
+    local_chunks = get_subrange(chunks, ranks, rank)
+    return SequenceChunks(
+        require_sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative
+    )
 
 
-def sequence_task(task: Task) -> ChunkableTask:
+def require_sequence_task(task: Task) -> ChunkableTask:
     """Return `task` if it can split sequences into chunks. Otherwise, raise UsageError."""
     if not isinstance(task, ChunkableTask):
         raise UsageError(

@@ -256,9 +256,11 @@ def gather_full_tensors(world: World, tensors: NamedTensors) -> dict[str, Tensor
         if shard.primary and shard.tensor.numel():
             size = shard.tensor.element_size()
             data = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            for run in shard.runs():
-                begin = start + run.at * size
-                table[begin : begin + run.length * size] = data[run.own * size : (run.own + run.length) * size]
+            for run in shard.iterate_segments():
+                begin = start + run.offset * size
+                table[begin : begin + run.length * size] = data[
+                    run.local_offset * size : (run.local_offset + run.length) * size
+                ]
     if shards:
         world.add_(table)
     starts = dict(zip(shards, ends, strict=False))

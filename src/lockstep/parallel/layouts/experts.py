@@ -22,7 +22,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.tree import Counter
-from lockstep.device.meta import on_meta
+from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients, sum_dtype
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
@@ -33,9 +33,9 @@ from lockstep.parallel.tensor.slices import (
     SliceHolder,
     SplitLayer,
     check_shared,
-    cut_layers,
     keep_rows_of_rank,
     locate_rows,
+    split_layers,
 )
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import Build, MicroBatch, MicroBatches
@@ -43,13 +43,13 @@ from lockstep.tasks.base import Build, MicroBatch, MicroBatches
 
 def expert_layers(model: nn.Module) -> dict[str, SplitLayer]:
     """Return the expert modules that are split into groups, by name."""
-    layers = cut_layers(model)
+    layers = split_layers(model)
     return {name: layer for name, layer in layers.items() if isinstance(layer.module.forward, Experts)}
 
 
 def check_experts(build: Build, ranks: int, strategy: str) -> None:
     """Raise UsageError if the model's groups of experts can't be distributed evenly over `ranks` ranks."""
-    _expert_layers(on_meta(build), ranks, strategy)
+    _expert_layers(build_on_meta(build), ranks, strategy)
 
 
 def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, SplitLayer]:
@@ -58,7 +58,7 @@ def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> di
     Raises UsageError if they can't be distributed evenly over `ranks` ranks.
     """
     experts = expert_layers(model)
-    if cut_layers(model) and not experts:
+    if split_layers(model) and not experts:
         raise UsageError(
             f"strategy {strategy}: found no known experts in the model; name them in recipe.model.plan "
             f"(docs/model-parallel.md#experts), or use strategy tensor, which splits the other layers"
@@ -69,13 +69,15 @@ def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> di
 
 def build_expert_slice(build: Build, world: World, mesh: Mesh) -> nn.Module:
     """Build a model and keep only this rank's experts. All ranks must call this function."""
-    model, rank = build(), mesh.coordinate(world.rank).expert
+    model, rank = build(), mesh.get_coordinates(world.rank).expert
     layers = _expert_layers(model, mesh.expert)
     keep_rows_of_rank(layers.values(), rank, mesh.expert)
     for layer in layers.values():
         experts = layer.module.forward
         assert isinstance(experts, Experts)
-        experts.compute_groups = Dispatch(experts, rank, mesh.expert, world.carrier(mesh, "expert", side_stream=False))
+        experts.compute_groups = Dispatch(
+            experts, rank, mesh.expert, world.make_carrier(mesh, "expert", side_stream=False)
+        )
     return model
 
 
@@ -84,7 +86,7 @@ def make_expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayou
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights, layers = Weights(model, dtype), expert_layers(model)
-        rank = mesh.coordinate(world.rank).expert
+        rank = mesh.get_coordinates(world.rank).expert
         locations = locate_rows(model, layers, rank, mesh.expert)
         other_parameters = [
             (name, parameter) for name, parameter in trainable_parameters(model) if name not in locations
@@ -92,7 +94,7 @@ def make_expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayou
         sums = Gradients(other_parameters, world.canonical(mesh, "replicate", "expert"), stream, False, bucket_bytes)
         [step_ranks] = [ranks for ranks in mesh.groups("expert") if world.rank in ranks]
         data_ranks = [mesh.data_rank(rank_index) for rank_index in step_ranks]
-        coordinates = [mesh.coordinate(other) for other in range(world.size)]
+        coordinates = [mesh.get_coordinates(other) for other in range(world.size)]
         holders = [SliceHolder(each.expert, primary=not each.replicate) for each in coordinates]
         expert_slice = Slice(locations, holders, world.rank)
         across = world.canonical(mesh, "replicate", side_stream=False)

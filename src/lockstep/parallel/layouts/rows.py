@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.shard import MaybeSharded, Shard, shard_like
 from lockstep.device.memory import empty_host_tensor
 from lockstep.parallel.gradients import Gradients
@@ -103,7 +103,7 @@ class RowLayout:
     def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
         """See HasRowSpans."""
         size = self._world.size
-        rows = [part(shape[0], size, rank) for rank in range(size)] if shape else []
+        rows = [get_subrange(shape[0], size, rank) for rank in range(size)] if shape else []
         return [Span(rank, rank_rows.start, len(rank_rows), primary=True) for rank, rank_rows in enumerate(rows)]
 
     def keep_full_gradients(self) -> None:
@@ -134,7 +134,7 @@ class RowLayout:
         return self._rows_of(parameter.detach(), self._world.rank)
 
     def _rows_of(self, tensor: Tensor, rank: int) -> Shard:
-        rows = part(len(tensor), self._world.size, rank)
+        rows = get_subrange(len(tensor), self._world.size, rank)
         return Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)
 
     def _trained_rows(self, parameter: nn.Parameter) -> Tensor:
@@ -173,12 +173,12 @@ class _RowExchange:
 
     def exchange(self) -> None:
         if not self._packed or not self._peer_rows:
-            self._world.spread(self._own_rows, self._peer_rows)
+            self._world.exchange_all(self._own_rows, self._peer_rows)
             return
         sizes = {rank: [rows.numel() for rows in tensors] for rank, tensors in self._peer_rows.items()}
         received = {rank: self._own_rows[0].new_empty(sum(numbers)) for rank, numbers in sizes.items()}
         packed = torch.cat([rows.reshape(-1) for rows in self._own_rows])
-        self._world.spread([packed], {rank: [tensor] for rank, tensor in received.items()})
+        self._world.exchange_all([packed], {rank: [tensor] for rank, tensor in received.items()})
         for rank, rows in self._peer_rows.items():
             pieces = torch.split(received[rank], sizes[rank])
             torch._foreach_copy_(list(rows), [piece.view(row.shape) for piece, row in zip(pieces, rows, strict=True)])

@@ -16,7 +16,7 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
-from lockstep.parallel.tensor.slices import cut_layers
+from lockstep.parallel.tensor.slices import split_layers
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
@@ -27,7 +27,7 @@ def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, c
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)
         split_parameters = {
-            getattr(layer.module, key) for layer in cut_layers(model).values() for key in layer.parameters
+            getattr(layer.module, key) for layer in split_layers(model).values() for key in layer.parameters
         }
 
         def make_sum(sum_mesh: Mesh, is_split: bool) -> Gradients:
@@ -39,7 +39,9 @@ def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, c
             canonical = world.canonical(sum_mesh, "replicate", "context", chunks=chunks)
             return Gradients(selected, canonical, stream, False, bucket_bytes)
 
-        return weights, SequenceParallelGradients(make_sum(mesh.spread, is_split=False), make_sum(mesh, is_split=True))
+        return weights, SequenceParallelGradients(
+            make_sum(mesh.sequence_mesh, is_split=False), make_sum(mesh, is_split=True)
+        )
 
     return make_layout
 

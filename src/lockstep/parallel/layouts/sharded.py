@@ -29,7 +29,7 @@ from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
 from lockstep.comm.fsdp import GatherDtype, ShardedModel, local_gradient, rows_per_member
 from lockstep.comm.stream import CommStream, InlineStream, Pending
 from lockstep.comm.world import World
-from lockstep.common.own_code import refusal
+from lockstep.common.own_code import make_refusal
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import MaybeSharded, shard_like
 from lockstep.core.tree import Counter
@@ -84,12 +84,12 @@ class ShardedLayout:
         _check_parameters(model)
         self._world, self._mesh = world, mesh
         rank = mesh.data_rank(world.rank)
-        self._primary = not (rank.replica or rank.seat)
+        self._primary = not (rank.replica or rank.sequence_index)
         units = find_units(model)
         _check_dtypes(model, units)
         paths = {module: path for path, module in model.named_modules()}
         names = [*(paths[unit] for unit in units), "the rest of the model"]
-        exchange = partial(all_to_all_rows, world.carrier(mesh, "shard"), rank.member, rank.members)
+        exchange = partial(all_to_all_rows, world.make_carrier(mesh, "shard"), rank.member, rank.members)
         across = world.canonical(mesh, "replicate", "context", chunks=chunks)
         self.gradients = sums = _ShardSums(rank, exchange, across, stream, names, chunks)
         _check_memory_formats_in_forward(model)
@@ -97,10 +97,10 @@ class ShardedLayout:
             for parameter in model.parameters():  # fully_shard doesn't support other memory formats
                 parameter.data = parameter.data.contiguous()
         gather_dtype = None if dtype is None else GatherDtype(dtype, fp32_parameters(model, dtype))
-        members = world.device_mesh(mesh, "shard")
+        members = world.make_device_mesh(mesh, "shard")
         self._sharded = ShardedModel(model, units, names, members, sums.receive, keep_gathered, offload, gather_dtype)
         sums.model = self._sharded
-        self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
+        self.reload, self.gathered_shards = self._sharded.reshard_all, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
         self._shards = {name: shard for name, (shard, _) in parts.items()}
         self.trained = [(name, nn.Parameter(shard.tensor)) for name, shard in self._shards.items()]
@@ -109,7 +109,7 @@ class ShardedLayout:
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
-        return self._sharded.state(self._primary)
+        return self._sharded.state_dict(self._primary)
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
@@ -123,7 +123,7 @@ class ShardedLayout:
             height = rows_per_member(shape, rank.members)
             first = min(rank.member * height, shape[0])
             length = min(height, shape[0] - first)
-            row_spans.append(Span(number, first, length, primary=not (rank.replica or rank.seat)))
+            row_spans.append(Span(number, first, length, primary=not (rank.replica or rank.sequence_index)))
         return row_spans
 
     def collect(self) -> None:
@@ -182,7 +182,7 @@ class _ShardSums:
         self.model.begin_step()
         self._last = microbatches[-1]
         microbatches_over_all = leaves // self.chunks
-        rounds, self._first = self.rank.rounds(microbatches_over_all), self.rank.seat * microbatches_over_all
+        rounds, self._first = self.rank.rounds(microbatches_over_all), self.rank.sequence_index * microbatches_over_all
         self._leaves, self._remaining = leaves, len(rounds)
         self._incomplete = deque(self._order)
         self._rounds = iter(rounds)
@@ -296,7 +296,7 @@ def _check_memory_formats_in_forward(model: nn.Module) -> None:
     def check(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         [tensor, *_] = inputs
         if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.stride(1) != min(tensor.stride()):
-            raise refusal(
+            raise make_refusal(
                 f"{name} has channels_last weights, but its input is not channels_last",
                 "convert the input with tensor.to(memory_format=torch.channels_last), keep the weights contiguous, or "
                 "use strategy ddp or zero1",

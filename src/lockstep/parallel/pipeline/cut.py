@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.core.batch import Inputs, call_model
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError
@@ -220,7 +220,7 @@ def _cut_at_modules(
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
-            raise UsageError(f"strategy pipeline: cut: the model has no module {name}{suggestion(name, modules)}")
+            raise UsageError(f"strategy pipeline: cut: the model has no module {name}{suggest(name, modules)}")
     parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
     for block in sorted(parents & start.unsplit):
         raise UsageError(

@@ -29,7 +29,7 @@ from lockstep.comm.p2p import Value, Values
 from lockstep.comm.world import World
 from lockstep.common.own_code import UserCode
 from lockstep.core import random
-from lockstep.core.batch import Inputs, like, tensors_of
+from lockstep.core.batch import Inputs, replace_tensors, tensors_of
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, local_tensor, shard_like
 from lockstep.core.tree import Counter
@@ -88,7 +88,7 @@ class PipelineEngine:
         self._placement = placement = StagePlacement(pipe, world)
         self._model = problem.build_model()
         self._model.train()  # not chained, because a custom train() may return None
-        self._generators = world.generators()
+        self._generators = world.get_generators()
         self._cooperative = CooperativeScheduler(self._generators)
         self._leaves = make_work_units(
             problem, self._model, numerics.recipe.model.sequence_chunks, world, placement.mesh, self._cooperative
@@ -108,9 +108,9 @@ class PipelineEngine:
         # Sums over the ranks that have the same stages.
         self._across = world.canonical(placement.mesh, "replicate", "context", chunks=self._leaves.count)
         part = extract_part(self._model, cut_model.owned_names)
-        self._layout = StageLayout(world, self._model, part, placement, numerics.copied, own_slice)
-        if numerics.copied is not None:
-            self._ties.convert(self._stages, numerics.copied)
+        self._layout = StageLayout(world, self._model, part, placement, numerics.copy_dtype, own_slice)
+        if numerics.copy_dtype is not None:
+            self._ties.convert(self._stages, numerics.copy_dtype)
         self._ema = make_average(self._layout.local_state(), numerics.ema_decay)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
@@ -150,7 +150,9 @@ class PipelineEngine:
         borrowed = [tie.tensor for tie in self._ties.borrowed_by(number)]
         part = extract_part(self._model, names)
         numerics = self._numerics
-        return Stage(part, self._cooperative, self._pipe.recompute, borrowed, numerics.guarded, numerics.recipe.compile)
+        return Stage(
+            part, self._cooperative, self._pipe.recompute, borrowed, numerics.checks_writes, numerics.recipe.compile
+        )
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -304,7 +306,9 @@ class PipelineEngine:
         return outputs
 
     def _compute_losses(self, leaf: MicroBatch, step: Step, outputs: Sequence[Tensor | int]) -> list[Tensor | int]:
-        prepared = self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in outputs]))
+        prepared = self._numerics.prepare_outputs(
+            replace_tensors(self._outputs, [_as_tensor(output) for output in outputs])
+        )
         loss = wrap_losses(self._task.loss(prepared, leaf.batch), step)
         if self._observed.enabled and not self._placement.coordinate.tensor and not leaf.dummy:
             with torch.no_grad():
@@ -376,7 +380,9 @@ class PipelineEngine:
             if number != self._placement.last:
                 self._links.send(outputs, number + 1, number + 1, 0)
         shared_outputs = self._links.share_outputs(outputs)
-        return self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in shared_outputs]))
+        return self._numerics.prepare_outputs(
+            replace_tensors(self._outputs, [_as_tensor(output) for output in shared_outputs])
+        )
 
     def _get_ema_state(self) -> dict[str, MaybeSharded]:
         assert self._ema is not None

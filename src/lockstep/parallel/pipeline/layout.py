@@ -45,7 +45,7 @@ class StageLayout:
         self._absent = {
             name: own_slice.convert_shard(name, absent_shard(tensor)) for name, tensor in model.state_dict().items()
         }
-        sharers = world.among(placement.sharers)
+        sharers = world.split(placement.sharers)
         is_alone = sharers.size == 1
         self._rank_layout: Layout = (
             Weights(part, dtype) if is_alone else RowLayout(part, sharers, offload=False, dtype=dtype)
@@ -65,7 +65,7 @@ class StageLayout:
         stage_shards: dict[Tensor, Shard] = {tensor: self.as_shard(name, tensor) for name, tensor in self.trained}
         stage_norms = self._rank_layout.norms.of_tensors
         if placement.mesh.tensor > 1:  # other ranks hold different slices of the same stages
-            slice_world = world.among(placement.mesh.groups("replicate", "tensor", "context"))
+            slice_world = world.split(placement.mesh.groups("replicate", "tensor", "context"))
             stage_norms = norms_of_rows(slice_world, stage_shards).of_tensors
         self.norms = Norms(all_norms.all_rows, stage_norms, all_norms.agree_)
 

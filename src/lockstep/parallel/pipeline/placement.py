@@ -37,7 +37,7 @@ class StagePlacement:
         pipelines = pipe.replicas * pipe.sharers
         self.ranks = world.size // (pipelines * pipe.tensor * pipe.context)  # number of ranks in a pipeline
         self.mesh = Mesh(replicate=pipelines, pipe=self.ranks, tensor=pipe.tensor, context=pipe.context)
-        self.coordinate = self.mesh.coordinate(world.rank)
+        self.coordinate = self.mesh.get_coordinates(world.rank)
         self.last = self.ranks * pipe.stages_per_rank - 1
         self.stages = range(self.coordinate.pipe, self.last + 1, self.ranks)
         # Whether this rank reports its tensors, among all ranks with the same rows, or with the same full tensors.

@@ -90,7 +90,7 @@ class Replay:
         current = self._current
         current.run = run = _Run(part, [*values], first, torch.get_rng_state())
         try:
-            outputs = batches.call_model(self._model, batches.like(inputs, [*values]) if first else inputs)
+            outputs = batches.call_model(self._model, batches.replace_tensors(inputs, [*values]) if first else inputs)
         except _StageEnd as end:
             return end.values
         finally:

@@ -186,7 +186,7 @@ class Stage:
         `across` sums over the ranks with the same stage. All of these ranks must call this method.
         """
         pieces = self._gradients.pieces()
-        if across.alone:  # no flat buffers are necessary
+        if across.is_single_rank:  # no flat buffers are necessary
             set_gradients(self.parameters, total(pieces, leaves, add_gradients_))
             return
         positions = {parameter: number for number, parameter in enumerate(self.parameters)}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.core import random
 from lockstep.core.mesh import DataRank
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.tree import Counter, LeafBlock
 
 
@@ -83,7 +83,7 @@ class Region:
 
     def distribute(self, rank: int, ranks: int, canonical_sum: CanonicalSum) -> None:
         """Distribute the chunks over `ranks` ranks. This rank is `rank`, and `canonical_sum` sums over the ranks."""
-        self.local_chunks = part(self.num_chunks, ranks, rank)
+        self.local_chunks = get_subrange(self.num_chunks, ranks, rank)
         self._canonical_sum = canonical_sum
 
     def call_for_earlier_chunks(self, call: partial[Any]) -> None:
@@ -168,7 +168,7 @@ class Region:
 
     def row_ranges(self, length: int) -> list[range]:
         """Return the range of rows of each chunk of this rank, if `length` rows are split into all chunks."""
-        return [part(length, self.num_chunks, chunk) for chunk in self.local_chunks]
+        return [get_subrange(length, self.num_chunks, chunk) for chunk in self.local_chunks]
 
     def gather_all(self, tensor: Tensor) -> Tensor:
         """Gather `tensor` from all ranks, and return the tensors of all chunks in chunk order along dim 0.

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import nn
 
-from lockstep.common.names import suggestion
+from lockstep.common.names import suggest
 from lockstep.common.patterns import select
 from lockstep.core.shard import Chunked
 from lockstep.core.work import divisors
@@ -140,7 +140,7 @@ def _resolve_kinds(model: nn.Module, plan: Plan) -> Kinds:
     names = [name for name, _ in model.named_modules() if name]
     for pattern, kind in plan.items():
         if kind.partition(":")[0] not in KINDS:
-            hint = suggestion(kind, KINDS) or f"; use one of {', '.join(KINDS)}"
+            hint = suggest(kind, KINDS) or f"; use one of {', '.join(KINDS)}"
             raise UsageError(f"{_KEY}: {pattern}: unknown kind {kind!r}{hint}")
         select(_KEY, [pattern], names, "module")
     kind_by_name = {

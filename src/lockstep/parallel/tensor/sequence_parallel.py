@@ -43,15 +43,15 @@ from lockstep.comm.carrier import Carrier
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs, call_model
 from lockstep.core.mesh import Mesh
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.tree import LeafBlock, blocks, total
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.exchange import Exchange
-from lockstep.parallel.context.sequence_chunks import SequenceChunks, argument_names, sequence_task
+from lockstep.parallel.context.sequence_chunks import SequenceChunks, argument_names, require_sequence_task
 from lockstep.parallel.cooperative import CooperativeScheduler, Joint
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, align
-from lockstep.parallel.tensor.slices import SplitLayer, cut_layers
+from lockstep.parallel.tensor.slices import SplitLayer, split_layers
 from lockstep.parallel.work_units import WorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
@@ -76,24 +76,26 @@ def make_sequence_parallel_units(
 
     Sets `sequence_forwards` in all regions of the model. All ranks must call this function with the same arguments.
     """
-    coordinate = mesh.coordinate(world.rank)
-    carrier = world.carrier(mesh, "context", side_stream=False) if mesh.context > 1 else None
-    local_chunks = part(num_chunks, mesh.context, coordinate.context)
+    coordinate = mesh.get_coordinates(world.rank)
+    carrier = world.make_carrier(mesh, "context", side_stream=False) if mesh.context > 1 else None
+    local_chunks = get_subrange(num_chunks, mesh.context, coordinate.context)
     exchange = Exchange(num_chunks, coordinate.context, mesh.context, carrier)
-    sequences = SequenceChunks(sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative)
-    across = world.canonical(mesh, "tensor", side_stream=False)
-    along = world.carrier(mesh, "tensor", side_stream=False)
-    forwards = SequenceForwards(
-        len(local_chunks), coordinate.tensor, mesh.tensor, across, along, cooperative, world.generators()
+    sequences = SequenceChunks(
+        require_sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative
     )
-    for layer in cut_layers(model).values():
+    across = world.canonical(mesh, "tensor", side_stream=False)
+    along = world.make_carrier(mesh, "tensor", side_stream=False)
+    forwards = SequenceForwards(
+        len(local_chunks), coordinate.tensor, mesh.tensor, across, along, cooperative, world.get_generators()
+    )
+    for layer in split_layers(model).values():
         layer.region.sequence_forwards = forwards
     return SequenceParallelUnits(sequences, forwards)
 
 
 def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
     """Raise UsageError if a model can't use sequence parallelism. The model and `example` are on the meta device."""
-    layers = cut_layers(model)
+    layers = split_layers(model)
     for name, layer in layers.items():
         if not isinstance(layer.module, ColumnLinear | RowLinear):
             raise UsageError(
@@ -185,7 +187,7 @@ class SequenceForwards:
     @property
     def local_indices(self) -> range:
         """The indices of the sequence chunks of this rank."""
-        return part(self.count, self.ranks, self.rank)
+        return get_subrange(self.count, self.ranks, self.rank)
 
     @property
     def in_progress(self) -> bool:
@@ -224,10 +226,10 @@ class SequenceForwards:
             if rank == self.rank:
                 continue
             peer_pieces = [
-                pieces[number][block] for number in part(self.count, self.ranks, rank) for block in own_blocks
+                pieces[number][block] for number in get_subrange(self.count, self.ranks, rank) for block in own_blocks
             ]
             sent.append((torch.stack(peer_pieces), rank))
-            block_count = len(blocks(part(num_chunks, self.ranks, rank)))
+            block_count = len(blocks(get_subrange(num_chunks, self.ranks, rank)))
             received[rank] = peer_pieces[0].new_empty(len(self.local_indices), block_count, *peer_pieces[0].shape)
         if self.carrier is not None:
             move(self.carrier, sent, [(tensor, rank) for rank, tensor in received.items()])
@@ -241,7 +243,7 @@ class SequenceForwards:
     ) -> Tensor:
         all_pieces = dict(own_blocks)
         for rank, tensor in received.items():
-            all_pieces |= zip(blocks(part(num_chunks, self.ranks, rank)), tensor[index], strict=True)
+            all_pieces |= zip(blocks(get_subrange(num_chunks, self.ranks, rank)), tensor[index], strict=True)
         return total(all_pieces, num_chunks, add_)
 
     def _share_visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:

@@ -10,7 +10,7 @@ from torch import Size, Tensor, nn
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.core.order import part
+from lockstep.core.order import get_subrange
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
@@ -68,7 +68,7 @@ class SliceHolder(NamedTuple):
     primary: bool
 
 
-def cut_layers(model: nn.Module) -> dict[str, SplitLayer]:
+def split_layers(model: nn.Module) -> dict[str, SplitLayer]:
     """Return the layers that are split into chunks, by name."""
     split_layers = {}
     for name, module in model.named_modules():
@@ -116,9 +116,9 @@ def check_shared(layers: Mapping[str, SplitLayer], ranks: int, strategy: str = "
 
 def keep_local_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
     """Keep only this rank's chunks along the tensor axis, in place. Returns the model. All ranks must call this."""
-    rank = mesh.coordinate(world.rank).tensor
+    rank = mesh.get_coordinates(world.rank).tensor
     across = world.canonical(mesh, "tensor", side_stream=False)
-    layers = cut_layers(model)
+    layers = split_layers(model)
     check_shared(layers, mesh.tensor)
     keep_rows_of_rank(layers.values(), rank, mesh.tensor)
     for region in {id(layer.region): layer.region for layer in layers.values()}.values():
@@ -142,8 +142,8 @@ def keep_rows_of_rank(layers: Iterable[SplitLayer], rank: int, ranks: int) -> No
 def _rows_of_rank(rows: int, layer: SplitLayer, rank: int, ranks: int) -> range:
     """Return the range of rows that rank `rank` holds, out of `rows` rows."""
     count = layer.region.num_chunks
-    chunk_indices = part(count, ranks, rank)
-    return range(part(rows, count, chunk_indices[0]).start, part(rows, count, chunk_indices[-1]).stop)
+    chunk_indices = get_subrange(count, ranks, rank)
+    return range(get_subrange(rows, count, chunk_indices[0]).start, get_subrange(rows, count, chunk_indices[-1]).stop)
 
 
 def build_slice(build: Build, world: World, mesh: Mesh) -> nn.Module:
@@ -181,10 +181,10 @@ class Slice:
     @classmethod
     def for_rank(cls, model: nn.Module, world: World, mesh: Mesh) -> Self:
         """Return this rank's slice along the tensor axis of the mesh."""
-        coordinates = [mesh.coordinate(rank) for rank in range(world.size)]
+        coordinates = [mesh.get_coordinates(rank) for rank in range(world.size)]
         holders = [SliceHolder(each.tensor, not (each.replicate or each.context)) for each in coordinates]
         position = holders[world.rank].position
-        return cls(locate_rows(model, cut_layers(model), position, mesh.tensor), holders, world.rank)
+        return cls(locate_rows(model, split_layers(model), position, mesh.tensor), holders, world.rank)
 
     def as_full_shard(self, name: str, tensor: MaybeSharded) -> MaybeSharded:
         """Return a tensor of the slice as a shard of the full tensor. Replicated tensors are returned unchanged."""

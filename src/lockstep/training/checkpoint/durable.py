@@ -11,14 +11,14 @@ from lockstep.common.platforms import reserve
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FileRecord:
     """The hash and size of a written file, for verifying the file later."""
 
     sha256: str
     bytes: int
 
 
-def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+def write(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a new file, sync it to disk, and return its hash and size. The folder isn't synced."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
@@ -27,7 +27,7 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
             size += file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return Written(digest.hexdigest(), size)
+    return FileRecord(digest.hexdigest(), size)
 
 
 def create_sized(path: Path, head: bytes, length: int) -> None:
@@ -47,11 +47,11 @@ def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
         os.fsync(file.fileno())
 
 
-def hash_file(path: Path) -> Written:
+def hash_file(path: Path) -> FileRecord:
     """Return the current hash and size of a file."""
-    with plainfile.reader(path) as file:
+    with plainfile.open_reader(path) as file:
         digest = hashlib.file_digest(file, "sha256")
-        return Written(digest.hexdigest(), file.tell())
+        return FileRecord(digest.hexdigest(), file.tell())
 
 
 def replace(path: Path, data: bytes) -> None:

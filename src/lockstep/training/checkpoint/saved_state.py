@@ -80,7 +80,7 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
 
     Raises UsageError if the content doesn't match the format of this version, or the step in the name of the folder.
     """
-    schemas.check(state.get("schema"), path / store.STATE)
+    schemas.check_schema(state.get("schema"), path / store.STATE)
     try:
         saved = SavedState.model_validate(state)
     except ValidationError as error:

@@ -64,7 +64,7 @@ class Saver:
         raises its error.
         """
         start_time = time.perf_counter()
-        fields, best = progress.at, progress.best_at == progress.step
+        fields, best = progress.event_fields, progress.best_at == progress.step
         if self._executor is None:
             return [self._write(fields, best, snapshot, start_time)]
         completed = self.wait()
@@ -90,7 +90,7 @@ class Saver:
         step, weights = fields["step"], store.weights_sha256(unsharded_tensors(snapshot.model))
         if (difference := find_disagreement(self._world, snapshot.model, weights)) is not None:
             raise HostError(_disagreement_message(step, difference, self.buffers))
-        if not snapshot.is_whole:
+        if not snapshot.is_unsharded:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key, self.remote)
         else:
             with self._world.without_timeout():  # the other ranks wait in a collective, which may time out

@@ -82,10 +82,12 @@ def save(
         return weights
 
     try:
-        temporary = Path(world.tell(_all_succeed(world, prepare if world.rank == 0 else str)))
+        temporary = Path(world.broadcast_text(_all_succeed(world, prepare if world.rank == 0 else str)))
         sends = _all_succeed(world, lambda: write(temporary))
         senders = [] if remote is None else _ranks_where(world, sends)
-        return world.tell(_all_succeed(world, (lambda: publish(temporary, senders)) if world.rank == 0 else str))
+        return world.broadcast_text(
+            _all_succeed(world, (lambda: publish(temporary, senders)) if world.rank == 0 else str)
+        )
     except OSError as error:
         if world.rank == 0:
             store.abandon(final)

@@ -47,7 +47,7 @@ from lockstep.common import plainfile
 from lockstep.core.shard import NamedTensors, Shard, local_tensor
 from lockstep.errors import DataError, HostError, TrainingError, UsageError, error_as
 from lockstep.training.checkpoint import durable, signing, tensorfile
-from lockstep.training.checkpoint.durable import Written
+from lockstep.training.checkpoint.durable import FileRecord
 
 JSON: TypeAlias = Any  # None, bool, int, float, str, and lists and string-keyed dicts of these
 
@@ -97,7 +97,7 @@ class Snapshot:
         return {name: tensors for name, tensors in present.items() if tensors is not None}
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the snapshot is unsharded, so that this rank holds all tensors in full."""
         return not any(isinstance(value, Shard) for tensors in self.files.values() for value in tensors.values())
 
@@ -114,7 +114,7 @@ class FoundCheckpoint(NamedTuple):
 class Manifest:
     """The expected hashes and sizes of a checkpoint's files."""
 
-    files: Mapping[str, Written]
+    files: Mapping[str, FileRecord]
     weights_sha256: str
 
 
@@ -157,7 +157,7 @@ def prepare(final: Path) -> Path:
 
 def publish(
     final: Path,
-    files: Mapping[str, Written],
+    files: Mapping[str, FileRecord],
     weights: str,
     state: Mapping[str, JSON],
     keep: int,
@@ -443,11 +443,11 @@ def _check_signature(path: Path, key: bytes, signed_text: bytes, signed: str | N
         raise UsageError(f"{path}: signed with a different key than run.key_file, or changed since; do not use it")
 
 
-def _file_record(name: str, file: JSON) -> Written:
+def _file_record(name: str, file: JSON) -> FileRecord:
     match file:
         case {"sha256": str(sha256), "bytes": int(size), **rest} if not rest and size >= 0 and size is not True:
             if _SHA256.fullmatch(sha256):
-                return Written(sha256, size)
+                return FileRecord(sha256, size)
     raise ValueError(f"the entry of {name[:40]!r} is not a hash and a size")
 
 
@@ -457,8 +457,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return safetensors.torch.load_file(path)
 
 
-def _verify(path: Path, expected: Written) -> None:
-    with _reading(path), plainfile.reader(path) as file:
+def _verify(path: Path, expected: FileRecord) -> None:
+    with _reading(path), plainfile.open_reader(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
             raise DataError(_describe_damage(path, "bytes", expected.bytes, size))
@@ -470,7 +470,7 @@ def _verify(path: Path, expected: Written) -> None:
 def _read_json_object(path: Path, limit: int) -> dict[str, JSON]:
     """Return the JSON object in a file. Raise ValueError if the content isn't a JSON object."""
     with _reading(path):
-        data = plainfile.content(path, limit)
+        data = plainfile.read_bytes(path, limit)
     content = plainfile.parse_json(data, _unique_keys)
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")

@@ -87,8 +87,8 @@ def local_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> 
                 yield start, to_bytes(value)
         elif value.primary and value.tensor.numel():
             size, data = value.tensor.element_size(), to_bytes(value.tensor)
-            for run in value.runs():
-                yield start + run.at * size, data[run.own * size : (run.own + run.length) * size]
+            for run in value.iterate_segments():
+                yield start + run.offset * size, data[run.local_offset * size : (run.local_offset + run.length) * size]
 
 
 def to_bytes(tensor: Tensor) -> memoryview:
