@@ -63,8 +63,8 @@ class DataSet:
         name = self.name if self.files is None else self.files[0]
         return f"sample {number}" if name is None else f"sample {number} {name(number)}"
 
-    def validation_name_of(self, number: int) -> str:
-        """Return the display name of a validation sample, like `name_of`."""
+    def get_validation_sample_name(self, number: int) -> str:
+        """Return the display name of a validation sample, like `get_sample_name`."""
         name = self.validation_name if self.files is None else self.files[1]
         return f"sample {number}" if name is None else f"sample {number} {name(number)}"
 

@@ -64,7 +64,7 @@ class Validation:
 
     def name(self, sample_index: int) -> str:
         """Return the display name of a sample: its index, and its file or row if it has one."""
-        return self.data.validation_name_of(sample_index)
+        return self.data.get_validation_sample_name(sample_index)
 
 
 def open_validation(saved: SavedModel, limit: int) -> Validation:

@@ -258,8 +258,8 @@ def test_samples_of_both_splits_are_named_by_their_row_of_the_file(tmp_path: Pat
     (tmp_path / "train.csv").write_text(f"x,y\n{rows}")
     data = _open(tmp_path / "train.csv", target="y", validation=0.25)
     assert data.validation is not None
-    names = [data.name_of(number) for number in range(len(data.train))]
-    names += [data.validation_name_of(number) for number in range(len(data.validation))]
+    names = [data.get_sample_name(number) for number in range(len(data.train))]
+    names += [data.get_validation_sample_name(number) for number in range(len(data.validation))]
     assert sorted(int(name.rpartition("row ")[2]) for name in names) == list(range(40))
     whole = np.concatenate([split.fetch(np.arange(len(split)), None)[1] for split in (data.train, data.validation)])
     assert whole.ravel().tolist() == [int(name.rpartition("row ")[2]) / 2 for name in names]
