@@ -65,7 +65,7 @@ def train(
 
 
 def _run_worker(config: Mapping[str, Loaded]) -> None:
-    """Run a rank of the recipe in a worker of Ray Train."""
+    """Run a rank of the recipe in a Ray Train worker."""
     worker, loaded = launcher.get_worker(), config["loaded"]
     assert worker is not None
     info = launcher.read_rank(worker, os.environ)

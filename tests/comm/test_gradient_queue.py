@@ -81,7 +81,9 @@ def test_a_second_gradient_of_a_unit_in_one_backward_is_refused() -> None:
     member.queue.order = [1, 0]
     member.queue.begin()
     member.put(1)
-    with pytest.raises(UsageError, match="second has another gradient after its backward; use strategy ddp or zero1"):
+    with pytest.raises(
+        UsageError, match="second received another gradient after its backward was complete; use strategy ddp or zero1"
+    ):
         member._zeros(1)
     member.put(0)
     member.queue.end()

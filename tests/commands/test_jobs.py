@@ -182,7 +182,10 @@ def test_a_saved_run_whose_next_start_failed_has_the_reason_of_that_start(
     [
         ("{]\n", "warning: runs/bad/events.jsonl:2: not JSON"),
         ("[1]\n", "warning: runs/bad/events.jsonl:2: not an event"),
-        ('{"event": "step"}\n', "warning: runs/bad/events.jsonl: not a log of this version (KeyError('loss'))"),
+        (
+            '{"event": "step"}\n',
+            "warning: runs/bad/events.jsonl: was not written by this version of Lockstep (KeyError('loss'))",
+        ),
         ("\xff\n", "warning: runs/bad/events.jsonl:2: not JSON"),
         ("[" * 100_000 + "\n", "warning: runs/bad/events.jsonl:2: not JSON"),
         ("1" * 2_000_000, "warning: runs/bad/events.jsonl:2: a line of more than 1,048,576 bytes"),
@@ -220,7 +223,7 @@ def test_a_log_of_wrong_types_is_one_line(folder: Path) -> None:
     assert silent.count("runs/") == 5
     assert " more ended without recording a reason" in silent
     assert len(found.stderr.splitlines()) == found.stdout.count("unreadable")
-    assert found.stderr.count("not a log of this version") > 100
+    assert found.stderr.count("was not written by this version of Lockstep") > 100
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "job.json", "lock"])

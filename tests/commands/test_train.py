@@ -67,8 +67,8 @@ def test_batchnorm_over_few_samples_is_warned_of_with_their_number(finished):
     few = finished("recipe.microbatches=8", "placement.processes=1")  # 29 samples are left for the last step
     assert few.err == (
         "warning: recipe.microbatches: BatchNorm normalizes each micro-batch separately, and with 8 micro-batches in "
-        "the last step of an epoch of 29 samples, it sees only 3 of them; use fewer micro-batches or a larger batch, "
-        "or set recipe.last_batch=drop\n"
+        "the last step of an epoch, which has 29 samples, it sees only 3 of them; use fewer micro-batches or a larger "
+        "batch, or set recipe.last_batch=drop\n"
     )
     usual = finished("recipe.microbatches=4", "placement.processes=1")
     assert usual.err == ""

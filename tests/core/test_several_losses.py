@@ -102,7 +102,7 @@ def test_a_mean_by_name_is_refused() -> None:
         def loss(self, outputs: Tensor, batch: Any) -> Any:
             return {**super().loss(outputs, batch), "right": F.cross_entropy(outputs, batch[1])}
 
-    with pytest.raises(UsageError, match=r"loss returned .* for right for two equal samples .* so it is a mean"):
+    with pytest.raises(UsageError, match=r"loss returned .* for right for two identical samples .* so it is a mean"):
         OwnTask("task a:B", Mean()).check(OUTPUTS, BATCH)
 
 

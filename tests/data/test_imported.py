@@ -156,13 +156,16 @@ def _fails() -> Any:
         (lambda: None, r"expected \(train, validation\) or a lockstep DataSet, got None$"),
         (lambda: _part(), r"got an object of type Listed$"),
         (lambda: (_part(), _part(), _part()), r"got a tuple of 3$"),
-        (lambda: (_part(classes=1), 5), r"validation part: expected a map-style .* or None .*, got an object of"),
+        (lambda: (_part(classes=1), 5), r"validation split: expected a map-style .* or None .*, got an object of"),
         (
             lambda: (Endless(), Endless()),
-            r"training part: expected a map-style .* type Endless; a stream needs known shards",
+            r"training split: expected a map-style .* type Endless; a stream needs known shards",
         ),
-        (lambda: ({}, {}), r"training part: .* integer indexing, got an object of type dict$"),
-        (lambda: (_part(classes=1), Listed([])), r"the validation part has no samples; .*, or None for no validation$"),
+        (lambda: ({}, {}), r"training split: .* integer indexing, got an object of type dict$"),
+        (
+            lambda: (_part(classes=1), Listed([])),
+            r"the validation split has no samples; .*, or None for no validation$",
+        ),
         (lambda: (Listed(["text"]), None), r"sample 0: value: expected an image, .*, got text; .* to a function$"),
         (lambda: (Listed([()]), None), r"expected a tensor, or a tuple, list or dict of tensors, got a tuple of 0$"),
         (

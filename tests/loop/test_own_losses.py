@@ -276,7 +276,7 @@ NAMES = r"the names first, second"
         (weights, lambda a, b: {"mean": a}, rf"a loss without a name, but weight= of run\.steps returns {NAMES}"),
         (weights, lambda a, b: {"mean": {"first": a}, "sum": b}, rf"a loss without a name, .* {NAMES}"),
         (weights, lambda a, b: {}, rf"received no loss, but .* {NAMES} .*pass each loss by its name"),
-        (weights, lambda a, b: {"mean": {"first": a}}, r"no loss second, .*return the weight 0 for it"),
+        (weights, lambda a, b: {"mean": {"first": a}}, r"loss second was not passed .*return the weight 0 for it"),
         (weights, lambda a, b: {"mean": {"first": a, "secnd": b}}, rf"a loss secnd and no loss second, .*{NAMES}"),
         (weights, lambda a, b: {"mean": {"first": a, "second": b, "x": b}}, r"a loss x, .* no weight for it"),
         (weights, lambda a, b: {"mean": {"first": a, "second": b}, "sum": {"first": a}}, r"first in mean= and in sum="),

@@ -76,7 +76,7 @@ def returning(member: str, value: Any) -> Any:
     ("task", "message"),
     [
         (object(), "task a:B: has no method loss; add loss"),
-        (Mean(), "for two equal samples and .* so it is a mean; return the sum"),
+        (Mean(), "for two identical samples and .* so it is a mean; return the sum"),
         (returning("loss", 1.0), "loss returned float; return the sum"),
         (returning("loss", torch.ones(4)), r"loss returned torch.float32 of shape \[4\]; return the sum"),
         (returning("loss", torch.tensor(2.0)), "the loss has no gradient"),
@@ -115,5 +115,5 @@ def test_an_error_names_its_line() -> None:
 @pytest.mark.parametrize("monitor", ["wrong", ("wrong",), 3])
 def test_a_monitor_is_a_name_and_a_direction(monitor: Any) -> None:
     task = type("Odd", (Least,), {"monitor": monitor})()
-    with pytest.raises(UsageError, match="a figure, and whether higher is better"):
+    with pytest.raises(UsageError, match="a metric, and whether higher is better"):
         OwnTask("task a:B", task)

@@ -289,8 +289,8 @@ class ShardedModel:
             self._graph_task = task
         if self._graph_task != task:
             raise make_refusal(
-                "a nested backward, as torch.utils.checkpoint runs with use_reentrant=True, goes through the placed "
-                "model, whose weights are sharded by rows",
+                "a nested backward pass, such as of torch.utils.checkpoint with use_reentrant=True, reached the placed "
+                "model, whose weights are sharded",
                 "pass use_reentrant=False, use placement.recompute instead, or use strategy ddp or zero1",
             )
 

@@ -34,24 +34,27 @@ class GradientQueue:
     _remaining_units: deque[int] = field(default_factory=deque, init=False)
     _queued: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
     _added_units: set[int] = field(default_factory=set, init=False)  # units added in this backward pass
-    _late_gradients: list[Tensor] = field(default_factory=list, init=False)  # gradients that were handed over late
+    _late_gradients: list[Tensor] = field(default_factory=list, init=False)  # gradients that were submitted late
     _advancing: bool = field(default=False, init=False)
 
     def begin(self) -> None:
-        """Begin a backward pass, and hand over zeros for units that weren't called."""
+        """Begin a backward pass, and submit gradients of zeros for units that weren't called."""
         self._remaining_units.extend(self.order)
         self.advance()
 
     def put(self, unit: int, gradients: Tensor, output: Tensor) -> None:
-        """Add the gradients of a unit, and hand over all gradients whose turn it is."""
+        """Add the gradients of a unit, and submit all gradients that are next in order."""
         if unit in self._added_units:  # autograd ran a node of this unit after its backward was considered complete
-            raise UsageError(f"{self.names[unit]} has another gradient after its backward; use strategy ddp or zero1")
+            raise UsageError(
+                f"{self.names[unit]} received another gradient after its backward was complete; use strategy ddp or "
+                f"zero1"
+            )
         self._added_units.add(unit)
         self._queued[unit] = gradients, output  # the sharded gradients become views of `output`
         self.advance(unit)
 
     def advance(self, last_unit: int | None = None) -> None:
-        """Hand over the gradients of complete units in order, and zeros for units that weren't called.
+        """Submit the gradients of complete units in order, and zeros for units that weren't called.
 
         `last_unit` is the unit whose gradients fully_shard passed to the reduce-scatter last.
         """

@@ -89,7 +89,7 @@ class PointToPoint:
         self._stored_parcels: dict[tuple[int, int], deque[Values]] = {}  # by rank and line
 
     def send(self, values: Sequence[Value], peer: int, line: int) -> None:
-        """Start sending a parcel to rank `peer`. Don't modify the tensors before `finish`."""
+        """Start sending a message to rank `peer`. Don't modify the tensors before `finish`."""
         numbers = [line, len(values), *(number for value in values for number in _describe(value))]
         if len(numbers) > _MESSAGE_LENGTH:
             raise TrainingError(

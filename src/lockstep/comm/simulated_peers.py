@@ -65,7 +65,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
 
     def send(self, messages: int, size: int) -> Delivery:
-        """Count messages with a total of `size` bytes. The link sends them after all earlier messages."""
+        """Record `messages` messages of `size` bytes in total. The link sends them after all earlier messages."""
         with self._lock:
             self.messages += messages
             self.bytes += size

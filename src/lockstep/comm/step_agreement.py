@@ -54,7 +54,7 @@ class StepAgreement:
         return bool(facts == -negated_facts)
 
     def compare_places(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks. Returns the place and rank of a rank at a different place, or None.
+        """Wait for all ranks. Returns the position in the program and the rank of a rank at another position, or None.
 
         Call `settle` first.
         """

@@ -104,7 +104,7 @@ class World:
         )
 
     def make_device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
-        """Return a torch DeviceMesh of the ranks that differ only along these axes, for use on this thread."""
+        """Return a torch DeviceMesh of the ranks that differ from this rank only along these axes, for this thread."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
         group = self._groups.get_subgroup(parts, self._find_own_group(parts), side_stream=False)

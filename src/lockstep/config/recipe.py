@@ -146,7 +146,7 @@ class ParameterGroupConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """`sgd`, `adamw`, `lars`, `lamb`, any other optimizer of torch.optim or timm.optim, or `package.module:Class`."""
+    """The optimizer: `sgd`, `adamw`, `lars`, `lamb`, another class of torch.optim or timm.optim, or an import path."""
 
     name: Name = "sgd"
     lr: Annotated[LearningRateConfig, _BY_VALUE, Field(description=_RATE)]

@@ -123,13 +123,13 @@ def _check_pair(label: str, result: Any) -> tuple[Any, Any]:
             continue
         if not is_map_style(dataset):
             raise UsageError(
-                f"{label}: {name} part: expected a map-style dataset with a length and integer indexing"
+                f"{label}: {name} split: expected a map-style dataset with a length and integer indexing"
                 f"{', or None for no validation' if name == 'validation' else ''}, got {type_name(dataset)}"
                 f"{_STREAM_ADVICE if isinstance(dataset, IterableDataset) else ''}"
             )
         if not len(dataset):
             raise UsageError(
-                f"{label}: the {name} part has no samples; return {_non_empty_advice(name == 'validation')}"
+                f"{label}: the {name} split has no samples; return {_non_empty_advice(name == 'validation')}"
             )
     return result[0], result[1]
 

@@ -146,7 +146,7 @@ class Mixture:
 
 
 def iterate_sources(split: Split) -> Iterator[Split]:
-    """Yield the sources of a mixture, including those of nested mixtures. Any other split is yielded itself."""
+    """Yield the sources of a mixture, including those of nested mixtures. Any other split is yielded as is."""
     if isinstance(split, Mixture):
         for source in split.sources:
             yield from iterate_sources(source)

@@ -136,7 +136,7 @@ class RunReader:
         except (KeyError, ValueError) as error:
             if self._strict:
                 log = self.folder / jsonl.EVENTS
-                raise UsageError(f"{log}: not a log of this version ({error!r})") from error
+                raise UsageError(f"{log}: was not written by this version of Lockstep ({error!r})") from error
             self._warn(f"an event of unknown form was skipped ({error!r})")
             return
         if event.get("event") == "started":

@@ -120,7 +120,7 @@ _TORCH_FORWARDS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 @final
 class Guard:
-    """Checks a placed model for changes. Each call of Lockstep begins with `check` and ends with `mark`.
+    """Checks a placed model for changes. Each call into Lockstep begins with `check` and ends with `mark`.
 
     - `original_parameters`: The parameters that the model had before it was placed, by name. The guard checks these
       too.

@@ -65,8 +65,8 @@ def named_arguments(
         )
     if unpassed:
         raise make_refusal(
-            f"step {number}: step.backward received no loss {unpassed[0]}, but weight= of run.steps returns a weight "
-            f"for it",
+            f"step {number}: the loss {unpassed[0]} was not passed to step.backward, but weight= of run.steps returns "
+            f"a weight for it",
             f"pass a loss for each name ({names}) in every micro-batch; if a micro-batch has nothing to learn for a "
             f"name, return the weight 0 for it",
         )

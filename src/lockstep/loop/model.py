@@ -49,7 +49,7 @@ class Gate:
     open: bool = False
     step: int = 0  # the current step, from its first micro-batch to its update; 0 between steps
     output_nodes: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
-    call_check: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
+    call_check: "CallConsistencyCheck | None" = None  # set if calling the model communicates weights or inputs
     ended_at: SourceLocation = "", 0  # the line of the last step.backward
     recomputing: bool = False  # whether a backward pass is running, which may recompute modules in a checkpoint()
     exchanged: bool = False  # whether user code has called a collective; reset by `run.each`

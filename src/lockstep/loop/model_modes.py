@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-# Parts of the class names of random layers, such as dropout, in timm, torchvision and transformers.
+# Parts of the class names of stochastic layers, such as dropout, in timm, torchvision and transformers.
 _RANDOM_LAYER_NAMES: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
-# Names of attributes that hold the probability of a random layer, or of a functional dropout in the forward method.
+# Names of attributes that hold the probability of a stochastic layer, or of a functional dropout in the forward method.
 _PROBABILITIES: Final = ("p", "prob", "drop", "dropout", "drop_prob", "drop_rate", "dropout_p", "layerdrop")
 _CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # containers have no forward method, so their mode has no effect
 

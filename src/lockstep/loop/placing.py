@@ -333,7 +333,10 @@ _SCHEDULER_ADVICE: Final = "set the rate of the group with the scheduler"
 
 @final
 class UserGroup(dict[str, Any]):
-    """A group of the user's optimizer. Setting an item raises UsageError if the update can't apply the change."""
+    """A parameter group of the user's optimizer.
+
+    Setting an item raises UsageError if the update can't apply the change.
+    """
 
     scheduled = False  # whether a scheduler sets its rate
 

@@ -55,7 +55,8 @@ class StepSums:
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
         if len(self._values) > ROOM:
             raise make_refusal(
-                f"step {step}: step.sum received {len(self._values)} names", f"pass at most {ROOM} names per step"
+                f"step {step}: step.sum received {len(self._values)} names, but at most {ROOM} are supported",
+                "pass fewer names",
             )
 
     def end_microbatch(self, step: int) -> Tensor | None:

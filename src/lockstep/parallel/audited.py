@@ -211,7 +211,7 @@ class Audit:
             for subject, opinions in disputes.items()
         }
         decided = [subject for subject, opinions in disputes.items() if find_minority(opinions)]
-        # The result with the fewest accused ranks is closest to the fault. For example, if the rows of a weight are
+        # The result with the fewest suspect ranks is closest to the fault. For example, if the rows of a weight are
         # corrupted, report these rows instead of the results that the replica computes with them.
         subject = min(decided or disputes, key=lambda candidate: len(accused[candidate]))
         report = {

@@ -210,8 +210,8 @@ def _collect_waiting_replies(replies: Sequence[_Waiting | _Ended]) -> list[_Wait
         raise UsageError(
             f"the forward pass of one micro-batch has reached {exchanges[0]}, but the forward pass of another "
             f"micro-batch has reached {exchanges[index]}; make every micro-batch go through the same layers in the "
-            f"same order, independent of the samples and of random numbers, because one of these layers computes over "
-            f"all micro-batches of a step"
+            f"same order, regardless of its samples and of random numbers: one of these layers computes over all "
+            f"micro-batches of a step"
         )
     return messages
 

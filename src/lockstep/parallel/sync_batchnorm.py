@@ -52,7 +52,7 @@ class StepSums:
     def begin(self, leaves: int, local: Sequence[int]) -> None:
         """Start a step with `leaves` micro-batches over all ranks. This rank computes the micro-batches `local`.
 
-        If `local` is empty, this rank only computes dummies.
+        If `local` is empty, this rank only computes dummy micro-batches.
         """
         self._leaves, self._local = leaves, local
         self._holders = self._all.for_holders(leaves) if local else self._all

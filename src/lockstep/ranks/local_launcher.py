@@ -86,7 +86,7 @@ def run_workers(
     with ExitStack() as stack:
         received = stack.enter_context(_relay_signals(workers))
         address = stack.enter_context(_open_unnamed_file())
-        # End the workers before the file is closed, because a worker that opens a missing file waits for it.
+        # Stop the workers before the file is closed, because a worker waits forever for a file that doesn't exist.
         stack.callback(workers.end)
         for rank in range(processes):
             workers.start(rank, method, partial(_run_worker, worker, rank, processes, address, timeout_s, timing))

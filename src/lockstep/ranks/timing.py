@@ -36,7 +36,7 @@ class Timing:
     # Age of the last heartbeat after which a rank is silent. A running rank doesn't miss four heartbeats, even on a
     # busy machine.
     silent_s: float = 2.0
-    # Time until a rank is ended if its main thread doesn't react to a failure of another rank. Normally, the main
+    # Time until a rank is terminated if its main thread doesn't react to a failure of another rank. Normally, the main
     # thread polls for the failure, or its own collective fails, within one heartbeat and one poll.
     notice_s: float = 3.0
     # Time window in which an out-of-memory kill can explain a lost rank. A killed rank only ends once its memory is

@@ -53,7 +53,7 @@ def _fetch_few(split: Split) -> tuple[Request, Batch]:
 
 
 def _first_readable(split: Split) -> int:
-    """Return the index of the first readable sample. If none of the first samples is readable, raise its error."""
+    """Return the index of the first readable sample. If none of them is readable, raise an error."""
     for index in range(min(len(split), _MAX_TRIED_SAMPLES)):
         try:
             split.fetch(np.array([index]), None)

@@ -197,7 +197,7 @@ def find_loss(name: str) -> Loss | None:
 def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
     """Raise UsageError if `loss` returns neither a sum nor a value for each sample.
 
-    The loss is tested with two equal samples, whose target is the first target in `targets` that isn't ignored.
+    The loss is tested with two identical samples, whose target is the first target in `targets` that isn't ignored.
     """
     counted = target_classes(targets)[1]
     target = targets[counted][:1] if counted.any() else targets[:1]

@@ -193,7 +193,7 @@ class OwnTask:
             )
 
     def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
-        """Raise UsageError if the loss is a mean, so that two equal samples have the same loss as one sample."""
+        """Raise UsageError if the loss is a mean, so that two identical samples have the same loss as one sample."""
 
         def select(rows: list[int], values: Any) -> Any:
             return map_tensors(
@@ -215,16 +215,16 @@ class OwnTask:
     def _check_one_sum(self, pair_loss: Tensor, single_loss: Tensor, weights: tuple[Any, ...], of_loss: str) -> None:
         if weights[0] != weights[1] and is_mean(single_loss, pair_loss):
             raise UsageError(
-                f"{self._name}: loss returned {pair_loss.item():.6g}{of_loss} for two equal samples and "
-                f"{single_loss.item():.6g} for one, so it is a mean; return the sum (reduction='sum'), and return the "
-                f"divisor from weight"
+                f"{self._name}: loss returned {pair_loss.item():.6g}{of_loss} for two identical samples and "
+                f"{single_loss.item():.6g} for one, so it is a mean; return the sum (reduction='sum'), and let weight "
+                f"return the divisor"
             )
 
     def _parse_monitor(self, value: Any) -> Monitor:
         if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], str):
             return Monitor(value[0], bool(value[1]))
         raise UsageError(
-            f'{self._name}: monitor is {value!r}; set a figure, and whether higher is better, such as ("loss", False)'
+            f'{self._name}: monitor is {value!r}; set a metric, and whether higher is better, such as ("loss", False)'
         )
 
     def _call_for_tensors(self, member: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:

@@ -66,11 +66,11 @@ def check_is_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
     pair_sum, single_sum = sum_loss(pair_loss, outputs), sum_loss(single_loss, outputs[:1])
     if pair_loss.ndim == 0 and is_mean(single_sum, pair_sum):
         raise UsageError(
-            f"loss: the function returned {pair_sum.item():.6g} for two equal samples and {single_sum.item():.6g} for "
-            f"one, so it is a mean; return the sum (reduction='sum'), or one value per sample (reduction='none')"
+            f"loss: the function returned {pair_sum.item():.6g} for two identical samples and {single_sum.item():.6g} "
+            f"for one, so it is a mean; return the sum (reduction='sum'), or one value per sample (reduction='none')"
         )
 
 
 def is_mean(single: Tensor, pair: Tensor) -> bool:
-    """Return whether a loss is a mean, because two equal samples have the same loss as a single sample."""
+    """Return whether a loss is a mean, because two identical samples have the same loss as a single sample."""
     return bool(single != 0 and torch.isclose(pair, single))

@@ -129,7 +129,7 @@ def test_a_file_that_changes_is_named(kind: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"1\.{kind}: changed after it was indexed, from [\d,]+ to [\d,]+ bytes; keep"):
         opened[4]
     os.remove(tmp_path / f"2.{kind}")
-    with pytest.raises(DataError, match=rf"2\.{kind}: cannot be read since it was indexed: No such file"):
+    with pytest.raises(DataError, match=rf"2\.{kind}: became unreadable after it was indexed: No such file"):
         opened[5]
 
 

@@ -96,7 +96,7 @@ def check_unchanged(mark: FileMark, current: FileMark | None = None) -> None:
             current = mark_file(mark.path)
         except OSError as error:
             raise DataError(
-                f"{mark.path}: cannot be read since it was indexed: {error.strerror}; {_COPY_AGAIN}"
+                f"{mark.path}: became unreadable after it was indexed: {error.strerror}; {_COPY_AGAIN}"
             ) from error
     if current.size != mark.size:
         raise DataError(

@@ -138,7 +138,7 @@ class ConversationSplit:
 
 @final
 class PairSplit:
-    """The split of pairs. A batch has `input_ids` and `labels`, both int64 of shape [n, 2, t].
+    """A split of preference pairs. A batch has `input_ids` and `labels`, both int64 of shape [n, 2, t].
 
     The chosen answer comes first. See ConversationSplit for the labels.
     """

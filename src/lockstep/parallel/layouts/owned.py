@@ -243,7 +243,7 @@ class OwnedLayout:
                 full(tensor).copy_(tensor.from_rows(chunked_rows[tensor.name]))
 
     def _scatter(self, group: Sequence[_OwnedTensor]) -> None:
-        """Copy the full tensors from their owners to the rows of each rank."""
+        """Scatter the full tensors from their owners, so that each rank gets its rows."""
         sent, received = _Messages(), _Messages()
         for tensor in group:
             rows = tensor.to_rows(tensor.full.detach())

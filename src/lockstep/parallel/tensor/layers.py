@@ -272,7 +272,7 @@ class _RowMultiply(torch.autograd.Function):
 
 
 def split_by_chunk(tensor: Tensor, region: Region) -> tuple[Tensor, ...]:
-    """Split this rank's rows of a parameter into its chunks."""
+    """Split this rank's rows of a parameter at the boundaries of its chunks."""
     return tuple(align(part) for part in tensor.tensor_split(len(region.local_chunks)))
 
 
