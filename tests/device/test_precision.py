@@ -89,7 +89,7 @@ _LESS_THAN_ASKED = [
 
 READ = f"""
 import json, operator, sys, torch
-from lockstep.device.precision import attention, fix_kernels
+from lockstep.device.precision import fix_kernels, list_attention_backends
 exec(sys.argv[1])
 exec(sys.argv[2])
 try:
@@ -101,7 +101,7 @@ names = {[*(f"{name}.fp32_precision".lstrip(".") for name in _PRECISIONS), *_LES
 print(json.dumps({{
     **{{name: operator.attrgetter(name)(torch.backends) for name in names}},
     "matmul": torch.get_float32_matmul_precision(),
-    "attention": attention(),
+    "attention": list_attention_backends(),
     "math attention": torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
     "fused attention layers": torch.backends.mha.get_fastpath_enabled(),
     "cudnn.benchmark": torch.backends.cudnn.benchmark,

@@ -32,7 +32,7 @@ def inside():
             folder.mkdir()
             (folder / "codes").write_text(codes.replace("-", "\\n") + "\\n")
             cluster = Cluster({{"runs": folder.absolute()}}, folder / "logs")
-            text = kubernetes.manifest(Job(("train",), "python", 1), asked)
+            text = kubernetes.render_manifest(Job(("train",), "python", 1), asked)
             text = text.replace('["python", -m, lockstep]', json.dumps(["sh", "-c", {pod!r}, "sh"]))
             ended = cluster.run(list(yaml.safe_load_all(text)), lambda cluster: False)
             found[kind + " " + codes] = [ended, cluster.restarts, cluster.failures]
