@@ -89,6 +89,20 @@ def test_a_run_that_is_stopped_while_it_prepares_says_that_nothing_is_saved(star
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_worker_is_forked_ends_the_run(start, tmp_path, number):
+    """Python ignores exceptions of callbacks of os.fork, and the worker isn't known yet."""
+    (tmp_path / "forking.py").write_text(f"""import os
+from held import linear
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), {int(number)}))
+""")
+    model = ('recipe.model={name: "forking:linear"}', "recipe.epochs=", "recipe.steps=1", "placement.processes=2")
+    stopped = start("train", "digits", *model, "run.dir=run", "run.tensorboard=false", "run.probe=off")
+    assert stopped.wait() == 128 + number
+    assert "ignored" not in stopped.err
+    assert stopped.left() == []
+
+
 def test_workers_that_are_stopped_before_they_train_leave_a_folder_that_starts_again(start, run, tmp_path):
     waiting = """import os
 import time

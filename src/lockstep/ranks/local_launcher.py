@@ -89,7 +89,11 @@ def run_workers(
         # Stop the workers before the file is closed, because a worker waits forever for a file that doesn't exist.
         stack.callback(workers.end)
         for rank in range(processes):
+            earlier = len(received)
             workers.start(rank, method, partial(_run_worker, worker, rank, processes, address, timeout_s, timing))
+            # A signal that arrived during the start did not reach the new worker.
+            for number in received[earlier:]:
+                workers.signal(number, rank)
         exits = workers.watch()
         first = find_first_failure(exits)
         if first is None:
@@ -148,9 +152,11 @@ class _Workers:
         self._workers: list[_Process] = []
         self._timing = timing
         self._kill_detector = oom.KillDetector(round(timing.memory_s / timing.watch_s))
+        self.is_starting = False  # whether a worker is being started
 
     def start(self, rank: int, method: Literal["fork", "spawn"], target: Callable[[Connection], None]) -> None:
         """Start the worker of rank `rank`, which must be the next rank."""
+        self.is_starting = True
         fork = method == "fork"
         context = multiprocessing.get_context("fork") if fork else multiprocessing.get_context("spawn")
         try:
@@ -161,6 +167,8 @@ class _Workers:
                 self._workers.append(_Process(process, _open_end_descriptor(process), pipe))
         except OSError as error:
             raise limit_error(f"start rank {rank}", error) from error
+        finally:
+            self.is_starting = False
 
     def watch(self) -> list[WorkerExit]:
         """Wait until all workers have ended or the first failure is known. Returns the exits of all ended workers.
@@ -194,9 +202,9 @@ class _Workers:
         """Describe the peak memory of a killed worker, and whether the machine ran out of memory."""
         return self._kill_detector.describe(self._workers[rank].peak)
 
-    def signal(self, number: int) -> bool:
-        """Send a signal to all running workers. Returns whether any worker has been started."""
-        for worker in self._workers:
+    def signal(self, number: int, first_rank: int = 0) -> bool:
+        """Send a signal to all running workers from `first_rank` on. Returns whether any worker has been started."""
+        for worker in self._workers[first_rank:]:
             with suppress(ProcessLookupError):
                 _send_signal(worker, number)
         return bool(self._workers)
@@ -326,7 +334,9 @@ def _relay_signals(workers: _Workers) -> Iterator[list[int]]:
             os.kill(os.getpid(), number)
         received.append(number)
         kills = number == signal.SIGINT and interrupts.is_second()
-        if not workers.signal(signal.SIGKILL if kills else number):
+        # Don't exit while a worker is started: the worker would be left over, and if this handler runs in an at-fork
+        # callback, Python ignores the exception.
+        if not workers.signal(signal.SIGKILL if kills else number) and not workers.is_starting:
             raise SystemExit(_report_signal(number))
         if kills:
             os._exit(EXIT_INTERRUPTED)
