@@ -272,7 +272,7 @@ class NaiveDDP:
             self.step += 1
             self._meter.add(len(indices) * self._world.size, 0)
             if self.step % self._log_every == 0 or self.step == self._steps:
-                speed, _ = self._meter.read()
+                speed = self._meter.read().samples_per_s
                 peak = self._meter.peak_bytes()
                 yield Stepped(**self._at(), loss=losses[-1], lr=lr, norm=None, samples_per_s=speed, peak_bytes=peak)
         # The first samples again, where it does not divide.
