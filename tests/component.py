@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
+
 
 def require_slurm() -> None:
     """Skip the test where scripts/with-slurm cannot start Slurm; fail it where that is required."""

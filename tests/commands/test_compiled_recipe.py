@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from component import needs_a_compiler
 
 pytestmark = [
     pytest.mark.slow("runs whole commands, and compiles"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++"),
+    needs_a_compiler,
 ]
 
 # A vocabulary that is large enough for a compiled loss, and a last step of another size.

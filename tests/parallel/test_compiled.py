@@ -1,6 +1,5 @@
 """Compiled blocks give the same bits under every strategy and after a resume: each shape has kernels of its own."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 import toys
 import worlds
+from component import needs_a_compiler
 from torch import Tensor, nn
 from toys import Case, Trace
 
@@ -18,8 +18,6 @@ from lockstep.parallel.compiled import compile_blocks, units_to_compile
 from lockstep.parallel.engine import State
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
-
-needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
 
 
 class Block(nn.Module):

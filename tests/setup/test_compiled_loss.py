@@ -1,9 +1,8 @@
 """A compiled loss is the loss of the task; it is compiled only where a training step computes it."""
 
-import shutil
-
 import pytest
 import torch
+from component import needs_a_compiler
 
 from lockstep.setup.compiled_loss import CompiledLoss, with_compiled_loss
 from lockstep.tasks.classification import Classification
@@ -12,7 +11,7 @@ from lockstep.tasks.sft import Sft
 
 
 @pytest.mark.slow("compiles")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
+@needs_a_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_loss_is_the_loss_and_reads_strided_logits_alike(dtype: torch.dtype) -> None:
     task = with_compiled_loss(Language())

@@ -4,6 +4,7 @@ The values aren't validated, because a different version of Lockstep may have wr
 import pydantic, so that listing many runs is fast.
 """
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,6 +24,11 @@ class RecordedConfig(NamedTuple):
 
     recipe: dict[str, str]
     placement: dict[str, str]
+
+
+def format_resume_command(folder: Path) -> str:
+    """Return the command that resumes the run of a recipe in a run folder."""
+    return shlex.join(["lockstep", "train", str(folder / CONFIG), f"run.dir={folder}"])
 
 
 def read_recorded_config(file: Path) -> RecordedConfig:

@@ -60,13 +60,15 @@ class DataSet:
 
     def get_sample_name(self, number: int) -> str:
         """Return the display name of a training sample: its index, and its file or description if it has one."""
-        name = self.name if self.files is None else self.files[0]
-        return f"sample {number}" if name is None else f"sample {number} {name(number)}"
+        return _format_sample_name(number, self.name if self.files is None else self.files[0])
 
     def get_validation_sample_name(self, number: int) -> str:
         """Return the display name of a validation sample, like `get_sample_name`."""
-        name = self.validation_name if self.files is None else self.files[1]
-        return f"sample {number}" if name is None else f"sample {number} {name(number)}"
+        return _format_sample_name(number, self.validation_name if self.files is None else self.files[1])
+
+
+def _format_sample_name(number: int, name: Callable[[int], str] | None) -> str:
+    return f"sample {number}" if name is None else f"sample {number} {name(number)}"
 
 
 class Request(NamedTuple):

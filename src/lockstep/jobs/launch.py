@@ -22,6 +22,7 @@ from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, check_job
 from lockstep.ranks.secret import job_secret, new_secret
+from lockstep.reporting.wording import format_count
 
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
@@ -63,9 +64,8 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
         return EXIT_DONE
     if job.is_script:  # it prints nothing until it has imported its libraries, which takes seconds
         script = " ".join(job.module[: 2 if job.module[0] == "-m" else 1])
-        processes = "1 process" if job.processes == 1 else f"{job.processes} processes"
         launched_by = "" if name == "local" else f" with {name}"
-        _print_message(printable(f"starting {script} on {processes}{launched_by}"))
+        _print_message(printable(f"starting {script} on {format_count(job.processes, 'process')}{launched_by}"))
     if name == "local" and job.is_script:
         from lockstep.loop.script import start_script
 

@@ -3,7 +3,6 @@
 This module doesn't write files, doesn't run code from a run folder, and doesn't import torch.
 """
 
-import shlex
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Final, final
 
 from lockstep.common.text import printable_line
-from lockstep.config.recorded import CONFIG, RecordedConfig, read_recorded_config
+from lockstep.config.recorded import CONFIG, RecordedConfig, format_resume_command, read_recorded_config
 from lockstep.errors import UsageError
 from lockstep.launchers.batch import query_states
 from lockstep.reporting import jsonl
@@ -116,11 +115,8 @@ class RunReader:
             self._notice_count,
             self.is_fully_read,
             find_checkpoint_steps(self.folder),
-            self._make_resume_command() if self._configuration.recipe else "",
+            format_resume_command(self.folder) if self._configuration.recipe else "",
         )
-
-    def _make_resume_command(self) -> str:
-        return shlex.join(["lockstep", "train", str(self.folder / CONFIG), f"run.dir={self.folder}"])
 
     def _reset(self) -> None:
         self._tail = jsonl.Tail(self.folder / jsonl.EVENTS, strict=self._strict)

@@ -7,7 +7,6 @@ changes, use run.key_file (docs/security.md).
 """
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -21,7 +20,7 @@ from lockstep.config import load as loading
 from lockstep.config.base import values
 from lockstep.config.load import comparable
 from lockstep.config.recipe import Recipe
-from lockstep.config.recorded import CONFIG
+from lockstep.config.recorded import CONFIG, format_resume_command
 from lockstep.core.precision import SCALED
 from lockstep.core.shard import local_tensor
 from lockstep.device.precision import loss_scaler
@@ -54,8 +53,7 @@ def check_recipe(path: Path, before: Recipe, current: Recipe) -> None:
     if not lines:
         return
     if (path / CONFIG).exists():  # a run folder, not a checkpoint
-        resuming = shlex.join(["lockstep", "train", str(path / CONFIG), f"run.dir={path}"])
-        lines.append(f"to continue that run: {resuming}")
+        lines.append(f"to continue that run: {format_resume_command(path)}")
     if (before.epochs, before.steps) != (current.epochs, current.steps):
         lines.append("to start a longer run from its weights: set run.start_from to that run, and choose a new run.dir")
     raise UsageError(
