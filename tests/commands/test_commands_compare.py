@@ -120,9 +120,11 @@ def test_the_mistakes_of_all_overrides_are_told_together(run):
 
 
 def test_a_folder_of_another_recipe_is_refused(run):
-    run("train", "digits", *QUICK, "recipe.seed=3", "run.dir=a/ddp-2")
-    command = run("compare", "digits", *QUICK, "--dir", "a", code=2)
-    assert "ddp on 2: a/ddp-2: contains a run of a different recipe" in command.err
+    for row in ("ddp-2", "zero1-2"):
+        run("train", "digits", *QUICK, "recipe.seed=3", f"run.dir=a/{row}")
+    command = run("compare", "digits", *QUICK, "--placements", "ddp,zero1", "--dir", "a", code=2)
+    assert "error: a: contains runs of a different recipe; choose a different folder" in command.err
+    assert command.err.count("seed: 3 in the run, 0 now") == 1
     assert not (command.folder / "a" / "single-1").exists()
 
 

@@ -129,8 +129,10 @@ def test_a_folder_whose_run_saved_nothing_takes_another_recipe(folder: Path) -> 
 )
 def test_a_job_that_is_not_taken_leaves_nothing(folder: Path, text: str, problem: str) -> None:
     put(folder, "sbatch", f"#!/bin/sh\n{text}\n")
-    assert submit("--", "train", "digits", "run.dir=a", code=1).stderr.startswith(problem)
+    for run in ("run.dir=a", "run.dir=runs/a"):
+        assert submit("--", "train", "digits", run, code=1).stderr.startswith(problem)
     assert not (folder / "a").exists()
+    assert not (folder / "runs").exists()
 
 
 def test_a_folder_that_was_there_stays(folder: Path) -> None:
@@ -140,6 +142,10 @@ def test_a_folder_that_was_there_stays(folder: Path) -> None:
     submit("--", "train", "digits", "run.dir=a", code=1)
     assert (folder / "a" / "notes").exists()
     assert read_job(folder / "a") is None
+
+
+def test_a_script_is_refused_with_the_words_that_were_typed(folder: Path) -> None:
+    assert ", got a.py --lr 1; for a script, " in submit("--", "a.py", "--lr", "1", code=2).stderr
 
 
 def test_without_slurm_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

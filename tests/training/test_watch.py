@@ -50,7 +50,9 @@ def test_nobody_is_told_to_clip_who_does_or_to_change_the_recipe_of_a_loop() -> 
         nonfinite_advice(PlainRecipe(1, clip_norm=1.0))
         == "lower the learning rate, or skip such steps with recipe.nonfinite=skip"
     )
-    assert nonfinite_advice(None) == "lower the learning rate, or clip with step.update(clip=...)"
+    assert nonfinite_advice(None) == (
+        "lower the learning rate, clip with step.update(clip=...), or check the loss for log(0) and x/0"
+    )
 
 
 def test_a_recipe_that_skips_goes_on() -> None:

@@ -26,7 +26,7 @@ from lockstep.runs.folder import new_folder_path
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import check_cut
 from lockstep.setup.prepare import check_config, open_recipe_without_placement
-from lockstep.setup.resume import check_recipe
+from lockstep.setup.resume import list_recipe_differences
 from lockstep.strategies import ON_ONE_PROCESS
 
 _SINGLE: Final = "single"
@@ -135,6 +135,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
         raise UsageError("\n".join(recipe_problems))
     if problems:
         raise UsageError("\n".join(["these placements cannot run, so none was started:", *dict.fromkeys(problems)]))
+    _check_folders(plans, request.folder)
     return plans
 
 
@@ -183,20 +184,35 @@ def _open_setup(loaded: Loaded) -> Setup:
 def _plan_run(
     request: ComparisonRequest, variant: str, name: str, strategy: Strategy, count: int, setup: Setup
 ) -> PlannedRun:
-    """Check a placement and return its planned run.
-
-    Raises UsageError if the placement isn't possible, or if its folder contains a run of a different recipe.
-    """
+    """Check a placement and return its planned run. Raises UsageError if the placement isn't possible."""
     folder = request.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
     run_overrides = (f"run.dir={format_flow(str(folder))}", "run.resume=auto")
     loaded = load(
         request.source, [*_overrides(request, variant), *_placement_overrides(strategy, count), *run_overrides]
     )
-    if (folder / CONFIG).exists():
-        check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
     resolved = check_config(loaded)
     check_cut(resolved, setup)
     return PlannedRun(loaded, ResultRow(name, count, variant, str(folder), resolved.strategy.traits.exactness))
+
+
+def _check_folders(plans: Sequence[PlannedRun], folder: Path) -> None:
+    """Raise UsageError if runs in `folder` have a different recipe. The error lists each key that differs once."""
+    configs = [(Path(plan.row.folder) / CONFIG, plan.loaded.config.recipe) for plan in plans]
+    differences = dict.fromkeys(
+        line
+        for config, recipe in configs
+        if config.exists()
+        for line in list_recipe_differences(read_run_recipe(config), recipe)
+    )
+    if differences:
+        raise UsageError(
+            "\n".join(
+                [
+                    f"{folder}: contains runs of a different recipe; choose a different folder, or undo the changes:",
+                    *differences,
+                ]
+            )
+        )
 
 
 def _placement_overrides(strategy: Strategy, count: int) -> tuple[str, str]:

@@ -114,6 +114,6 @@ class PlainRecipe:
 def nonfinite_advice(recipe: EngineRecipe | None) -> str:
     """Return the advice for a nonfinite loss. If `recipe` is None, the advice is for a custom training loop."""
     if recipe is None:
-        return "lower the learning rate, or clip with step.update(clip=...)"
+        return "lower the learning rate, clip with step.update(clip=...), or check the loss for log(0) and x/0"
     clip = "" if recipe.clip_norm else "set recipe.clip_norm, "
     return f"lower the learning rate, {clip}or skip such steps with recipe.nonfinite=skip"

@@ -43,7 +43,7 @@ def submit(run: Path, script: str) -> int:
     """Write the batch script into the run folder and submit it. Return the job ID, and record it in the run folder."""
     if shutil.which("sbatch") is None:
         raise UsageError("sbatch not found; submit from a host of the cluster, or load Slurm's module")
-    new_folders = [folder for folder in (run, run / "logs") if not folder.exists()]
+    new_folders = [folder for folder in (run / "logs", run, *run.parents) if not folder.exists()]
     file = run / JOB_SCRIPT
     with os_error_as(UsageError, f"run.dir {run}: cannot be used", "; use a different run.dir"):
         (run / "logs").mkdir(parents=True, exist_ok=True)  # otherwise, Slurm runs the job without a log
@@ -55,7 +55,7 @@ def submit(run: Path, script: str) -> int:
     except LockstepError:
         if run in new_folders:  # nothing is lost, because --dry-run shows the script
             file.unlink()
-        for folder in reversed(new_folders):
+        for folder in new_folders:
             with suppress(OSError):
                 folder.rmdir()
         raise
@@ -109,8 +109,9 @@ def _check_training(job: Job) -> Loaded:
     Raises UsageError if `lockstep train` would reject the job with its number of processes. The data isn't checked.
     """
     if not job.words or job.words[0] != "train":
+        command = job.words[1:] if job.is_script else job.words  # without the word `python`, which may be inserted
         raise UsageError(
-            f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(job.words) or 'nothing'}; for a "
+            f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(command) or 'nothing'}; for a "
             "script, write a batch script (docs/launchers.md); for other commands, use lockstep launch"
         )
     loaded = load(*split(job.words[1:]))
