@@ -30,9 +30,8 @@ class BatchSampler(Sampler[list[int]]):
     `steps_done` is the step to start from. It is the only state of the sampler, and it is the same on all ranks and for
     any world size. DataLoader workers prefetch batches, so the sampler can be ahead of your training loop. To resume
     correctly, pass the number of steps that your loop has completed (`global_step` in most trainers). If your trainer
-    saves the `state_dict` of the sampler itself, set `sampler.steps_done` after each update. This changes the saved
-    state, but not the start of the next iteration. Only the constructor, `load_state_dict` and `set_epoch` change the
-    start.
+    calls `state_dict` on its own, set `sampler.steps_done` after each update. This changes the saved state, but not the
+    start of the next iteration. Only the constructor, `load_state_dict` and `set_epoch` change the start.
 
     `order` works as in `run.steps`: `shuffled`, `sequential`, or a function of the epoch that returns sample indices.
 

@@ -55,7 +55,7 @@ class LoopCheckpoints:
         self._state.load(path, saved.get("state", {}), unsharded_tensors(resumed.snapshot.script or {}))
 
     def save(self) -> list[Saved]:
-        """Save a checkpoint, and return the events of all saves that are complete.
+        """Save a checkpoint, and return the events of the saves that have completed since the last call.
 
         With `save_async`, this save continues in the background, and its event is returned later. Raises UsageError if
         the values to save differ between ranks.

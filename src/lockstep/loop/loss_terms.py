@@ -165,8 +165,8 @@ def _find_mask(node: Node) -> Tensor | None:
 def _scaling_operands(term: LossTerm, sides: Sequence[Node], output_nodes: Collection[Node]) -> list[LossTerm]:
     """Return a list with the operand of a product or quotient that depends on outputs of the model, as a term.
 
-    `sides` are the nodes of the two operands. Returns an empty list if both operands depend on outputs of the model, or
-    if only the divisor does.
+    `operand_nodes` are the nodes of the two operands. Returns an empty list if both operands depend on outputs of the
+    model, or if only the divisor does.
     """
     node = term.node
     divides = node.name().startswith("DivBackward")

@@ -198,8 +198,8 @@ class PlacedModel:
         """Raise UsageError if the parameters or buffers of the model aren't the same as when it was placed."""
         if describe_structure(self.model) != self.structure:
             raise make_refusal(
-                "the model was changed after run.place: its parameters, its buffers or their requires_grad are not the "
-                "same",
+                "the model was changed after run.place: its parameters, its buffers or requires_grad of a parameter "
+                "differ",
                 "change it before run.place",
             )
 

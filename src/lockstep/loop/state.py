@@ -136,7 +136,7 @@ def join_state(
 ) -> dict[str, Any]:
     """Return the `run.state` for plain values and tensors from `split_state`, with the tensors on `device`.
 
-    `path` is the checkpoint, for errors. Raises UsageError if a tensor has no matching None in the plain values.
+    `path` is the checkpoint, for errors. Raises UsageError if the plain values have no None at the path of a tensor.
     """
     state = dict(plain)
     for name, tensor in tensors.items():

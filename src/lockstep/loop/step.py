@@ -80,7 +80,7 @@ class Step:
 
     @property
     def weight(self) -> int:
-        """The weight of the step across all ranks: the number of samples, or the sum of the weights of its batches.
+        """The weight of the step across all ranks: the number of samples, or the sum of its micro-batches' weights.
 
         If you pass losses as `sum`, `update` divides their gradient by this weight. If you pass several losses by name,
         see `weights`.
