@@ -30,7 +30,7 @@ EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as in a shell
 # different host ("host"), or to wait until someone has fixed the code, the data or the command line.
 Cause = Literal["transient", "host", "code", "data", "usage"]
 
-_MAX_LINES: Final = 11  # maximum number of problems in a message, whose first line is the number of problems
+_MAX_LINES: Final = 11  # maximum number of lines in a message; the last one counts the problems that don't fit
 
 
 class LockstepError(Exception):
@@ -131,7 +131,7 @@ class PreflightError(LockstepError):
 def error_as(
     kind: type[LockstepError], caught: type[Exception] | tuple[type[Exception], ...], action: str, advice: str = ""
 ) -> Iterator[None]:
-    """Convert an exception in the block to a Lockstep error with the failed action, the original message and a fix."""
+    """Convert exceptions in the `with` block to a Lockstep error with the failed action, the message and a fix."""
     try:
         yield
     except caught as error:
@@ -140,7 +140,7 @@ def error_as(
 
 @contextmanager
 def os_error_as(kind: type[LockstepError], action: str, advice: str = "") -> Iterator[None]:
-    """Convert an OSError in the block to a Lockstep error with the failed action, the reason and a fix."""
+    """Convert an OSError in the `with` block to a Lockstep error with the failed action, the reason and a fix."""
     try:
         yield
     except OSError as error:

@@ -148,7 +148,7 @@ def test_a_run_has_one_dataset_and_one_batch(other):
             for batch in step:
                 step.backward(sum=loops.loss(model, batch))
             step.update()
-        with pytest.raises(lockstep.UsageError, match="no step is left of epochs=2: 6 steps are done"):
+        with pytest.raises(lockstep.UsageError, match="no steps are left of epochs=2: 6 steps are done"):
             run.steps(**given | {"dataset": loops.data()})  # which is the same
         with pytest.raises(
             lockstep.UsageError,
@@ -200,7 +200,7 @@ def test_an_epoch_loop_that_counts_from_the_start_prints_one_summary(tmp_path, c
 def test_a_run_of_no_steps_is_refused():
     with joined() as run:
         model, _ = loops.placed(run)
-        with pytest.raises(UsageError, match=r"run\.steps: no step is left of epochs=0: 0 steps are done"):
+        with pytest.raises(UsageError, match=r"run\.steps: no steps are left of epochs=0: 0 steps are done"):
             steps(run, model, epochs=0)
 
 

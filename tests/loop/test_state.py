@@ -55,7 +55,7 @@ def test_what_was_split_off_does_not_follow_the_script() -> None:
 
 @pytest.mark.parametrize("name", ['["a"]', '["banks", 7]', '["step", 0]', "[]", "{"])
 def test_a_tensor_without_a_place_is_refused(name: str) -> None:
-    with pytest.raises(lockstep.UsageError, match=r"a checkpoint: run\.state has no place for the tensor"):
+    with pytest.raises(lockstep.UsageError, match=r"a checkpoint: run\.state has no entry for the tensor"):
         join_state("a checkpoint", {"step": 3, "banks": [None]}, {name: torch.ones(1)}, CPU)
 
 
@@ -144,7 +144,7 @@ def compared(world: World, differs: int) -> str:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(("differs", "said"), [(2, 'run.state["queue"] is a different tensor on rank 2'), (9, "")])
+@pytest.mark.parametrize(("differs", "said"), [(2, 'run.state["queue"] differs between rank 0 and rank 2'), (9, "")])
 def test_the_first_rank_with_another_tensor_is_named(differs: int, said: str) -> None:
     for text in worlds.run(3, compared, differs):
         assert said in text
@@ -218,5 +218,5 @@ def test_a_killed_run_goes_on_with_its_tensors_on_another_number_of_processes(tm
 def test_a_save_of_tensors_that_differ_between_ranks_is_refused(tmp_path: Path) -> None:
     ended = scripted(tmp_path, 2, "ddp", until="differ")
     assert ended.returncode
-    assert 'run.state["recent"] is a different tensor on rank 1 than on rank 0' in ended.stderr
+    assert 'run.state["recent"] differs between rank 0 and rank 1' in ended.stderr
     assert "script.py:" in ended.stderr

@@ -1,4 +1,4 @@
-"""Checks that involve several keys. They run before validation, so that all problems are reported together."""
+"""Finds contradictions between keys. Runs before validation, so that all problems are reported together."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +13,8 @@ from lockstep.core.work import default_microbatches, describe_too_few
 def find_problems(values: Any, positions: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
     """Yield a problem for each contradiction between keys. `values` is the configuration before validation.
 
-    `shares_steps` is whether the micro-batches of a step are split across processes. In this case, a configuration with
-    fewer micro-batches than processes is a problem.
+    `splits_steps` is whether the micro-batches of a step are split across processes. In this case, there must be at
+    least as many micro-batches as processes.
     """
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
     process_problems = _find_process_problems(placement, recipe) if shares_steps else ()
@@ -38,7 +38,7 @@ def _get_strategy_name(placement: dict[str, Any]) -> Any:
 
 
 def _find_process_problems(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    # For any other strategy, the check needs the strategy class, which imports torch. That check runs later.
+    # For any other strategy, this needs the strategy class, which imports torch. Such a strategy is checked later.
     if _get_strategy_name(placement) not in ("auto", FASTEST):
         return
     processes, batch = placement.get("processes"), recipe.get("batch")

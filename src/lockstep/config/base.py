@@ -12,14 +12,14 @@ PositiveInt = Annotated[int, Field(ge=1, le=_MAX_INT)]
 NaturalInt = Annotated[int, Field(ge=0, le=_MAX_INT)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Threads = Annotated[int, Field(ge=1, le=1024)]  # the maximum exceeds what any machine can use
+Threads = Annotated[int, Field(ge=1, le=1024)]  # the maximum is more than any machine can use
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NaturalFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def _check_path(text: str) -> str:
-    """Raise ValueError for a path that no file system supports, so that a run doesn't fail later when it writes."""
+    """Raise ValueError if no file system supports the path, so that a run doesn't fail later when it writes to it."""
     longest = max(len(part.encode(errors="surrogateescape")) for part in text.split("/"))
     if longest > _MAX_NAME_BYTES:
         raise ValueError(f"has a name of {longest} bytes; use names of at most {_MAX_NAME_BYTES} bytes")
@@ -53,7 +53,7 @@ def values(section: Section) -> dict[str, Any]:
 
 
 def make_shorthand_validator(key: str, *kinds: type) -> BeforeValidator:
-    """Return a validator that expands a bare value, whose type is one of `kinds`, to the mapping `{key: value}`."""
+    """Return a validator that expands a bare value of one of the types `kinds` to the mapping `{key: value}`."""
 
     def expand(value: Any) -> Any:
         return {key: value} if isinstance(value, kinds) and not isinstance(value, bool) else value

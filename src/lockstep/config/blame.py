@@ -37,12 +37,12 @@ def add_key_positions(loaded: Loaded) -> Iterator[None]:
 
 
 def find_key_positions(text: str, origins: Mapping[str, str]) -> list[str]:
-    """Return at most six lines `file:line:column  key` with the keys that an error message is about.
+    """Return at most six lines `file:line:column  key` with the positions of the keys that an error message is about.
 
-    `text` is the error message, which either mentions a section or starts with a prefix that identifies the section.
-    The relevant keys are the keys of this section that appear as words in `text`, such as an option that a model
-    doesn't accept. If no key appears, the relevant key is `root` if the user set it and the dataset is known, and
-    `name` otherwise. Keys with default values and overrides are omitted, because they have no position in a file.
+    The message mentions a section, or starts with a prefix that identifies one. The relevant keys are the keys of this
+    section that appear as words in the message, such as an option that a model doesn't accept. If no key appears, the
+    relevant key is `root` if the user set it and the dataset is known, and `name` otherwise. Default values and
+    overrides are omitted, because they have no position in a file.
     """
     text = re.split(r"\bvalid:", text, maxsplit=1, flags=re.IGNORECASE)[0]  # ignore the list of valid alternatives
     sections = [section for start, section in _SECTIONS_BY_PREFIX.items() if text.startswith(start)]

@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 
 
 class Placeholder(Enum):
-    """A placeholder for a value whose problem has been reported. An enum, because a copied member stays identical."""
+    """Stands for an invalid value that has already been reported. An enum, because a copied member stays identical."""
 
     UNREADABLE = "unreadable"
 
@@ -45,7 +45,7 @@ _INFINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 class SourcePosition(NamedTuple):
-    """The position of a value in a file. Lines and columns are counted from 1. The line of an override is None."""
+    """The position of a value in a file. Lines and columns are counted from 1, and are 0 for values not from a file."""
 
     source: str
     line: int = 0
@@ -101,7 +101,7 @@ def mapping_at(values: Any, name: str) -> dict[str, Any]:
 
 
 def parse(text: str, source: str) -> Document:
-    """Parse a YAML document. If it is invalid, the result contains a list of problems instead of raising an error."""
+    """Parse a YAML document. Problems don't raise an error, but are listed in the result."""
     reader = _Reader(text, source)
     try:
         values = reader.read_document()

@@ -17,7 +17,7 @@ _KEY: Final[Path] = ("recipe", "microbatches")
 
 
 def keep_earlier_defaults(document: Document) -> None:
-    """Set `recipe.microbatches` in `document` if the run that is resumed was started with the earlier default."""
+    """Set `recipe.microbatches` in `document` if the resumed run was started with the default of an earlier version."""
     recipe, run = mapping_at(document.values, "recipe"), mapping_at(document.values, "run")
     batch, folder = recipe.get("batch"), run.get("dir")
     if recipe.get("microbatch") is not None or recipe.get("microbatches") is not None:
@@ -36,7 +36,7 @@ def keep_earlier_defaults(document: Document) -> None:
 def _read_config(file: FilePath) -> Any:
     """Return the parsed config.yaml of a run folder, or None if the file can't be read.
 
-    No error is raised here, because starting the run reports the reason later.
+    This function raises no error, because the start of the run will report the reason.
     """
     try:
         return parse(plainfile.read_bytes(file, _MAX_BYTES).decode(), str(file))

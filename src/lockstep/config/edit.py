@@ -11,10 +11,10 @@ from lockstep.errors import UsageError
 
 
 def set_values(text: str, source: str, values: Mapping[Path, Any]) -> str:
-    """Set keys in the YAML text of a mapping, and return the edited text. `values` maps paths to new values.
+    """Set keys in the YAML text of a mapping, and return the edited text.
 
-    Missing keys are added. `source` is the file name for error messages. Raises UsageError if the edited text doesn't
-    parse to the expected values.
+    `values` maps the paths of keys to their new values. Missing keys are added. `source` is the file name for error
+    messages. Raises UsageError if the edited text doesn't parse to the expected values.
     """
     expected = parse(text, source).values
     for path, value in values.items():
@@ -66,7 +66,7 @@ def _insert_key(text: str, mapping: yaml.MappingNode, line: str) -> str:
 
 
 def _find_end_index(node: Any) -> int:
-    """Return the index in the text after a node, without the blank lines and comments after its last value."""
+    """Return the index of the end of a node in the text, before blank lines and comments that follow its last value."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _find_end_index(last[1] if isinstance(node, yaml.MappingNode) else last)

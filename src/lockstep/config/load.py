@@ -39,7 +39,7 @@ class Loaded:
     notes: Sequence[str] = ()
 
     def replace_values(self, section: str, values: Mapping[str, Any]) -> Self:
-        """Return a copy with new `values` in a section, which aren't validated."""
+        """Return a copy with new values in a section. The new values aren't validated."""
         update = {section: getattr(self.config, section).model_copy(update=values)}
         return replace(self, config=self.config.model_copy(update=update))
 
@@ -47,8 +47,8 @@ class Loaded:
 def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
     """Split the command-line arguments `[RECIPE] [key=value ...]` into the recipe and the overrides.
 
-    The recipe defaults to `default`. If the first argument is the name of a file, it is a recipe even if it contains
-    `=`.
+    The recipe defaults to `default_recipe`. If the first argument is the name of a file, it is a recipe even if it
+    contains `=`.
     """
     if words and ("=" not in words[0] or _is_file(words[0])):
         return words[0], words[1:]
@@ -84,7 +84,7 @@ def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *
 
     - `label`: The file name for messages.
     - `name`: The name of the recipe.
-    - `shares_steps`: Whether the micro-batches of a step are split across processes. If False, as in an evaluation,
+    - `splits_steps`: Whether the micro-batches of a step are split across processes. If False, as in an evaluation,
       there can be more processes than micro-batches.
     """
     return _load_document(_parse_mapping(text, label), name, overrides, shares_steps)
@@ -102,8 +102,8 @@ def _load_document(before: Document, name: str, overrides: Sequence[str], shares
 def read_run_recipe(config: FilePath) -> Recipe:
     """Return the recipe of a run. `config` is the path of its config.yaml, which an earlier version may have written.
 
-    Raises ConfigError if the file can't be read or is invalid. The file may come from an untrusted user. Therefore,
-    symbolic links aren't followed, and a named pipe doesn't block.
+    The file may come from an untrusted user, so symbolic links aren't followed, and a named pipe doesn't block. Raises
+    ConfigError if the file can't be read or is invalid.
     """
     try:
         text = plainfile.read_bytes(config, _MAX_BYTES).decode()
@@ -132,10 +132,10 @@ def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe that must be equal for two runs to be comparable.
+    """Return the values of a recipe that must be the same in two runs if you want to compare the runs.
 
-    This excludes the locations of data and initial weights, because files can be moved, and `microbatch`, because
-    `microbatches` determines the size of a micro-batch.
+    The result doesn't contain the locations of data and initial weights, because files can be moved, or `microbatch`,
+    because `microbatches` determines the size of a micro-batch.
     """
     return {key: value for key, value in drop_locations(recipe).items() if key != "microbatch"}
 
@@ -183,8 +183,8 @@ def _read_text(file: FilePath, label: str) -> str:
 def _parse_mapping(text: str, label: str) -> Document:
     """Parse YAML whose top level must be a mapping.
 
-    If the top level isn't a mapping, a problem is added, and the values are placeholders, so that overrides are still
-    checked.
+    If the top level isn't a mapping, the result contains this problem, and placeholders as values, so that overrides
+    are still checked.
     """
     document = parse(text, label)
     if isinstance(document.values, dict):
@@ -216,7 +216,7 @@ def _validate(document: Document, shares_steps: bool) -> Config:
 def _find_origin(path: Path, document: Document) -> str:
     """Return the origin of the value at `path`: a position in the file, `override` or `default`.
 
-    If a bare value is a shorthand for the enclosing mapping, returns the position of the bare value.
+    If a bare value is used as a shorthand for the enclosing mapping, returns the position of the bare value.
     """
     value: Any = document.values
     for depth, name in enumerate(path):

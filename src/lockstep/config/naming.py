@@ -25,7 +25,7 @@ _KEPT_KEYS: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "loss"): (),
     ("placement", "strategy"): (),
 }
-# Pairs of keys of which only one can be set.
+# Pairs of mutually exclusive keys.
 _ALTERNATIVES: Final[tuple[tuple[Path, Path], ...]] = (
     (("recipe", "epochs"), ("recipe", "steps")),
     (("recipe", "microbatch"), ("recipe", "microbatches")),
@@ -36,10 +36,10 @@ _ALTERNATIVES: Final[tuple[tuple[Path, Path], ...]] = (
 
 
 def drop_obsolete_values(before: Document, after: Document) -> list[str]:
-    """Remove values that overrides made obsolete from `after`. Return a note for the user about each removal.
+    """Remove values that overrides have made obsolete from `after`, and return a note for the user about each removal.
 
-    `before` and `after` are the document without and with overrides. Values that overrides set are kept, regardless of
-    the order of the overrides.
+    `before` is the document without overrides, and `after` is the document with overrides. Values that are set by
+    overrides are kept, regardless of the order of the overrides.
     """
     notes = []
     for section, kept_keys in _KEPT_KEYS.items():
@@ -79,7 +79,7 @@ def _drop_alternatives(document: Document) -> Iterator[str]:
 
 
 def _get_section_name(document: Document, section: Path) -> Any:
-    """Return the name that a section sets with its key `name` or as a bare value, or else the default name."""
+    """Return the name that is set by the key `name` of a section or by a bare value, or the default name."""
     value = _get_value(document, section)
     name = value.get("name") if isinstance(value, dict) else value
     return _get_default((*section, "name")) if name is None else name

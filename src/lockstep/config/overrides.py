@@ -19,8 +19,8 @@ from lockstep.config.write import format_value
 
 OVERRIDE: Final = SourcePosition("override")
 
-# Maps sections that can be written as a bare value to the key that this value sets. If an override sets a different key
-# of such a section, the bare value is kept as the value of its key.
+# Maps each section that can be written as a bare value to the key that the bare value sets. If an override sets a
+# different key of the section, the bare value becomes the value of its key.
 SHORTHAND: Final[dict[Path, str]] = {
     ("recipe", "model"): "name",
     ("recipe", "model", "weights"): "path",
@@ -96,9 +96,9 @@ def remove_positions(document: Document, path: Path) -> None:
 
 
 def _open_section(document: Document, path: Path) -> dict[str, Any] | None:
-    """Return the mapping at `path`, which is created if it doesn't exist.
+    """Return the mapping at `path`. Creates the mapping if it doesn't exist.
 
-    If a value on the path isn't a mapping, adds a problem and returns None.
+    If a value on the path isn't a mapping, this function adds a problem to the document and returns None.
     """
     section: dict[str, Any] = document.values
     for depth, name in enumerate(path, start=1):

@@ -47,7 +47,7 @@ class Placement(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # backend of torch.distributed
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes per training process
     audit_every: PositiveInt | None = None  # interval in steps at which a rank recomputes a micro-batch of another rank
-    on_corruption: Literal["end", "go_on"] = "end"  # if an audit fails; go_on: restart without the faulty ranks
+    on_corruption: Literal["end", "go_on"] = "end"  # on a failed audit; go_on: restart without the faulty ranks
     rendezvous: Annotated[str, Field(pattern=RENDEZVOUS_ADDRESS, description=RENDEZVOUS_ADDRESSES)] = "env://"
     timeout_s: PositiveFloat = 600.0  # timeout of collectives
     stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits before it reports which rank is late
@@ -56,6 +56,6 @@ class Placement(Section):
 
 
 def rendezvous_in(words: Sequence[str]) -> str:
-    """Return the rendezvous address in command-line arguments, of which the other arguments may be invalid."""
+    """Return the rendezvous address that is set in command-line arguments. The other arguments may be invalid."""
     addresses = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
     return addresses[-1] if addresses else "env://"

@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 
 
 def compute_steps(recipe: Recipe, samples: int) -> Steps:
-    """Return the steps of a run on a dataset with `samples` training samples.
+    """Return the steps of a run on a dataset with `num_samples` training samples.
 
     Raises UsageError if `last_batch` is `drop` and there are fewer samples than the batch size.
     """
@@ -47,7 +47,10 @@ def count_warm_up_steps(recipe: Recipe, run: Steps) -> int:
 
 
 def make_rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
-    """Return the learning rate as a function of the number of samples seen. `shape` is a custom schedule, if set."""
+    """Return the learning rate as a function of the number of samples seen.
+
+    `custom_schedule` replaces the schedule that the recipe names, if it is set.
+    """
     schedule, warmup_epochs = recipe.schedule, recipe.schedule.warmup_epochs
     if schedule.warmup_steps is not None:
         warmup_epochs = schedule.warmup_steps * recipe.batch / run.samples_per_epoch

@@ -159,7 +159,7 @@ class OptimizerConfig(Section):
         BeforeValidator(list_to_tuple),
         Field(description="a list of mappings of match, lr or lr_factor, weight_decay, options"),
     ] = ()
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # learning rate relative to the next layer
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # ratio of a layer's learning rate to the next one's
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -218,7 +218,7 @@ class TaskConfig(Section):
 
 
 class LossConfig(Section):
-    """`cross_entropy`, or a function of (outputs, targets) at `package.module:function`.
+    """The loss: `cross_entropy`, or a function of (outputs, targets) at `package.module:function`.
 
     The function must return a sum over samples, or a value for each sample.
     """

@@ -20,7 +20,7 @@ _MIXTURE: Final = "mixture"  # name of the dataset that combines several source 
 
 
 class RecordedConfig(NamedTuple):
-    """The recipe and placement with which a run was last started, as printable values by dotted key."""
+    """The recipe and the placement that a run was last started with, as printable strings by dotted key."""
 
     recipe: dict[str, str]
     placement: dict[str, str]
@@ -64,9 +64,9 @@ def find_location_keys(recipe: Mapping[str, Any]) -> set[str]:
 
 
 def mixed(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the source datasets of a mixture by name. Invalid sources are skipped.
+    """Return the source datasets of a mixture by name, without invalid sources.
 
-    Returns an empty mapping if the dataset `name` isn't a mixture.
+    `name` and `options` are those of a dataset. Returns an empty mapping if the dataset isn't a mixture.
     """
     sources = options.get("of") if name == _MIXTURE else None
     items = sources.items() if isinstance(sources, Mapping) else ()

@@ -36,9 +36,9 @@ class ShippedRecipe:
     values: Mapping[Path, Any] = field(default_factory=dict)
 
     def apply_to(self, document: Document) -> Document:
-        """Set the values of this recipe in the document of its file, and return the document.
+        """Set the values of this recipe in the parsed document of its file, in place, and return the document.
 
-        In error messages, the name of the recipe is the source of these values.
+        Error messages name the recipe as the source of these values.
         """
         for path, value in self.values.items():
             section = document.values

@@ -1,4 +1,4 @@
-"""Rewords the validation errors of pydantic, so that each message contains expected value, actual value, and fix."""
+"""Rewords the validation errors of pydantic. Each message names the expected value, the actual value, and a fix."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -44,10 +44,10 @@ _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?
 
 
 def find_problems(error: ValidationError, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
-    """Yield a problem for each pydantic error, except for values whose problem was already reported by the parser."""
+    """Yield a problem for each error that pydantic found, except for values that the parser has already reported."""
     for details in error.errors(include_url=False):
         if details["input"] is UNREADABLE or details["type"] == "default_factory_not_called":
-            continue  # the parser reported this value, or a default depends on a value that is reported itself
+            continue  # already reported by the parser, or a default that depends on an invalid value
         if details["type"] == "value_error":
             yield from _find_validator_problems(details, positions)
         else:
@@ -55,7 +55,7 @@ def find_problems(error: ValidationError, positions: dict[Path, SourcePosition])
 
 
 def merge_typos(problems: Sequence[KeyProblem]) -> list[KeyProblem]:
-    """Return the problems, with a missing key and its typo, or the same key in a wrong section, as one problem."""
+    """Merge the problem of a missing key with that of an unknown key that is its typo, or is in a wrong section."""
     missing = [problem.path for problem in problems if problem.text == _MISSING]
     merged = []
     for problem in problems:

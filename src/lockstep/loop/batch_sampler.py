@@ -22,15 +22,15 @@ class BatchSampler(Sampler[list[int]]):
 
     Pass it to a DataLoader: `DataLoader(dataset, batch_sampler=lockstep.BatchSampler(len(dataset), ...))`. A step takes
     `batch` samples across all ranks. These are the same samples in the same order as in a recipe or in `run.steps`.
-    Each step is split into `microbatches`. Each rank gets a contiguous range of them, and yields one at a time.
-    If you don't set `microbatches`, each rank yields one list of samples per step. An iteration ends with the epoch,
-    and the next iteration continues with the next epoch. Use `set_epoch` to go to a different epoch. Memory use doesn't
-    grow with `length`, unless `order` is a function.
+    Each step is split into `microbatches`. Each rank gets a contiguous range of the micro-batches, and yields the
+    sample indices of one micro-batch at a time. If you don't set `microbatches`, each rank yields one list of indices
+    per step. An iteration ends at the end of the epoch, and the next iteration continues with the next epoch. Call
+    `set_epoch` to jump to an epoch. Memory use doesn't grow with `length`, unless `order` is a function.
 
     `steps_done` is the step to start from. It is the only state of the sampler, and it is the same on all ranks and for
     any world size. DataLoader workers prefetch batches, so the sampler can be ahead of your training loop. To resume
-    correctly, pass the number of steps that your loop has completed (`global_step` in most trainers). If a different
-    component calls `state_dict`, set `sampler.steps_done` after each update. This changes the saved state, but not the
+    correctly, pass the number of steps that your loop has completed (`global_step` in most trainers). If your trainer
+    calls `state_dict` on its own, set `sampler.steps_done` after each update. This changes the saved state, but not the
     start of the next iteration. Only the constructor, `load_state_dict` and `set_epoch` change the start.
 
     `order` works as in `run.steps`: `shuffled`, `sequential`, or a function of the epoch that returns sample indices.

@@ -55,9 +55,10 @@ class LoopCheckpoints:
         self._state.load(path, saved.get("state", {}), unsharded_tensors(resumed.snapshot.script or {}))
 
     def save(self) -> list[Saved]:
-        """Save a checkpoint and return the completed saves. With `save_async`, the save continues in the background.
+        """Save a checkpoint, and return the events of the saves that have completed since the last call.
 
-        Raises UsageError if the values to save differ between ranks.
+        With `save_async`, this save continues in the background, and its event is returned later. Raises UsageError if
+        the values to save differ between ranks.
         """
         placed, world = self._placed, self._rank.world
         placed.check_structure()
@@ -78,7 +79,7 @@ class LoopCheckpoints:
         return self._checkpoints.save()
 
     def save_last(self, progress: Progress) -> list[Saved]:
-        """Save at the end of a loop or on a signal, wait for the save, and return the completed saves.
+        """Save at the end of a loop or on a signal, wait for the save, and return the events of the completed saves.
 
         This is a no-op if the current step is already saved.
         """
@@ -89,7 +90,7 @@ class LoopCheckpoints:
         return self._checkpoints.has(step)
 
     def wait(self) -> list[Saved]:
-        """Wait for the save in progress, if any, and return the completed saves."""
+        """Wait for the save in progress, if any, and return the events of the completed saves."""
         return self._checkpoints.wait()
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class LoopCheckpoints:
             self._placed.check_finite(self._rank.progress.step)
         except TrainingError:
             if self._rank.digests is not None:
-                self._rank.digests.collect()  # the user can find the step that went wrong by comparing digests
+                self._rank.digests.collect()  # lets the user compare digests to find the step that went wrong
             raise
 
     def _decisive_values(self) -> dict[str, Any]:

@@ -27,10 +27,11 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @final
 class FirstCallCheck:
-    """Copies a model before it is split into chunks, and compares the outputs of both models at the first call.
+    """Checks that splitting a model into chunks doesn't change its outputs.
 
-    The comparison uses two samples of the first micro-batch, in float32. It runs at the first call, because it needs
-    inputs for the model. If the model can't be copied, or the copy can't be called, the check only warns.
+    The check copies the model before it is split. At the first call, which provides the inputs, it compares the outputs
+    of the split model with those of the copy, in float32 and for two samples of the first micro-batch. If the model
+    can't be copied, or the copy can't be called, the check only warns.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class FirstCallCheck:
         self._hooks = {entry: entry.register_forward_pre_hook(self._check, with_kwargs=True) for entry in self._names}
 
     def _check(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the outputs of both models at the first call of the model, or of a module in a container."""
+        """Compare outputs at the first call of the model, or of a module in a container. Registered as a hook."""
         self._hooks.pop(entry).remove()
         original_model, name = self._original_model, self._names.pop(entry)
         if not self._names:

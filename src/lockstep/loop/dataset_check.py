@@ -10,14 +10,14 @@ from lockstep.training.sample_digest import digest_ends
 
 
 class DatasetFault(NamedTuple):
-    """Code of a dataset that doesn't return the same sample twice (`culprit`), and a description of the problem."""
+    """A fault in a dataset, such as a sample that changes between reads. `culprit` names the code that causes it."""
 
     culprit: str
     text: str
 
 
 class DatasetCheck(NamedTuple):
-    """The digest of the first and last sample of a dataset, and the faults that were found in the dataset."""
+    """The result of checking a dataset: a digest of its first and last sample, and its faults."""
 
     ends_digest: str
     faults: Sequence[DatasetFault]
@@ -27,8 +27,8 @@ def warn_about_set_epoch(member: Member, dataset: Any) -> None:
     """Warn if the dataset has `set_epoch`, because samples are prefetched before the loop can call it."""
     if callable(getattr(dataset, "set_epoch", None)):
         member.rank.warn(
-            "run.steps: the dataset has set_epoch, but samples are fetched before the loop calls it, and in other "
-            "processes with placement.workers; draw random changes in __getitem__ instead"
+            "run.steps: the dataset has set_epoch, but samples are prefetched before the loop can call it, and in "
+            "worker processes if placement.workers is set; draw random numbers in __getitem__ instead"
         )
 
 
@@ -38,7 +38,7 @@ def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
     This runs on a single rank too, so that a dataset that counts its calls behaves the same for any number of ranks.
     """
     with preserve_generators():
-        # Read samples twice first, to find samples that differ. The dataset may cache the samples that it returned.
+        # Check for samples that change between reads before computing the digest, because a dataset may cache samples.
         is_examined = member.checkpoint is None and not items.in_memory
         findings = check_loop_dataset(items, type(dataset).__getitem__) if is_examined else []
         return DatasetCheck(digest_ends(items), [DatasetFault(finding.culprit, finding.text) for finding in findings])

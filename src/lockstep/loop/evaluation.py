@@ -37,18 +37,24 @@ class Evaluation:
 
     @property
     def computing(self) -> int:
-        """Nonzero within a micro-batch or an evaluation batch. Different for each batch of an evaluation pass."""
+        """An id of the current micro-batch or evaluation batch, or 0 between batches.
+
+        Each batch of an evaluation pass has a different id.
+        """
         return self._gate.open and 1 + len(self._pass.numbers)
 
     def batch_size(self, batch: int | None) -> int:
-        """Return `batch`, or its default: the size of the largest micro-batch of `run.steps`."""
+        """Return `batch` if it is set, and otherwise the size of the largest micro-batch of `run.steps`."""
         samples = batch or self.default_batch
         if not samples:
-            raise make_refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
+            raise make_refusal("run.each: batch is not set, and no earlier run.steps provides a default", "pass batch=")
         return samples
 
     def batches(self, placed: PlacedModel, loader: Loader, samples: int) -> Iterator[Batch]:
-        """Yield this rank's batches of `samples` samples, with the model in evaluation mode and gradients disabled."""
+        """Yield this rank's batches, with the model in evaluation mode and gradients disabled.
+
+        `batch_size` is the number of samples per batch.
+        """
         batches = self._generate(placed, loader, samples)
         self._batches = ref(batches)
         return batches
@@ -56,8 +62,8 @@ class Evaluation:
     def close_pass(self) -> None:
         """End an evaluation pass that the script left early, if its iterator still exists.
 
-        The iterator can be kept alive by a caught exception, for example. Garbage collection would otherwise end the
-        pass at a later time, which enables gradients and seeds the random number generators.
+        A caught exception, for example, can keep the iterator alive. Garbage collection would then end the pass at an
+        arbitrary later time, and ending a pass enables gradients and seeds the random number generators.
         """
         batches = None if self._batches is None else self._batches()
         if batches is not None and getgeneratorstate(batches) == GEN_SUSPENDED:
@@ -88,12 +94,12 @@ class Evaluation:
             if not current_pass.is_complete:
                 self._call_check.record_early_exit(find_calling_line() or "run.each")
             gate.open = False
-            seed_all(world, draws)  # the RNG states differ, because ranks evaluated different batches
+            seed_all(world, draws)  # RNG states differ between ranks, which evaluated different batches
             guard.mark(weights_changed=True)
 
     def sum(self, values: Any) -> Any:
         """Sum values of the last evaluation pass over its batches and all ranks. See `Run.sum`."""
-        # `values` can be a generator that runs the pass. Therefore look up the pass only after `values` is consumed.
+        # Look up the pass only after `values` is consumed, because `values` can be a generator that runs the pass.
         return sum_values(self._rank.world, values, lambda: self._pass)
 
     def end_pass(self) -> None:

@@ -83,9 +83,9 @@ class Examination:
             self._write()
 
     def update(self, update: Callable[[], Update], *, all_groups: bool) -> Update:
-        """Run an update and measure the gradient and update norms of each layer. All ranks must call this method.
+        """Run an update, measure the gradient and update norms of each layer, and return the result of the update.
 
-        `all_groups` is whether the update changes all groups of the optimizer.
+        All ranks must call this method. `all_groups` is whether the update changes all groups of the optimizer.
         """
         engine = self._placed.canonical
 

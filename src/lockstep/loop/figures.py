@@ -35,7 +35,7 @@ class LoggedMetrics:
         self._rank.write(Logged(**self._rank.progress.event_fields, figures=values))
 
     def compare(self) -> None:
-        """Warn, at most once per run, if metrics have different values on different ranks."""
+        """Warn, at most once per run, if the logged values of a metric differ between ranks."""
         world = self._rank.world
         if not world.metrics_differ or self._compared:
             return
@@ -48,6 +48,6 @@ class LoggedMetrics:
         ]:
             self._rank.warn(
                 f"run.log: {', '.join(names)}: values differ between ranks, and only those of rank 0 are written, "
-                f"which may cover only its own samples; sum over all ranks, with step.sum for training batches "
-                f"and with run.sum over run.each for an evaluation, or call run.log on rank 0 only"
+                f"which may cover only its own samples; to sum over all ranks, call step.sum in training steps "
+                f"and run.sum over run.each in an evaluation; otherwise, call run.log on rank 0 only"
             )

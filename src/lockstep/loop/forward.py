@@ -45,7 +45,7 @@ class Forward:
         """Begin a micro-batch of the step.
 
         - `is_extra`: Whether an audit added this micro-batch to the step.
-        - `first`: Whether this is the first micro-batch of the current iteration over the step.
+        - `is_first`: Whether this is the first micro-batch of the current iteration over the step.
         - `iteration`: The index of the current iteration. A step has one iteration per update.
         """
         number, engine = self._step.number + 1, self._placed.engine
@@ -59,11 +59,11 @@ class Forward:
         if first:
             self._placed.modes.check(number)
         self._placed.guard.mark(modes=first)
-        # Check that no earlier iteration over the step has modified the batch in place.
+        # Iterations over the same step share the batch, so none of them may modify it in place.
         versions = [tensor._version for tensor in tensors_of(microbatch.batch) if not tensor.is_inference()]
         if self._versions.setdefault(id(microbatch), versions) != versions:
             raise make_refusal(
-                f"step {number}: an earlier iteration modified the batch in place, and this iteration would get the "
+                f"step {number}: an earlier iteration modified the batch in place, so this iteration would get the "
                 f"modified batch",
                 "create new tensors, such as x = x + noise instead of x += noise",
             )

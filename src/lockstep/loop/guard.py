@@ -1,16 +1,16 @@
-"""Checks that user code between two calls of Lockstep leaves weights, buffers, gradients and modes unchanged.
+"""Checks that user code between two calls into Lockstep leaves weights, buffers, gradients and modes unchanged.
 
-When a call of Lockstep ends, the guard records the state of the model: the version counters, addresses and identities
-of tensors, and the modes and structure of modules. When the next call begins, the state must be the same. Changes that
-the engine makes within a call are part of the recorded state. This way, every strategy rejects the same changes, even
-if a change would have no effect under that strategy.
+At the end of a call into Lockstep, the guard records the state of the model: the version counters, addresses and
+identities of tensors, and the modes and structure of modules. At the start of the next call, the state must be the
+same. The recorded state includes the changes that the engine makes within a call. Every strategy rejects the same
+changes to the model, including changes that would have no effect under that strategy.
 
 Two kinds of writes need extra care:
 
 - Writes through `.data`, for which PyTorch doesn't increment the version counter. While a model is placed, `.data` of
   its tensors shares their version counters.
-- Writes to gradients. Each strategy keeps gradients in a different place, and their sum is only known at the update.
-  Therefore user code finds a stand-in in `grad`, which rejects writes. Its value is nan under every strategy.
+- Writes to gradients. Each strategy stores gradients in different tensors, and their sum is only known at the update.
+  Therefore `grad` holds a stand-in while user code runs. It rejects writes, and its value is nan under every strategy.
 """
 
 import sys
@@ -36,7 +36,7 @@ Refuse = Callable[[bool], Exception]  # returns the error for a write; the argum
 
 @final
 class GradientStandIn(Tensor):
-    """A stand-in for a gradient, without storage. A write to it raises the error that `refuse` returns."""
+    """A stand-in for a gradient, without storage. A write to it raises the error that `make_write_error` returns."""
 
     refuse: Refuse
 
@@ -55,7 +55,7 @@ class GradientStandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation with nan instead of each stand-in, or raise the error if it writes to a stand-in."""
+        """Run an operation with each stand-in replaced by nan, or raise an error if it writes to a stand-in."""
         keywords = dict(kwargs or {})
         withheld = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, GradientStandIn)]
         is_view = False
@@ -68,7 +68,7 @@ class GradientStandIn(Tensor):
                 raise withheld[0].refuse(torch._C._current_graph_task_id() != -1)
             is_view = True
         outputs = func(*tree_map_only(GradientStandIn, _nan, args), **tree_map_only(GradientStandIn, _nan, keywords))
-        # The result of a view operation could be modified in place, so it must be a stand-in too.
+        # User code could modify the result of a view operation in place, so it must be a stand-in too.
         return (
             tree_map_only(Tensor, lambda output: GradientStandIn(output, withheld[0].refuse), outputs)
             if is_view
@@ -124,9 +124,10 @@ class Guard:
 
     - `original_parameters`: The parameters that the model had before it was placed, by name. The guard checks these
       too.
-    - `kept_buffers`: The buffers that the engine keeps the same on all ranks. A forward pass in training mode may write
+    - `kept_buffers`: The buffers that the engine keeps in sync across ranks. A forward pass in training mode may write
       to these buffers.
-    - `gathered`: Returns the full tensors that the engine computes with, mapped to the parameters that they replace.
+    - `get_gathered`: Returns a mapping from each full tensor that the engine has gathered to the parameter that the
+      tensor replaces.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class Guard:
         self._parameters = [tensor for tensor in self._tensors if isinstance(tensor, Parameter)]
         uncounted_ids = {id(buffer) for buffer in _uncounted_buffers(model)}
         self._kept_buffers = sorted(kept_buffers, key=lambda buffer: id(buffer) not in uncounted_ids)
-        # The number of leading buffers that a forward pass updates without incrementing their version counters.
+        # The number of buffers at the start of `_kept_buffers` that a forward pass updates without incrementing their
+        # version counters.
         self._uncounted = sum(id(buffer) in uncounted_ids for buffer in kept_buffers)
         self._modules = {module: name for name, module in model.named_modules()}
         self._parts: list[tuple[str, dict[str, Any]]] = [  # references to the modules' own dicts, not copies
@@ -170,10 +172,10 @@ class Guard:
         self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # gathered tensor -> (parameter, version)
         self._files: dict[str, bool] = {}  # whether each source file is user code
         self._running = False  # whether user code is running
-        self._was_compared = self._was_autograd_check = self._was_full_check = True  # the kinds of the last check
+        self._was_compared = self._was_autograd_check = self._was_full_check = True  # what the last check covered
         self._full_check_step = self._last_step = 0  # the step of the last full check, and of the last check
         self._updates = 0
-        self._careful = True  # whether the checks of this step include the expensive ones
+        self._careful = True  # whether to run the expensive checks in this step
         if any(type(parameter) is not Parameter for parameter in model.parameters()):
             self._watch_forwards(model)
             for parameter in model.parameters():  # the engine never computes with shards, only with gathered tensors
@@ -201,7 +203,7 @@ class Guard:
         forward: bool = False,
         frozen: bool = False,
     ) -> None:
-        """Raise UsageError if the model changed since the last call of Lockstep ended.
+        """Raise UsageError if the model changed since the last call into Lockstep ended.
 
         - `full`: Check everything. Otherwise only check gradients, kept buffers, and modes if `modes` is set.
         - `updating`: The weights are about to be updated. Also check for writes, replaced tensors or modules, and
@@ -210,9 +212,9 @@ class Guard:
         - `forward`: A forward pass has run, which may write to the kept buffers.
         - `frozen`: Allow parameters to be frozen for an evaluation. They must be unfrozen before the next update.
 
-        In the first steps, and in every 16th step after that, partial checks also detect writes, so that the error can
-        name the two lines between which the change happened. In all other steps, such a change is only found at the
-        next update, save or call of the run.
+        In the first steps, and in every 16th step after that, checks without `full` also detect writes, so that the
+        error can name the two lines between which the change happened. In all other steps, such a change is only
+        detected at the next update, at the next save, or when the script calls a different method of the run.
         """
         self._running = False
         self._last_step = self.step or self._last_step
@@ -351,7 +353,7 @@ class Guard:
 
     def _check_structure(self, since: SourceLocation) -> None:
         if self._part_ids() != self._identities:
-            self._record_gathered()  # a tensor may be gathered with its block before its own module is called
+            self._record_gathered()  # a block gathers all of its tensors before its modules are called
         if (part_ids := self._part_ids()) != self._identities:
             names = [f"{prefix}{part_name}" for prefix, part in self._parts for part_name in part]
             names += ["a part of the model"] * len(part_ids)
@@ -396,7 +398,7 @@ class Guard:
         self._find_foreign_module(module)
 
     def _find_foreign_module(self, module: nn.Module) -> str:
-        """Return the name of the module if user code has replaced its parameters for this call, and "" otherwise."""
+        """Return the name of the module if user code replaced its parameters for this call, and "" otherwise."""
         if not self._has_known_tensors(module):
             self._record_gathered()
         return "" if self._has_known_tensors(module) else self._modules[module] or "the model"
@@ -413,7 +415,7 @@ class Guard:
         for tensor in module._parameters.values():
             if tensor in self._gathered and tensor._version != self._gathered[tensor][1]:
                 name = self._names[self._gathered[tensor][0]]
-                raise make_refusal(f"{self._prefix}{name} was modified in a forward", _ADVICE)
+                raise make_refusal(f"{self._prefix}{name} was modified in a forward pass", _ADVICE)
 
     def _refuse_dependence(self, name: str, _gradient: Tensor) -> None:
         raise make_refusal(f"{self._prefix}the loss depends on this rank's shard of {name}", _LOSS_ADVICE)
@@ -467,9 +469,9 @@ class NoGuard:
 
 @final
 class _DataDescriptor:
-    """Replaces the descriptor `Tensor.data` while there are guards.
+    """Replaces the descriptor `Tensor.data` while a model is guarded.
 
-    `.data` of a tensor that a guard watches returns a tensor with the same version counter.
+    `.data` of a guarded tensor returns a tensor that shares its version counter.
     """
 
     def __init__(self) -> None:

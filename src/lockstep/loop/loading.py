@@ -23,7 +23,7 @@ def make_loader(
     audits: AuditSchedule | None = None,
     order: SampleOrder | None = None,
 ) -> Loader:
-    """Return the data loader of this rank for `items`. Each of the `steps` has `microbatches` micro-batches."""
+    """Return this rank's data loader for `items`, which splits each step into `microbatches` micro-batches."""
     world, settings = placed.world, placed.settings
     return Loader(
         DataSet(items, items),

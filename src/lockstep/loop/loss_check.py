@@ -1,12 +1,12 @@
 """Checks that a loss passed as `mean` to `step.backward` is a mean over the micro-batch, and a `sum` is a sum.
 
-The check splits the loss into terms. It walks backward through the autograd graph of the loss, as long as the
-operations are linear. Each term is a mean, a sum, or unknown. If the loss clearly has the opposite reduction, the check
-raises an error. If the graph is ambiguous, the check warns once and tells the user how to decide. It accepts all
-multiplications, because only a division can be a division by a number of samples.
+The check walks backward through the autograd graph of the loss, as long as the operations are linear, and splits the
+loss into terms. It classifies each term as a mean, a sum, or unknown. If the loss clearly has the opposite reduction,
+the check raises an error. If the graph is ambiguous, the check warns once and tells the user how to decide. It accepts
+any multiplication, because only a division can divide by a number of samples.
 
-In the first step, the check analyzes the loss of every micro-batch. Later it analyzes a loss again only if its last
-few operations are new.
+In the first step, the check analyzes the loss of every micro-batch. In later steps, it only analyzes a loss whose last
+few operations it hasn't seen before.
 """
 
 import math
@@ -48,7 +48,7 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 class LossCheck:
     """Checks the losses that the user's script passes to `step.backward` on this rank.
 
-    `processes` is the world size. `name` is the name of the loss, if a step has several losses.
+    `name` is the name of the loss if a step has several losses, and "" otherwise.
     """
 
     processes: int = 1
@@ -148,7 +148,7 @@ class LossCheck:
                 )
 
     def _check_division(self, step: int, graph: "_LossGraph") -> None:
-        """Raise UsageError if the whole loss is divided by an integer in step 1. In later steps, only warn."""
+        """Raise UsageError if the whole loss is divided by an unexplained integer. After step 1, only warn."""
         for scale in graph.unexplained():
             problem = f"step {step}: {self._loss} is divided by {scale.value:g}"
             advice = (
@@ -162,8 +162,8 @@ class LossCheck:
     def _check_sum(self, step: int, graph: "_LossGraph", has_weights: bool, step_weight: int) -> None:
         """Raise UsageError if a mean was passed as a sum. Warn if a sum has more values than the micro-batch's weight.
 
-        There is no warning if the script multiplies the sum by the weight of the step. The update divides by the same
-        weight, so this means that the script wants a plain sum.
+        If the script multiplies the sum by the weight of the step, it wants a plain sum, because the update divides by
+        the same weight. In this case, there is no warning.
         """
         means = [term for term, kind in graph.kinds() if kind == "mean"]
         if means:
@@ -220,7 +220,7 @@ class LossCheck:
             )
 
     def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, has_weights: bool) -> None:
-        """Warn if the counts that means divide by aren't proportional to the weights of the micro-batches."""
+        """Warn if the number of values in a mean isn't proportional to the weight of its micro-batch."""
         weight = graph.microbatch.weight
         counts = [graph.count_of_mean(term) for term, kind in graph.kinds() if kind == "mean"]
         (step_before, weight_before, counts_before), self._counts = self._counts, (step, weight, counts)
@@ -282,7 +282,10 @@ class _LossGraph:
         self.shared = [scale for scale in terms[0].scales if scale.node in common] if terms else []
 
     def kinds(self) -> Iterator[tuple[LossTerm, Kind]]:
-        """Yield each term with its reduction, after applying multiplications and divisions by counts."""
+        """Yield each term with its effective reduction.
+
+        A mean that is multiplied by its count is a sum, and a sum that is divided by its count is a mean.
+        """
         for term in self.terms:
             multipliers = [scale.value for scale in term.scales if not scale.divides]
             if term.kind == "mean" and term.size == 1:
@@ -325,14 +328,14 @@ class _LossGraph:
         )
 
     def sums_all_samples(self, term: LossTerm) -> bool:
-        """Return whether a term is certain to sum over all samples of the micro-batch."""
+        """Return whether a term is known to sum over all samples of the micro-batch."""
         is_loss = getattr(term.node, "_saved_reduction", None) is not None
         return is_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
 
     def unexplained(self) -> Iterator[Scale]:
         """Yield each division of the whole loss by an integer of at least 2 that has no known purpose.
 
-        A division has a known purpose if it turns a sum into a mean, or if `is_usual` returns True.
+        A division has a known purpose if it turns a sum into a mean, or if `is_expected_division` returns True.
         """
         for scale in self.shared:
             is_integer = scale.divides and scale.value >= 2 and scale.value.is_integer()
@@ -393,7 +396,7 @@ def _suggest_weight(graph: _LossGraph) -> str:
 
 
 def _name_in_batch(batch: Any, target: Tensor) -> str:
-    """Return an expression for the part of the batch that equals `target`, such as `batch[1]`, or "" if none does."""
+    """Return an expression for the tensor in the batch that equals `target`, such as `batch[1]`, or "" if not found."""
     parts: Mapping[Any, Any] = {}
     if isinstance(batch, Mapping):
         parts = batch

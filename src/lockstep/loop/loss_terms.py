@@ -75,7 +75,7 @@ def find_terms(root: Node, samples: int, output_nodes: Collection[Node]) -> list
 
 
 def find_uncanceled_scales(term: LossTerm) -> Sequence[Scale]:
-    """Return the divisions of a term, without those that a multiplication by the same number cancels."""
+    """Return the divisions of a term that no multiplication by the same number cancels."""
     multipliers = [scale.value for scale in term.scales if not scale.divides]
     divisions = []
     for scale in term.scales:
@@ -87,7 +87,7 @@ def find_uncanceled_scales(term: LossTerm) -> Sequence[Scale]:
 
 
 def mask_totals(mask: Tensor) -> Iterator[float]:
-    """Yield the number of values that a mask keeps, for each way in which the mask can be used."""
+    """Yield the number of values that a mask keeps, for each possible use of the mask."""
     total = float(mask.sum())
     yield total
     if mask.dtype == torch.bool:  # in masked_fill, the mask selects the values to discard
@@ -163,9 +163,10 @@ def _find_mask(node: Node) -> Tensor | None:
 
 
 def _scaling_operands(term: LossTerm, sides: Sequence[Node], output_nodes: Collection[Node]) -> list[LossTerm]:
-    """Return the operand of a product or quotient as a term, if the other side is constant or only has weights.
+    """Return a list with the operand of a product or quotient that depends on outputs of the model, as a term.
 
-    `sides` are the nodes of the two sides. Returns an empty list if both sides depend on outputs of the model.
+    `operand_nodes` are the nodes of the two operands. Returns an empty list if both operands depend on outputs of the
+    model, or if only the divisor does.
     """
     node = term.node
     divides = node.name().startswith("DivBackward")

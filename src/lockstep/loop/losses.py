@@ -35,15 +35,15 @@ def named_arguments(
 ) -> list[NamedArgument]:
     """Return the losses of a micro-batch in the order of their names.
 
-    `number` is the number of the step. `weights` contains the total weight of each loss in the step. Raises UsageError
-    if the names of the losses differ from the names of the weights.
+    `weights` contains the total weight of each loss in the step. Raises UsageError if the names of the losses differ
+    from the names of the weights.
     """
     names = ", ".join(weights)
     single = next((value for value in (mean, sum) if value is not None and not isinstance(value, Mapping)), None)
     if unnamed or single is not None or (mean is None and sum is None):
         found = "no loss" if not unnamed and single is None else "a loss without a name"
         raise make_refusal(
-            f"step {number}: step.backward received {found}, but weight= of run.steps returns "
+            f"step {number}: step.backward received {found}, but the weight argument of run.steps returns "
             f"{describe_names(tuple(weights), '')}",
             f"pass each loss by its name ({names}), such as step.backward(mean={{{next(iter(weights))!r}: loss}})",
         )
@@ -52,29 +52,30 @@ def named_arguments(
     assert isinstance(sums, Mapping)
     if repeated := sorted(means.keys() & sums.keys()):
         raise make_refusal(
-            f"step {number}: step.backward received {repeated[0]} in mean= and in sum=", "pass each loss in one of them"
+            f"step {number}: step.backward received {repeated[0]} in both mean= and sum=",
+            "pass each loss in only one of them",
         )
     passed_names = {str(name) for name in (*means, *sums)}
     unpassed = [name for name in weights if name not in passed_names]
     unknown = sorted(passed_names - weights.keys())
     if unpassed and unknown:  # probably a typo
         raise make_refusal(
-            f"step {number}: step.backward received a loss {unknown[0]} and no loss {unpassed[0]}, but weight= of "
-            f"run.steps returns {describe_names(tuple(weights), '')}",
+            f"step {number}: step.backward received a loss {unknown[0]} and no loss {unpassed[0]}, but the weight "
+            f"argument of run.steps returns {describe_names(tuple(weights), '')}",
             "use the same names in step.backward and in weight=",
         )
     if unpassed:
         raise make_refusal(
-            f"step {number}: the loss {unpassed[0]} was not passed to step.backward, but weight= of run.steps returns "
-            f"a weight for it",
+            f"step {number}: the loss {unpassed[0]} was not passed to step.backward, but the weight argument of "
+            f"run.steps returns a weight for it",
             f"pass a loss for each name ({names}) in every micro-batch; if a micro-batch has nothing to learn for a "
             f"name, return the weight 0 for it",
         )
     if unknown:
         raise make_refusal(
-            f"step {number}: step.backward received a loss {unknown[0]}, but weight= of run.steps returns no weight "
-            f"for it",
-            f"return an integer for each name of step.backward from weight=; now it returns {names}",
+            f"step {number}: step.backward received a loss {unknown[0]}, but the weight argument of run.steps returns "
+            f"no weight for it",
+            f"return an integer from weight= for each loss that you pass to step.backward, and not only for {names}",
         )
     return [NamedArgument(name, (means if name in means else sums)[name], name in means) for name in weights]
 
@@ -82,8 +83,8 @@ def named_arguments(
 def missing_weights_error(number: int) -> Exception:
     """Return the error for losses that are passed by name in a step with a single weight."""
     return make_refusal(
-        f"step {number}: step.backward received losses by name, but weight= of run.steps does not return a weight for "
-        f"each name",
+        f"step {number}: step.backward received losses by name, but the weight argument of run.steps does not return a "
+        f"weight for each name",
         'pass a function that returns an integer for each name, such as weight=lambda batch: {"next": ..., "second": '
         "...}; if all of the losses are means over the samples, pass their sum as step.backward(mean=loss)",
     )
@@ -92,7 +93,10 @@ def missing_weights_error(number: int) -> Exception:
 def make_losses(
     arguments: Sequence[NamedArgument], microbatch: MicroBatch, step: Step, outputs: Collection[Node]
 ) -> Losses:
-    """Convert the losses of a micro-batch for the engine. `outputs` are the graph nodes of the model's outputs."""
+    """Convert the named losses of a micro-batch to the type that the engine differentiates.
+
+    `output_nodes` are the graph nodes of the model's outputs.
+    """
     assert step.weights is not None
     assert microbatch.weights is not None
     roots = [
@@ -102,7 +106,7 @@ def make_losses(
 
 
 def _make_zero_gradients(outputs: Collection[Node]) -> list[tuple[GradientEdge, Tensor]]:
-    """Return the graph edges of the output nodes with gradients of zeros, in the order of the forward pass."""
+    """Return each graph edge of the output nodes with a gradient of zeros, in the order of the forward pass."""
     edges = []
     for node in sorted(outputs, key=lambda node: int(node._sequence_nr())):
         metadata: list[Any] = node._input_metadata  # shapes and dtypes of the node's outputs

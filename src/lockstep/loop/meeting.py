@@ -38,7 +38,7 @@ class SameCallCheck:
         mismatch = self._world.compare_places(_CALL_NAMES.index(call))
         if mismatch is not None:
             index, rank = mismatch
-            # The line is next to the call of this rank, because the line of the other rank isn't known here.
+            # This is the line of this rank's call. The line of the other rank isn't known here.
             line = find_calling_line()
             raise UserCodeError(
                 f"{call}{f' ({line})' if line else ''}: rank {rank} is at {_CALL_NAMES[index]} instead; call the same "
@@ -52,8 +52,8 @@ class SameCallCheck:
     def check_early_exits(self) -> None:
         """Raise UsageError if this rank left a loop over `run.each` early, but not all ranks of its group did.
 
-        Each call to the run runs this check first. The check can't run when the script leaves the loop, because the
-        script may have left the loop with an error on a single rank.
+        Every method of the run calls this method first. The check can't run at the exit from the loop, because a single
+        rank may have left the loop with an exception.
         """
         call_site, self._early_exit_line = self._early_exit_line, ""
         if call_site and self._gate.call_check is not None:
@@ -63,5 +63,5 @@ class SameCallCheck:
         """Raise UsageError if `call` is made within a batch of `run.each`."""
         if self._gate.open:
             raise make_refusal(
-                f"{call}: called within a batch of run.each", "call it after the loop, or join the datasets into one"
+                f"{call}: called within a batch of run.each", "call it after the loop, or concatenate the datasets"
             )

@@ -63,13 +63,13 @@ class Member:
     observe: Observe | None = None
     guarded: bool = True
     replay: ReplayRequest | None = None  # set if `lockstep replay` runs the script
-    is_ray_worker: bool = False  # whether this is a worker of Ray Train, which handles the process and its errors
+    is_ray_worker: bool = False  # whether this is a Ray Train worker; if so, Ray handles errors and ends the process
 
     @staticmethod
     def join(read: Callable[[], Settings]) -> "Member":
-        """Join the other ranks and set up this rank. `read` returns the settings of the run.
+        """Join the other ranks and set up this rank. `read_settings` returns the settings of the run.
 
-        An error ends this process. On a single rank, or in a worker of Ray Train, the error is raised instead.
+        An error ends this process. On a single rank, or in a Ray Train worker, the error is raised instead.
         """
         context, resources = WORKER_CONTEXT.get(), ExitStack()
         if context is None and VERIFYING in os.environ:
@@ -94,7 +94,7 @@ class Member:
             run_config = run_config.model_copy(
                 update={"dir": run_config.dir and ray.resolve_run_folder(worker, run_config.dir), "save_async": False}
             )
-            # Ray monitors its workers and ends all of them if one fails. Therefore the ranks need no heartbeats.
+            # Ray monitors its workers, and ends all of them if one fails, so the ranks need no heartbeats.
             rendezvous = join_ranks(ray.read_rank(worker, os.environ), placement.rendezvous, placement.timeout_s)
             resources.callback(rendezvous.leave)
         elif info is not None:
@@ -163,7 +163,7 @@ class Member:
         )
 
     def register(self, run: R) -> R:
-        """Make sure that the run is closed when this process or the worker function ends. Returns the run."""
+        """Arrange for the run to be closed when this process or the worker function ends. Returns the run."""
         context = WORKER_CONTEXT.get()
         if context is not None:
             context.runs.append(run)
@@ -191,8 +191,8 @@ class Member:
     def close(self, error: BaseException | None) -> None:
         """Release the resources of the run.
 
-        If `error` is set, this method ends the process, except on a single rank, in a worker of Ray Train or in a
-        worker that Lockstep started.
+        If `error` is set, this method ends the process, except on a single rank, in a Ray Train worker, or in a worker
+        that Lockstep started.
         """
         self.resources.__exit__(
             None if error is None else type(error), error, None if error is None else error.__traceback__
@@ -201,7 +201,7 @@ class Member:
 
 def _refuse_verification() -> NoReturn:
     raise UsageError(
-        "lockstep verify: the script starts processes of its own, which would train outside of the comparison; "
+        "lockstep verify: the script starts its own processes, which would not take part in the comparison; "
         "verify the function that they call, with lockstep.verify(FUNCTION)"
     )
 
@@ -219,8 +219,8 @@ def _read_settings(read: Callable[[], Settings], info: RankInfo | None) -> Setti
 def _close_abandoned(folder: str | None) -> None:
     """Close the open run in `folder`, and all runs that began after it.
 
-    Such a run is left over from a loop that ended with an error. Runs must be closed in reverse order, because each run
-    restores the process state from before it began.
+    In a notebook, a loop that ends with an error leaves its run open. Runs must be closed in reverse order, because
+    each run restores the process state from before it began.
     """
     first_index = next((number for number, run in enumerate(_OPEN_RUNS) if run._is_in(folder)), len(_OPEN_RUNS))
     for run in reversed(_OPEN_RUNS[first_index:]):

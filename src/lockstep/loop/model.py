@@ -51,7 +51,7 @@ class Gate:
     output_nodes: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
     call_check: "CallConsistencyCheck | None" = None  # set if calling the model communicates weights or inputs
     ended_at: SourceLocation = "", 0  # the line of the last step.backward
-    recomputing: bool = False  # whether a backward pass is running, which may recompute modules in a checkpoint()
+    recomputing: bool = False  # whether a backward pass is running, in which torch.utils.checkpoint may call modules
     exchanged: bool = False  # whether user code has called a collective; reset by `run.each`
 
     @property
@@ -60,7 +60,10 @@ class Gate:
         return f"step {self.step}: " if self.step else ""
 
     def end_batch(self) -> None:
-        """End a micro-batch or a batch of `run.each`."""
+        """End a micro-batch or a batch of `run.each`. Raises UsageError if a rank in the group calls the model instead.
+
+        All ranks of the group must call this method at the end of each batch.
+        """
         if self.call_check is not None:
             self.call_check.check_call(CallConsistencyCheck.OVER, self.error_prefix)
 
@@ -90,10 +93,9 @@ class Gate:
             )
 
     def wrap_calls(self, model: nn.Module, numerics: Numerics, call_check: "CallConsistencyCheck | None") -> None:
-        """Wrap the placed model so that calls are only allowed while the gate is open, and convert its dtypes.
+        """Allow calls of the placed model only while the gate is open, and convert the dtypes of inputs and outputs.
 
-        The dtypes of inputs and outputs are converted as in a recipe. A container such as nn.ModuleDict has no forward
-        method, so the modules in the container are wrapped instead.
+        A container such as nn.ModuleDict has no forward method, so the modules in the container are wrapped instead.
         """
         self.call_check = call_check
         for number, module in enumerate(entry_modules(model)):
@@ -136,14 +138,14 @@ class Gate:
 
 @final
 class CallConsistencyCheck:
-    """Checks that the ranks of a group make the same calls of the model, if a call communicates weights or inputs.
+    """Checks that the ranks of a group call the model in the same way. Used if calls communicate weights or inputs.
 
     Without this check, a rank could wait for a collective that the other ranks never call, or join the wrong
     collective. The ranks of a group have the same number of micro-batches, but different groups can have different
     numbers of micro-batches.
     """
 
-    # Ranks send one of these two values instead of a module number:
+    # Values that ranks send instead of a module index:
     LEFT: Final = 0xFFFE  # the script left a loop over `run.each` before its last batch
     OVER: Final = 0xFFFF  # a micro-batch or a batch of `run.each` has ended
 
@@ -159,8 +161,8 @@ class CallConsistencyCheck:
     def check_call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
         """Raise UsageError on all ranks of the group unless they all call the same module in the same mode.
 
-        All ranks of the group must call this method. `number` is the number of the module, and `training` is its mode.
-        `call_site` is the line of user code in the error, which defaults to the calling line.
+        All ranks of the group must call this method. `module_index` identifies the module, and `training` is its mode.
+        `call_site` is the line of user code to name in the error, and defaults to the calling line.
         """
         # Whether gradients are enabled and the mode of the module also affect which collectives a call uses.
         messages = self._world.all_gather_bytes(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
@@ -181,8 +183,8 @@ class CallConsistencyCheck:
         raise make_refusal(
             f"{prefix}ranks call the placed model differently in their micro-batches: "
             f"{counts if calling and finished else 'in a different order, or some ranks without gradients'}",
-            "call it the same number of times in every micro-batch, and multiply outputs that must not count by 0; or "
-            "use strategy ddp or zero1, which do not communicate in a call of the model",
+            "call it the same number of times in every micro-batch, and multiply unneeded outputs by 0; or use "
+            "strategy ddp or zero1, which do not communicate in a call of the model",
         )
 
 
@@ -217,7 +219,7 @@ class StrayModuleCheck:
     """Checks that all trainable modules that user code calls are part of the placed model. Active until `close`."""
 
     def __init__(self, model: nn.Module, samples: int = 0, single_sample_note: str = "") -> None:
-        """Start to check all module calls.
+        """Start checking all module calls.
 
         `samples` is the number of samples in the current micro-batch. `single_sample_note` describes a later
         micro-batch with a single sample, if there is one. In this case, the BatchNorm layers of `model` are checked
@@ -249,7 +251,7 @@ class StrayModuleCheck:
                 )
 
     def _collect_parameters(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if module in self._placed_modules:  # in a sharded model, a layer has its gathered parameters during a forward
+        if module in self._placed_modules:  # during its forward pass, a sharded layer has gathered parameters
             self._parameters.update(module.parameters())
 
     def _check(self, module: nn.Module, _inputs: Any) -> None:
@@ -273,7 +275,7 @@ class StrayModuleCheck:
             )
 
     def _check_values(self, module: nn.Module, inputs: Any) -> None:
-        """Raise UsageError for a BatchNorm with one value per sample and channel if a micro-batch has one sample."""
+        """Raise UsageError if a micro-batch of one sample would give a BatchNorm layer one value per channel."""
         if not self._single_sample_note or not isinstance(module, _BatchNorm) or not module.training:
             return
         values = inputs[0] if inputs else None

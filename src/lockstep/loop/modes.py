@@ -22,20 +22,20 @@ class Modes:
         self._modules = dict(model.named_modules())
         names = [*self._modules]  # parents before their children
         self._sizes = [_subtree_size(names, index) for index in range(len(names))]
-        self.placed = [*placed]  # the modules that were in evaluation mode when the script called run.place
-        self._restored: frozenset[str] | None = None  # the modules to set to evaluation mode at the first step
-        self._saved: frozenset[str] | None = None  # the modules in evaluation mode at the save in this step
+        self.placed = [*placed]  # names of the modules that were in evaluation mode when the script called run.place
+        self._restored: frozenset[str] | None = None  # names of the modules to set to evaluation mode at the first step
+        self._saved: frozenset[str] | None = None  # names of the modules in evaluation mode at the save in this step
         self._saved_at = ""  # the line of the save
-        self._late_changes: dict[str, bool] = {}  # the modules whose mode was set after the save, with their mode
+        self._late_changes: dict[str, bool] = {}  # `training` of each module whose mode was set after the save
 
     def list_evaluating(self) -> list[str]:
         """Return the names of the modules in evaluation mode."""
         return list_evaluating(self._modules.items())
 
     def summary(self) -> str:
-        """Return a text that uniquely describes which modules are in evaluation mode.
+        """Return a string that identifies which modules are in evaluation mode, to compare it across ranks.
 
-        If a module and all of its submodules are in evaluation mode, the text only contains the name of the module.
+        If a module and all of its submodules are in evaluation mode, the string only contains the name of the module.
         """
         in_evaluation = [not module.training for module in self._modules.values()]
         if not any(in_evaluation):
@@ -50,7 +50,10 @@ class Modes:
         return ", ".join(descriptions)
 
     def load(self, saved: Sequence[str] | None, placed: Sequence[str] | None, warn: Callable[[str], None]) -> None:
-        """Load the modes from a checkpoint. If it was saved by an earlier Lockstep version, it contains no modes."""
+        """Load the names of the modules that were in evaluation mode at the save, and at `run.place`.
+
+        Both are None if the checkpoint was saved by an earlier Lockstep version.
+        """
         if saved is None:
             return
         self._restored = frozenset(saved)

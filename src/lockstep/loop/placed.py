@@ -109,7 +109,7 @@ class PlacedModel:
         return None if every is None else AuditSchedule(every, self.strategy.mesh(self.world.size), microbatches)
 
     def decisive_settings(self) -> dict[str, Any]:
-        """Return the settings known after `place` that determine the resulting weights."""
+        """Return the settings of the run and of `run.place` that determine the resulting weights."""
         return {
             "seed": self.settings.seed,
             "precision": self.settings.precision,
@@ -142,10 +142,10 @@ class PlacedModel:
         return mesh.replicate if mesh.shard == mesh.expert == 1 else 0
 
     def submit_settings(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
-        """Apply the settings of the user's optimizer, and submit the arguments of an update to a check across ranks.
+        """Apply the settings of the user's optimizer, and register the arguments of an update for a check across ranks.
 
-        All ranks must have the same optimizer settings, module modes, `rate`, `clip` and `of`, and the same names of
-        `step.sum` in `sums`. The ranks compare them later, without extra communication.
+        All ranks must have the same optimizer settings, module modes and arguments. `sum_names` are the names that were
+        passed to `step.sum`. The ranks compare all of these later, without extra communication.
         """
         self.groups.apply_to(self.engine.groups, step)
         if self.world.size > 1:
@@ -198,8 +198,8 @@ class PlacedModel:
         """Raise UsageError if the parameters or buffers of the model aren't the same as when it was placed."""
         if describe_structure(self.model) != self.structure:
             raise make_refusal(
-                "the model was changed after run.place: it has different parameters or buffers, or different ones are "
-                "trained",
+                "the model was changed after run.place: its parameters, its buffers or requires_grad of a parameter "
+                "differ",
                 "change it before run.place",
             )
 

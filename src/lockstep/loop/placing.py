@@ -111,7 +111,8 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
         )
     if "lr" not in optimizer.defaults:
         raise make_refusal(
-            f"run.place: {type(optimizer).__name__} has no lr in its defaults, which the rates of groups relate to",
+            f"run.place: {type(optimizer).__name__} has no lr in its defaults, but the rates of its groups are "
+            f"relative to it",
             "add lr to its defaults",
         )
     if any(not isinstance(group["lr"], Real | Tensor) for group in optimizer.param_groups):
@@ -152,9 +153,9 @@ def run_trial_steps(
     """Run trial steps, and return whether the optimizer needs full tensors. Raises UsageError if a trial fails.
 
     - `stored_dtype`: The dtype of the trained weights, if it differs from the dtype of the model.
-    - `cuts_rows`: Whether the strategy shards tensors by rows. In this case, an optimizer that needs full tensors is
-      rejected, unless `lends_wholes` is set.
-    - `lends_wholes`: Whether the strategy can temporarily gather full tensors for an update.
+    - `shards_rows`: Whether the strategy shards tensors by rows. In this case, an optimizer that needs full tensors is
+      rejected, unless `can_gather_full_tensors` is set.
+    - `can_gather_full_tensors`: Whether the strategy can temporarily gather full tensors for an update.
 
     As in a recipe, an optimizer that isn't from PyTorch or timm must also use its learning rate, draw no random
     numbers, and keep its state in `optimizer.state`.
@@ -216,7 +217,7 @@ def disable_optimizer(optimizer: Optimizer) -> None:
 
 
 def get_hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the class and the settings of the optimizer as JSON-serializable values. A resumed run must have the same.
+    """Return the class and the settings of the optimizer as JSON-serializable values, to compare them on resume.
 
     Learning rates aren't included, because the loop sets them.
     """
@@ -338,7 +339,7 @@ class UserGroup(dict[str, Any]):
     Setting an item raises UsageError if the update can't apply the change.
     """
 
-    scheduled = False  # whether a scheduler sets its rate
+    scheduled = False  # whether a scheduler sets the learning rate of the group
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_setting(self, name, value, scheduled=self.scheduled)
@@ -408,7 +409,7 @@ class Groups:
     def get_compared_values(self, step: int, arguments: Mapping[str, float | str | None]) -> dict[str, Any]:
         """Return the arguments of an update and the settings of all groups, for comparison across ranks.
 
-        The result also contains the values of earlier updates in the same step, which come first.
+        If there were earlier updates in the same step, their values come first.
         """
         earlier = self._compared_values[1] if self._compared_values[0] == step else {}
         groups = {f"settings of group {number}": changed for number, changed in enumerate(self.changes())}
@@ -430,14 +431,14 @@ class Groups:
         ]
 
     def load(self, changes: Sequence[Settings], engine_groups: Sequence[Settings]) -> None:
-        """Load the settings that `changes` returned before a save."""
+        """Load the settings that `collect_changes` returned at the save."""
         for group, applied, engine_group, saved in zip(
             self._groups, self._applied, engine_groups, changes, strict=True
         ):
             for name, value in saved.items():
                 group[name] = applied[name] = tuple(value) if isinstance(value, list) else value
-            # The engine's groups have the settings of the last update before the save. `changes` doesn't include
-            # settings that user code has reset to their initial value since then. Therefore all settings are copied.
+            # The engine's groups have the settings of the last update before the save. `collect_changes` doesn't
+            # include settings that user code has reset to their initial value since then, so copy all settings.
             numbers = {name: value for name, value in group.items() if _is_number(value) or _is_number_list(value)}
             engine_group.update({name: value for name, value in numbers.items() if name != "lr"})
             # The scale in the checkpoint may be relative to a different base rate.

@@ -26,8 +26,8 @@ _WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represent
 class LoopPlan:
     """The validated arguments of `run.steps`.
 
-    `weight` returns the weight of a batch, which is on the CPU, or the weight of each of several losses by name. If
-    `weight` is None, the weight of a batch is its number of samples.
+    `weight` takes a batch on the CPU, and returns its weight or, for several losses, a mapping from their names to
+    weights. If `weight` is None, the weight of a batch is its number of samples.
     """
 
     items: Items
@@ -43,7 +43,7 @@ class LoopPlan:
 
     @property
     def single_sample_note(self) -> str:
-        """The steps that have a micro-batch of a single sample, as a clause for error messages, or "" if none has."""
+        """A clause for error messages that tells which steps have a micro-batch of one sample, or "" if none has."""
         steps, count = self.steps, self.microbatches
         last_step = steps[steps.per_epoch - 1]
         if steps.total >= steps.per_epoch and last_step.samples // min(count, last_step.samples) == 1:
@@ -82,9 +82,9 @@ class LoopPlan:
         )
 
     def make_training_plan(self, log_every: int) -> Plan:
-        """Return the plan for training/loop.py, which reports every `log_every` steps and only saves at the end.
+        """Return a plan that reports every `log_every` steps, never evaluates, and only saves at the end.
 
-        The script decides when to evaluate and when to save.
+        The script itself decides when to evaluate and when to save.
         """
         weighs = self.weight is not None
         return Plan(self.steps, None, has_weights=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())

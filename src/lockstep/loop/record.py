@@ -16,9 +16,9 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 @final
 class LoopRecord:
-    """Records the settings that determined the weights of a run so far.
+    """Records the settings that determined the weights of a run so far, and checks that they stay the same.
 
-    These are the settings of the loop that saved the checkpoint, and of each loop over `run.steps` since the resume.
+    The run may have resumed from a checkpoint, and may have several loops over `run.steps`.
     """
 
     def __init__(self, rank: Rank, checkpoint: Path | None) -> None:
@@ -60,7 +60,7 @@ class LoopRecord:
         if self.loop is not None and (is_different or loop != self.loop):
             raise make_refusal(
                 "run.steps: the dataset, batch or micro-batches differ from an earlier loop of this run",
-                "keep them the same, or continue in a new run with lockstep.join, from lockstep.load of this run",
+                "keep them the same, or start a new run with lockstep.join and load the weights with lockstep.load",
             )
         arguments = {**loop, "epochs": epochs, "steps": steps, "first and last sample": ends_digest}
         try:
@@ -91,11 +91,11 @@ class LoopRecord:
             return
         if plan.steps.epochs is None:
             raise make_refusal(
-                f"run.steps: no step is left of steps={plan.steps.steps}: {steps_done} steps are done",
+                f"run.steps: no steps are left, because {steps_done} of steps={plan.steps.steps} are done",
                 "remove the outer loop, or pass more `steps`, which count from the start of the run",
             )
         raise make_refusal(
-            f"run.steps: no step is left of epochs={plan.steps.epochs}: {steps_done} steps are done",
+            f"run.steps: no steps are left of epochs={plan.steps.epochs}: {steps_done} steps are done",
             "remove the outer loop, or pass `epochs=epoch + 1`, because epochs count from the start of the run",
         )
 
@@ -104,9 +104,9 @@ class LoopRecord:
         return {**(self.loop or placed.decisive_settings()), "began": self._changeable_settings(placed)}
 
     def _changeable_settings(self, placed: PlacedModel) -> dict[str, Any]:
-        """Return the settings that determine the resulting weights, but may change on resume.
+        """Return the settings that affect the resulting weights, but may change on resume.
 
-        Learning rates are only included if there is no scheduler, because a scheduler saves its rates itself.
+        Learning rates are only included if there is no scheduler, because the state of a scheduler contains them.
         """
         rates = [float(group["lr"]) for group in placed.optimizer.param_groups]
         rate = {} if placed.scheduler is not None else {"the optimizer's lr": rates}
@@ -114,7 +114,7 @@ class LoopRecord:
 
 
 def refuse_different_loop(path: object, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise UsageError with the settings that differ between the loop that saved a checkpoint and the current loop."""
+    """Raise UsageError if the settings of the loop that saved a checkpoint differ from those of the current loop."""
     lines = [
         f"  {name}: saved {saved[name]!r}, now {current[name]!r}"
         for name in current

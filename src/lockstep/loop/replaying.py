@@ -11,11 +11,11 @@ VARIABLE: Final = "LOCKSTEP_REPLAY"
 
 
 class ReplayRequest(NamedTuple):
-    """The request of `lockstep replay` to a script.
+    """A request from `lockstep replay` to a script, which repeats steps of its run.
 
     - `folder`: Replaces the run folder. It contains the checkpoint to start from.
-    - `last`: The number of the last step to run.
-    - `examined`: Whether each rank writes its observations of the last step to the folder.
+    - `last_step`: The number of the last step to run.
+    - `examines_last_step`: Whether each rank writes its observations of the last step to the folder.
     """
 
     folder: Path
@@ -28,7 +28,7 @@ class ReplayRequest(NamedTuple):
         return {VARIABLE: f"{self.last}:{int(self.examined)}:{self.folder}"}
 
     def settings(self, run: RunConfig) -> RunConfig:
-        """Return the run settings for a replay, which logs and digests each step and only writes to its folder."""
+        """Return the run settings for a replay, which logs and digests each step, and only writes to `folder`."""
         dir = run.dir and str(self.folder)
         return run.model_copy(update={"dir": dir, "log_every": 1, "digest_every": 1, "sinks": (), "tensorboard": False})
 

@@ -112,7 +112,7 @@ class Run:
 
     @property
     def dir(self) -> Path | None:
-        """The run folder, or None if the run saves nothing. If it has a URL, this is its local folder on this host."""
+        """The run folder, or None if the run saves nothing. For a URL, this is the local folder on this host."""
         return self._rank.folder
 
     @property
@@ -163,7 +163,7 @@ class Run:
         if self._placed is not None:
             raise make_refusal(
                 "run.place: the run already has a model",
-                "put everything that you train into one, such as an nn.ModuleDict",
+                "put everything that you train into a single module, such as an nn.ModuleDict",
             )
         check_model_and_optimizer(model, optimizer)
         if ema is not None and not 0 <= ema < 1:

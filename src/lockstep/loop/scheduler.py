@@ -62,19 +62,19 @@ class UserScheduler:
         return _to_json(self._scheduler.state_dict())
 
     def load(self, saved: Any, initial: Any) -> list[str]:
-        """Load the state `saved`, and return the names of the settings that the user has changed since the save.
+        """Load the state from a checkpoint, and return the names of the settings that the user has changed since then.
 
-        `initial` is the state of the saved scheduler at the start of the run. Saved settings take precedence over
-        changed settings.
+        The saved settings override the changed ones. `saved_initial_state` is the state that the scheduler had at the
+        start of the run that saved the checkpoint.
         """
         self._scheduler.load_state_dict(_merge_state(self._scheduler.state_dict(), saved))
-        # Checkpoints of earlier versions have no `initial`.
+        # Checkpoints of earlier Lockstep versions have no initial state.
         current, self.initial_state = self.initial_state, initial or self.initial_state
         changed_names = [name for name in current if current[name] != self.initial_state.get(name)]
         return [name for name in changed_names if not name.startswith("_")] or (["schedule"] if changed_names else [])
 
     def note_update(self) -> None:
-        """Tell the scheduler about an update. A scheduler warns if it is stepped before the first update."""
+        """Record that there was an update, because PyTorch warns if a scheduler is stepped before the first update."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._saved = None
 
@@ -118,7 +118,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _merge_state(current: Any, saved: Any) -> Any:
-    """Merge saved JSON values into the current scheduler state. Values that are already equal stay the same objects."""
+    """Merge saved JSON values into the current scheduler state. Current values that are equal are kept as they are."""
     if _to_json(current) == saved:
         return current
     if isinstance(current, Mapping) and isinstance(saved, dict) and {*map(str, current)} == {*saved}:

@@ -22,15 +22,15 @@ _MAX_PATH_BYTES: Final = 4096  # PATH_MAX of Linux
 
 
 def start_script(path: str, arguments: Sequence[str], count: int) -> int:
-    """Run a script in `count` processes on this machine and return the exit code."""
+    """Run a script in `num_processes` processes on this machine and return the exit code."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: file not found; pass a script that calls lockstep.join")
     failures: list[Failure] = []
-    # The path of the last run folder. There is no lock, because a process could die while holding it.
+    # The folder of the last run that the script opened. There is no lock, because a process could die while holding it.
     claimed = RawArray("c", _MAX_PATH_BYTES)
     work = partial(_run_worker, path, [path, *arguments], claimed)
     code = run_on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
-    if failures and claimed.value:  # write the end status of the run, because the script couldn't write it
+    if failures and claimed.value:  # the failed script couldn't write the end status of its run
         write_exit(Path(os.fsdecode(claimed.value)), code, failures[-1])
     return code
 

@@ -15,7 +15,7 @@ _AFTER_LOOP: Final = 3
 
 @final
 class StepDraws:
-    """Seeds the random number generators within step `number`, from 0. `loop_key` is derived from the run's seed."""
+    """Seeds the random number generators within a step. The seeds depend on `loop_key` and on the index of the step."""
 
     def __init__(self, world: World, loop_key: int, number: int) -> None:
         self._world = world
@@ -41,8 +41,8 @@ def seed_all(world: World, key: int) -> None:
 
 
 def seed_after_loop(world: World, seed: int, steps: int) -> None:
-    """Seed all generators after a loop that ends at step `steps`.
+    """Seed all generators after a loop that ends after `num_steps` steps.
 
-    A resumed script that skips the loop then draws the same random numbers after it.
+    This way, a resumed script that skips the loop draws the same random numbers after the loop.
     """
     seed_all(world, random.extend_key(random.key(random.OWN_LOOP, seed, steps), _AFTER_LOOP))

@@ -51,7 +51,7 @@ class StepSequence:
         self._step: Step | None = None
         self._training_step: TrainingStep | None = None  # the data and the results of the current step
         self._reports: StepReports | None = None  # the reports of the current loop
-        # By the index of the update within a step, from 0, and by the name of the loss.
+        # The loss checks by the index of the update within a step, from 0, and by the name of the loss.
         self._losses: dict[tuple[int, str], LossCheck] = {}
         self._modules_checked = 0  # the number of updates per step whose module calls are already checked
         self._sums = StepSums(self._rank.world)  # the sums of the current step
@@ -126,7 +126,7 @@ class StepSequence:
                 self._rank.write(event)
 
     def report_complete(self) -> None:
-        """Report the step, unless the loop can iterate over it again. In this case, the step is reported later."""
+        """Report the step, unless the loop can still iterate over it again. In that case, it is reported later."""
         if self._step is not None and not self._step._repeatable:
             self.report()
 
@@ -156,7 +156,7 @@ class StepSequence:
             self._step = None
 
     def _get_loss_check(self, phase: int, name: str) -> LossCheck:
-        """Return the LossCheck of a loss. `phase` is the index of the update within a step, from 0.
+        """Return the LossCheck of a loss. `update_index` is the index of the update within a step, from 0.
 
         `name` is the name of the loss, or "" if a step has a single loss.
         """
@@ -167,7 +167,7 @@ class StepSequence:
     def _make_stray_check(
         self, placed: PlacedModel, training_step: TrainingStep, phase: int
     ) -> StrayModuleCheck | None:
-        """Return a module check for the update with index `phase`, or None if this rank has already checked it."""
+        """Return a module check for an update within a step, or None if this rank has already run this check."""
         if self._modules_checked > phase:
             return None
         self._modules_checked = phase + 1
@@ -180,8 +180,8 @@ def _check_mode(model: nn.Module) -> None:
     """Raise UsageError if the model is in evaluation mode and has a layer that depends on the mode."""
     if is_evaluating(model) and (layer := find_mode_dependent_layer(model)):
         raise make_refusal(
-            f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, but {layer}, "
-            "computes a different result in training mode",
+            f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, but the result of "
+            f"{layer}, depends on the mode",
             "call model.train() before the loop; to train in evaluation mode on purpose, call model.train() before "
             "run.place and model.eval() after it",
         )

@@ -100,9 +100,9 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, st
         )
         if differing_name is not None:
             raise make_refusal(
-                f"{differing_name} is a different tensor on rank {rank} than on rank 0",
-                "compute it from values that all ranks share, such as step.sums, step.loss or the weights, and not "
-                "from the micro-batches of a rank",
+                f"{differing_name} differs between rank 0 and rank {rank}",
+                "compute it from values that are the same on all ranks, such as step.sums, step.loss or the weights, "
+                "and not from the micro-batches of a rank",
             )
     return own_digests
 
@@ -120,7 +120,8 @@ def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         index = bisect_right(spans, start, key=itemgetter(1))  # the first tensor that ends after `start`
         if tensor.numel() and index < len(spans) and spans[index][0] < end:
             raise make_refusal(
-                f"{display_name(path)} is {spans[index][2]} of the placed model, but would be a copy after a resume",
+                f"{display_name(path)} shares memory with {spans[index][2]} of the placed model, but would be a copy "
+                f"after a resume",
                 "store a copy: tensor.clone(), or copy.deepcopy(model.state_dict()) for all of them",
             )
 
@@ -135,7 +136,7 @@ def join_state(
 ) -> dict[str, Any]:
     """Return the `run.state` for plain values and tensors from `split_state`, with the tensors on `device`.
 
-    `path` is the checkpoint, for errors. Raises UsageError if a tensor has no place in the plain values.
+    `path` is the checkpoint, for errors. Raises UsageError if the plain values have no None at the path of a tensor.
     """
     state = dict(plain)
     for name, tensor in tensors.items():
@@ -149,7 +150,7 @@ def join_state(
             container[last_key] = tensor.to(device, copy=True)
         except (ValueError, TypeError, LookupError):
             raise UsageError(
-                f"{path}: run.state has no place for the tensor {name[:60]}; choose a different dir"
+                f"{path}: run.state has no entry for the tensor {name[:60]}; choose a different dir"
             ) from None
     return state
 
@@ -203,8 +204,8 @@ def _find_unrestorable(value: Any, path: tuple[str | int, ...]) -> Iterator[tupl
 def _check_no_overlap(tensors: Mapping[str, Tensor]) -> None:
     """Raise UsageError if two tensors overlap in memory.
 
-    A write to one tensor would also change the other tensor, but not after a resume. Adjacent tensors in the same
-    storage are fine, such as the running statistics of a copied BatchNorm layer.
+    A write to one of them would change both, but not after a resume, which restores them as separate tensors. Adjacent
+    tensors in the same storage are fine, such as the running statistics of a copied BatchNorm layer.
     """
     spans = sorted((*_address_range(tensor), path) for path, tensor in tensors.items() if tensor.numel())
     for (_, end, left_path), (start, _, right_path) in pairwise(spans):

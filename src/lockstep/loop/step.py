@@ -80,7 +80,7 @@ class Step:
 
     @property
     def weight(self) -> int:
-        """The weight of the step across all ranks: the number of samples, or the sum of `weight` of `run.steps`.
+        """The weight of the step across all ranks: the number of samples, or the sum of its micro-batches' weights.
 
         If you pass losses as `sum`, `update` divides their gradient by this weight. If you pass several losses by name,
         see `weights`.
@@ -144,7 +144,7 @@ class Step:
 
     @property
     def duplicate(self) -> bool:
-        """Whether a different rank counts the current micro-batch. If True, exclude this micro-batch from your totals.
+        """Whether the current micro-batch is counted on a different rank. If True, exclude it from your own totals.
 
         Ranks compute duplicates if the strategy shards weights and ranks would have different numbers of micro-batches,
         and if an audit repeats a micro-batch.
@@ -167,8 +167,8 @@ class Step:
         current = self._pass
         if current.has_begun:
             raise make_refusal(
-                f"step {self.number}: a second iteration over its micro-batches without step.update(of=...) between "
-                f"them",
+                f"step {self.number}: a second iteration over its micro-batches without step.update(of=...) after the "
+                f"first",
                 'end each iteration with an update of its own optimizer groups, such as step.update(of="D") for '
                 '{"params": ..., "name": "D"}, or pass the sum of all losses to step.backward in a single iteration',
             )
@@ -293,7 +293,7 @@ class Step:
         return microbatch
 
     def _check_named(self, arguments: Sequence[NamedArgument]) -> tuple[Losses, bool]:
-        """Check each named loss, and return the losses for the engine with `is_mean`, which is always False."""
+        """Check the named losses, and return them for the engine with `is_mean`, which is False for named losses."""
         microbatch, step = self._microbatch_of_backward(), self._training_step.step
         assert microbatch.weights is not None
         for name, loss, is_mean in arguments:
@@ -349,7 +349,7 @@ class Step:
         if self.updated:
             raise make_refusal(
                 f"step {number}: step.update was called twice",
-                "call it once for each step, or with of= after another iteration over its micro-batches",
+                "call it once for each step, or once with of= after each iteration over its micro-batches",
             )
         if not self._pass.complete:
             raise self._unfinished()

@@ -25,8 +25,8 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 class StepPass:
     """One iteration over this rank's micro-batches of a step. A step has one iteration per update.
 
-    `leaves` is the number of micro-batches across all ranks, which are the leaves of the reduction tree. `audit` yields
-    the parts of an audited step.
+    `num_microbatches` is the number of micro-batches of the step across all ranks. `audit` yields the computations of
+    an audited step.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StepPass:
 
     @property
     def expected(self) -> int:
-        """The number of micro-batches, without the extra micro-batches of an audit."""
+        """The number of micro-batches of this rank, without the extra micro-batches of an audit."""
         return len(self._training_step.microbatches)
 
     @property
@@ -88,7 +88,7 @@ class StepPass:
             self._guard.mark()
 
     def sums(self) -> Sums:
-        """Return the sums of the step over all ranks. This reduces the gradient, unless the audit has reduced it."""
+        """Return the sums of the step over all ranks. Reduces the gradient, unless the audit has already reduced it."""
         return self._part.sums or self._engine.end()
 
     def start_over(self) -> None:

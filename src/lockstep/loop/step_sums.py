@@ -1,7 +1,7 @@
 """Implements `step.sum`, which adds up numbers over the micro-batches of a step and over all ranks.
 
 The numbers are sent in the same float64 vector as the loss of the step, so integers are exact up to 2**53. The vector
-always has room for ROOM numbers, so that it has the same length on all ranks. The names are compared across ranks
+always has MAX_SUMS entries for them, so that it has the same length on all ranks. The names are compared across ranks
 together with the update settings, one step later and without extra communication.
 """
 
@@ -78,7 +78,7 @@ class StepSums:
         return vector
 
     def end(self, *, has_idle_ranks: bool) -> None:
-        """Determine the names of the numbers. All ranks must call this method after each iteration.
+        """Set `names` to the names that were passed in this iteration. All ranks must call this method at its end.
 
         Set `has_idle_ranks` if some ranks have no micro-batch. These ranks receive the names from the other ranks.
         """
@@ -87,7 +87,7 @@ class StepSums:
             self.names = next((tuple(names) for names in self._world.all_gather_json(self.names) if names), ())
 
     def store_totals(self, counts: Tensor | None) -> None:
-        """Store the totals of the iteration over all ranks. `counts` is the reduced vector."""
+        """Store the totals of the iteration over all ranks. `reduced_vector` is the sum of the vectors of all ranks."""
         if counts is None:
             self.totals = _NO_TOTALS
         else:

@@ -1,4 +1,4 @@
-"""Opens iterable datasets in a custom loop. Each rank indexes a part of the shards, and all get the same index."""
+"""Opens iterable datasets in a custom loop. Each rank indexes some of the shards, and all ranks share the indexes."""
 
 from typing import Any, Final, final
 from weakref import WeakKeyDictionary
@@ -14,7 +14,7 @@ _SAME_SHARDS: Final = "pass the same shards on every rank, because run.steps dis
 
 @final
 class Streams:
-    """The opened streams of a run. A stream that is passed again isn't indexed again."""
+    """Opens the streams of a run. If the script passes a stream again, it isn't indexed again."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -18,7 +18,7 @@ _UNNAMED: Final = ""  # the name of an unnamed value
 class EvaluationPass:
     """The state of an evaluation pass, which is one iteration over `run.each`.
 
-    `numbers` contains the number of each batch of this rank, or None for a batch that a different rank counts.
+    `batch_numbers` contains the number of each batch of this rank, or None for a batch that a different rank counts.
     """
 
     batches: int = 0  # the number of batches on all ranks

@@ -42,7 +42,7 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 class TrainingLoop:
     """Runs the remaining steps of `plan`, and yields each step to the script.
 
-    - `faults`: The faults that were found in the dataset. The loop writes a warning for each fault.
+    - `faults`: The faults of the dataset. The loop writes a warning for each fault.
     - `close`: Closes the run. Called on a signal, and after the last step of a replay.
     """
 
@@ -166,7 +166,7 @@ class TrainingLoop:
         return make_verify_hint(self._world.size, self._rank.folder, sys.argv, by_launch)
 
     def _step_source(self) -> Batches:
-        """Return a function that yields batches from a given step on. In a replay, the batches end at the last step."""
+        """Return a function that yields steps from a given step on, and in a replay, only up to the replayed step."""
         loader, replay = self._loader, self.member.replay
         if replay is None:
             return loader.iterate_steps
@@ -212,7 +212,7 @@ def refuse_autocast(call: str) -> None:
     """Raise UsageError if autocast is enabled around steps, because it would reuse cached casts of the weights."""
     if torch._C._is_any_autocast_enabled():
         raise make_refusal(
-            f"{call}: torch.autocast is enabled around the steps, and would reuse cached casts of the weights from "
+            f"{call}: torch.autocast is enabled around the steps, so it would reuse cached casts of the weights from "
             f"before the last update",
             'remove it, and set the precision of the run: lockstep.join(precision="bf16"); autocast within a '
             "micro-batch is fine",

@@ -64,11 +64,11 @@ def _to_float(value: object) -> float:
 
 
 def _group_indices(step: int, placed: PlacedModel, of: str, audited: bool) -> frozenset[int]:
-    """Return the indices of the groups named `of`. Raises UsageError if a partial update isn't supported."""
+    """Return the indices of the groups named `group_name`. Raises UsageError if a partial update isn't supported."""
     reasons = {
         "in an audited step": audited,
         "with ema": placed.numerics.ema_decay is not None,
-        "with compressed gradients, which keep a part of the gradients of other groups": placed.engine.compresses,
+        "with compressed gradients, which carry residuals of all groups over to later steps": placed.engine.compresses,
     }
     if problem := next((reason for reason, applies in reasons.items() if applies), ""):
         raise make_refusal(

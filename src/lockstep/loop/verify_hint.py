@@ -9,12 +9,11 @@ from lockstep.reporting.jsonl import EVENTS, read_events
 
 
 def make_verify_hint(size: int, folder: Path | None, argv: Sequence[str], by_launch: bool = False) -> str:
-    """Return the hint for the first run of a script on `size` ranks.
+    """Return the hint for the first run of a script on `world_size` ranks, or "" if the hint doesn't apply.
 
-    Returns "" for a single rank, a later run, code that isn't a script, or a process that the script itself started,
-    because `lockstep verify` can only run scripts that train in their own process. `by_launch` is set if `lockstep
-    launch` started this process instead. A run counts as a later run if its folder contains events, so call this
-    function before the run writes its first event.
+    The hint applies to scripts that train in their own process, because `lockstep verify` can't run anything else. It
+    doesn't apply to a single rank, or to a run folder that already contains events, so call this function before the
+    run writes its first event. `started_by_launch` is whether `lockstep launch` started this process.
     """
     is_child_of_script = multiprocessing.parent_process() is not None and not by_launch
     if size == 1 or not argv or not argv[0].endswith(".py") or is_child_of_script:

@@ -60,8 +60,8 @@ class ImportedConfig:
 def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
     """Translate a configuration file of a different framework.
 
-    - `words`: Command-line arguments: pairs KEY VALUE of the framework, and Lockstep overrides `a.b=value`.
-    - `gpus`: The number of GPUs that the file was written for. Only used if the file sets the batch size per GPU.
+    - `arguments`: The command-line arguments: pairs KEY VALUE of the framework, and Lockstep overrides `a.b=value`.
+    - `num_gpus`: The number of GPUs that the file was written for. Only used if the file sets the batch size per GPU.
 
     Raises UsageError if the framework is unknown or a value has no counterpart. Raises ConfigError if the file can't be
     read, or if it has unknown keys or values of a wrong type.
@@ -92,7 +92,7 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
 
 
 def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
-    """Return values and positions by dotted key, from a configuration file and from pairs `KEY VALUE` in `words`.
+    """Return values and positions by dotted key, from a configuration file and from pairs KEY VALUE in `arguments`.
 
     If a key is set several times, the last pair takes precedence, as in yacs.
     """

@@ -1,4 +1,4 @@
-"""Translates the keys of Distribuuuu and pycls that need code in addition to their key tables."""
+"""Translates the keys of Distribuuuu and pycls that their key tables can't translate."""
 
 from typing import Final
 
@@ -14,7 +14,10 @@ _ROOT: Final = "pycls/datasets/data/imagenet"  # relative to the folder that con
 
 
 def translate_distribuuuu(keys: Translation, has_model_override: bool) -> None:
-    """Translate the keys that distribuuuu.yaml can't translate. TRAIN.BATCH_SIZE is the batch size per GPU."""
+    """Translate the keys of Distribuuuu that its key table can't translate.
+
+    In Distribuuuu, TRAIN.BATCH_SIZE is the batch size per GPU.
+    """
     arch, gpus = keys["MODEL.ARCH"], keys.gpus
     source = "lockstep" if arch == "botnet50" else "torchvision" if arch.startswith(_TORCHVISION) else "timm"
     keys.set("recipe.model.source", source, "where Distribuuuu gets the network from")
@@ -48,9 +51,10 @@ def translate_distribuuuu(keys: Translation, has_model_override: bool) -> None:
 
 
 def translate_pycls(keys: Translation, has_model_override: bool) -> None:
-    """Translate the keys that pycls.yaml can't translate. TRAIN.BATCH_SIZE is the global batch size.
+    """Translate the keys of pycls that its key table can't translate.
 
-    If `has_model_override` is True, an override sets the model, and the model keys of pycls are ignored.
+    In pycls, TRAIN.BATCH_SIZE is the global batch size. If `has_model_override` is True, an override sets the model,
+    and the model keys of pycls are ignored.
     """
     if has_model_override:
         keys.skip("recipe.model is set", "MODEL.TYPE", "MODEL.DEPTH", "ANYNET.*", "EN.*", "REGNET.*", "RESNET.*")

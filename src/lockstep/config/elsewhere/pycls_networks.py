@@ -25,9 +25,9 @@ _EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {
 
 
 def find_network(keys: Translation) -> tuple[str, str]:
-    """Return the library and the name of the network that the keys describe. Sets the options of the model in `keys`.
+    """Return the library and the name of the network that the keys describe.
 
-    Raises UsageError if neither library has this network.
+    Sets the options of the model in `keys`. Raises UsageError if neither torchvision nor timm has this network.
     """
     kind = keys["MODEL.TYPE"]
     library_and_name = None

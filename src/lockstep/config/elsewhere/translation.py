@@ -112,7 +112,7 @@ def _wrap_comment(text: str) -> list[str]:
 class Translation:
     """A translation in progress. Most keys are translated by the key table, and the remaining keys by code.
 
-    `file_values` maps the dotted keys in the file to their values. `gpus` is the number of GPUs that the file was
+    `file_values` maps the dotted keys in the file to their values. `num_gpus` is the number of GPUs that the file was
     written for. If neither the table nor the code handles a key, `finish` raises AssertionError.
     """
 
@@ -159,8 +159,8 @@ class Translation:
     def skip(self, reason: str, *keys: str) -> None:
         """Record the reason why framework keys or key patterns have no counterpart.
 
-        If a key has several reasons, the first reason is kept. `finish` ignores the reason if the key has a counterpart
-        after all, because it appears in the origin of a value.
+        If a key has several reasons, the first one is kept. If the key also appears in the origin of a value, it has a
+        counterpart after all, and `finish` ignores the reason.
         """
         for key in {**self._table.defaults, **self._file_values}:
             if any(fnmatchcase(key, pattern) for pattern in keys):
