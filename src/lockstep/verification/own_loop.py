@@ -503,9 +503,7 @@ class _LoopRunner:
     ) -> int:
         """Run the function on a rank of a placement, and return the exit code."""
         sys.stderr = sys.__stderr__
-        vars(sys).pop(
-            "ps1", None
-        )  # set if a notebook forked this process, which isn't interactive: a signal must end it
+        vars(sys).pop("ps1", None)  # set if a notebook forked this process, but a signal must end it
         rank = rendezvous.info.rank
         reads: dict[str, str] = {}
         changes: dict[str, str] = {}
