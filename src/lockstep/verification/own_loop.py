@@ -125,7 +125,7 @@ def verify(
     steps: int | None = None,
     seed: int | None = 0,
 ) -> list[Checked]:
-    """Compare the loss and all weights after each step of a training loop, on several placements and one process.
+    """Check that each step of a training loop gives the same loss and weights on several placements as on one process.
 
     `function` joins a run and iterates over its steps. Instead of a function, you can pass the name or file of a
     recipe, or the file of a script. The function runs in separate processes, once per placement, and is stopped after
