@@ -106,7 +106,7 @@ class Replay:
     """The result of a replay. `start_step` is the step of the checkpoint that the replay started from.
 
     If a digest differs, `machine_differences` lists the differences between this machine and the machine of the run.
-    If a step was observed, `samples` contains the sample indices of each micro-batch, and `get_sample_name` returns the
+    If a step was observed, `sample_indices` contains those of each micro-batch, and `get_sample_name` returns the
     name of a sample. If a script ended before its last step was complete, `end_reason` describes why.
     """
 
