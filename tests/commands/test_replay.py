@@ -254,7 +254,7 @@ def test_a_script_that_ends_where_its_loss_is_nan_has_shown_why(run, start, tmp_
     found = run("replay", "own", "--step", "4", "--", *script, code=2)
     assert "first NaN in the forward of module 2, by sqrt, micro-batch 3, sample 17\n" in found.out
     assert "1 of 1 match the run: the same bits" in found.out
-    assert "before step 4 was done" in found.err
+    assert "before step 4 was complete" in found.err
     found = run("replay", "own", "--step", "4", "--", *script_on(1, "train.py", "own check after", "auto"))
     assert "loss      nan at step 4" in found.out
     assert "2 of 2 match the run: the same bits" in found.out

@@ -63,7 +63,7 @@ def test_a_departure_is_told_with_place_values_and_cause():
     assert lines[-5:] == [
         "zero1 on 3 processes: the first difference: step 2, gradient of conv.weight[3, 0], rank 1",
         "  reference 0.5, here 0.25",
-        "  5 figures and tensors differ in all",
+        "  5 metrics and tensors differ in total",
         "  likely cause: an order of its own",
         "not the same: 1 of 2 placements agree",
     ]

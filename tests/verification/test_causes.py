@@ -125,7 +125,7 @@ def test_without_a_suspect_the_kind_of_the_departure_tells():
 
 def test_a_reference_that_departs_from_itself_and_what_changes_from_run_to_run():
     assert "a second run of the reference gave" in find_cause(diagnosis(trace.LOSS, "", place="single on 1"))
-    assert "had a different result again" in find_cause(diagnosis(trace.LOSS, "", again=False))
+    assert "gave yet another result" in find_cause(diagnosis(trace.LOSS, "", again=False))
     assert "the checkpoint does not contain" in find_cause(diagnosis(trace.LOSS, "", place="single on 1", resumed=True))
 
 

@@ -483,7 +483,7 @@ def test_figures_that_are_only_printed_are_named_last_and_times_not_at_all():
     *_, resumed = check_placements(hiding, (1,), (), 6)
     assert re.search(
         r"likely cause: the loop depends on something that is in no checkpoint and in none of the variables "
-        r"that it reads: a file, the clock, the state of an object of a library, or a weight or buffer that NumPy "
+        r"that it reads: a file, the clock, the state of a library object, or a weight or buffer that NumPy "
         r"changed; or losses \(a list, "
         r"\S*test_own_loop\.py:\d+\)",
         resumed.line,

@@ -1,4 +1,4 @@
-"""Trains a recipe to completion on multiple placements sequentially, and collects the results."""
+"""Trains a recipe to completion on several placements, one after another, and collects the results."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +46,8 @@ def compare(
     - `placements`: Strategies, by name or as mappings with `name` and options.
     - `processes`: The numbers of processes. A single process always runs first. After that, each strategy runs on each
       number above 1, and data_parallel on one process.
-    - `also`: Overrides to compare. For each of them, all placements are trained again with that override. Pass a
-      mapping, or a list of mappings for several values of the same key.
+    - `also`: Overrides to compare. All placements are trained again with each of them. Pass a mapping, or a list of
+      mappings for several values of the same key.
     - `dir`: The folder for the runs. Defaults to a new folder in runs/. Completed runs in this folder are not repeated.
 
     If a run fails, its row contains the reason. If a placement isn't possible, UsageError is raised before any run
@@ -70,7 +70,7 @@ def compare(
 
 
 def run_all(plans: Sequence[PlannedRun], show: ShowComparison) -> Comparison:
-    """Train on each placement to completion in subprocesses, and return the results. Completed runs are not repeated.
+    """Run the planned runs in subprocesses, one after another, and return the results. Completed runs aren't repeated.
 
     `show` is called with the updated comparison after each event. If a run fails, its row contains the reason.
     """
@@ -96,7 +96,7 @@ def _initial_row(plan: PlannedRun) -> ResultRow:
 
 
 def _train_placement(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
-    """Train on a placement, and return its final row. `show` is called with the updated row after each event."""
+    """Execute a planned run, and return its final row. `show` is called with the updated row after each event."""
     row = replace(plan.row, state="running")
     show(row)
     start, first = time.time(), 0

@@ -1,4 +1,4 @@
-"""The output of a comparison: a live display, and then the table, the JSON file, the page and the PNG files."""
+"""The output of a comparison: a live display while it runs, then a table, a JSON file, a page and PNG files."""
 
 import time
 from pathlib import Path
@@ -25,7 +25,7 @@ _DRAW_INTERVAL_S: Final = 0.2
 class Display:
     """Shows a comparison while it is running.
 
-    On a terminal, the display is a live table. Otherwise, the display prints a line for each run that starts or ends.
+    On a terminal, this is a live table. Otherwise, a line is printed whenever a run starts or ends.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -63,7 +63,7 @@ class Display:
 
 
 def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
-    """Print the table, write the files, and return their paths."""
+    """Print the results as a table, write them to files in `folder`, and return the paths of the files."""
     console = make_console(stream)
     print_unwrapped(console, make_table(comparison, console))
     for line in conclusion_lines(comparison):

@@ -28,16 +28,16 @@ _MEMORY: Final = "On a GPU, the allocated memory. Otherwise, the resident memory
 
 
 def make_title(comparison: Comparison) -> str:
-    """Return a short title. If there are multiple variants or placements, the title contains their number."""
+    """Return a short page title. If there are several variants or placements, it contains their number."""
     placements, variants = {row.placement for row in comparison.rows}, {row.variant for row in comparison.rows}
     subject = f"{len(variants)} variants of {comparison.recipe}" if len(variants) > 1 else comparison.recipe
     return f"{subject} under {len(placements)} placements" if len(placements) > 1 else f"{subject}, {placements.pop()}"
 
 
 def make_sections(comparison: Comparison) -> list[Section]:
-    """Return the sections of the page: the table, the results, and the time and memory.
+    """Return the sections of the page: the table of runs, and charts of the results, time and memory.
 
-    For a sweep, the results are the metric curves of its runs. For multiple placements, charts over the number of
+    The results of a sweep are the metric curves of its runs. For several placements, charts over the number of
     processes come before the metric curves.
     """
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
@@ -91,7 +91,7 @@ def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
 def _make_series(
     comparison: Comparison, get_value: Callable[[ResultRow], float | None]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of a line for each strategy and variant. Each line starts at the single-process run."""
+    """Return the (processes, value) points of each strategy and variant, starting with the single-process run."""
     rows = comparison.done
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -108,7 +108,7 @@ def _make_series(
 
 
 def _time_and_memory_charts(comparison: Comparison) -> Iterator[Chart]:
-    """Yield a chart of how each placement spends its time, and a chart of the peak memory of each rank."""
+    """Yield a chart of the time that placements spend on each activity, and a chart of the peak memory per rank."""
     spent = [row for row in comparison.done if row.spent]
     parts = [part for part in _ACTIVITIES if any(part in row.spent for row in spent)]
     if parts:
@@ -133,7 +133,7 @@ def _metric_charts(comparison: Comparison) -> Iterator[Chart]:
 
 
 def _sweep_chart(comparison: Comparison) -> Iterator[Chart]:
-    """If a sweep changes a number, yield a chart of the final metric over this number."""
+    """If the comparison is a sweep over a number, yield a chart of the final metric over this number."""
     rows = comparison.done if _is_sweep(comparison) else []
     points, keys, figures = [], set(), set()
     for row in rows:

@@ -43,8 +43,8 @@ Strategy = Mapping[str, Any]  # the name of a strategy and its options
 class ComparisonRequest:
     """A request to compare placements: a recipe with overrides, strategies, numbers of processes, and variants.
 
-    Each item of `variants` is an override, such as `recipe.batchnorm=sync`. It defines an additional variant of the
-    recipe to compare.
+    Each item of `variants` is an override, such as `recipe.batchnorm=sync`, that defines another variant of the recipe
+    to compare.
     """
 
     source: str
@@ -57,7 +57,7 @@ class ComparisonRequest:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of a comparison: its configuration, its row in the results, and the function that trains it."""
+    """A run of a comparison: its configuration, its row in the results, and the function that runs the training."""
 
     loaded: Loaded
     row: ResultRow
@@ -96,8 +96,8 @@ def make_folder_name(source: str) -> Path:
 def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     """Plan the runs of a comparison. For each variant of the recipe, a single process runs first, as the reference.
 
-    On a single process, only `single` runs, and `data_parallel` if it is one of the requested strategies. Raises
-    UsageError with all reasons if any placement isn't possible.
+    Only the strategies `single` and, if requested, `data_parallel` run on one process. If any placement isn't possible,
+    raises UsageError with the reasons of all placements that aren't.
     """
     _check_overrides((*request.overrides, *request.variants))
     torch.set_num_threads(1)  # forked processes must not inherit a thread pool
@@ -118,7 +118,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     for variant, loaded in _load_variants(request, _placement_overrides(*reference)):
         try:
             setup = _open_setup(loaded)
-        except UsageError as error:  # a mistake of the recipe itself is reported once, without the variants
+        except UsageError as error:  # errors of the original recipe aren't repeated for its variants
             if str(error) not in recipe_problems:
                 recipe_problems.append(f"{variant}: {error}" if variant else str(error))
             continue
@@ -140,7 +140,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
 
 
 def _load_variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
-    """Load the original recipe and its variants. Return each variant with its configuration, without duplicates.
+    """Load the original recipe and its variants. Return (variant, configuration) pairs without duplicates.
 
     Raises ConfigError with the problems of all variants.
     """
@@ -162,7 +162,7 @@ def _load_variants(request: ComparisonRequest, placement: Sequence[str]) -> list
 def _format_value(loaded: Loaded, key: str) -> str:
     """Format the value of a recipe key as an override, such as `recipe.batchnorm=sync`.
 
-    If a section has a shorthand, the value is the shorthand.
+    If the value is a section that has a shorthand, the shorthand is used.
     """
     path = tuple(key.split("."))
     value = reduce(mapping_at, path[:-1], values(loaded.config)).get(path[-1])
@@ -175,7 +175,7 @@ def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
 
 
 def _open_setup(loaded: Loaded) -> Setup:
-    """Run the checks that don't depend on the placement, and open the recipe."""
+    """Run the checks that don't depend on the placement, open the recipe, and return its setup."""
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)
     return open_recipe_without_placement(loaded)
@@ -242,6 +242,6 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _slug(text: str) -> str:
-    """Convert text to a valid file name. If this changes the text, append a hash to keep the name unique."""
+    """Convert text to a valid file name. If this changes the text, a hash is appended to keep the name unique."""
     slug = re.sub(r"[^\w.=-]+", "-", text).strip("-.")[:_MAX_SLUG_CHARS]
     return slug if slug == text else f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -22,8 +22,8 @@ from lockstep.reporting.terminal import create_table
 
 State = Literal["waiting", "running", "done", "failed"]
 
-# The parts of the training time in the table, as named in the Done event. If the time isn't split into parts,
-# `training` is the total.
+# The parts of the training time in the table, as named in the Done event. If the time isn't split into parts, the
+# event only contains the total, `training`.
 PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
 _TRAINING: Final = (*PARTS, "training")
 MIB: Final = 1 << 20
@@ -33,11 +33,12 @@ _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 @dataclass(frozen=True)
 class ResultRow:
-    """The result of a placement of a recipe, with its run in `folder`. `Comparison.rows` contains these rows.
+    """The result of training a recipe on a placement, with its run in `folder`. `Comparison.rows` contains these rows.
 
-    `variant` is the override that makes its recipe different from the original recipe. In rows of the original recipe,
-    it contains the original values of the compared keys. `promises` is the promise of the strategy: `bits`, `close` or
-    `none`. If the run failed, `reason` is the error. `step`, `steps` and `left_s` describe the progress of a run.
+    `variant` is the override that is compared with the original recipe. In rows of the original recipe, it contains the
+    original values of the compared keys. `promises` is how closely the strategy promises to match a single process:
+    `bits`, `close` or `none`. If the run failed, `reason` is the error. `step`, `steps` and `left_s` describe the
+    progress of a run.
     """
 
     strategy: str
@@ -72,7 +73,7 @@ class ResultRow:
 
     @property
     def spent(self) -> dict[str, list[float]]:
-        """The seconds that each rank spent on each activity since the run was last started."""
+        """The seconds that each rank spent on each activity since the latest start of the run."""
         return get_seconds_by_rank(self.history.last)
 
     @property
@@ -82,7 +83,7 @@ class ResultRow:
 
     @property
     def samples_per_s(self) -> float | None:
-        """The training throughput since the run was last started, in samples per second.
+        """The training throughput since the latest start of the run, in samples per second.
 
         The time of setup, evaluations and saves is excluded.
         """
@@ -93,16 +94,16 @@ class ResultRow:
         return (end - begin) / seconds
 
     def part(self, name: str) -> float | None:
-        """Return the fraction of the training time of all ranks that was spent on this part, or None if unknown."""
+        """Return the fraction of training time that ranks spent on an activity, such as `data`, or None if unknown."""
         total = sum(sum(self.spent.get(part_name, ())) for part_name in PARTS)
         return sum(self.spent.get(name, ())) / total if total else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`, with a row for each placement in the order in which they ran.
+    """The result of `compare`, with a row for each placement, in the order in which they ran.
 
-    `machine` is a description of the machine.
+    `machine` describes the machine.
     """
 
     recipe: str
@@ -110,7 +111,7 @@ class Comparison:
     machine: str = ""
 
     def reference(self, row: ResultRow) -> ResultRow | None:
-        """Return the row of the same recipe on a single process, which is the reference for `row`.
+        """Return the reference for `row`: the row of the same recipe on a single process.
 
         Returns None if that run isn't complete.
         """
@@ -131,7 +132,7 @@ class Comparison:
         return None if speed_up is None else speed_up / row.processes
 
     def same_bits(self, row: ResultRow) -> bool | None:
-        """Return whether the weights are identical to the weights of a single process.
+        """Return whether the weights are identical to those of a single process.
 
         Returns None if either hash is missing.
         """
@@ -140,30 +141,30 @@ class Comparison:
 
     @property
     def broken(self) -> list[ResultRow]:
-        """The placements that promise the same bits as a single process, but have different weights."""
+        """The rows whose strategy promises the same bits as a single process, but whose weights differ."""
         return [row for row in self.rows if row.promises == "bits" and self.same_bits(row) is False]
 
     @property
     def done(self) -> list[ResultRow]:
-        """The placements that have completed training."""
+        """The rows of placements that completed training."""
         return [row for row in self.rows if row.state == "done"]
 
     @property
     def figure(self) -> str:
-        """The name of the metric that runs of the recipe monitor."""
+        """The name of the monitored metric of the recipe."""
         return next((row.history.monitor for row in self.rows if row.history.started), "loss")
 
     @property
     def failed(self) -> list[ResultRow]:
-        """The placements that failed."""
+        """The rows of placements that failed."""
         return [row for row in self.rows if row.state == "failed"]
 
     @property
     def left_s(self) -> float | None:
         """The remaining seconds of the comparison, or None if they can't be estimated.
 
-        The estimate is the remaining time of the current run, plus the average duration of the completed and current
-        runs for each waiting run.
+        The estimate is the remaining time of the current run, plus the mean duration of the completed and current runs
+        for each waiting run.
         """
         durations = [row.seconds for row in self.rows if row.seconds is not None]
         running = [row for row in self.rows if row.state == "running"]
@@ -181,7 +182,7 @@ _Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and a
 
 
 def make_columns(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the columns of the results table: the cells of all rows by column heading.
+    """Return the columns of the results table, as a dict from headings to cells.
 
     The most important columns come first. Columns without information are omitted.
     """
@@ -201,7 +202,7 @@ def make_table(comparison: Comparison, console: Console) -> RenderableType:
 
 
 def conclusion_lines(comparison: Comparison) -> list[str]:
-    """Return the lines below the table about failed runs, and about strategies that broke their promise."""
+    """Return lines about failed runs and about strategies that broke their promise, to show below the table."""
     lines = [f"{row.label} failed: {row.reason}" for row in comparison.failed]
     return lines + [
         f"{row.label} has different weights than one process, although strategy {row.strategy} promises the same bits; "
@@ -211,7 +212,7 @@ def conclusion_lines(comparison: Comparison) -> list[str]:
 
 
 def to_json(comparison: Comparison) -> str:
-    """Return the comparison as JSON, with all values of its rows. Unknown values are null."""
+    """Return the comparison as JSON, with all values of each row. Unknown values are null."""
     rows = [_row_to_dict(comparison, row) for row in comparison.rows]
     return json.dumps({"recipe": comparison.recipe, "machine": comparison.machine, "rows": rows}, indent=1) + "\n"
 
@@ -249,7 +250,7 @@ def format_state(comparison: Comparison, row: ResultRow) -> str:
 
 
 def _format_variant(comparison: Comparison, row: ResultRow) -> str:
-    """Format the variant of a row. The first row and the rows like it are the recipe without any override of --also."""
+    """Format the variant of a row. Rows with the variant of the first row have no override from --also."""
     return f"{row.variant} (unchanged)" if row.variant and row.variant == comparison.rows[0].variant else row.variant
 
 

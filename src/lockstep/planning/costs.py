@@ -13,7 +13,7 @@ _HOUR: Final = 3600.0
 class CostParameters:
     """The parameters of a cost estimate. A parameter is None if the cost wasn't requested.
 
-    `price` is the price of a device per hour. `mtbf_s` is the mean time between failures of the run, and `save_s` is
+    `price_per_hour` is the price of a device. `mtbf_s` is the mean time between failures of the run, and `save_s` is
     the duration of a save, both in seconds.
     """
 
@@ -27,7 +27,7 @@ class Costs:
     """The estimated costs of a placement. A field is None if the cost wasn't requested.
 
     `epoch` and `run` are the prices of all training steps in an epoch and in the full run. `save_every` is the optimal
-    number of steps between two saves. With this number, `kept` is the fraction of time spent on steps that aren't lost,
+    number of steps between two saves. `kept` is the resulting fraction of time that is spent on steps that aren't lost,
     assuming that restarts take no time.
     """
 
@@ -64,7 +64,8 @@ def optimal_interval_s(save_s: float, mtbf_s: float) -> float:
 def kept_fraction(interval_s: float, save_s: float, mtbf_s: float) -> float:
     """Return the fraction of time that is spent on steps that aren't lost, assuming a constant failure rate.
 
-    This uses the complete cost function of Daly (see `optimal_interval_s`), with restarts that take no time.
+    `interval_s` is the training time between two saves. The formula is Daly's complete cost function, with restarts
+    that take no time. See `compute_optimal_interval_s` for the source.
     """
     ratio = (interval_s + save_s) / mtbf_s
     return interval_s / mtbf_s * math.exp(-ratio) / -math.expm1(-ratio)

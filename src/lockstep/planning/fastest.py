@@ -32,10 +32,10 @@ _MAX_CONFIG_BYTES: Final = 1 << 18  # maximum size of a config.yaml file to read
 
 
 def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loaded, str]:
-    """Select the fastest strategy. Return the configuration with this strategy and its prediction, and a message.
+    """Select the fastest strategy. Return a configuration with this strategy and its prediction, and a message.
 
-    A resumed run keeps the strategy that was selected before, if the number of processes is the same. `report` is
-    called with each placement before it is measured. Raises UsageError if no strategy fits into memory.
+    A resumed run keeps the previously selected strategy, unless the number of processes has changed. `report` is called
+    with each placement before it is measured. Raises UsageError if no strategy fits into memory.
     """
     with add_key_positions(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
@@ -62,9 +62,9 @@ def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loade
 
 
 def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
-    """Return the prediction that was recorded when the resumed run was started.
+    """Return the prediction that the run to resume recorded when it was started.
 
-    Returns None for a new run, without a prediction, or if the number of processes has changed.
+    Returns None for a new run, if no prediction was recorded, or if the number of processes has changed.
     """
     file = _recorded_config(loaded.config.run)
     if file is None:
@@ -78,7 +78,7 @@ def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
 
 
 def _recorded_config(run: RunConfig) -> Path | None:
-    """Return the configuration file of the run that is resumed, or None if a new run starts.
+    """Return the configuration file of the run to resume, or None if a new run starts.
 
     `run.resume` may be the run folder or a checkpoint in it.
     """

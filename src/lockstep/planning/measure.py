@@ -35,9 +35,8 @@ from lockstep.training.progress import Progress
 from lockstep.training.turn import TrainingStep
 
 TIMED_STEPS: Final = 5  # number of timed steps; the step time is their median
-# Steps for measuring the peak memory, which is the highest peak of these steps. In a real run, communication takes a
-# different time in each step, and its buffers are held until it ends. Therefore, the simulated peers use these
-# durations of the communication, relative to the step time.
+# The peak memory is the maximum over steps with these communication times, relative to the step time. In a real run,
+# the communication time varies from step to step, and buffers are held until the communication ends.
 _COMMUNICATION_STEPS: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
 
 
@@ -45,9 +44,9 @@ _COMMUNICATION_STEPS: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
 class Measurements:
     """The measurements of a rank.
 
-    `held` and `peak` are its memory between two steps and at the peak of a step, in bytes. `seconds` is the step time
-    without loading data. In each step, the rank sends `sent` bytes in `messages` messages. With simulated peers, the
-    step time assumes a link with the given speed, and separate cores for each rank.
+    `held` is the memory in use between two steps, and `peak` the peak memory of a step, both in bytes. `seconds` is the
+    step time without loading data. In each step, the rank sends `sent` bytes in `messages` messages. With simulated
+    peers, the step time assumes a link with the given speed, and separate cores for each rank.
     """
 
     held: int
@@ -58,12 +57,12 @@ class Measurements:
 
 
 def run_rank(resolved: ResolvedConfig, link: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Run a rank of a placement, and write its measurements to a JSON file in `folder`. Return the exit code.
+    """Measure a rank of a placement, and write the measurements to a JSON file in `folder`. Return the exit code.
 
-    With simulated peers, `rendezvous` has a single process, and `link` is the simulated speed in bytes per second. If
-    `setup` is None, as in a spawned process, the recipe is opened here.
+    With simulated peers, `rendezvous` has a single process, and `link_bytes_per_s` is the simulated speed. If `setup`
+    is None, as in a spawned process, the recipe is opened here.
     """
-    gc.freeze()  # the garbage collection before each measurement then skips existing objects, which saves 0.25 s
+    gc.freeze()  # garbage collections before each measurement then skip existing objects, which saves 0.25 s
     with ExitStack() as stack:
         session = stack.enter_context(open_recipe_rank(rendezvous, resolved.loaded))
         traffic = None
@@ -103,7 +102,10 @@ def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Mea
 
 
 def run_save(resolved: ResolvedConfig, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Run a single rank, and write to `folder` how many seconds training waits for a save. Return the exit code."""
+    """Measure the seconds that training waits for a save, and write them to a JSON file. Return the exit code.
+
+    This runs a single rank. The JSON file and the checkpoints are written to `folder`.
+    """
     save_times = []
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
         engine, run_step = _start_engine(_prepare(resolved, setup), world)
@@ -121,7 +123,7 @@ def run_save(resolved: ResolvedConfig, folder: Path, setup: Setup | None, rendez
 
 
 def _prepare(resolved: ResolvedConfig, setup: Setup | None) -> PreparedRun:
-    """Return the prepared recipe. If `setup` is None, as in a spawned process, the recipe is opened here."""
+    """Prepare a run of the recipe. If `setup` is None, as in a spawned process, the recipe is opened here."""
     return PreparedRun(resolved, setup or open_recipe_without_placement(resolved.loaded))
 
 
@@ -137,7 +139,7 @@ def _start_engine(prepared: PreparedRun, world: World) -> tuple[Engine, Callable
 
 
 class _Memory:
-    """The memory in use on a device in bytes, from torch's CUDA allocator or, on the CPU, from the C library."""
+    """Measures the memory in use in bytes, from torch's CUDA allocator or, on the CPU, from the C library."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

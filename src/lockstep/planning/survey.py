@@ -41,9 +41,9 @@ _SINGLE, _MESH = "single", "mesh"  # mesh isn't measured by default, because it 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine to plan for: the `memory` of a rank in bytes, and the speed of its `link` in bytes per second.
+    """The machine to plan for: the `memory` of a rank in bytes, and the `link` speed in bytes per second.
 
-    Both can be None. Without a link, the ranks run on this machine and share its cores.
+    Both can be None. Without a link speed, the ranks run on this machine and share its cores.
     """
 
     memory: int | None = None
@@ -52,7 +52,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class PlacementEstimate:
-    """A placement with the maximum measurements of its ranks, or with the reason why it couldn't be measured.
+    """A placement with its measurements (the maximum over its ranks), or with the reason why it couldn't be measured.
 
     `pretended` is whether a single rank ran with simulated peers. Otherwise, all ranks ran on this machine.
     """
@@ -67,14 +67,14 @@ class PlacementEstimate:
     costs: Costs = field(default_factory=Costs)
 
     def fits(self, machine: Machine) -> bool | None:
-        """Return whether a rank has enough memory, or None if this is unknown."""
+        """Return whether the peak memory fits in the memory of a rank, or None if either is unknown."""
         if self.figures is None or machine.memory is None:
             return None
         return self.figures.peak <= machine.memory
 
 
 def to_prediction(row: PlacementEstimate) -> PredictedConfig:
-    """Convert a measured placement to a prediction, which is compared with the actual run when the run ends."""
+    """Convert a measured placement to a prediction, which is compared with the actual run when it ends."""
     assert row.figures is not None
     strategy = parse(row.strategy, "").values
     return PredictedConfig(
@@ -93,7 +93,7 @@ def survey(
     machine: Machine,
     report: ReportProgress,
 ) -> list[PlacementEstimate]:
-    """Measure each strategy on each number of processes.
+    """Measure each strategy on each number of processes, and return an estimate for each placement.
 
     If `strategies` is empty, this measures all strategies that promise the same bits, except for strategies that
     unpickle received data. `setup` is the result of `open_for_survey`. `report` is called with each placement before it
@@ -104,7 +104,7 @@ def survey(
 
 
 def open_for_survey(loaded: Loaded) -> Setup:
-    """Run the checks that don't depend on the placement, and open the recipe before processes are forked.
+    """Run the checks that don't depend on the placement, and open the recipe. Call this before forking processes.
 
     Raises UsageError if the recipe is invalid.
     """
@@ -119,8 +119,8 @@ def _list_placements(
 ) -> Iterator[tuple[StrategyConfig, int]]:
     """Yield the strategies and numbers of processes to measure.
 
-    On one process, most strategies are the same as `single`, so only `single` is measured, and `data_parallel` if it is
-    requested.
+    On one process, most strategies are the same as `single`. Therefore, only `single` is measured, and `data_parallel`
+    if it is requested.
     """
     candidates = [*strategies]
     if not candidates:
@@ -148,12 +148,12 @@ def _is_exact(placement: Placement) -> bool:
 
 
 def with_placement(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
-    """Return a configuration with this strategy and number of processes, without audits and loader workers."""
+    """Return a copy of the configuration with this strategy and number of processes, but no audits or data workers."""
     return with_strategy(loaded, strategy, processes).replace_values("placement", {"audit_every": None, "workers": 0})
 
 
 def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
-    """Return a configuration with this strategy and number of processes."""
+    """Return a copy of the configuration with this strategy and number of processes."""
     return loaded.replace_values("placement", {"strategy": strategy, "processes": processes})
 
 
@@ -182,9 +182,9 @@ def _check_and_measure(
 def _measure(
     resolved: ResolvedConfig, setup: Setup, machine: Machine, report: ReportProgress
 ) -> tuple[Measurements | None, bool, str]:
-    """Measure a placement. Return the measurements, whether peers were simulated, and the reason if it wasn't measured.
+    """Measure a placement. Return the measurements, whether peers were simulated, and the reason for a failure.
 
-    A single rank with simulated peers runs first, because this machine may not have enough memory for all ranks.
+    If possible, a single rank with simulated peers runs first, because this machine may lack the memory for all ranks.
     """
     processes, max_ranks, single = resolved.processes, _max_ranks(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
@@ -199,7 +199,11 @@ def _measure(
         if machine.link or not all_can_run:
             return single, True, reason
     elif processes > max_ranks:
-        return None, False, f"a rank depends on messages of the other ranks, and at most {max_ranks} ranks can run here"
+        return (
+            None,
+            False,
+            f"a rank depends on messages from other ranks, and this machine can run at most {max_ranks} ranks",
+        )
     report(f"{name}, all ranks")
     all_ranks, reason = measure_maxima(resolved, setup, None)
     if all_ranks is not None and single is not None:
@@ -210,7 +214,7 @@ def _measure(
 
 
 def _max_ranks(placement: Placement) -> int:
-    """Return how many ranks can run on this machine at once. With the NCCL backend, each rank needs a GPU."""
+    """Return the maximum number of ranks that can run on this machine. With NCCL, each rank needs its own GPU."""
     cards = _gpu_count(placement)
     return cards if cards and placement.backend != "gloo" else max(MIN_CPU_RANKS, usable_cores())
 
@@ -220,7 +224,7 @@ def _gpu_count(placement: Placement) -> int:
 
 
 def memory_per_rank(placement: Placement, processes: int) -> int:
-    """Return the available memory of each rank in bytes: a share of a GPU's memory, or of the free CPU memory."""
+    """Return the memory available to each rank in bytes: a share of a GPU's memory, or of the free CPU memory."""
     if cards := _gpu_count(placement):
         least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
         return int(least) // -(-processes // cards)  # ranks may share a GPU
@@ -230,9 +234,9 @@ def memory_per_rank(placement: Placement, processes: int) -> int:
 
 
 def measure_maxima(resolved: ResolvedConfig, setup: Setup, link: float | None) -> tuple[Measurements | None, str]:
-    """Measure a rank whose simulated peers are connected by a link of this speed, or all ranks if `link` is None.
+    """Measure one rank with simulated peers at this link speed, or all ranks if `link_bytes_per_s` is None.
 
-    Return the maximum of each measurement over the ranks, or None and the reason if there are no measurements.
+    Returns the maximum of each measurement over the ranks, or None and the reason if there are no measurements.
     """
     ranks = 1 if link else resolved.processes
     results, reason = _run_and_read(partial(run_rank, resolved, link or DEFAULT_LINK), setup, resolved, ranks)
@@ -244,7 +248,7 @@ def measure_maxima(resolved: ResolvedConfig, setup: Setup, link: float | None) -
 def measure_save_time(loaded: Loaded, setup: Setup) -> float:
     """Return the number of seconds that training waits for a save to the disk of the run folder.
 
-    This only runs a single process, because any number of processes writes the same files. Raises UsageError if the
+    This runs a single process, because the files are the same for any number of processes. Raises UsageError if the
     measurement fails.
     """
     resolved = check_config(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
@@ -252,7 +256,7 @@ def measure_save_time(loaded: Loaded, setup: Setup) -> float:
     disk = next(candidate for candidate in (folder, *folder.parents) if candidate.is_dir())
     results, reason = _run_and_read(partial(run_save, resolved), setup, resolved, 1, disk)
     if not results:
-        raise UsageError(f"--mtbf: cannot measure a save: {reason}; set its time with --save")
+        raise UsageError(f"--mtbf: cannot measure the time of a save: {reason}; set it with --save")
     return float(results[0])
 
 
@@ -263,9 +267,9 @@ def _run_and_read(
     ranks: int,
     disk: Path | None = None,
 ) -> tuple[list[Any], str]:
-    """Run `body` on each rank with a temporary folder, and return the JSON values that the ranks wrote to the folder.
+    """Run a function on each rank with a temporary folder, and return the JSON values that it wrote to the folder.
 
-    If `disk` is set, the temporary folder is created in this folder. After a failure, returns an empty list and the
+    If `parent_folder` is set, the temporary folder is created there. After a failure, returns an empty list and the
     reason.
     """
     with TemporaryDirectory(prefix="lockstep-plan-", dir=disk) as name:

@@ -1,4 +1,4 @@
-"""Formats the results of a survey as a table or JSON, and selects the best placement."""
+"""Formats the results of a survey as a table or as JSON, and selects the best placement."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _COSTS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save ever
 
 
 def sort_rows(rows: Sequence[PlacementEstimate], machine: Machine) -> list[PlacementEstimate]:
-    """Sort placements by step time. Placements that don't fit into memory or have no measurements come last."""
+    """Return the placements in order of step time. Those that don't fit into memory or weren't measured come last."""
     return sorted(rows, key=lambda row: (row.figures is None, row.fits(machine) is False, row.seconds or 0.0))
 
 
@@ -34,9 +34,9 @@ def make_table(rows: Sequence[PlacementEstimate], machine: Machine) -> Table:
 
 
 def unmeasured_lines(rows: Sequence[PlacementEstimate]) -> list[str]:
-    """Return a line for each strategy that couldn't be measured on some numbers of processes.
+    """Return a line for each strategy that couldn't be measured on all requested numbers of processes.
 
-    Each line lists these numbers, and the reason for the first number.
+    The line lists the numbers of processes without measurements, and the reason for the first of them.
     """
     unmeasured: dict[str, list[PlacementEstimate]] = {}
     for row in rows:
@@ -50,7 +50,7 @@ def unmeasured_lines(rows: Sequence[PlacementEstimate]) -> list[str]:
 
 
 def find_best(rows: Sequence[PlacementEstimate], machine: Machine) -> PlacementEstimate | None:
-    """Return the first measured placement that isn't known to exceed the memory, or None if there is none."""
+    """Return the first measured placement that fits into memory, as far as this is known, or None if there is none."""
     return next((row for row in rows if row.figures is not None and row.fits(machine) is not False), None)
 
 

@@ -1,4 +1,4 @@
-"""Converts the observations of a probe to findings about the user's code. This module doesn't run user code."""
+"""Converts the observations of a probe into findings about the user's code. This module doesn't run user code."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,15 +35,15 @@ OF_FORWARD: Final = (
 )
 _CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
 _RELATIVE_TOLERANCE: Final = (
-    1e-3  # two sums of the same losses differ by much less than this, and a sum and a mean by much more
+    1e-3  # much larger than the rounding error of a sum of losses, and much smaller than its distance from a mean
 )
 
 
 class RandomSample(NamedTuple):
-    """A sample that differs when it is fetched again or, with `differs_by_rank`, when a different rank fetches it.
+    """A sample that changes when it is fetched again or, with `differs_by_rank`, when another rank fetches it.
 
-    `part` is training or validation, and `sample_index` is its index in this dataset. `difference` describes the
-    part of the sample that differs, such as its inputs.
+    `split_name` is training or validation, and `sample_index` is the index in this split. `difference` names the
+    values that change, such as the inputs.
     """
 
     part: str
@@ -53,7 +53,7 @@ class RandomSample(NamedTuple):
 
 
 class LossComparison(NamedTuple):
-    """The loss of multiple samples computed together, and the sum of their individually computed losses."""
+    """The loss of several samples computed together, and the sum of their losses computed one by one."""
 
     samples: int
     joint_loss: float
@@ -64,11 +64,11 @@ class LossComparison(NamedTuple):
 class ProbeResult:
     """The observations of a probe about the data, the model and the loss, made in a single process.
 
-    A field `differs_...` describes the part that differs, such as the loss, or is an empty string.
+    A `differs_...` field names the result that differs, such as the loss, and is empty if no result differs.
     """
 
     buffers: Sequence[str] = ()
-    # Buffers outside torch's BatchNorm that forward() modifies, each with the class name of its module.
+    # Buffers outside torch's BatchNorm that forward() modifies, mapped to the class names of their modules.
     # `accumulating_buffers` lists the buffers whose final value depends on the first micro-batch.
     changed_buffers: Mapping[str, str] = field(default_factory=dict)
     accumulating_buffers: Sequence[str] = ()
@@ -82,18 +82,18 @@ class ProbeResult:
     differs_on_repeat: str = ""  # when the same micro-batch is repeated from the same state
     differs_without_previous: str = ""  # when a micro-batch runs without the previous micro-batch
     differs_by_rank: str = ""  # when this process poses as a different rank
-    # Nondeterministic values that forward() reads, such as CLOCK in witness.py, each with its source line.
+    # Nondeterministic values that forward() reads, such as CLOCK in witness.py, mapped to source lines.
     reads: Mapping[str, str] = field(default_factory=dict)
     differs_in_evaluation: str = ""  # when a batch is evaluated without the previous batch
     evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # like `reads`, for evaluation
     traits: Sequence[str] = ()  # properties that may give different results under some strategies (see ModelTraits)
     missing_kernel: str = ""  # torch's error about an operation without a deterministic kernel
-    # Source lines of user code by key: model, loss, data, training and validation (the code that fetches samples),
-    # kernel (the operation without a deterministic kernel), and the names of buffers, attributes and global variables.
+    # Source lines of user code by key. The keys are model, loss, data, training and validation (the code that fetches
+    # samples), kernel (the operation without a deterministic kernel), and the names of buffers, attributes and globals.
     source_lines: Mapping[str, str] = field(default_factory=dict)
 
     def location_of(self, *names: str) -> str:
-        """Return the first known source line for any of these names, such as ` (net.py:12)`, or an empty string."""
+        """Return the first known source line of these names as text, such as ` (net.py:12)`, or an empty string."""
         locations = [self.source_lines[name] for name in names if self.source_lines.get(name)]
         return f" ({locations[0]})" if locations else ""
 
@@ -101,8 +101,8 @@ class ProbeResult:
 def findings(result: ProbeResult, placement_differs: bool = False) -> list[CodeFinding]:
     """Return the faults and notes about the user's code.
 
-    Set `placement_differs` if training gave different results on a placement. If no other fault explains this, drawing
-    from a random number generator that Lockstep doesn't seed is then reported as a fault instead of a note.
+    Set `placement_differs` if training on a placement gave different results than the reference. If no fault explains
+    this, draws from a random number generator that Lockstep doesn't seed are reported as a fault instead of a note.
     """
     code_findings = _all_findings(result)
     unexplained = placement_differs and not any(finding.fault for finding in code_findings)
@@ -166,8 +166,7 @@ def _kernel_findings(result: ProbeResult) -> Iterator[CodeFinding]:
             f"{result.missing_kernel}; use a different operation"
         )
         yield CodeFinding(NOT_DETERMINISTIC, True, text)
-    # A counter in a global variable changes with each call. Unless the code also reads a clock, the counter explains
-    # the difference.
+    # If a global variable changes, it explains the difference, unless the code also reads a clock.
     elif result.differs_on_repeat and not (result.variables and not _clock_reads(result)):
         text = (
             f"the same micro-batch, computed again by a fresh copy of the model{result.location_of('model')} with "
@@ -208,7 +207,7 @@ def _list_reads(result: ProbeResult, names: Sequence[str]) -> str:
 def _state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     """Yield a finding for each kind of state that a forward pass changes.
 
-    Changed weights are always a fault. Other changes are a fault if they affect the result of a forward pass.
+    Changed weights are always a fault. Any other change is only a fault if it affects the result of a forward pass.
     """
     depends_on_previous = bool(result.differs_without_previous)
     if result.generators:
@@ -307,11 +306,12 @@ def _buffer_findings(result: ProbeResult) -> Iterator[CodeFinding]:
 
 
 def _accumulates(result: ProbeResult, names: Sequence[str]) -> bool:
-    """Return whether any of these buffers depends on earlier micro-batches. The buffer of a cache doesn't."""
+    """Return whether any of these buffers depends on earlier micro-batches. For example, a cached table doesn't."""
     return any(name in result.accumulating_buffers for name in names)
 
 
 def is_norm(buffer: str, kind: str) -> bool:
+    """Return whether a buffer seems to belong to a normalization layer. `kind` is the class name of its module."""
     return "norm" in kind.lower() or buffer.rpartition(".")[2].startswith("running_")
 
 
@@ -346,10 +346,10 @@ def _loss_findings(result: ProbeResult) -> Iterator[CodeFinding]:
             f"(reduction='sum'), or one value for each sample (reduction='none')"
         )
         yield CodeFinding(MEAN_LOSS, True, text)
-    elif not result.differs_on_repeat:  # a loss that differs in each call can't be checked
+    elif not result.differs_on_repeat:  # otherwise, the loss differs in each call and can't be checked
         text = (
             f"{measured}: this is not a sum over samples, so the result depends on which samples share a micro-batch; "
-            f"the recipe sets this, so it is the same on every placement, but microbatches=1 has a different result"
+            f"the recipe sets this, so it is the same on every placement, but microbatches=1 gives a different result"
         )
         yield CodeFinding(NO_SUM, False, text)
 

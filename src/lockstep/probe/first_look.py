@@ -1,8 +1,7 @@
 """Checks the user's code while a run starts, and warns if its results would depend on the placement.
 
 The check runs the probe of `lockstep verify` (probe/probe.py) with a few samples. The probe changes random number
-generators, global variables, and the state of models and datasets. Therefore, it runs in a separate process, which
-doesn't affect the run.
+generators, global variables, and the state of models and datasets. Therefore, it runs in a separate process.
 """
 
 import fcntl
@@ -36,7 +35,7 @@ from lockstep.setup.user_code import import_paths
 
 NOT_CHECKED: Final = "not checked"
 
-_PATIENCE_S: Final = 10.0  # maximum time that a starting run waits for the check
+_PATIENCE_S: Final = 10.0  # maximum time that a run waits for the check when it starts
 _MAX_PARAMETERS: Final = 250_000_000  # maximum size of a model to check; the check holds several copies of it
 _PLAIN: Final = ("torch", "torchvision", "timm", "lockstep")
 _PARAMETRIZED: Final = nn.utils.parametrize.ParametrizationList
@@ -46,7 +45,7 @@ GetFindings = Callable[[], list[CodeFinding]]
 
 @contextmanager
 def check_in_background(setup: Setup) -> Iterator[GetFindings]:
-    """Check the model, the loss and the data in the background. Yield a function that waits for the faults.
+    """Check the model, the loss and the data in the background. Yield a function that waits for and returns the faults.
 
     Models and datasets that are part of Lockstep aren't checked, and neither are models that consist of plain layers
     from known libraries, such as timm and torchvision. The check runs in a forked process, so enter this context
@@ -79,11 +78,11 @@ def is_part_of_lockstep(setup: Setup) -> bool:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Return whether all layers of a model are from known libraries, and have neither hooks nor running state.
+    """Return whether all layers of a model are from known libraries and have no hooks, parametrizations or state.
 
-    Lockstep handles the running statistics of BatchNorm and InstanceNorm. Other buffers of these libraries are constant
-    tables, unless they are floating-point and saved in the state dict. The two implementations of spectral_norm are
-    recognized by a hook and a parametrization.
+    The running statistics of BatchNorm and InstanceNorm don't count as state, because Lockstep handles them. All other
+    floating-point buffers that are saved in the state dict count as state. Buffers of any other kind are assumed to be
+    constant tables. Both implementations of spectral_norm are excluded: one uses a hook, the other a parametrization.
     """
     return all(
         type(module).__module__.partition(".")[0] in _PLAIN
@@ -122,7 +121,7 @@ def _unchecked_finding(reason: str) -> CodeFinding:
 def _run_check(setup: Setup, sender: Connection) -> None:
     """Run the check in a forked process."""
     die_with_parent()
-    for number in get_stop_signals():  # signals are sent to the process group, and the run handles the signals
+    for number in get_stop_signals():  # the run handles signals, which the whole process group receives
         signal.signal(number, signal.SIG_IGN)
     _silence_output()
     _reopen_files()
@@ -142,12 +141,12 @@ def _find_faults(setup: Setup) -> list[CodeFinding]:
     paths = import_paths(setup.recipe)
     forward = "model" in paths or "loss" in paths or not is_plain(build_on_meta(setup.build_blank))
     code_findings = findings(run_quick_probe(setup, samples="data" in paths, forward=forward))
-    # An operation without a deterministic kernel isn't reported here, because torch raises an error during training.
+    # Skip operations without a deterministic kernel, because torch raises an error for them during training.
     return [finding for finding in code_findings if finding.fault and finding.culprit != NOT_DETERMINISTIC]
 
 
 def _silence_output() -> None:
-    """Redirect stdout and stderr to /dev/null. The run itself prints the same messages."""
+    """Redirect stdout and stderr to /dev/null, because the run itself prints the same messages."""
     null_descriptor = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(null_descriptor, number)

@@ -2,10 +2,10 @@
 
 A micro-batch must give the same result on every rank, regardless of earlier micro-batches. To check this, the probe
 runs two micro-batches with a new copy of the model. A second copy runs only the second micro-batch, and a third copy
-runs the first micro-batch while the process poses as a different rank. The probe also compares the attributes, buffers
-and global variables, and the states of the random number generators, before and after the forward passes.
+runs the first micro-batch while the process poses as another rank. The probe also compares the attributes, buffers,
+global variables and random number generator states before and after the forward passes.
 
-The probe changes all of this state, so run it in a separate process.
+The probe modifies this state, so run it in a separate process.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ ResultDigests = Mapping[str, str]  # the digest of each gradient by parameter na
 
 @dataclass(frozen=True)
 class _ProbeSettings:
-    """The settings of a probe: the function that builds the model, the micro-batches, and the precision."""
+    """The settings of a probe. `backward` is whether to run the backward pass too."""
 
     build: Callable[[], nn.Module]
     microbatches: Sequence[MicroBatch]
@@ -69,7 +69,7 @@ class _ProbeSettings:
 
 
 def run_probe(setup: Setup, device: torch.device) -> ProbeResult:
-    """Check the data, the model and the loss of a recipe, with the device and the precision of its run."""
+    """Check the data, the model and the loss of a recipe on a device, in the precision of the recipe."""
     samples = find_changing_samples(setup, _SAMPLES)
     traits = ModelTraits()
     build = traits.wrap_builder(setup.problem.build_model)
@@ -80,9 +80,9 @@ def run_probe(setup: Setup, device: torch.device) -> ProbeResult:
 
 
 def run_quick_probe(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
-    """Check some samples (with `samples`) and the forward pass (with `forward`) in float32 on the CPU.
+    """Check a few samples if `check_samples` is set, and the forward pass on the CPU if `check_forward` is set.
 
-    This doesn't find problems that only occur in the backward pass or on a different device.
+    The forward pass runs in float32. Problems that only occur in the backward pass or on another device aren't found.
     """
     samples_found = find_changing_samples(setup, _QUICK_SAMPLES) if samples else []
     if not forward:
@@ -104,7 +104,7 @@ def run_quick_probe(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
 
 
 def find_changing_samples(setup: Setup, count: int) -> list[RandomSample]:
-    """Fetch some samples of each split twice, and once as a different rank. Return the samples that changed."""
+    """Fetch some samples of each split twice, and once more as another rank. Return the samples that changed."""
     seed = setup.recipe.seed
     length = len(setup.data.train)
     order = shuffle(seed, 0, length)(np.arange(min(count, length))).tolist()
@@ -136,7 +136,7 @@ def check_loop_dataset(split: Split, fetch_method: object) -> list[CodeFinding]:
 def _changing_samples(
     part: str, split: Split, indices: Sequence[int], draw: int | None, across_ranks: bool = True
 ) -> Iterator[RandomSample]:
-    _sample_digests(split, indices[:1], draw)  # a dataset may use random numbers once, when it fetches its first item
+    _sample_digests(split, indices[:1], draw)  # a dataset may draw random numbers only for its first item
     first = _sample_digests(split, indices, draw)
     second = _sample_digests(split, indices[::-1], draw)[::-1]
     checks_rank = across_ranks and first == second
@@ -147,10 +147,10 @@ def _changing_samples(
 
 
 def _run_as_other_rank(compute: Callable[[], T], fallback: T) -> T:
-    """Call `compute` while posing as rank 1 of 2. Return the result, or `fallback` if it raises an exception.
+    """Return the result of `compute` while this process poses as rank 1 of 2, or `fallback` if it raises an exception.
 
-    Code that waits for other ranks raises an exception, because there are no other ranks. This doesn't mean that its
-    result would be wrong.
+    Code that waits for other ranks raises an exception, because they don't exist. This doesn't mean that the code
+    depends on the rank.
     """
     try:
         with as_rank(1, 2):
@@ -184,7 +184,7 @@ def _run_probe(
 
 @final
 class _Probe:
-    """Runs micro-batches with new copies of the model, and compares the results."""
+    """Runs micro-batches on new copies of the model, and compares the results."""
 
     def __init__(self, setup: Setup, device: torch.device, settings: _ProbeSettings) -> None:
         self._setup = setup
@@ -246,7 +246,7 @@ class _Probe:
             else locations
         )
         if rank_difference and RANK not in reads and CLOCK in reads:
-            # The result depends on the clock, which didn't advance between the first two runs, and not on the rank.
+            # The result depends on the clock, not on the rank. The clock didn't advance between the first two runs.
             repeated, rank_difference = rank_difference, ""
         return ProbeResult(
             buffers=[name for name, _ in model.named_buffers()],
@@ -277,9 +277,10 @@ class _Probe:
         return [name for name, digest_tensors in digest_weights(model).items() if digest_tensors != before[name]]
 
     def _check_evaluation(self) -> tuple[str, dict[str, str]]:
-        """Evaluate a batch with and without a previous batch. If the outputs differ, return `outputs` and the causes.
+        """Evaluate a batch with and without a batch before it, and compare the outputs.
 
-        The causes are the nondeterministic values that the evaluation reads, with their source lines.
+        If the outputs differ, return `outputs`, and the nondeterministic values that the evaluation reads, with their
+        source lines. Otherwise, return an empty string and an empty dict.
         """
         first, second = self._settings.microbatches[0], self._settings.microbatches[-1]
         if self._evaluation_digest(self._build_model(), first, second) == self._evaluation_digest(
@@ -300,11 +301,11 @@ class _Probe:
             return [digest_tensors(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
 
     def _build_model(self) -> nn.Module:
-        """Build a new copy of the model. This also seeds the random number generators of Python and NumPy."""
+        """Build a new copy of the model, and seed the random number generators of Python and NumPy."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._settings.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
         computing = convert_compute_dtype(model, self._numerics.dtype)
-        computing.train()  # don't use its result, because a custom train() may not return the model
+        computing.train()  # not chained, because a custom train() may not return the model
         return computing
 
     def _run_microbatch(self, model: nn.Module, microbatch: MicroBatch) -> ResultDigests:
@@ -342,14 +343,14 @@ class _Probe:
         return LossComparison(samples, loss(slice(samples)), one_by_one)
 
     def _record_reads(self, microbatch: MicroBatch) -> dict[str, str]:
-        """Build and run the model. Return the nondeterministic values that this reads, with their source lines."""
+        """Build the model and run a micro-batch. Return the nondeterministic values that are read, by source."""
         with record_reads() as recorded:
             self._run_microbatch(self._build_model(), microbatch)
         return dict(recorded)
 
 
 def _source_lines(setup: Setup) -> dict[str, str]:
-    """Return the source lines of the user's model, loss and dataset, and of the code that fetches samples, by key."""
+    """Return the source lines of the user's model, loss and dataset by key (see `ProbeResult.source_lines`)."""
     recipe = setup.recipe
     paths = user_code.import_paths(recipe)
     locations = {part: user_code.source_line(import_object(path, part)) for part, path in paths.items()}
@@ -363,14 +364,14 @@ def _source_lines(setup: Setup) -> dict[str, str]:
 
 
 def _fetch_function(split: Split) -> object:
-    """Return the function that fetches samples of a custom split."""
+    """Return the user's function that fetches samples of a split."""
     if isinstance(split, ImportedSplit):
         return type(split.dataset).__getitem__
     return type(split.split if isinstance(split, CheckedSplit) else split).fetch
 
 
 def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the source line that changes each of these attributes and buffers of a model, by name."""
+    """Return the source lines that change the given attributes, buffers and weights of a model, by name."""
     locations = {}
     for name in names:
         path, _, attribute = name.rpartition(".")
@@ -392,21 +393,21 @@ def _sample_digests(split: Split, indices: Sequence[int], draw: int | None) -> l
         leaves = leaves_with_paths(split.fetch(np.array([index]), draw))
         digests.append({path: digest_tensors([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
         if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the random number generators for each item
-            # If a dataset caches an augmented item, the values of the item stay the same, but fetching the item again
-            # uses no random numbers.
+            # If a dataset caches an augmented item, fetching it again returns the same values, but doesn't draw random
+            # numbers.
             digests[-1][_RANDOM_CALLS] = str([*get_rng_states().values(), digest_tensors([torch.get_rng_state()])])
     return digests
 
 
 def _describe_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
-    """Return a text about the first difference between two samples, or an empty string if there is none."""
+    """Describe the first difference between two samples. Returns an empty string if they are equal."""
     of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(left.keys() - {_RANDOM_CALLS}) <= 2 else {}
     paths = [path for path in (*left, *right) if left.get(path) != right.get(path)]
     return {_RANDOM_CALLS: _RANDOM_CALLS, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
 
 
 def _first_difference(left: ResultDigests, right: ResultDigests) -> str:
-    """Return a text about the first difference, which is in the loss or the gradient of a parameter."""
+    """Describe the first difference between two results. Returns an empty string if they are equal."""
     for name in left.keys() | right.keys() if left.keys() != right.keys() else left:
         if left.get(name) != right.get(name):
             return f"gradient of {name}" if name else "loss"

@@ -1,6 +1,6 @@
-"""State that a forward pass can change: in the model, in random number generators and in global variables.
+"""Snapshots of state that a forward pass can change: the model, random number generators and global variables.
 
-A string represents each value. The string changes when the value changes.
+Each value is represented by a string that changes when the value changes.
 """
 
 import random as python_random
@@ -21,7 +21,7 @@ from lockstep.setup import user_code
 from lockstep.training.checkpoint.tensorfile import digest_tensors
 
 CACHE: Final = "cache of"  # prefix of the string that represents a function with functools.lru_cache
-SPECTRAL_NORM: Final = "spectral_norm"  # used instead of the class name for a module with torch's spectral_norm
+SPECTRAL_NORM: Final = "spectral_norm"  # replaces the class name of a module with torch's spectral_norm
 
 _MAX_DEPTH: Final = 4  # maximum nesting level of containers and objects
 _MAX_SHOWN_CHARS: Final = 24  # maximum length of a value that is shown in full
@@ -32,7 +32,7 @@ _MAX_TENSOR_BYTES: Final = 16 << 20
 
 @final
 class ModelState:
-    """Digests of the state that a forward pass can change in a model, except for torch's BatchNorm layers."""
+    """A snapshot of the state that a forward pass can change in a model, except for torch's own BatchNorm layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.kinds: dict[str, str] = {}
@@ -64,7 +64,7 @@ class ModelState:
 
 
 class _Variable(NamedTuple):
-    """A global variable or class attribute: its full name, its value, and a function that finds the line to report."""
+    """A global variable or class attribute: its full name, its value, and a function that finds its source line."""
 
     name: str
     value: Any
@@ -73,10 +73,10 @@ class _Variable(NamedTuple):
 
 @final
 class Globals:
-    """The values of global variables and class attributes in the user's modules, and the state of their functions.
+    """A snapshot of the global variables, class attributes and functions in the user's modules.
 
-    The state of a function consists of its attributes, its default values and its closure. `scopes` adds the local
-    variables of running functions. Each scope is a pair: the local variables by name, and the function's code object.
+    The state of a function consists of its attributes, default values and closure. `scopes` adds the local variables of
+    running functions, as pairs of the variables by name and the code object of the function.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ def _class_attributes(cls: type) -> Iterator[_Variable]:
 
 def get_rng_states() -> dict[str, str]:
     """Return the states of Python's and NumPy's default random number generators as strings, by generator name."""
-    # NumPy's legacy generator, which is used by np.random.rand and similar functions.
+    # np.random.get_state() is the state of NumPy's legacy generator, which np.random.rand and similar functions use.
     return {PYTHON: repr(python_random.getstate()), NUMPY: repr(np.random.get_state())}
 
 
@@ -168,26 +168,26 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
 
 
 def _custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that user code has set on a module, by name. Skips the internal attributes of torch."""
+    """Yield the name and value of each attribute that user code has set on a module, without torch's own attributes."""
     # `forward` is included because Lockstep and other libraries wrap it on the instance.
     registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
     # The hook of spectral_norm recomputes the weight from parameters and buffers before each forward pass.
     computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
-        # Internal types of torch, such as the types of fully_shard.
+        # Internal attributes of torch, such as hook dicts and the state of fully_shard.
         is_internal = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name
         if name not in {*registries, *computed} and not is_internal and not _lists_parameters(value):
             yield name, value
 
 
 def _lists_parameters(value: Any) -> bool:
-    """Return whether a value is or contains parameters, which the optimizer changes. E.g. `_flat_weights` of an RNN."""
+    """Return whether a value is or contains parameters of the model, such as `_flat_weights` of an RNN."""
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(item, nn.Parameter) for item in values)
 
 
 def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
-    """Return the string that represents a global variable. An object of a library class is represented by its type."""
+    """Return the string that represents a global variable. For an object of a library class, this is its type."""
     if isinstance(value, _lru_cache_wrapper):
         return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
@@ -209,7 +209,7 @@ def _cell_contents(cell: Any) -> Any:
 
 
 def _format_value(value: Any, depth: int) -> str:
-    """Return a string that changes when the value changes. At depth 0, this is only the type."""
+    """Return a string that changes when the value changes. At depth 0, an object is represented by its type."""
     if isinstance(value, Tensor):
         return f"tensor {_digest(value)}"
     if isinstance(value, np.ndarray | np.generic):

@@ -1,4 +1,4 @@
-"""Model properties that may affect results under sharded strategies: strides, hooks, in-place writes, skipped calls."""
+"""Model properties that may change results under sharded strategies: strides, hooks, in-place writes, skipped calls."""
 
 import sys
 from collections import Counter
@@ -16,7 +16,7 @@ _HOOK_FUNCTIONS: Final = ("register_hook", "register_prehook")
 
 @final
 class ModelTraits:
-    """Records properties of a model that may give different results under a sharded strategy.
+    """Records properties of a model that may change its results under a sharded strategy.
 
     This class registers hooks, which only record calls and don't affect results.
     """
@@ -32,7 +32,7 @@ class ModelTraits:
         return self  # the hooks of a copied model report to the same object
 
     def wrap_builder(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Return a function that builds a model with `build`, and registers hooks on it."""
+        """Return a function that calls `build` and watches the returned model."""
 
         def build_and_watch() -> nn.Module:
             model = build()
@@ -42,7 +42,7 @@ class ModelTraits:
         return build_and_watch
 
     def watch(self, model: nn.Module) -> None:
-        """Register hooks on a model, which record all future forward passes."""
+        """Register hooks that record all subsequent forward passes of a model."""
         self._static_traits = [*_static_traits(model)]
         for name, module in model.named_modules():
             if name and any(True for _ in module.parameters()):
@@ -51,7 +51,7 @@ class ModelTraits:
         model.register_forward_hook(self._end_forward)
 
     def describe(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
-        """Describe the recorded properties, with the most likely cause of a different result first.
+        """Return a description of each recorded property, with the most likely cause of different results first.
 
         `modules` contains the user's modules by name.
         """
@@ -125,7 +125,7 @@ def _static_traits(model: nn.Module) -> Iterator[str]:
 
 
 def _is_part_of_lockstep(hook: Any) -> bool:
-    """Return whether a hook is one that Lockstep adds to the parameters of a placed model."""
+    """Return whether a gradient hook belongs to Lockstep, which adds hooks to the parameters of a placed model."""
     function = hook.func if isinstance(hook, partial) else hook
     return str(getattr(function, "__module__", "")).partition(".")[0] == "lockstep"
 

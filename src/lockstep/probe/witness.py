@@ -1,7 +1,7 @@
-"""Records the source lines that read values that differ between processes or calls: clocks, ranks, random numbers.
+"""Finds the source lines that read values that differ between processes or calls: clocks, ranks, random numbers.
 
-Python calls a profiler for each function call, and a tracer for each executed line outside of libraries. Both make a
-forward pass several times slower, so they only run if there is a difference to explain.
+A profiler is called for each function call, and a tracer for each executed line outside of libraries. Both make a
+forward pass several times slower, so they are only used if there is a difference to explain.
 """
 
 import datetime
@@ -37,13 +37,13 @@ _RANK_FUNCTIONS: Final = ("get_rank", "get_world_size", "get_node_local_rank")  
 
 @contextmanager
 def record_reads(batch_id: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str, str]]:
-    """Record the nondeterministic values that the block reads. Yield a dict with the source line of each read.
+    """Record the nondeterministic values that the `with` block reads. Yield a dict that maps them to source lines.
 
     The keys of the dict are constants of this module, such as CLOCK, or NUMPY for a draw from NumPy's generator.
 
-    `batch_id` returns an ID of the current batch, or 0 between batches. Between batches, only reads of the rank and the
-    world size are recorded. Lockstep seeds the random number generators for each batch, so a changed generator state
-    isn't recorded if the ID has changed too.
+    `get_batch_id` returns an ID of the current batch, or 0 between batches. Between batches, only reads of the rank and
+    the world size are recorded. Lockstep seeds the random number generators for each batch, so a changed generator
+    state isn't recorded if the batch ID has changed too.
     """
     reads: dict[str, str] = {}
     before = sys.getprofile(), sys.gettrace()
@@ -84,9 +84,9 @@ class _CallRecorder:
 
 @final
 class _RandomCallTracer:
-    """A tracer that records the source lines in which the state of a random number generator changes.
+    """A tracer that records the source lines at which the state of a random number generator changes.
 
-    The profiler can't record these lines, because Python doesn't call it for the functions of NumPy's generator.
+    A profiler can't find these lines, because Python doesn't call it for the functions of NumPy's generator.
     """
 
     def __init__(self, reads: dict[str, str], batch_id: Callable[[], int]) -> None:
@@ -99,7 +99,7 @@ class _RandomCallTracer:
 
     def trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        # Installed packages other than the known libraries are only traced within a batch, not e.g. during an import.
+        # Skip known libraries. Trace other installed packages only within a batch, not while they are imported.
         if event != "call" or is_library_file(file) or (is_installed(file) and not self._batch_id()):
             return None
         self._compare_states()
@@ -116,9 +116,9 @@ class _RandomCallTracer:
         return self._trace_line
 
     def _compare_states(self) -> None:
-        """Compare the generator states with the last check. If a state changed, record the current source line.
+        """Record the current source line if a generator state has changed since the last check.
 
-        Changes aren't recorded while no traced code is running.
+        Changes are only recorded while traced code is running.
         """
         before, self._last_batch_id = self._last_batch_id, self._batch_id()
         if self._last_batch_id != before:

@@ -1,4 +1,4 @@
-"""Implements `lockstep replay`: selects the steps, runs the replays sequentially, and writes the results."""
+"""Implements `lockstep replay`: selects the steps, runs one replay after another, and writes the results."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ def _parse_steps(options: Options) -> tuple[int, int]:
 
 
 def _replay_random_steps(options: Options, count: int, print_line: Callable[[str], None]) -> int:
-    """Select up to `count` random steps with a recorded digest, replay them, and return the exit code."""
+    """Replay up to `count` random steps with a recorded digest, and return the exit code."""
     if options.changes:
         raise UsageError("--check: compares with the run, so --change is not supported; remove --change")
     path = options.folder / digest_file.DIGESTS
@@ -121,7 +121,7 @@ def _replay_random_steps(options: Options, count: int, print_line: Callable[[str
         )
     sample = sorted(random.SystemRandom().sample(steps, min(count, len(steps))))
     print_line(f"chosen: step{'s' if len(sample) > 1 else ''} {', '.join(map(str, sample))}")
-    spans: dict[int, list[int]] = {}  # steps to replay, by the step of the checkpoint that their replay starts from
+    spans: dict[int, list[int]] = {}  # steps to replay, by the step of the checkpoint to start from
     for step in sample:
         spans.setdefault(find_checkpoint_before(options.folder, step)[0], []).append(step)
     return max(

@@ -19,9 +19,9 @@ from lockstep.training.observer import Observer, StepObservations
 
 @final
 class ObservedTask:
-    """Wraps a task so that an observer sees its losses. Forwards all other attributes to the task.
+    """Wraps a task so that an observer sees its losses. All other attributes are those of the task.
 
-    If `on_loss` is set, `loss` first calls `on_loss` with the loss function of the task, the outputs and the batch.
+    If `on_loss` is set, `loss` first calls it with the loss function of the task, the outputs and the batch.
     """
 
     def __init__(self, task: Task) -> None:
@@ -48,8 +48,8 @@ def observe_step(
 ) -> StepObservations:
     """Run the micro-batches of a step again in a single process, and return the observations.
 
-    This doesn't affect the step. If `trace` is passed, it records the tensors of the micro-batches and the results of
-    all modules and operations.
+    This doesn't affect the step. If `trace` is passed, the tensors of the micro-batches and the results of all modules
+    and operations are added to it.
     """
     observations = StepObservations()
     for microbatch in microbatches:

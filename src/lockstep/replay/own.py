@@ -16,12 +16,12 @@ from lockstep.training.checkpoint import store
 
 
 def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *, with_observations: bool) -> Replay:
-    """Run a script from the checkpoint before step `first` until step `last` is complete, and return the result.
+    """Replay steps `first_step` to `last_step` by running a script with `command`, and return the result.
 
-    The script uses a temporary folder with that checkpoint instead of its run folder. Raises UsageError if the script
-    ends before step `last` is complete. With `with_observations`, the script may end within step `last`, for example
-    with its own error if a loss is NaN. In this case, the result contains the observations up to that point, and
-    `end_reason` is set.
+    The script resumes from the checkpoint before `first_step`, in a temporary run folder. Raises UsageError if the
+    script ends before `last_step` is complete. With `with_observations`, the script may end during `last_step`, for
+    example with its own error if a loss is NaN. In this case, the result contains the observations up to that point,
+    and `end_reason` is set.
     """
     check_step_reached(folder, last)
     start, checkpoint = find_checkpoint_before(folder, first)
@@ -40,7 +40,8 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
         if not any(event.get("step") == last for event in events) or (completed.returncode and observations is None):
             end = "\n".join((completed.stdout + completed.stderr).splitlines()[-20:])
             end_reason = (
-                f"{' '.join(command)}: ended with exit code {completed.returncode} before step {last} was done:\n{end}"
+                f"{' '.join(command)}: ended with exit code {completed.returncode} before step {last} was complete:\n"
+                f"{end}"
             )
             if observations is None:
                 raise UsageError(end_reason)

@@ -17,14 +17,14 @@ _CONTEXT_STEPS: Final = 50  # number of logged steps to show in the chart before
 
 
 def format_lines(replay: Replay) -> Iterator[str]:
-    """Yield the lines about a replay to print on a terminal."""
+    """Yield the lines to print on a terminal about a replay."""
     steps = [step.step for step in replay.steps]
     start = f"after step {replay.start}" if replay.start else "from the initial weights"
     placement = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
     yield f"{replay.folder}  {_steps_text(steps)}  started {start}  {placement}"
     yield from _verdict_lines(replay)
     if replay.end_reason:
-        yield "loss      unknown: the script ended before the step was done"
+        yield "loss      unknown: the script ended before the step was complete"
     else:
         yield f"loss      {replay.steps[-1].loss:.6g} at step {steps[-1]}, learning rate {replay.steps[-1].lr:.6g}"
     observations = replay.observations

@@ -1,7 +1,7 @@
-"""Replays steps of a run on any placement, and compares their digests with the digests that the run recorded.
+"""Replays steps of a run on any placement, and compares their digests with those that the run recorded.
 
-A replay starts from the last checkpoint before its first step, or from the initial weights. It doesn't write to the run
-folder.
+A replay starts from the latest checkpoint before its first step, or from the initial weights. It doesn't write to the
+run folder.
 """
 
 import json
@@ -56,21 +56,23 @@ from lockstep.training.reports import StepReports
 from lockstep.training.update_norms import measure_update
 
 _DIGEST_INTERVAL: Final = Interval(steps=64)  # how often the digests of all ranks are summed
-# Prefixes of keys that may differ from the run, because they don't affect results. Keys that set the location of data
-# or user code may differ too.
+# Prefixes of keys that may differ from the run, because they don't affect results. Keys for the location of data or
+# user code may differ too.
 _OVERRIDABLE_PREFIXES: Final = ("placement.", "run.key_file")
 
 
-DigestKey = tuple[int, bool]  # the step of a digest, and whether the digest is of weights
+DigestKey = tuple[int, bool]  # the step of a digest, and whether it is a digest of the weights
 
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """A request to replay steps `first` to `last` of the run in `folder`, counted from 1.
+    """A request to replay steps `first_step` to `last_step` of the run in `folder`, counted from 1.
 
-    `overrides` set keys that may differ from the run, such as the placement. `changes` set any key of the recipe.
-    With `changes`, the replay isn't compared with the run. `with_observations` requests observations of the last step,
-    and `with_trace` requests a trace of all tensors of the last step.
+    - `overrides`: Values of keys that may differ from the run, such as the placement.
+    - `changes`: Values of any keys of the recipe. With changes, the replay isn't compared with the run.
+    - `trust`: Whether to run user code that the recipe references.
+    - `with_observations`: Whether to observe the last step.
+    - `with_trace`: Whether to trace all tensors of the last step.
     """
 
     folder: Path
@@ -85,7 +87,7 @@ class ReplayRequest:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A replayed step: its loss, learning rate and digest, and the digest that the run recorded, or None."""
+    """A replayed step: its loss, learning rate and digest, and the digest that the run recorded, if any."""
 
     step: int
     loss: float
@@ -95,17 +97,17 @@ class ReplayedStep:
 
     @property
     def differs(self) -> bool:
-        """Whether the digest differs from the recorded digest. False if the run recorded no digest."""
+        """Whether the digest differs from the recorded one. False if the run recorded none."""
         return self.recorded not in (None, self.digest)
 
 
 @dataclass
 class Replay:
-    """The result of a replay. `start` is the step of the checkpoint that the replay started from.
+    """The result of a replay. `start_step` is the step of the checkpoint that the replay started from.
 
     If a digest differs, `machine_differences` lists the differences between this machine and the machine of the run.
-    For an examined step, `samples` contains the sample indices of each micro-batch, and `get_sample_name` returns the
-    name of a sample. If a script ended before its last step was complete, `end_reason` describes how.
+    If a step was observed, `sample_indices` contains those of each micro-batch, and `get_sample_name` returns the
+    name of a sample. If a script ended before its last step was complete, `end_reason` describes why.
     """
 
     folder: Path
@@ -137,12 +139,12 @@ class Replay:
 
     @property
     def first_difference(self) -> ReplayedStep | None:
-        """The first step whose digest differs from the recorded digest, or None."""
+        """The first step whose digest differs from the recorded one, or None."""
         return next((step for step in self.steps if step.differs), None)
 
 
 class RunToReplay(NamedTuple):
-    """A run to replay: its configuration, and the checkpoint to start from, or None to start at step 0."""
+    """A run to replay: its configuration, and the checkpoint to start from, or None for the initial weights."""
 
     loaded: Loaded
     checkpoint: Path | None
@@ -155,7 +157,8 @@ class RunToReplay(NamedTuple):
 def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int:
     """Replay the steps in this process or in child processes, and return the exit code.
 
-    `report` is called on rank 0. Raises UsageError if the run didn't reach the steps, or if a required file is missing.
+    `report` is called with the result on rank 0. Raises UsageError if the run didn't reach the steps, or if a required
+    file is missing.
     """
     torch.set_num_threads(1)  # see run/start.py
     run = open_run(request)
@@ -164,7 +167,7 @@ def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int
 
 
 def open_run(request: ReplayRequest) -> RunToReplay:
-    """Read the configuration of a run, and find the checkpoint before the steps. Raises UsageError on failure."""
+    """Read the configuration of the run and find the checkpoint to start from. Raises UsageError on failure."""
     folder, config = request.folder, request.folder / CONFIG
     if not config.is_file():
         raise UsageError(
@@ -186,7 +189,7 @@ def open_run(request: ReplayRequest) -> RunToReplay:
     start, checkpoint = find_checkpoint_before(folder, request.first)
     if checkpoint is None and loaded.config.recipe.start is not None:
         later = f"; replay steps after {min(checkpoints)[0]}" if checkpoints else ""
-        raise UsageError(f"{folder}: started from the weights of another run, which are not in it{later}")
+        raise UsageError(f"{folder}: the run started from weights of another run, which this folder lacks{later}")
     digests = read_recorded_digests(folder)
     return RunToReplay(
         loaded, checkpoint, start, request.last, checkpoint or max(checkpoints, default=(0, None))[1], digests
@@ -202,7 +205,7 @@ def check_step_reached(folder: Path, step: int) -> None:
 
 
 def find_checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
-    """Return the step and the path of the last checkpoint before a step. If there is none, return 0 and None."""
+    """Return the step and the path of the latest checkpoint before a step, or 0 and None if there is none."""
     return max(
         (checkpoint for checkpoint in _list_checkpoints(folder) if checkpoint[0] < step),
         default=(0, None),
@@ -211,7 +214,7 @@ def find_checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
 
 
 def read_recorded_digests(folder: Path) -> dict[DigestKey, int]:
-    """Return the digests in a run folder by step and kind."""
+    """Return the digests that a run recorded, by step and kind."""
     return {(digest.step, digest.weights): digest.value for digest in digest_file.read(folder / digest_file.DIGESTS)}
 
 
@@ -253,7 +256,7 @@ def _run_rank(
 
 @final
 class _StepReplayer:
-    """Replays steps on a rank. Wraps the engine that computes the steps, and is passed to the training loop instead."""
+    """Replays steps on a rank. The training loop uses this object as its engine. It wraps the real engine."""
 
     def __init__(
         self, request: ReplayRequest, run: RunToReplay, prepared: PreparedRun, world: World, progress: Progress
@@ -263,7 +266,7 @@ class _StepReplayer:
         self._world = world
         self._progress = progress
         setup = prepared.setup
-        self._models: list[nn.Module] = []  # all models built so far; the engine runs the last model
+        self._models: list[nn.Module] = []  # all models built so far; the engine uses the last one
         self._task = ObservedTask(setup.task)
         problem = replace(
             setup.problem, optional_task=self._task, build_model=self._record_models(setup.problem.build_model)
@@ -319,7 +322,7 @@ class _StepReplayer:
         return update
 
     def _trace_tensors(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the unsharded value of each tensor. If there is a trace, add the tensor to the trace."""
+        """Yield the name and unsharded value of each tensor, after adding it to the trace, if any."""
         for name, tensor in iterate_full_tensors(self._world, tensors()):
             if self._replay.trace is not None:
                 self._replay.trace.add(part, "", name, tensor)
@@ -350,7 +353,7 @@ class _StepReplayer:
         return islice(self._loader.iterate_steps(first), self._request.last - first)
 
     def _examine(self, microbatches: MicroBatches, step: Step) -> None:
-        """Record the samples of the step. If a single process runs the full model, also observe the step."""
+        """Record the samples of the step. If a single process runs the full model, observe the step too."""
         self._replay.samples = self._loader.get_sample_indices(step)
         self._replay.get_sample_name = self._setup.data.get_sample_name
         trace = self._replay.trace
@@ -380,7 +383,7 @@ class _StepReplayer:
             self._replay.machine_differences = self._differences()
 
     def _differences(self) -> list[str]:
-        """Compare this machine with the machine of the run: libraries, hardware, and the user's source files."""
+        """List the differences between this machine and that of the run: libraries, hardware and user source files."""
         path = self._opened_run.machine
         if path is None:
             return []
@@ -393,7 +396,7 @@ class _StepReplayer:
 
 
 def list_samples(request: ReplayRequest) -> Iterator[str]:
-    """Yield a line for each sample of the first requested step, with its micro-batch. Doesn't run the step."""
+    """Yield a line for each sample of the first requested step, with its micro-batch index. Doesn't run the step."""
     recipe = open_run(request).loaded.config.recipe
     data = open_recipe_data(recipe)
     steps = planning.compute_steps(recipe, len(data.train))

@@ -1,4 +1,4 @@
-"""A trace of a training step: the digests of its tensors in order, for comparing two machines.
+"""Traces of training steps: digests of all tensors, in order of computation, to compare two machines.
 
 `lockstep replay RUN --step N --trace FILE` writes a trace. `lockstep bisect` finds the first tensor that differs
 between two traces.
@@ -25,7 +25,7 @@ _ShortText = Annotated[str, Field(max_length=1000)]
 
 
 class TracedTensor(NamedTuple):
-    """A traced tensor: its part of the step, module, name, dtype and shape (in `kind`), digest and L2 norm.
+    """A traced tensor: the phase of the step, module, name, dtype and shape (in `kind`), digest and L2 norm.
 
     The norm is stored as text, because it may be infinite or NaN.
     """
@@ -45,8 +45,8 @@ class TracedTensor(NamedTuple):
 class TraceHeader(BaseModel):
     """The first line of a trace file: the step, the settings that affect its results, and the earlier replayed steps.
 
-    `sources` contains the hashes of the user's source files by name. `steps` contains the gradient digest of each
-    replayed step by step number.
+    `sources` maps the names of the user's source files to their hashes. `steps` maps the number of each replayed step
+    to its gradient digest.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,7 +66,7 @@ class Trace:
     _digests: Digests = field(default_factory=Digests)
 
     def add(self, part: str, module: str, name: str, tensor: Tensor) -> None:
-        """Record the current value of a tensor."""
+        """Add a tensor with its current value."""
         tensor = tensor.detach()
         norm = float(torch.linalg.vector_norm(tensor.double()))
         kind = f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
@@ -75,7 +75,7 @@ class Trace:
         )
 
     def to_text(self) -> str:
-        """Return the content of a trace file, in JSON Lines format."""
+        """Return the content of the trace file in JSON Lines format."""
         return "".join(f"{line}\n" for line in (self.head.model_dump_json(), *map(json.dumps, self.tensors)))
 
 
@@ -92,7 +92,7 @@ def read(path: Path) -> tuple[TraceHeader, list[TracedTensor]]:
 
 
 def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
-    """Return whether two traces are equal, and the lines of a report. Raises UsageError if the steps differ."""
+    """Return whether two traces are equal, and a report as lines. Raises UsageError for traces of different steps."""
     (head, tensors), (right_head, right_tensors) = read(left), read(right)
     if head.step != right_head.step:
         raise UsageError(
@@ -121,7 +121,7 @@ def _compare_earlier_steps(head: TraceHeader, other_head: TraceHeader) -> Iterat
 
 
 def _compare_tensors(before: Sequence[TracedTensor], after: Sequence[TracedTensor]) -> Iterator[str]:
-    """Yield lines that name the first tensor that is only in one trace, and the first tensor whose value differs."""
+    """Yield lines about the first tensor that is missing from either trace, and the first tensor that differs."""
     after_tensors = dict(_add_keys(after))
     before_tensors = dict(_add_keys(before))
     for side, tensors, opposite in (("before", before_tensors, after_tensors), ("now", after_tensors, before_tensors)):
@@ -137,7 +137,7 @@ def _compare_tensors(before: Sequence[TracedTensor], after: Sequence[TracedTenso
 
 
 def _add_keys(tensors: Sequence[TracedTensor]) -> Iterator[tuple[tuple[str, int], TracedTensor]]:
-    """Yield each tensor with a unique key: its description, and the number of earlier tensors with this description."""
+    """Yield (key, tensor) pairs. A key is the tensor's description and the number of earlier tensors that share it."""
     count: Counter[str] = Counter()
     for tensor in tensors:
         yield (str(tensor), count[str(tensor)]), tensor

@@ -14,13 +14,12 @@ _GRAY: Final = {"color": "#7f7f7f", "dash": "dot"}
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
 _HEIGHT: Final = 340  # chart height in px without the legend, which has one line per trace on a narrow screen
 KEY_HEIGHT: Final = 19  # height of a legend line in px
-_MAX_LEGEND_KEYS: Final = 8  # a bar chart with more parts has no legend, because colors would repeat
+_MAX_LEGEND_KEYS: Final = 8  # a bar chart with more segments has no legend, because colors would repeat
 _BAR_HEIGHT: Final = 40
 _CELL_HEIGHT: Final = 26
-_MAX_TICK_CHARS: Final = 16  # longer tick bar_names are truncated
+_MAX_TICK_CHARS: Final = 16  # longer tick labels are truncated
 _MAX_TICKS: Final = 16
-# Colors of low and high values: first for the cells on the diagonal, then for the remaining cells. All colors are
-# light enough for dark text.
+# Colors of low and high values, for cells on the diagonal and for all other cells. They are light enough for dark text.
 _SHADES: Final = (("#d9ecf7", "#56b4e9"), ("#fdebd3", "#e69f00"))
 _ON_SHADES: Final = "#1b1f24"
 RUNS: Final = "runs"  # heading of the list of runs in the page legend
@@ -31,12 +30,12 @@ _MAX_MARKERS: Final = 60  # a line has markers only if it has fewer points
 class Chart:
     """A chart with a heading. `figure` is a plotly figure with `data` and `layout`.
 
-    If `axes` is set, the reader of the page can switch between these x axes. In this case, the `meta` dict of each
-    trace maps the name of each axis to its x values.
+    If `axes` is set, readers of the page can switch between these x axes. The `meta` dict of each trace then maps the
+    name of each axis to its x values.
 
-    If `legend` is set, the page legend lists the traces under this heading, with a checkbox for each name, and the
-    chart itself has no legend. In this case, the `meta` dict of each trace contains its `name`, its position in the
-    legend (`place`), and the data that it shows (`part`: training, validation, or empty).
+    If `legend` is set, the legend of the page lists the traces under this heading, with a checkbox for each name, and
+    the chart itself has no legend. The `meta` dict of each trace then contains its `name`, its position in the legend
+    (`place`), and the data that it shows (`part`: training, validation, or empty).
     """
 
     title: str
@@ -60,12 +59,12 @@ def make_curve_chart(
 ) -> Chart:
     """Return a line chart with the curves of several runs over samples or seconds.
 
-    `lines` maps run names to curves. `training` maps run names to training curves, which are drawn as thin lines. If
-    `training` is set, the curves in `lines` are shown as validation curves. Both curves of a run have the same color.
-    The reader of the page can smooth the training curves, or all curves if `noisy` is set.
+    `curves` maps run names to curves. `training` maps run names to training curves, which are drawn as thin lines. If
+    `training` is set, `curves` are shown as validation curves. Both curves of a run have the same color. Readers of the
+    page can smooth the training curves, or all curves if `noisy` is set.
 
     `names` lists all runs on the page. Colors are assigned in this order, so that a run has the same color in all
-    charts. The y axis starts at zero if `percent` or `from_zero` is set.
+    charts. `y` is the title of the y axis, which starts at zero if `percent` or `from_zero` is set.
     """
     data = []
     by_training = training or {}
@@ -103,10 +102,10 @@ def make_line_chart(
     percent: bool = False,
     log_x: bool = False,
 ) -> Chart:
-    """Return a chart of lines over a numeric x axis, such as the number of processes.
+    """Return a line chart over a numeric x axis, such as the number of processes.
 
-    The line named `ideal` is dotted and gray. Colors are assigned in the order of `names`, as in `make_curve_chart`.
-    `legend` is the heading of the lines in the page legend.
+    `x` and `y` are the titles of the axes. The line named `ideal` is dotted and gray. Colors are assigned in the order
+    of `names`, as in `make_curve_chart`. `legend` is the heading of the lines in the legend of the page.
     """
     data = []
     places = _index_names([*names, *series])
@@ -138,9 +137,8 @@ def make_bar_chart(
 ) -> Chart:
     """Return a horizontal bar chart with a named bar for each entry of `bar_names`, from top to bottom.
 
-    Each bar is divided into named parts. `parts` maps the name of a part to its length in each bar. If `stacked` is
-    true, the parts are stacked into a single bar. Otherwise, the parts are drawn as separate bars next to each other.
-    If there are more parts than colors, the chart has no legend.
+    `segments` maps the name of each segment to its length in each bar. The segments of a bar are stacked if `stacked`
+    is set, and drawn next to each other otherwise. If there are more segments than colors, the chart has no legend.
     """
     data = [
         {
@@ -166,7 +164,7 @@ def make_matrix_chart(
 ) -> Chart:
     """Return a heatmap of a square matrix of `counts`, with a row for each y value.
 
-    The color intensity of a cell shows its fraction of the row sum. Cells on the diagonal have a different color. Cells
+    The color intensity of a cell shows its fraction of the row sum. Cells on the diagonal have their own color. Cells
     with a count of 0 have no color, so that small counts stay visible.
     """
     places = list(range(len(names)))
@@ -279,7 +277,7 @@ def _make_curve_trace(name: str, place: int, points: Sequence[Point], part: str,
 
 
 def _index_names(names: Sequence[str]) -> dict[str, int]:
-    """Return the index of each name after removing duplicates."""
+    """Return the index of each name among the distinct names."""
     return {name: place for place, name in enumerate(dict.fromkeys(names))}
 
 
@@ -289,5 +287,5 @@ def _get_line_style(index: int) -> dict[str, Any]:
 
 
 def _finite_or_none(value: float) -> float | None:
-    """Return `value` if it is finite, or else None. JSON has no NaN or infinity, and plotly draws a gap at None."""
+    """Replace NaN and infinity by None, because JSON doesn't support them. plotly draws a gap at None."""
     return value if math.isfinite(value) else None

@@ -20,8 +20,8 @@ class Console:
     """An event sink that writes to `stream`. `terminal` overrides the detection of whether the stream is a terminal.
 
     `run_dir` is the run folder, or None if the run doesn't save anything. `rate_rule` is a line of text that explains
-    the learning rate. On a terminal, steps update a live display, and all other events are printed above it. `close`
-    clears the live display. Call `close` even after an error.
+    the learning rate. On a terminal, steps update a live display, and all other events are printed above it. Always
+    call `close`, even after an error, to clear the live display.
     """
 
     def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
@@ -31,11 +31,11 @@ class Console:
         self._run_dir = run_dir
         self._rate_rule = rate_rule
         self._run: Started | None = None
-        self._is_extended = False  # whether the last start event extended a run that was already described
+        self._is_extended = False  # whether the latest start event extends a run that was already described
         self._live: Live | None = None  # shows the progress and metrics on a terminal
         self._start_time = 0.0
         self._last_drawn = -float("inf")
-        self._evaluated = ""  # metrics of the last evaluation as text
+        self._evaluated = ""  # metrics of the latest evaluation as text
         self._running_means = wording.RunningMeans()
 
     def write(self, event: Event, time: float) -> None:

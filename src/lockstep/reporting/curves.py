@@ -15,5 +15,5 @@ def select_metrics(event: Event) -> dict[str, float]:
 
 
 def select_tracked_metrics(event: Event) -> dict[str, float]:
-    """Return the values to log to wandb and MLflow: the metrics and, for a start event, the number of processes."""
+    """Return the values to log to wandb and MLflow: the metrics or, for a start event, the number of processes."""
     return {"processes": event.processes} if isinstance(event, Started) else select_metrics(event)

@@ -15,7 +15,7 @@ _BEST_COLUMN_INDEX: Final = 3  # index of the column before which `best` is inse
 _KEY_COLUMNS_INDEX: Final = 6  # index of the column before which the differing keys are inserted
 _NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
 _MAX_KEY_COLUMNS: Final = (
-    5  # maximum number of differing keys with a column; a line below the table lists the remaining keys
+    5  # maximum number of differing keys with a column; the remaining keys are listed below the table
 )
 _MAX_CELL_CHARS: Final = 24  # maximum number of characters in a column of a differing key
 
@@ -69,7 +69,7 @@ def _collect_settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], li
 
 
 def _get_status_fields(status: RunStatus) -> dict[str, Any]:
-    """Return the status of a run as a JSON-compatible dict. The metric of the last evaluation has its name as key."""
+    """Return the status of a run as a JSON-compatible dict. The key of the latest evaluation metric is its name."""
     status_fields = asdict(status)
     del status_fields["figure"]
     if status.figure is not None:
@@ -80,7 +80,7 @@ def _get_status_fields(status: RunStatus) -> dict[str, Any]:
 
 
 def format_cells(run: RunView, now: float) -> tuple[str, ...]:
-    """Return the cells of a run in the order of `_HEADINGS`."""
+    """Return the cells of a run, one for each of `_HEADINGS`."""
     status, figure = run.status, run.status.figure
     ended = run.state in ("done", "unreadable")
     return (
@@ -106,7 +106,7 @@ def format_age(seconds: float) -> str:
 
 
 def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Return a heading for each key: the last part, such as `lr` for optimizer.lr.value, or the key if not unique."""
+    """Return a heading for each key: its last part, such as `lr` for optimizer.lr.value, or all of it if ambiguous."""
     short = {key: key.removesuffix(".value").removesuffix(".name").rpartition(".")[2] for key in keys}
     taken = [*_HEADINGS, *short.values()]
     return {key: name if taken.count(name) == 1 else key for key, name in short.items()}

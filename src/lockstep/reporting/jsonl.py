@@ -28,7 +28,7 @@ _MAX_LINE_BYTES: Final = 1 << 20  # maximum length of a line; a typical event ha
 class JsonLines:
     """An event sink that appends to the file `path`, and creates the file if needed.
 
-    When `write` returns, the line has been passed to the operating system, so it isn't lost if the process is killed.
+    When `write` returns, the operating system has the line, so it isn't lost if the process is killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class JsonLines:
 
     def _append(self, line: bytes) -> None:
         # Write each line with a single call, so that a killed process leaves either the full line or nothing. If the
-        # disk is full, os.write writes only a part of the line. The next write, of the rest, then raises the error.
+        # disk is full, os.write only writes a part of the line. Writing the rest then raises the error.
         written = os.write(self._descriptor, line)
         while written < len(line):
             written += os.write(self._descriptor, line[written:])
@@ -71,7 +71,7 @@ def to_json_fields(event: Event, time: float) -> dict[str, Any]:
     """Return the event as a flat dict for strict JSON. A `started` event also contains the schema and the units.
 
     Each metric in `event.figures` becomes a top-level field, and each metric in `event.best` becomes a field with the
-    prefix `best_`. JSON has no NaN or infinity. Therefore, these values become the strings "NaN", "Infinity" and
+    prefix `best_`. JSON doesn't support NaN and infinity, so these become the strings "NaN", "Infinity" and
     "-Infinity", which Python's float() can parse.
     """
     flat: dict[str, Any] = {"event": event.name, "time": time}
@@ -92,10 +92,10 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 @final
 class Tail:
-    """Follows a growing log. `read_new_events` yields the events that were written since the last call.
+    """Follows a growing log. `read_new_events` yields the events that were written since the previous call.
 
-    If `strict` is set, a line that isn't an event raises UsageError. Otherwise, the line is skipped and a message is
-    added to `problems`, which keeps the last 20 messages. An incomplete last line is read once it is complete.
+    If `strict` is set, a line that isn't an event raises UsageError. Otherwise, the line is skipped, and a message is
+    added to `problems`, which keeps the latest 20 messages. An incomplete last line is read once it is complete.
     """
 
     def __init__(self, path: Path, *, strict: bool = False) -> None:
@@ -107,7 +107,7 @@ class Tail:
         self.problems: deque[str] = deque(maxlen=20)
 
     def is_replaced(self) -> bool:
-        """Return whether the file was replaced or truncated. In this case, the caller must create a new Tail."""
+        """Return whether the file was replaced or truncated. If so, create a new Tail for it."""
         try:
             with plainfile.open_reader(self._path) as file:
                 return os.fstat(file.fileno()).st_size < self._offset or file.read(len(self._head)) != self._head
@@ -119,7 +119,7 @@ class Tail:
         wrong = os_error_as(UsageError, f"{self._path}: cannot be read")
         with wrong, suppress(FileNotFoundError), plainfile.open_reader(self._path) as file:
             file.seek(self._offset)
-            # A line that exceeds the limit is read in several parts. None of the parts parses as an event.
+            # A line that exceeds the limit is read in several chunks, none of which is a valid event.
             while (line := file.readline(_MAX_LINE_BYTES + 1)).endswith(b"\n") or len(line) > _MAX_LINE_BYTES:
                 number = self._line
                 self._head = self._head or line[:_HEAD_BYTES]

@@ -50,7 +50,7 @@ class LiveView:
         self._last_lines: dict[str, tuple[float, str]] = {}  # time and text of the last progress line by run
 
     def show(self, runs: Sequence[RunView], now: float) -> None:
-        """Show the state of the runs at time `now`, in seconds since 1970."""
+        """Show the current state of the runs. `now` is the time in seconds since 1970."""
         if self._live is not None:
             plain = self._console.options.ascii_only
             size = (self._console.width, self._console.height)
@@ -91,7 +91,7 @@ class LiveView:
 
 
 def render_runs(runs: Sequence[RunView], now: float, width: int, height: int, curves: bool = True) -> Group:
-    """Return the view of `runs` for a terminal of this size. Without `curves`, the view is pure ASCII."""
+    """Return the view of `runs` for a terminal of this size. If `show_curves` is False, the view is pure ASCII."""
     parts: list[RenderableType] = [] if runs else [Text(_WAITING)]
     alone = len(runs) == 1
     for run in runs:

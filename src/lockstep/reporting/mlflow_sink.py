@@ -17,8 +17,8 @@ from lockstep.training.events import Done, Event, Stopped
 OPTIONS = ("uri", "experiment", "name")
 _MAX_PARAM_CHARS: Final = 500  # longer parameter values are truncated
 _MAX_PARAMS_PER_REQUEST: Final = 100
-# Training waits for each request. By default, mlflow retries for 20 minutes if the server doesn't respond, which
-# exceeds the time that the other ranks wait (placement.timeout_s).
+# Training waits for each request. If the server doesn't respond, mlflow retries for 20 minutes by default, which is
+# longer than the other ranks wait (placement.timeout_s).
 _REQUEST_LIMITS: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 

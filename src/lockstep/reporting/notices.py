@@ -18,7 +18,7 @@ _MAX_TIME_S: Final = 1e11  # larger timestamps overflow in the functions of the 
 class Notice:
     """An event of a watched run as printable text.
 
-    `time` is in seconds since 1970, or None if the log doesn't contain it.
+    `time` is in seconds since 1970, or None if the log has no valid time.
     """
 
     time: float | None
@@ -27,9 +27,9 @@ class Notice:
 
 
 def make_notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
-    """Return the notice for an event, or None for events such as step reports.
+    """Return a notice about an event, or None for events without a notice, such as step reports.
 
-    The metrics in `fractions` are shown as percentages.
+    Metrics whose names are in `fractions` are shown as percentages.
     """
     if (found := _describe(event, fractions)) is None:
         return None

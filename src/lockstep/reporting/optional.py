@@ -15,7 +15,7 @@ from lockstep.training.events import Event
 class OptionalSink:
     """Passes events to `sink` until the sink raises an exception.
 
-    In this case, the sink is closed, and `warn` is called with a message that contains `label`.
+    The sink is then closed, and `warn` is called with a message that contains `label`.
     """
 
     def __init__(self, label: str, sink: Sink, warn: Callable[[str], None]) -> None:
@@ -33,8 +33,8 @@ class OptionalSink:
             self._call_sink(sink.close)
 
     def _call_sink(self, call: Callable[[], None]) -> None:
-        # Client libraries draw retry delays from Python's global RNG. Restore its state, because the user's training
-        # loop may use it too.
+        # Client libraries draw retry delays from Python's global random number generator. Restore its state, because
+        # the user's training loop may use it too.
         random_state = random.getstate()
         try:
             with UserCode(self._label):

@@ -30,8 +30,9 @@ class Table:
     """A table with a heading. The first cell of each row is the name of the row.
 
     If `grouped` is set, the first cell of each row is the name of a group instead. Consecutive rows of a group are
-    shown below its name. If there is only one group, its name is hidden. If `folded` is set and the table has more than
-    ten rows, the table is collapsed until the reader opens it.
+    shown below its name, which is hidden if there is only one group. If `folded` is set and the table has more than ten
+    rows, the table is collapsed until the reader opens it. `done` contains the completed fraction of each row, which is
+    shown as a progress bar.
     """
 
     title: str
@@ -49,7 +50,7 @@ class Table:
 
     @property
     def groups(self) -> list[tuple[str, list[Sequence[str]]]]:
-        """The groups of rows as (name, rows) pairs. The name is empty if it is hidden."""
+        """The groups as (name, rows) pairs. A name is empty if it is hidden."""
         if not self.grouped:
             return [("", [*self.rows])]
         found = [(name, [row[1:] for row in rows]) for name, rows in groupby(self.rows, key=lambda row: row[0])]
@@ -69,7 +70,7 @@ class Table:
 
 @dataclass(frozen=True)
 class ValueGrid:
-    """A section with a grid of (name, text) pairs. An empty `title` adds no heading."""
+    """A section with a grid of (name, text) pairs. If `title` is empty, the section has no heading."""
 
     title: str
     entries: Sequence[tuple[str, str]]
@@ -78,7 +79,7 @@ class ValueGrid:
 
 @dataclass(frozen=True)
 class Paragraphs:
-    """A section with paragraphs of text. An empty `title` adds no heading."""
+    """A section with paragraphs of text. If `title` is empty, the section has no heading."""
 
     title: str
     paragraphs: Sequence[str]
@@ -107,7 +108,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Passage:
-    """A generated text: the prompt, and its continuation in a different style. Line breaks are kept."""
+    """A generated text: the prompt, and its continuation, which is shown in another style. Line breaks are kept."""
 
     name: str
     prompt: str
@@ -142,7 +143,7 @@ def render_page(title: str, sections: Sequence[Section]) -> str:
 
 
 def render_live_page(title: str, interval_ms: int) -> str:
-    """Return a live page as HTML. The page fetches its sections from the relative path `data` at this interval."""
+    """Return a live page as HTML. At this interval, the page fetches its sections from the relative path `data`."""
     return _render_document(title, (), "page_live.js", interval_ms)
 
 
@@ -181,7 +182,7 @@ def _render_document(title: str, sections: Sequence[Section], script: str, inter
 
 @cache
 def _load_template() -> Template:
-    """Return the template page.html. The template escapes values for HTML, and replaces unprintable characters."""
+    """Return the template page.html, which escapes values for HTML and replaces unprintable characters."""
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_to_printable
     )

@@ -27,7 +27,7 @@ from lockstep.reporting.run_page import make_live_sections, make_title
 from lockstep.reporting.run_view import RunView
 
 _POLL_MS: Final = 2_000  # polling interval of a live page in milliseconds
-_LINGER_S: Final = 2.5 * _POLL_MS / 1_000  # time to keep serving after the runs end, so that pages get the last update
+_LINGER_S: Final = 2.5 * _POLL_MS / 1_000  # time to keep serving after the runs end, so that pages get the final update
 _IDLE_TIMEOUT_S: Final = 10.0  # idle connections are closed after this time
 _MAX_CONNECTION_S: Final = (
     60.0  # maximum duration of a connection; a connection serves a single request for at most a few MB
@@ -55,9 +55,9 @@ class Response:
 class PageServer:
     """A context manager that serves a live page on `host` and `port`. Call `publish` to update the page.
 
-    With port 0, the server uses any free port, which is part of `url`. On exit, the server waits a few seconds for open
-    pages to fetch the last update, and then closes all connections and threads. Raises UsageError if the server can't
-    listen on the address.
+    With port 0, the server chooses a free port, which is part of `url`. On exit, the server waits a few seconds for
+    open pages to fetch the final update, and then closes all connections and threads. Raises UsageError if the server
+    can't listen on the address.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -68,7 +68,7 @@ class PageServer:
         self._data: Response | None = None
         self._building = threading.Lock()
         self._data_requested = threading.Event()  # set once a page has requested data
-        self._final_update_sent = threading.Event()  # set once a page has received the last update
+        self._final_update_sent = threading.Event()  # set once a page has received the final update
         self._host = host
         self._server = _make_server(host, port, self)
         self._thread = threading.Thread(target=self._server.serve_forever, name="page server")
@@ -91,7 +91,7 @@ class PageServer:
         self._server.server_close()
 
     def publish(self, runs: Sequence[RunView], is_final: bool) -> None:
-        """Update the runs on the page. `is_final` is whether this is the last update."""
+        """Update the runs on the page. Set `is_final` for the final update."""
         if is_final != self._is_final or _make_comparable_state(runs) != _make_comparable_state(self._runs):
             with self._building:
                 self._runs, self._is_final, self._data = runs, is_final, None
@@ -99,7 +99,7 @@ class PageServer:
     def get_response(self, path: str, host: str, etag: str) -> Response:
         """Return the response to a GET request.
 
-        `host` is the Host header of the request. `tag` is the ETag of the response that the client has cached.
+        `host` is the Host header of the request, and `etag` is the ETag of the response that the client has cached.
         """
         if not is_local_host(host, self._host):
             return Response(HTTPStatus.FORBIDDEN, body=b"Host: not a name or address of this machine")
@@ -113,7 +113,7 @@ class PageServer:
         return Response(HTTPStatus.NOT_MODIFIED, etag=found.etag) if etag == found.etag else found
 
     def _get_update(self) -> Response:
-        """Return the response to a data request. The response is built lazily after each update."""
+        """Return the response to a data request. After an update, it is built when it is first requested."""
         with self._building:
             if self._data is None:
                 body = encode_live_data(self._runs, self._is_final)
@@ -141,13 +141,13 @@ def _make_etag(body: bytes) -> str:
 
 
 def encode_live_data(runs: Sequence[RunView], is_final: bool) -> bytes:
-    """Return the JSON data of a live page. `is_final` is whether this is the last update."""
+    """Return the data of a live page as JSON. `is_final` is whether this is the final update."""
     found = {"title": make_title(runs), "over": is_final, "parts": render_live_sections(make_live_sections(runs))}
     return json.dumps(found, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
 def _make_comparable_state(runs: Collection[RunView]) -> list[object]:
-    """Return a comparable state that changes whenever the page of these runs changes."""
+    """Return a value to compare with `==`, which changes whenever the page of these runs changes."""
     return [replace(run, history=History(last=run.history.last, status=run.status), notices=()) for run in runs]
 
 
@@ -208,7 +208,7 @@ def _make_server(host: str, port: int, server: PageServer) -> ThreadingHTTPServe
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """Shut down a connection that a thread is reading from."""
+    """Shut down a connection, even while a thread is reading from it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

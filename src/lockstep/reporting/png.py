@@ -19,7 +19,7 @@ _SIDE_LEGEND: Final = {"orientation": "v", "traceorder": "normal", "x": 1.02, "y
 
 
 def check_png() -> None:
-    """Raise UsageError if kaleido or a browser is missing, which are both required to render charts."""
+    """Raise UsageError if kaleido or a browser is missing. Both are required to render charts."""
     if find_spec("kaleido") is None:
         raise UsageError("--png: kaleido is not installed; run pip install 'lockstep-train[png]'")
     if not _find_browser():
@@ -27,7 +27,7 @@ def check_png() -> None:
 
 
 def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
-    """Write each chart to a file in `folder` and return the paths. Each file is named after the title of its chart.
+    """Write each chart to a file in `folder`, named after its title, and return the paths of the files.
 
     The charts use light colors for printing.
     """

@@ -14,8 +14,8 @@ POINTER: Final = "lockstep.json"
 class RayReport:
     """An event sink for Ray Train. Every rank needs this sink, because Ray waits for a report from each rank.
 
-    Pass `lead` on rank 0, because Ray keeps only the report of that rank. The Ray checkpoint contains a reference to
-    the run folder instead of weights. A run resumes from its run folder, on any number of workers.
+    Set `is_rank_0` on rank 0, the only rank whose report Ray keeps. Instead of weights, the Ray checkpoint contains a
+    reference to the run folder, from which a run resumes on any number of workers.
     """
 
     def __init__(self, folder: str, lead: bool) -> None:
@@ -29,8 +29,8 @@ class RayReport:
             self._figures["loss"] = event.loss
         elif isinstance(event, Evaluated | Logged):
             self._figures |= event.figures
-        # If Ray loses a worker after the last step, the last report can be lost too. The restarted run then has no
-        # steps left, so it repeats the report.
+        # If Ray loses a worker after the last step, it can lose the final report too. The restarted run then has no
+        # steps left, but repeats the report when it is done.
         elif isinstance(event, Saved) or (isinstance(event, Done) and event.step != self.reported):
             self.reported = event.step
             at = {"step": event.step, "epoch": event.epoch, "samples": event.samples}

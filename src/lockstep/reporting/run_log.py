@@ -22,7 +22,7 @@ _SPEED_REPORTS: Final = 20  # number of step reports over which the speed is ave
 
 
 class SpeedSample(NamedTuple):
-    """The progress of a run at a point in time. The training speed is computed from two of these samples."""
+    """The progress of a run at a point in time. The training speed is computed from two such samples."""
 
     time: float
     step: int
@@ -39,9 +39,9 @@ class EvaluationMetric(NamedTuple):
 
 @dataclass(frozen=True)
 class RunStart:
-    """A start event of a run that starts or resumes after `step` steps.
+    """A start event of a run, which starts or resumes after `step` steps.
 
-    `recomputed_steps` is the number of steps that the run recomputes. `seconds` is the training time up to this event.
+    `recomputed_steps` is the number of steps that the run recomputes. `seconds` is the training time before this event.
     """
 
     step: int
@@ -68,9 +68,9 @@ class Save:
 class RunStatus:
     """The progress of a run. A field is None if the log doesn't contain it.
 
-    `last` is the name of the last event, and `time` is its time in seconds since 1970. `epoch` is the epoch of the last
-    step, counted from 1. `left_s` is the estimated remaining time in seconds. `samples_per_s` and `left_s` are based on
-    the latest step reports since the run was last started, including the time of evaluations and saves.
+    `last` is the name of the latest event, and `time` is its time in seconds since 1970. `epoch` is the epoch of the
+    latest step, counted from 1. `left_s` is the estimated remaining time in seconds. `samples_per_s` and `left_s` are
+    computed from the most recent step reports since the latest start, including the time of evaluations and saves.
     """
 
     last: str | None = None
@@ -90,10 +90,10 @@ class RunStatus:
 class History:
     """The history of a run, as read from its event log.
 
-    `last` is the last event, `started` is the last start event, and `evaluated` is the last evaluation event. Each of
-    these is empty if there is no such event. `curves` maps curve names to points. Long curves are thinned out. If a
-    step was recomputed, only its later metrics are kept, but the time of both computations counts. `seconds` is the
-    total training time, without the pauses between stopping and resuming. `skipped` is the number of unreadable files.
+    `last` is the latest event, `started` the latest start event, and `evaluated` the latest evaluation event, or empty
+    if there is none. `curves` maps curve names to points. Long curves are thinned out. If a step was recomputed, only
+    its later metrics are kept, but the time of both computations counts. `seconds` is the total training time, without
+    the pauses between stopping and resuming. `skipped` is the number of unreadable files.
     """
 
     starts: list[RunStart] = field(default_factory=list)
@@ -119,7 +119,7 @@ class History:
 
     @property
     def figure(self) -> EvaluationMetric | None:
-        """The monitored metric of the last evaluation, or the first metric of the task if the loss is monitored."""
+        """The monitored metric of the latest evaluation, or the first metric of the task if the loss is monitored."""
         own = [key for key in self.evaluated if _get_curve_name("evaluated", key, of_model=True) == key]
         name = self.monitor if self.monitor in own else next(iter(own), "")
         value = self.evaluation_metric(name)
@@ -131,7 +131,7 @@ class History:
         return get_text(self.last, "weights_sha256") if self.last.get("event") == "done" else ""
 
     def evaluation_metric(self, name: str) -> float | None:
-        """Return the loss or a metric of the last evaluation, or None if it is missing."""
+        """Return the loss or another metric of the latest evaluation, or None if it is missing."""
         return _parse_metric(self.evaluated.get(name))
 
     def last_value(self, curve: str) -> float | None:
@@ -169,9 +169,9 @@ def build_history(events: Iterable[Mapping[str, Any]]) -> History:
 
 
 def describe_best_run(histories: Sequence[History]) -> list[str]:
-    """Return a string for each run: `by METRIC` for the best run, and an empty string for all other runs.
+    """Return a string for each run: `by METRIC` for the best run, and an empty string for the rest.
 
-    If all runs are equally good, or if they monitor different metrics, all strings are empty.
+    If all runs are equally good, or don't monitor the same metric, all strings are empty.
     """
     judged = [each.evaluation_metric(each.monitor) for each in histories]
     known = {value for value in judged if value is not None and not math.isnan(value)}
@@ -196,10 +196,10 @@ class RunLog:
         self._skipped: set[str] = set()
         self._loss: float | None = None
         self._evaluated: Mapping[str, Any] = {}
-        # Progress at the last start event and at each step report since then, limited to the latest reports.
+        # Progress at the latest start event and at the step reports since then, limited to the most recent ones.
         self._reports: deque[SpeedSample] = deque(maxlen=_SPEED_REPORTS + 1)
-        self._start_time: float | None = None  # time of the last start event
-        # Total seconds before the last start event, and the time of the last event.
+        self._start_time: float | None = None  # time of the latest start event
+        # Training time before the latest start event in seconds, and the time of the latest event.
         self._earlier_seconds = self._now = 0.0
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -292,7 +292,7 @@ def get_count(event: Mapping[str, Any], key: str) -> int | None:
 
 
 def iterate_metrics(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics of an event as (curve name, value) pairs."""
+    """Yield the metrics of an event as (curve name, value) pairs. Events without metrics yield nothing."""
     kind, weights = event.get("event"), event.get("weights", "model")
     if isinstance(kind, str) and kind in ("step", "evaluated", "logged"):
         for key, value in event.items():
@@ -305,7 +305,7 @@ def iterate_metrics(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def get_seconds_by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
     """Return the seconds that each rank spent on each activity, from a `done` event.
 
-    Maps each activity to a list with an entry for each rank. Returns an empty dict if the times are unknown.
+    The result maps each activity to a list with an entry for each rank, and is empty if the times are unknown.
     """
     spent = event.get("seconds_by_rank")
     if not isinstance(spent, dict):

@@ -27,7 +27,7 @@ from lockstep.reporting.run_view import (
 )
 from lockstep.reporting.thinning import Point
 
-_FIRST_CHARTS: Final = ("loss",)  # charts before the metrics of the task; _LAST_CHARTS come after them
+_FIRST_CHARTS: Final = ("loss",)  # shown before the metrics of the task; _LAST_CHARTS are shown after them
 _LAST_CHARTS: Final = {
     "samples_per_s": "samples/s",
     "data_s": "waiting for data, seconds a step",
@@ -41,7 +41,7 @@ _LAST_CHARTS: Final = {
 _NOISY_CURVES: Final = ("samples_per_s", "data_s", "norm", "flops_per_s", "mfu")
 # For these metrics and for percentages, the y axis starts at zero.
 _FROM_ZERO: Final = ("samples_per_s", "data_s", "lr", "flops_per_s", "peak_bytes")
-_MAX_KEY_COLUMNS: Final = 3  # if more settings differ between runs, they are shown in a separate table
+_MAX_KEY_COLUMNS: Final = 3  # if more settings differ between runs, a separate table shows them
 _MAX_PROGRESS_BARS: Final = 3  # a live page of more runs has no progress bars
 _MAX_ROWS: Final = 50  # maximum number of restarts or checkpoints that are listed for each run
 _HASH_CHARS: Final = 12  # hashes are truncated to this length
@@ -65,8 +65,8 @@ def make_sections(runs: Sequence[RunView]) -> list[Section]:
 def make_live_sections(runs: Sequence[RunView]) -> list[Section]:
     """Return the sections of a live page: progress, curves, latest events, results, restarts and checkpoints.
 
-    If there are at most three runs, each run has a progress bar and a list of its metrics. Otherwise, the progress is
-    shown in the table of runs.
+    Up to three runs have a progress bar and a list of metrics each. For more runs, the progress is shown in the table
+    of runs.
     """
     has_bars = len(runs) <= _MAX_PROGRESS_BARS
     outline = _make_summary_sections(runs, with_progress=not has_bars)
@@ -87,7 +87,7 @@ def make_live_sections(runs: Sequence[RunView]) -> list[Section]:
 
 
 def make_title(runs: Sequence[RunView]) -> str:
-    """Return a short page title. If there is a single run, the title contains its state and progress."""
+    """Return a short page title. For a single run, it contains the state and progress of the run."""
     if len(runs) != 1:
         return f"{len(runs)} runs"
     [run] = runs
@@ -96,9 +96,9 @@ def make_title(runs: Sequence[RunView]) -> str:
 
 
 def make_curve_sections(histories: Mapping[str, History]) -> list[Section]:
-    """Return a chart for each metric, with the curves of all runs that reported this metric.
+    """Return a chart for each metric, with the curves of all runs that reported it.
 
-    If no run has reported a metric more than once, its value is shown in a table at the end instead.
+    Metrics that no run reported more than once are listed in a table at the end instead.
     """
     curves_by_name = [name for each in histories.values() for name in each.curves]
     names = dict.fromkeys(map(metric_name, curves_by_name))
@@ -106,7 +106,7 @@ def make_curve_sections(histories: Mapping[str, History]) -> list[Section]:
     requested = [name for name in (*_FIRST_CHARTS, *own, *_LAST_CHARTS) if name in names]
     flops = _get_flops_per_sample(histories)
     if flops and "samples_per_s" in names:
-        # The chart of flops_per_s would have the same shape as the chart of samples_per_s.
+        # The chart of flops_per_s would look the same as that of samples_per_s.
         requested = [name for name in requested if name != "flops_per_s"]
     note = f"FLOP/s is this curve times {wording.format_flops(flops)}, the cost of a sample." if flops else ""
     found = {
@@ -133,7 +133,7 @@ def _has_two_losses(history: History) -> bool:
 def make_metric_chart(metric: str, histories: Mapping[str, History], *, note: str = "") -> Chart | None:
     """Return a chart of a metric with the evaluation and training curves of each history.
 
-    Return None if no curve has at least two points.
+    Returns None if all curves have fewer than two points.
     """
 
     def get_curves(curve: str) -> dict[str, Sequence[Point]]:
@@ -166,7 +166,7 @@ def _get_flops_per_sample(histories: Mapping[str, History]) -> int | None:
 
 
 def _make_single_value_sections(histories: Mapping[str, History], names: Sequence[str]) -> list[Section]:
-    """Return a table of metrics that were reported only once, or a grid if there is a single run."""
+    """Return a table of metrics that were reported only once, or a grid of values for a single run."""
     if not names:
         return []
     title = "Reported once"
@@ -218,7 +218,7 @@ def _drop_metrics(grid: ValueGrid, names: Collection[str]) -> ValueGrid:
 
 
 def _make_event_table(runs: Sequence[RunView]) -> Table:
-    """Return a table of the latest events. If there are several runs, the table has a column for the run name."""
+    """Return a table of the latest events. For several runs, the table has a column for the run name."""
     events = [*reversed(select_latest_notices(runs, _NOTICES))]
     if len(runs) == 1:
         rows = [[format_time_of_day(notice.time), notice.text] for _, notice in events]
@@ -239,9 +239,9 @@ def _count_steps(run: RunView) -> tuple[int, int]:
 
 
 def _make_run_sections(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
-    """Return a table of the runs, or a grid of values if there is a single run.
+    """Return a table of the runs, or a grid of values for a single run.
 
-    If more than three settings differ between the runs, a second table lists these settings.
+    If more than three settings differ between the runs, a second table lists them.
     """
     if not runs:
         return []
@@ -272,9 +272,9 @@ def _make_run_sections(runs: Sequence[RunView], with_progress: bool) -> list[Sec
 
 
 def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool) -> dict[str, list[str]]:
-    """Return the columns of the table of runs by heading. Each curve in `curves` has a column with its last value.
+    """Return the columns of the table of runs by heading. Each curve in `curves` has a column with its latest value.
 
-    A value that isn't from the last step of the run is followed by its step.
+    A value that isn't from the latest step of the run is followed by its step.
     """
 
     def format_last_value(run: RunView, name: str) -> str:

@@ -1,4 +1,4 @@
-"""A snapshot of a run for monitoring it from a different process: its state, its log and its configuration."""
+"""A snapshot of a run, for monitoring it from another process: its state, its log and its configuration."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,12 +29,15 @@ _SPEED: Final = "samples/s"
 class RunView:
     """The state, history and configuration of a run, as read from its run folder.
 
-    `job` is the ID of the last Slurm job, and `queued` is the state of that job as text. `recipe` and `placement` map
-    dotted keys to values as text, or are empty if unknown. `placement` and `failure` are from the last time that the
-    run was started. `failure` is the reason if the run failed. `machine` describes the machine. `notices` contains the
-    latest notices, and `notice_count` is the total number of notices. `is_fully_read` is false while a long log is
-    still being read. `checkpoints` contains the steps of the checkpoints that are in the run folder. It is None if this
-    is unknown. `resume_command` is the command that resumes the run, or empty for a custom loop.
+    - `job`: The ID of the latest Slurm job.
+    - `job_state`: The state of that job as text.
+    - `recipe`, `placement`: Values as text by dotted key, or empty if unknown.
+    - `failure`: The error if the run failed. Like `placement`, it is from the latest start of the run.
+    - `machine`: A description of the machine.
+    - `notices`, `notice_count`: The latest notices, and the total number of notices.
+    - `is_fully_read`: False while a long log is still being read.
+    - `checkpoints`: The steps of the checkpoints in the run folder, or None if unknown.
+    - `resume_command`: The command that resumes the run, or empty for a custom training loop.
     """
 
     folder: str
@@ -71,13 +74,13 @@ class RunView:
 def determine_state(status: RunStatus, held: bool, submitted: float | None = None, job: str | None = None) -> State:
     """Return the state of a run with a readable log.
 
-    `held` is whether a process holds the lock of the run folder. `submitted` is the time of the last submission to
-    Slurm, and `job` is the state of the submitted job. `job` is empty if Slurm no longer knows the job, and None if
-    Slurm isn't available.
+    `is_locked` is whether a process holds the lock of the run folder. `submit_time` is the time of the latest
+    submission to Slurm. `job_state` is the Slurm state of that job. It is empty if Slurm no longer knows the job, and
+    None if Slurm isn't available.
     """
     if status.last == "done":
         return "done"
-    if held or job in _RUNNING_STATES:  # a job that just started doesn't hold the lock yet
+    if held or job in _RUNNING_STATES:  # a job that has just started doesn't hold the lock yet
         return "running"
     if job in _QUEUED_STATES or (job is None and submitted is not None and submitted > (status.time or 0)):
         return "queued"
@@ -92,12 +95,12 @@ def find_differing_keys(settings: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def is_over(run: RunView, wait_for_completion: bool) -> bool:
-    """Return whether a run has ended. With `wait_for_completion`, only a completed run counts as ended."""
+    """Return whether a run has ended. If `wait_for_completion` is set, only a completed run counts as ended."""
     return run.is_fully_read and (run.state == "done" if wait_for_completion else not run.is_active)
 
 
 def get_exit_code(states: Collection[str]) -> int:
-    """Return the exit code of `lockstep train`: 0 if all runs are done, 75 if some were saved, 1 if any failed."""
+    """Return the exit code for runs in these states: 0 if all are done, 75 if all are done or saved, else 1."""
     if all(state == "done" for state in states):
         return EXIT_DONE
     return EXIT_SAVED if all(state in ("done", "saved") for state in states) else EXIT_FAILED
@@ -128,18 +131,18 @@ def format_time_left(run: RunView) -> str:
 
 
 def format_eta(run: RunView) -> str:
-    """Return the remaining time as text, such as `1:23 left`, or an empty string if the remaining time is unknown."""
+    """Return the remaining time as text, such as `1:23 left`, or an empty string if it is unknown."""
     return f"{format_time_left(run)} left" if format_time_left(run) else ""
 
 
 def format_metrics(run: RunView) -> str:
-    """Return the training speed and the last value of each metric as a line of text."""
+    """Return the training speed and the latest value of each metric as a line of text."""
     words = [f"{value} {name}" if name == _SPEED else f"{name} {value}" for name, value in get_named_metrics(run)]
     return join_nonempty(*words)
 
 
 def get_named_metrics(run: RunView) -> list[tuple[str, str]]:
-    """Return the training speed and the last value of each metric as (name, text) pairs."""
+    """Return the training speed and the latest value of each metric as (name, text) pairs."""
     history, speed = run.history, run.status.samples_per_s
     names = [name for name in history.curves if name not in (*_HIDDEN_CURVES, *_SHOWN_CURVES)]
     names += [name for name in _SHOWN_CURVES if name in history.curves]
@@ -163,7 +166,7 @@ def get_named_progress(run: RunView) -> list[tuple[str, str]]:
 
 
 def format_loss(history: History) -> str:
-    """Return the loss of the last evaluation as text. Before the first evaluation, return the loss of the last step."""
+    """Return the loss of the latest evaluation as text, or of the latest step before the first evaluation."""
     evaluated, trained = history.evaluation_metric("loss"), history.status.loss
     if evaluated is not None:
         return wording.format_loss(evaluated)
@@ -190,7 +193,7 @@ def describe_ending(run: RunView) -> str:
 
 
 def describe_endings(runs: Sequence[RunView]) -> list[str]:
-    """Return the reasons why runs ended early. Runs with the same reason share a line."""
+    """Return lines with the reasons why runs ended early. Runs with the same reason share a line."""
     alike: dict[str, list[str]] = {}
     for run in runs:
         alike.setdefault(_describe_end(run), []).append(run.name)
@@ -199,7 +202,7 @@ def describe_endings(runs: Sequence[RunView]) -> list[str]:
 
 
 def select_latest_notices(runs: Iterable[RunView], max_count: int) -> list[tuple[str, Notice]]:
-    """Return the latest notices of several runs as (run name, notice) pairs, sorted by time."""
+    """Return the latest notices of all runs, at most `max_count`, as (run name, notice) pairs sorted by time."""
     found = [(run.name, notice) for run in runs for notice in run.notices]
     return sorted(found, key=lambda each: each[1].time or 0.0)[-max_count:] if max_count else []
 

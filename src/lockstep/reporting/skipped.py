@@ -13,7 +13,7 @@ from lockstep.training.events import Event, Skipped
 class SkippedFiles:
     """An event sink that appends the paths of skipped files to the file `path`.
 
-    The file is created when the first path is added. Paths that a resumed run skips again aren't listed twice.
+    The file is created when the first path is added. If a resumed run skips a file again, its path isn't repeated.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,7 +1,7 @@
 """CSV tables of the step reports, the evaluations, and the metrics that a custom training loop logged.
 
-Each metric has a column. When a run resumes, the rows of steps that it recomputes are removed, so that each step
-appears only once.
+Each metric has a column. When a run resumes, the rows of the steps that it recomputes are removed, so that no step
+appears twice.
 """
 
 import csv
@@ -26,7 +26,7 @@ _MAX_TABLE_BYTES: Final = 1 << 30  # maximum size of a table that is read when a
 class Tables:
     """An event sink that writes the tables into `folder`. Numbers are formatted as in events.jsonl.
 
-    When `write` returns, the row has been passed to the operating system, so it isn't lost if the process is killed.
+    When `write` returns, the operating system has the row, so it isn't lost if the process is killed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class Tables:
         """Do nothing, because `write` leaves no open file."""
 
     def _resume_table(self, name: str, step: int) -> None:
-        """Remove the rows after `step`, and an incomplete last row, from a table of a run that resumes after `step`."""
+        """Remove the rows after `step` from a table, because the run resumes there, and an incomplete last row."""
         path = self._folder / name
         try:
             lines = self._read_rows(path)

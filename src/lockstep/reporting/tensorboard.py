@@ -14,9 +14,8 @@ from lockstep.training.events import Event, Started
 class TensorBoard:
     """An event sink that writes the curves of a run into `folder`.
 
-    When `write` returns, the points have been passed to the operating system. This class doesn't use
-    torch.utils.tensorboard.SummaryWriter, which writes from a thread: if the folder is removed, the thread fails with a
-    traceback, and closing the writer hangs.
+    When `write` returns, the operating system has the points. torch.utils.tensorboard.SummaryWriter isn't used, because
+    it writes from a thread: if the folder is removed, the thread fails with a traceback, and closing the writer hangs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,8 +51,7 @@ class TensorBoard:
         self._file = (self._folder / name).open("xb")
         _append(self._file, Record(wall_time=time, file_version="brain.Event:2"))
         if event.resumed_from is not None:
-            # A resumed run repeats the steps since its checkpoint. This record truncates the earlier curve at the
-            # checkpoint.
+            # A resumed run repeats the steps after its checkpoint. This record drops their earlier points.
             start = SessionLog(status=SessionLog.START)
             _append(self._file, Record(wall_time=time, step=event.step + 1, session_log=start))
 

@@ -43,7 +43,7 @@ def start_live(console: Console) -> Live:
 
 
 def make_progress_line(before: str, done: int, total: int, after: str) -> RenderableType:
-    """Return a line with a progress bar between two texts. The bar stretches to the width of the terminal."""
+    """Return a line with a progress bar between two texts. The line fills the width of the terminal."""
     line = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     line.add_row(Text(before), ProgressBar(total=total, completed=done), Text(after))
     return line
@@ -54,8 +54,8 @@ def create_table(
 ) -> RenderableType:
     """Return a table. `columns` maps headings to cells, with the most important columns first.
 
-    The columns whose headings are in `texts` are left-aligned. If the terminal is too narrow, the last columns are
-    omitted, and a line below the table lists their headings. `styles` contains the style of the state cell in each row.
+    The columns in `text_headings` are left-aligned. If the terminal is too narrow, the last columns are omitted, and a
+    line below the table lists their headings. `styles` contains the style of the `state` cell of each row.
     """
     shown, left_out = dict(columns), []
     while console.is_terminal and len(shown) > _MIN_COLUMNS and _measure_width(shown) > console.width:
@@ -71,7 +71,7 @@ def create_table(
 
 
 def print_unwrapped(console: Console, drawing: RenderableType) -> None:
-    """Print lines without wrapping, which would make tables unreadable, and without trailing spaces."""
+    """Print without trailing spaces, and without wrapping lines, which would make tables unreadable."""
     console.width = _ANY_WIDTH
     with console.capture() as drawn:
         console.print(drawing)

@@ -26,15 +26,15 @@ class Point(NamedTuple):
 class ThinnedCurve:
     """A curve that keeps all points up to a length of 2,000. Longer curves are thinned to 1,000 to 2,000 points.
 
-    To thin the curve, it is divided into stretches of consecutive points, and each stretch is reduced to its lowest and
-    highest point. Whenever there are too many stretches, pairs of stretches are merged. The first and the last point of
-    the curve are always kept. A non-finite point is only kept if its stretch has no finite points.
+    Thinning divides the curve into stretches of consecutive points, and reduces each stretch to its lowest and highest
+    point. Whenever there are too many stretches, pairs of stretches are merged. The first and the last point of the
+    curve are always kept. A non-finite point is only kept if its stretch has no finite points.
     """
 
     def __init__(self) -> None:
         self._stretches: list[list[Point]] = []
         self._current_stretch: list[Point] = []  # all points of the last stretch, which is still growing
-        self._stretch_size = 1  # number of points that are reduced to a stretch
+        self._stretch_size = 1  # number of points in a stretch before it is reduced
         self._first: Point | None = None
 
     def append(self, point: Point) -> None:
@@ -74,7 +74,7 @@ class ThinnedCurve:
 
 
 def _find_extremes(points: list[Point]) -> list[Point]:
-    """Return the lowest and the highest of the given points, in their original order."""
+    """Return the lowest and the highest point, in their original order."""
     if len(points) < 2:
         return points
     finite = [point for point in points if math.isfinite(point.value)] or points[:1]

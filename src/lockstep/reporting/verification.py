@@ -23,8 +23,8 @@ class Mismatch:
     """The first difference between a placement and the reference run, with its likely cause as text.
 
     `step` counts from 1, and is None for a difference after the last step. `reference` and `found` are the expected and
-    the computed value as text. For a tensor, these are the two elements with the largest difference, and `index` is
-    their position. `ranks` lists the ranks that computed `found`, or is empty if the ranks are unknown.
+    the actual value as text. For a tensor, these are the two elements with the largest difference, and `index` is their
+    index. `ranks` lists the ranks that computed `found`, or is empty if the ranks are unknown.
     """
 
     step: int | None
@@ -36,15 +36,15 @@ class Mismatch:
     reference: str
     found: str
     cause: str
-    after: str = ""  # text about the checkpoint that the run resumed from, or empty
+    after: str = ""  # text about the checkpoint that the run resumed from, if any
 
 
 @dataclass(frozen=True)
 class VerdictRow:
     """The result of a single placement.
 
-    `largest` is the largest difference from the reference run, on the same relative scale as `tolerance`, or None if
-    there was no difference.
+    `largest` is the largest difference from the reference run, relative like `tolerance`, or None if there was no
+    difference.
     """
 
     strategy: str
@@ -70,7 +70,7 @@ class VerdictRow:
 class CodeFinding:
     """A finding about the user's code.
 
-    If `fault` is set, the code makes results depend on the placement. Otherwise, the finding is only informational.
+    If `fault` is set, the code makes results depend on the placement. Otherwise, the finding is only a note.
     """
 
     culprit: str
@@ -130,7 +130,7 @@ def format_failures(verification: Verification) -> str:
 
 
 def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[str]:
-    """Yield lines that explain how a placement differs. A cause that is also in `findings` is only referenced."""
+    """Yield lines that explain how a placement differs. A cause in `findings` is referenced instead of repeated."""
     where = f"{row.strategy} on {format_count(row.processes, 'process')}"
     if row.departure is None:
         yield f"{where}: {row.verdict}: {row.reason}"
@@ -139,7 +139,7 @@ def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[st
     yield f"{where}: the first difference{departure.after}: {describe_location(departure)}"
     yield f"  reference {departure.reference}, here {departure.found}"
     if row.differing > 1:
-        yield f"  {row.differing} figures and tensors differ in all"
+        yield f"  {row.differing} metrics and tensors differ in total"
     causes = [f"{finding.culprit}, see above" for finding in findings if finding.text == departure.cause]
     yield f"  likely cause: {[*causes, departure.cause][0]}"
 

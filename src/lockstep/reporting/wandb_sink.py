@@ -21,8 +21,9 @@ class Wandb:
     """A run in wandb.
 
     If `folder` contains the ID of a wandb run, that run is continued. Otherwise, a new wandb run is created with the
-    `recipe` as its config. wandb sends data from a separate process, so only opening and closing the run wait for the
-    network. The step is logged as a metric, because wandb's own step can't go back when a run resumes.
+    `recipe` as its config. wandb sends data from a separate process, so training only waits for the network when the
+    run is opened and closed. The step is logged as a metric, because wandb's own step can't decrease when a run
+    resumes.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:

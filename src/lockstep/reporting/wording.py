@@ -14,9 +14,9 @@ from lockstep.core.order import get_subrange
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
-_DETECTION_PROBABILITY: Final = 0.95  # confidence level for the maximum fault rate after audits
+_DETECTION_PROBABILITY: Final = 0.95  # confidence level of the upper bound on the fault rate
 _FP32_BYTES: Final = 4
-_SHOWN_DATA_SHARE: Final = 0.05  # minimum part of the step time for which the data time is shown
+_SHOWN_DATA_SHARE: Final = 0.05  # minimum fraction of the step time at which the data time is shown
 _MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
 _MAX_LISTED_MICROBATCHES: Final = 4  # number of micro-batches that are listed for each replica
 _NOTHING_SAVED: Final = "nothing is saved"
@@ -44,8 +44,8 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
         *([_describe_flops(event)] if event.task or event.flops_per_sample else []),
         *([rate_rule] if rate_rule else []),
-        # With several ranks, a separate warning reports hash seeds that differ.
-        # A resumed run warns if its hash seed has changed.
+        # With several ranks, a separate warning reports differing hash seeds. A resumed run warns if its hash seed has
+        # changed.
         *(
             [_RANDOM_HASH_SEED]
             if event.hash_seed == RANDOM_SEED and event.processes == 1 and event.resumed_from is None
@@ -62,7 +62,7 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
 
 
 def _describe_replicas(event: Started) -> str:
-    """Describe which micro-batches of a step each replica computes."""
+    """Describe which micro-batches of a step are computed by each replica."""
     shares = []
     for replica, device in enumerate(event.replicas):
         indices = range(replica, event.microbatches, len(event.replicas))
@@ -105,8 +105,8 @@ def format_step_metrics(
 ) -> str:
     """Return the metrics of a step as a line of text.
 
-    `last` contains the metrics of the last evaluation as text, which follow the metrics of the task. `means` are shown
-    in parentheses.
+    `last_evaluation` is text with the metrics of the latest evaluation, shown after the metrics of the task. `means`
+    are shown in parentheses.
     """
     own, evaluated = format_task_metrics(event.figures, run.fractions, means), f"evaluated {last}" if last else ""
     mean = f" ({format_loss(means['loss'])})" if "loss" in means else ""
@@ -128,7 +128,7 @@ def format_step_metrics(
 
 
 def format_speed(event: Stepped, run: Started) -> str:
-    """Return the training speed in the unit of the task. If the task has no unit, return it in samples per second."""
+    """Return the training speed as text, in the unit of the task, or in samples per second if the task has none."""
     if event.weight_per_s is not None and run.unit != "samples":
         return f"{event.weight_per_s:,.0f} {run.unit}/s"
     return f"{event.samples_per_s:,.0f} samples/s"
@@ -137,7 +137,7 @@ def format_speed(event: Stepped, run: Started) -> str:
 def format_task_metrics(
     figures: dict[str, float], fractions: Collection[str], means: Mapping[str, float] = MappingProxyType({})
 ) -> str:
-    """Return the metrics of a task as text. Fractions are shown as percentages, and means follow in parentheses."""
+    """Return the metrics of a task as text, with means in parentheses. Fractions are shown as percentages."""
     brackets = {name: f" ({format_value(mean, name in fractions)})" for name, mean in means.items()}
     words = (
         f"{name} {format_value(value, name in fractions)}{brackets.get(name, '')}" for name, value in figures.items()
@@ -182,7 +182,7 @@ def skip_lines(event: Skipped) -> list[str]:
 
 
 def save_line(event: Saved) -> str:
-    """Return a line with the path of a checkpoint and the beginning of the hash of its weights."""
+    """Return a line with the path of a checkpoint and the first characters of the hash of its weights."""
     best = "  best so far" if event.best else ""
     return f"saved {printable_line(event.path)}  sha256 {event.weights_sha256[:12]}…{best}"
 
@@ -190,7 +190,7 @@ def save_line(event: Saved) -> str:
 def stop_line(event: Stopped, run_dir: str | None, of_recipe: bool = True) -> str:
     """Return a line that explains why the run stopped early and how to resume it.
 
-    `of_recipe` is false in a custom training loop, which is resumed by running the same script again.
+    Set `is_recipe` to False for a custom training loop, which is resumed by running the same script again.
     """
     again = f"the same command with run.dir={run_dir} resumes" if of_recipe else f"the same script resumes in {run_dir}"
     return (
@@ -229,7 +229,7 @@ def _compare_prediction(event: Done) -> str:
 
 
 def _describe_fault_rate(audited: int) -> str:
-    """Return a remark on the upper bound of the fault rate if no audit found a fault.
+    """Return text about the upper bound on the fault rate, given that no audit has found a fault.
 
     The bound is the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983).
     """
@@ -265,12 +265,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_out_of(number: int | None, total: int | None) -> str:
-    """Return text such as `3/10`, without the total if it is unknown. Returns an empty string if `number` is None."""
+    """Return text such as `3/10`, or `3` if the total is unknown. Returns an empty string if `number` is None."""
     return "" if number is None else f"{number:,}" if total is None else f"{number:,}/{total:,}"
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a count with its noun, which is pluralized if needed."""
+    """Return a count with its noun, such as `1 step` or `3 steps`."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"

@@ -69,7 +69,7 @@ _EVALUATED_BATCHES: Final = 4  # number of full validation batches to evaluate, 
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """A placement to verify. `reason` is the reason why the placement isn't possible, or empty if it is possible."""
+    """A placement to verify. `reason` says why the placement isn't possible, and is empty otherwise."""
 
     resolved: ResolvedConfig
     reason: str = ""
@@ -104,7 +104,7 @@ def verify(loaded: Loaded, all_placements: bool, steps: int, report_progress: Ca
     """Compare the placement of `loaded` with a single process over `steps` steps, and return the result.
 
     With `all_placements`, all possible placements are compared instead. `report_progress` is called with a description
-    of each run before it starts. A mistake in the recipe or placement raises UsageError before any process starts.
+    of each run before it starts. Raises UsageError before any process starts if the recipe or placement is invalid.
     """
     requested = None
     if not all_placements:
@@ -140,7 +140,7 @@ def verify_on(loaded: Loaded, placements: Sequence[tuple[str | Mapping[str, Any]
 
 
 def _open_and_check(loaded: Loaded) -> Setup:
-    """Open the dataset, and check the recipe in this process."""
+    """Open the dataset, check the recipe in this process, and return its setup."""
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     setup = open_setup(loaded)
     check_chunks(setup)
@@ -179,9 +179,9 @@ def _verify_cases(
 
 
 def select_steps(steps: Steps, count: int) -> tuple[int, ...]:
-    """Return the numbers of the steps to compare: the first steps of a run, and the last step of the first epoch.
+    """Return the numbers of `count` steps to compare, counted from 0.
 
-    The last step of an epoch may have a smaller batch.
+    These are the first steps of a run, and the last step of the first epoch, which may have a smaller batch.
     """
     count = min(count, steps.total)
     last = min(steps.per_epoch, steps.total) - 1
@@ -189,9 +189,9 @@ def select_steps(steps: Steps, count: int) -> tuple[int, ...]:
 
 
 def choose_save_point(job: TraceJob) -> int:
-    """Return the number of steps after which a case saves its state, so that a different case can resume from it.
+    """Return the number of steps after which a case saves a checkpoint for the next case to resume from.
 
-    This is half of the steps. For a compiled model, it is all steps except the last step, which may have a smaller
+    This is half of the steps. For a compiled model, it is all steps except the last one, which may have a smaller
     batch. The resuming case then compiles the model for the smaller batch first. This detects kernels whose results
     depend on the order of the batch sizes.
     """
@@ -239,6 +239,7 @@ def _make_case(loaded: Loaded, strategy: StrategyConfig, processes: int, changes
 
 
 def _check_case(case: VerifyCase, setup: Setup) -> VerifyCase:
+    """Check whether the placement of a case is possible. If it isn't, return a copy of the case with the reason."""
     try:
         check_placement(case.resolved)
         _check_exactness(case.resolved)
@@ -249,7 +250,7 @@ def _check_case(case: VerifyCase, setup: Setup) -> VerifyCase:
 
 
 def _check_exactness(resolved: ResolvedConfig) -> None:
-    """Raise UsageError if the results of a strategy don't even closely match those of a single process."""
+    """Raise UsageError if the strategy doesn't promise results that match those of a single process, even closely."""
     if resolved.strategy.traits.exactness == "none":
         raise UsageError(
             f"strategy {resolved.strategy_name}: cannot be verified with these options, because its results neither "
@@ -259,7 +260,10 @@ def _check_exactness(resolved: ResolvedConfig) -> None:
 
 @final
 class _Comparison:
-    """Compares cases with the reference, which uses strategy `single`. `job` contains the settings of all cases."""
+    """Runs cases and compares them with the reference, which uses strategy `single`.
+
+    `job` contains the settings that all cases share.
+    """
 
     def __init__(
         self, job: TraceJob, single_case: VerifyCase, setup: Setup, report_progress: Callable[[str], None]
@@ -286,7 +290,7 @@ class _Comparison:
         self._report_progress("the reference, single on 1")
         self._reference = self._require_success(self._run(self._single, self._job))
         rows: list[VerdictRow] = []
-        pending: tuple[int, Outcome] | None = None  # the last matching case; its checkpoint hasn't been resumed yet
+        pending: tuple[int, Outcome] | None = None  # matching case whose checkpoint hasn't been resumed yet
         resume_cases = [self._single]
         for number, case in enumerate(cases):
             row, outcome = self._compare(case)
@@ -305,7 +309,10 @@ class _Comparison:
         return rows
 
     def _compare(self, case: VerifyCase) -> tuple[VerdictRow, Outcome | None]:
-        """Run a case from the beginning. Return its row, and its outcome if the verdict is good, or else None."""
+        """Run a case from the beginning, and compare it with the reference.
+
+        Return its row, and its outcome if the verdict is good, or None otherwise.
+        """
         name, exactness = case.resolved.strategy_name, case.resolved.strategy.traits.exactness
         row = VerdictRow(name, case.processes, "not possible", case.reason, exactness)
         if case.reason:
@@ -329,7 +336,7 @@ class _Comparison:
         return row, outcome if row.good else None
 
     def _resume(self, row: VerdictRow, saved_outcome: Outcome, resume_case: VerifyCase) -> VerdictRow:
-        """Resume a case from its checkpoint on the placement of `resume_case`, and return the row with the verdict."""
+        """Resume a case from its checkpoint on the placement of `resume_case`, and return its updated row."""
         path = checkpoint_path(saved_outcome.job.folder, self._save_point)
         outcome = self._run(resume_case, replace(self._job, first=self._save_point, resume=path))
         row = replace(row, resumed_on=resume_case.label)
@@ -426,7 +433,7 @@ class _Comparison:
         )
 
     def _compute_tolerance(self, case: VerifyCase) -> float | None:
-        """Return the largest relative difference to accept in a case, or None if the case must be bit-exact."""
+        """Return the maximum relative difference that a case may have, or None if it must be bit-exact."""
         traits, steps = case.resolved.strategy.traits, len(self._job.step_numbers)
         if traits.exactness == "bits":
             return None
@@ -434,7 +441,7 @@ class _Comparison:
         return self._compute_rounding_tolerance() + comm
 
     def _compute_rounding_tolerance(self) -> float:
-        """Return the tolerance for rounding errors from a different order of summation. See core/tolerance.py."""
+        """Return the tolerance for rounding errors due to the order of summation. See core/tolerance.py."""
         model, recipe = self._setup.problem.build_model(), self._setup.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         # A forward pass uses each weight at most once for each position of a sample.
@@ -466,13 +473,13 @@ class _Comparison:
         job: TraceJob,
         hash_seed: str | None = None,
     ) -> tuple[int, str]:
-        """Run a job in separate processes. Return the exit code, and the error message if the job failed."""
+        """Run a job in one process per rank. Return the exit code, and the error message if the job failed."""
         run_rank = partial(_run_with_stderr, partial(body, job))
         code, text = run_in_workers(run_rank, self._setup, case.resolved.placement, case.processes, hash_seed)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _require_success(self, outcome: Outcome) -> Outcome:
-        """Return the outcome if it succeeded, or raise its error, because the comparison can't continue without it."""
+        """Return the outcome of a reference run, or raise its error if the run failed."""
         if outcome.code == EXIT_USAGE:
             raise UsageError(f"the single-process reference run failed: {outcome.message}")
         if outcome.code != EXIT_DONE:
@@ -490,11 +497,14 @@ def _format_verify_command(loaded: Loaded, case: VerifyCase) -> str:
 def _run_with_stderr(
     body: Callable[[Setup | None, Rendezvous], int], setup: Setup | None, rendezvous: Rendezvous
 ) -> int:
-    """Run `body` in a worker whose stderr is the terminal. Only the error report of the launcher is captured."""
+    """Run the function of a rank in a worker, with stderr connected to the terminal.
+
+    Only the launcher's error report is captured.
+    """
     sys.stderr = sys.__stderr__
     try:
         return body(setup, rendezvous)
     except UserCodeError as error:
         if rendezvous.info.size == 1:
             raise
-        raise TrainingError(str(error)) from error  # counts as a failure, not as a placement that isn't possible
+        raise TrainingError(str(error)) from error  # the verdict is "failed" instead of "not possible"

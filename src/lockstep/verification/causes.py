@@ -1,4 +1,4 @@
-"""Derives the most likely cause of the first difference, as text, from results that are already known."""
+"""Describes the most likely cause of the first difference, based on results that are already known."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -32,7 +32,7 @@ _CAUSES_BY_KIND: Final = {
     MODEL: "the gradients agree, but the weights differ: the optimizer's step has a different result on shards",
     OPTIMIZER: "the weights agree, but the optimizer state differs",
     AVERAGE: "the weights agree, but their average differs",
-    SCALARS: "all tensors agree, but the figures of the engine differ",
+    SCALARS: "all tensors agree, but the scalars of the engine differ",
     EVALUATION: "training agrees, but the evaluation differs: samples were skipped, counted twice or computed again",
 }
 
@@ -77,7 +77,7 @@ class Diagnosis:
 
 
 def find_cause(diagnosis: Diagnosis) -> str:
-    """Return the most likely cause of the first difference, as text."""
+    """Describe the most likely cause of the first difference."""
     if diagnosis.kind == "buffer" and diagnosis.difference.name in diagnosis.probe_result.changed_buffers:
         return _describe_buffer_cause(diagnosis)
     suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probe_result) if finding.fault}
@@ -106,7 +106,7 @@ def find_cause(diagnosis: Diagnosis) -> str:
 
 
 def describe_hash_seed_cause(location: str = "") -> str:
-    """Return the cause if a different hash seed changes the results. `location` is a text such as ` (net.py:12)`."""
+    """Describe the cause of results that depend on Python's hash seed. `location` is text such as ` (net.py:12)`."""
     return (
         f"the order of a set of strings, or hash(), in code{location}: it changes with each start of Python, unless "
         f"{SEED_VARIABLE} is set; iterate over sorted(...) instead"
@@ -121,8 +121,8 @@ def _describe_unexplained_cause(diagnosis: Diagnosis) -> str:
     difference = diagnosis.difference
     if not diagnosis.reproduced:
         return (
-            "a second run of the same placement had a different result again: a kernel is not deterministic, processes "
-            "do not wait for each other, or something depends on the clock, the system's randomness or the process"
+            "a second run of the same placement gave yet another result: a kernel is not deterministic, processes do "
+            "not wait for each other, or something depends on the clock, the system's randomness or the process"
         )
     if diagnosis.label == "single on 1" and not diagnosis.resumed:
         return (
@@ -142,7 +142,7 @@ def _describe_unexplained_cause(diagnosis: Diagnosis) -> str:
 
 
 def _make_advice(diagnosis: Diagnosis) -> str:
-    """Return the advice to use a different strategy and to report the difference, which user code doesn't explain."""
+    """Return advice for a difference that user code doesn't explain: use another strategy, and report the issue."""
     tensor = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
     subject = " of ".join(part for part in (diagnosis.kind.removesuffix(" of"), tensor) if part)
     step = "" if diagnosis.difference.step is None else f" in step {diagnosis.difference.step}"

@@ -1,4 +1,4 @@
-"""Compares the traces of a case with the reference, and finds the differing values in order of computation."""
+"""Compares the traces of a case with the reference, and lists the differing values in order of computation."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Values:
-    """The pair of values with the largest difference, as text, and their index in the tensor.
+    """The two values with the largest difference, as text, and their index in the tensor.
 
-    `distance` is infinite if one of the values is NaN. It is None for values that can't be subtracted, such as digests
-    and missing values.
+    `distance` is the absolute difference. It is infinite if one of the values is NaN, and None for values that can't be
+    subtracted, such as digests and missing values.
     """
 
     index: tuple[int, ...] | None
@@ -60,7 +60,10 @@ class Values:
 
 
 def find_differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
-    """Return all differences in order of computation. `first` is the position of the step at which the case started."""
+    """Return the differences between a case and the reference, in order of computation.
+
+    `rank_traces` are the traces of the case, whose first step is at position `start_position` of the reference.
+    """
     differences: list[Difference] = []
     for position, expected in enumerate(reference.steps[first:], first):
         for kind in KINDS:
@@ -99,7 +102,7 @@ def _compare_kind(
 
 
 def select_tensors(differences: Sequence[Difference]) -> frozenset[TensorRequest]:
-    """Return requests for the differing tensors: always the first, and more of them within the size budget."""
+    """Return requests for the first differing tensor, and for as many more as fit in the size budget."""
     requests: list[TensorRequest] = []
     remaining_bytes = _BUDGET_BYTES
     for difference in differences:
@@ -112,7 +115,7 @@ def select_tensors(differences: Sequence[Difference]) -> frozenset[TensorRequest
 
 
 def load_values(difference: Difference, reference_folder: Path, actual_folder: Path) -> Values | None:
-    """Return the values of a difference, or None if the tensors weren't written or are equal in the second run."""
+    """Return the two values of a difference, or None if the tensors weren't written or are equal in the second run."""
     if difference.request is None:
         return _metric_values(difference)
     expected = trace.load_tensor(reference_folder, 0, difference.request)
@@ -146,9 +149,9 @@ def most_different_elements(reference: Tensor, actual: Tensor) -> Values | None:
 
 
 def max_relative_distance(pairs: Sequence[tuple[Difference, Values]]) -> float | None:
-    """Return the largest distance between two values, or None if no values can be subtracted.
+    """Return the largest relative difference, or None if no values can be subtracted.
 
-    Each distance is relative to the largest magnitude among the differing values of the same kind in the same step.
+    Each difference is relative to the largest magnitude among the differing values of the same kind in the same step.
     """
     scales: dict[tuple[int | None, str], float] = {}
     for difference, pair_values in pairs:
@@ -163,7 +166,7 @@ def max_relative_distance(pairs: Sequence[tuple[Difference, Values]]) -> float |
 
 
 def _metric_values(difference: Difference) -> Values:
-    """Return the values of a difference that isn't a tensor. Metrics are stored as hexadecimal text."""
+    """Return the two values of a difference that isn't in a tensor. Metrics are stored as hexadecimal floats."""
     expected, actual = _parse_float(difference.reference), _parse_float(difference.actual)
     if expected is None or actual is None:
         # Truncated, because the state of an engine can be long.

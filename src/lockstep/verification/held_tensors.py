@@ -29,12 +29,12 @@ _STATELESS_TYPES: Final = (
 
 
 def find_tensors(value: Any, excluded_ids: Collection[int]) -> list[Tensor]:
-    """Return the tensors that a value refers to, without those of objects whose `id` is in `excluded_ids`."""
+    """Return the tensors that a value refers to, except for those of objects whose `id` is in `excluded_ids`."""
     return list(_iter_tensors(value, {*excluded_ids}, _MAX_DEPTH))
 
 
 def compute_digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of tensors. For sparse or quantized tensors and tensor subclasses, it only covers the shape."""
+    """Return a digest of tensors. For sparse and quantized tensors and tensor subclasses, only the shape is hashed."""
     return digest_tensors(
         tensor if _is_plain(tensor) else torch.zeros(tensor.shape, dtype=torch.bool) for tensor in tensors
     )
@@ -69,7 +69,7 @@ def _iter_tensors(value: Any, seen_ids: set[int], depth: int) -> Iterator[Tensor
 
 
 def _iter_module_tensors(module: nn.Module, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of a module, regardless of their size, and the tensors in its attributes."""
+    """Yield the parameters and buffers of a module, regardless of size, and the tensors in its attributes."""
     for part in [module, *(submodule for submodule in module.modules() if id(submodule) not in seen_ids)]:
         seen_ids.add(id(part))
         for tensor in (*part._parameters.values(), *part._buffers.values()):

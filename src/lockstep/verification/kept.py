@@ -31,8 +31,9 @@ _ACCUMULATOR_TYPES: Final = (int, float, list, dict, set, deque, Tensor)
 class LostState(NamedTuple):
     """The state of a script that was lost on resume.
 
-    Both fields map the name of a variable to a description of its change, with the source line. The variables that most
-    likely affect later steps come first. `unused` holds variables that the loop seems to only update, print or log.
+    Both fields map the name of a variable to a description of its change, with the source line. `likely` contains the
+    variables that probably affect later steps, with the most likely first. `unused` contains the variables that the
+    loop only seems to update, print or log.
     """
 
     likely: Mapping[str, str]
@@ -43,9 +44,11 @@ class LostState(NamedTuple):
 class LoopState:
     """A snapshot of the state of a custom training loop between two steps: its models, globals and local variables.
 
-    A variable that is modified in place is state. A variable that every step assigns again isn't, unless it holds a
-    tensor that a step reads before the assignment, such as the hidden state of an RNN. A number that a step reads
-    before the assignment, such as a counter, is state if there is no other, and if the loop does more than print it.
+    A variable that is modified in place is state. A variable that every step reassigns isn't, with two exceptions:
+
+    - It holds a tensor that a step reads before the assignment, such as the hidden state of an RNN.
+    - It holds a number that a step reads before the assignment, such as a counter. This only counts if the loop does
+      more than print the number, and if no other state has changed.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -64,7 +67,7 @@ class LoopState:
             self._scopes |= dict.fromkeys(variables, code)
 
     def find_changes(self, later: Self) -> Mapping[str, str]:
-        """Return the changes between this snapshot and `later`: descriptions with source lines, by variable name."""
+        """Return what changed between this snapshot and `later`: descriptions with source lines, by variable name."""
         changes: dict[str, str] = {}
         numbers: dict[str, str] = {}
         for (model, before), (_, state_after) in zip(self._models, later._models, strict=False):
@@ -85,7 +88,7 @@ class LoopState:
         return changes or numbers
 
     def _carries_number(self, name: str, values: Sequence[Any]) -> bool:
-        """Return whether steps carry a number from one to the next in a variable, and do more than print it."""
+        """Return whether a variable carries a number from one step to the next that the loop does more than print."""
         return (
             len(values) == 2
             and all(isinstance(value, int | float) for value in values)
@@ -94,7 +97,7 @@ class LoopState:
         )
 
     def _carries_tensors(self, name: str, values: Sequence[Any]) -> bool:
-        """Return whether a variable that steps assign again carries tensors from one step to the next."""
+        """Return whether a variable that each step reassigns carries tensors from one step to the next."""
         return (
             len(values) == 2
             and values[0] is not values[1]
@@ -103,7 +106,7 @@ class LoopState:
         )
 
     def to_texts(self) -> dict[str, str]:
-        """Return the state as a string per name, so that a different process can compare it with its own state."""
+        """Return the state as strings by name, so that another process can compare it with its own state."""
         texts: dict[str, str] = {}
         excluded_ids = self._placed_object_ids()
         for model, state in self._models:
@@ -122,9 +125,9 @@ class LoopState:
         return texts
 
     def priorities(self) -> dict[str, int]:
-        """Return the priority of each variable. A variable with a lower number is more likely to affect later steps.
+        """Return the priority of each variable by name. A lower number is more likely to affect later steps.
 
-        A metric that a loop accumulates is probably only displayed. An accumulator that no code reads can't affect a
+        A metric that the loop accumulates is probably only displayed. An accumulator that no code reads can't affect a
         step.
         """
         excluded_ids, priorities = self._placed_object_ids(), {}
@@ -141,7 +144,7 @@ class LoopState:
     def find_lost_state(self, before: Mapping[str, str], priorities: Mapping[str, int]) -> LostState:
         """Return the state that this process lost on resume.
 
-        `before` and `priorities` are the results of `to_texts` and `priorities` in the stopped process, at the same
+        `before` and `priorities` are the texts and priorities of the state that the stopped process had at the same
         step.
         """
         lost_state: dict[str, tuple[int, str]] = {}
@@ -165,7 +168,7 @@ class LoopState:
             likely_state = {
                 name: description for name, (order, description) in _sort_by_priority(lost_state) if order == _METRIC
             }
-        if not likely_state:  # iterators come last, because their positions can't be compared
+        if not likely_state:  # a last resort, because the positions of iterators can't be compared
             likely_state = {
                 name.removeprefix(_MAIN_PREFIX): description for name, description in self._iter_iterators()
             }
@@ -203,8 +206,8 @@ def _attribute_location(model: nn.Module, name: str) -> str:
 def _can_hold_state(value: Any) -> bool:
     """Return whether a local variable that is modified in place can carry state from one step to the next.
 
-    This is the case for random number generators, `itertools.count`, and containers with items other than numbers. A
-    container of numbers more likely holds metrics that the loop prints at its end.
+    This is true for random number generators, `itertools.count`, and containers with items other than numbers. A
+    container of numbers more likely holds metrics that are printed when the loop ends.
     """
     if isinstance(value, dict | list | deque):
         return not all(isinstance(item, int | float) for item in (value.values() if isinstance(value, dict) else value))
@@ -212,7 +215,7 @@ def _can_hold_state(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Return whether a value is or contains a tensor that isn't 0-dimensional. A 0-dimensional tensor is a metric."""
+    """Return whether a value is or contains a tensor that isn't 0-dimensional, because those are usually metrics."""
     if isinstance(value, list | tuple):
         return any(map(_holds_tensors, value))
     return isinstance(value, Tensor) and value.ndim > 0
@@ -227,7 +230,7 @@ def _find_priority(value: Any, excluded_ids: Collection[int]) -> int:
 
 
 def _is_metric(value: Any, depth: int = 2) -> bool:
-    """Return whether a value is a float, or contains only numbers, of which at least one is a float."""
+    """Return whether a value is a float, or a container of numbers with at least one float."""
     if isinstance(value, float):
         return True
     if isinstance(value, Tensor):

@@ -3,8 +3,8 @@
 The function or script runs once per placement, in separate processes. After each step, rank 0 writes the loss and a
 digest of each tensor of the model. These are compared with the reference, a run on a single process.
 
-In addition, the run on one placement is stopped between two steps as if by a signal, which saves a checkpoint. A
-different placement then resumes from the checkpoint. If the checkpoint lacks some state, the following steps differ.
+In addition, the run on one placement is stopped between two steps, as if by a signal, and saves a checkpoint. Another
+placement then resumes from this checkpoint. If the checkpoint lacks some state, the steps after it differ.
 """
 
 import json
@@ -48,11 +48,11 @@ from lockstep.verification.kept import MODEL_SUFFIX, LoopState, LostState
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE_FILE: Final = "trace.jsonl"
-_STRATEGY_ERROR: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches the errors that only some strategies raise
+_STRATEGY_ERROR: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches errors that only some strategies raise
 _OBSERVATIONS_FILE: Final = "witnessed-{}.json"  # {} is the rank
 _RUN_FOLDER: Final = "run"  # run folder of a placement
-_STATE_FILE: Final = "state.json"  # state of the script in the stopped run
-_LOST_FILE: Final = "lost.json"  # state that was lost in the resumed run
+_STATE_FILE: Final = "state.json"  # the script's state in the stopped run
+_LOST_FILE: Final = "lost.json"  # the script's state that the resumed run lost
 _AGREEING_VERDICTS: Final = ("identical", "within tolerance")
 _MAX_NAMES: Final = 3  # maximum number of tensors in a message
 _RECIPE_STEPS: Final = 4  # default number of steps of a recipe, as in `lockstep verify`
@@ -65,7 +65,7 @@ _PLAN_FIELDS: Final = ("train_samples", "batch", "microbatches", "steps")
 
 @dataclass(frozen=True)
 class Trace:
-    """The observations of rank 0: the steps, the arguments of each `run.steps` call, and the warnings."""
+    """The observations of rank 0: its steps, the arguments of each `run.steps` call, and the warnings."""
 
     steps: list[Step]
     plans: list[dict[str, int]]
@@ -88,9 +88,9 @@ class Checked:
     """The result of a placement in `verify`.
 
     `verdict` is identical, within tolerance, differs, failed or not possible. `steps` is the number of compared steps,
-    and `of` is the number of steps of the whole training, or 0 if it is unknown. `reason` is the first difference, or
-    the reason why the placement failed or isn't possible. `resumed` describes the step after which the run was stopped,
-    and the placement that resumed it.
+    and `of` is the total number of training steps, or 0 if it is unknown. `reason` describes the first difference, or
+    why the placement failed or isn't possible. `resumed` tells after which step the run was stopped, and which
+    placement resumed it.
     """
 
     strategy: str
@@ -125,19 +125,19 @@ def verify(
     steps: int | None = None,
     seed: int | None = 0,
 ) -> list[Checked]:
-    """Compare each step of a training loop on several placements with a single process: the loss and all weights.
+    """Check that each step of a training loop gives the same loss and weights on several placements as on one process.
 
     `function` joins a run and iterates over its steps. Instead of a function, you can pass the name or file of a
-    recipe, or the file of a script. The function runs in separate processes, once per placement, and is ended after
-    `steps` steps. If you don't set `steps`, a function runs to its end, and the training of a recipe runs for 4 steps.
+    recipe, or the file of a script. The function runs in separate processes, once per placement, and is stopped after
+    `steps` steps. If you don't set `steps`, a function runs to its end, and a recipe trains for 4 steps.
 
     `strategies` contains names, or mappings with `name` and options. They replace the strategy that the function passes
     to `run.place`. Each strategy runs on each number of `processes` above 1, and data_parallel on one process. If
     `processes` contains 1, the reference runs a second time with a different hash seed for Python.
 
-    After that, one placement is stopped after a step that is drawn from `seed`, saved as if by a signal, and resumed on
-    a different placement. This works even if the function doesn't save anything itself. To skip this check for a
-    function or a script, set `seed=None`. A recipe is always resumed on each placement, halfway.
+    Then, the run on one placement is stopped, as if by a signal, after a random step drawn from `seed`. It saves a
+    checkpoint, even if the function itself saves nothing, and is resumed on another placement. To skip this check for a
+    function or a script, set `seed=None`. For a recipe, the run on each placement is always resumed halfway.
 
     Raises VerificationError if a placement differs or fails. Raises UsageError if the function joins no run, or if no
     placement is possible.
@@ -165,7 +165,7 @@ def check_compared(rows: Sequence[Checked]) -> None:
 def _verify_recipe(
     recipe: str, processes: Sequence[int], strategies: Sequence[StrategyChoice], steps: int
 ) -> list[Checked]:
-    """Compare placements of a recipe, and return their results. Raise VerificationError if a placement differs."""
+    """Compare placements of a recipe, and return their results. Raises VerificationError if one differs or fails."""
     loaded = load(recipe)
     with add_key_positions(loaded):
         verification = verify_on(loaded, _list_placements(processes, strategies), steps)
@@ -214,12 +214,12 @@ def check_placements(
     *,
     seed: int | None = 0,
 ) -> Iterator[Checked]:
-    """Yield the result of each placement as soon as it is known, and finally the result of a stop and resume.
+    """Yield the result of each placement as soon as it is known, and finally the result of stopping and resuming.
 
-    If `guarded` is False, changes to the model that make results depend on the placement aren't rejected
-    (loop/guard.py), so that the comparison has to detect them. Only tests of the comparison use this. Errors that no
-    comparison can find are still raised (loop/loss_check.py). For example, a loss that is divided by a constant gives
-    the same weights on every placement.
+    By default, changes to the model that make results depend on the placement raise an error (loop/guard.py). Tests of
+    the comparison set `guarded=False`, so that the comparison has to detect these changes. Errors that no comparison
+    can find are always raised (loop/loss_check.py). For example, a loss that is divided by a constant gives the same
+    weights on every placement.
     """
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -272,9 +272,10 @@ def _label(strategy: StrategyChoice) -> str:
 def _check_resume(
     loop: "_LoopRunner", reference: Trace, matching: Sequence[tuple[StrategyChoice, int]], seed: int
 ) -> Checked:
-    """Stop a run on the last matching placement, resume it on a different placement, and compare its steps.
+    """Stop a run, resume it on another placement, and return the result of comparing the resumed steps.
 
-    `matching` holds the placements that match the reference. The step after which the run stops is drawn from `seed`.
+    The placements are chosen from `matching_placements`, which match the reference. The step after which the run stops
+    is drawn from `seed`.
     """
     last = len(reference.first_run) - 1
     strategy, count = matching[-1] if last > 1 else ("single", 1)
@@ -294,7 +295,7 @@ def _check_resume(
     mismatch = _find_mismatch(replace(reference, steps=reference.steps[stop_step:]), resumed_trace)
     if not mismatch:
         return replace(row, verdict="identical", steps=len(resumed_trace.steps))
-    # Stop two more runs at the same step, to find the values that differ between any two runs, such as the time.
+    # Stop two more runs at the same step, to exclude state that differs between any two runs, such as the time.
     codes = [
         loop.run(strategy, count, name, stop=stop_step, diagnose=True)[0] for name in ("stopped-again", "stopped-twice")
     ]
@@ -308,7 +309,7 @@ def _check_resume(
 
 
 def _describe_lost_state(lost: LostState) -> str:
-    """Return the likely cause of a difference after a resume: the state of the script that wasn't restored."""
+    """Describe the likely cause of a difference after a resume: the state of the script that wasn't restored."""
     if lost.likely:
         return (
             f"; likely cause: no checkpoint contains {_format_changes(lost.likely)}; store it in run.state, or compute "
@@ -317,7 +318,7 @@ def _describe_lost_state(lost: LostState) -> str:
     unused_text = f"; or {_format_changes(lost.unused)}, which it does not seem to read" if lost.unused else ""
     return (
         "; likely cause: the loop depends on something that is in no checkpoint and in none of the variables that it "
-        "reads: a file, the clock, the state of an object of a library, or a weight or buffer that NumPy changed"
+        "reads: a file, the clock, the state of a library object, or a weight or buffer that NumPy changed"
         f"{unused_text}"
     )
 
@@ -328,10 +329,10 @@ def _format_changes(changes: Mapping[str, str]) -> str:
 
 
 def _rerun_reference(loop: "_LoopRunner", reference: Trace, can_spawn: bool) -> Checked:
-    """Run the reference again and compare both runs. If `can_spawn` is set, use a different hash seed.
+    """Run the reference again, and return the result of comparing both runs.
 
-    A warning in the reference counts as a difference. It may report a fault in the data that a few steps don't show,
-    because they visit each sample only once.
+    If `can_spawn` is set, the second run uses a different hash seed. A warning in the reference counts as a difference:
+    it may report a fault in the data that a few steps don't reveal, because they visit each sample only once.
     """
     if reference.warnings:
         return Checked("single", 1, "differs", reason=reference.warnings[0])
@@ -356,7 +357,7 @@ def _rerun_reference(loop: "_LoopRunner", reference: Trace, can_spawn: bool) -> 
 
 
 def _describe_loop_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -> str:
-    """Return the likely cause as text: values that the loop reads, and state that it keeps between steps."""
+    """Describe the likely cause of a difference: values that the loop reads, and state that it keeps between steps."""
     sources = [f"{source} ({location})" for source, location in reads.items() if source != RANK]
     causes = [f"reads {' and '.join(sources)}"] if sources else []
     if changes:
@@ -372,7 +373,7 @@ def _describe_loop_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -
 
 
 def _describe_model_cause(traits: Sequence[str], strategy: str, command: str) -> str:
-    """Return the property of the model that possibly causes a difference, or advice if the model has none."""
+    """Describe a property of the model that may cause a difference. If there is none, return advice instead."""
     if traits:
         return f"; possibly because {traits[0]}"
     replacement = "single" if strategy in ("ddp", "zero1") else "ddp or zero1"
@@ -396,7 +397,7 @@ def make_script_runner(path: Path, arguments: Sequence[str]) -> Callable[[], obj
 
 
 class _EnoughSteps(BaseException):
-    """Raised to end the user's function after the requested number of steps."""
+    """Raised to stop the user's function after the requested number of steps."""
 
 
 @dataclass(frozen=True)
@@ -424,10 +425,10 @@ class _LoopRunner:
     ) -> tuple[int, str]:
         """Run the function on a placement. Return the exit code, and the error message if the function failed.
 
-        `hash_seed` is a hash seed for Python, and defaults to the hash seed of this process. If `diagnose` is set, the
-        run records nondeterministic inputs of the function and the state that it carries between steps. If `stop` is
-        set, the run is saved and stopped after this step. If `resumes` is set, the run resumes the stopped run of this
-        name.
+        `hash_seed` is Python's hash seed, and defaults to that of this process. If `diagnose` is set, the run records
+        nondeterministic inputs of the function and the state that it carries between steps. If `stop_step` is set, the
+        run saves a checkpoint and stops after this step. If `stopped_run` is set, the run resumes the stopped run with
+        this name.
         """
         folder = self.folder / name
         folder.mkdir()
@@ -452,14 +453,14 @@ class _LoopRunner:
         (self.folder / name / _STATE_FILE).write_text(json.dumps(states[0]), encoding="utf-8")
 
     def read_lost_state(self, name: str) -> LostState:
-        """Return the state of the script that a resumed run lost."""
+        """Return the state of the script that the resumed run `name` lost, which is empty if nothing was recorded."""
         path = self.folder / name / _LOST_FILE
         return (
             LostState(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else LostState({}, {})
         )
 
     def read_trace(self, name: str) -> Trace:
-        """Return the trace of rank 0. Raise UsageError if the function ran no step."""
+        """Return the trace of rank 0 in the run `name`. Raise UsageError if the function ran no step."""
         path = self.folder / name / _TRACE_FILE
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
@@ -474,9 +475,11 @@ class _LoopRunner:
     ) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]:
         """Run the function again, and return the possible causes of a difference, merged over all ranks.
 
-        Returns the nondeterministic inputs that the function reads, the state that it carries between steps, and the
-        traits of its model, which are properties whose results may depend on the strategy. The first two are dicts that
-        map names to source lines and to changes.
+        Returns a tuple of:
+
+        - The nondeterministic inputs that the function reads, as a dict of source lines.
+        - The state that the function carries between steps, as a dict of descriptions of the changes.
+        - The traits of its model: properties that may make results depend on the strategy.
         """
         self.run(strategy, count, name, diagnose=True)
         reads: dict[str, str] = {}
@@ -500,7 +503,7 @@ class _LoopRunner:
     ) -> int:
         """Run the function on a rank of a placement, and return the exit code."""
         sys.stderr = sys.__stderr__
-        vars(sys).pop("ps1", None)  # a process that a notebook forked isn't interactive, and ends after a signal
+        vars(sys).pop("ps1", None)  # set if a notebook forked this process, but a signal must end it
         rank = rendezvous.info.rank
         reads: dict[str, str] = {}
         changes: dict[str, str] = {}
@@ -522,7 +525,7 @@ class _LoopRunner:
                 state = {"texts": state_now.to_texts(), "priorities": state_now.priorities()}
                 (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             if number == stop - (rendezvous.info.size > 1):  # see World.agree_on_stop_level
-                signal.raise_signal(signal.SIGUSR1)  # the run saves after step `stop`, and ends
+                signal.raise_signal(signal.SIGUSR1)  # the run saves a checkpoint after the stop step, and ends
 
         sinks: list[Sink] = [JsonLines(folder / EVENTS)] if rank == 0 else []
         if rank == 0 and diagnose and resumes is not None:
@@ -554,9 +557,9 @@ class _LoopRunner:
 
 @final
 class _LostStateSink:
-    """A sink that writes the state which a resumed script has lost, as JSON.
+    """An event sink that writes the state that a resumed script has lost to `path`, as JSON.
 
-    It compares the state at the start of the first loop over `run.steps` with `before`, the state of the stopped run.
+    It compares the state before the first step with `stopped_state`, the state of the stopped run.
     """
 
     def __init__(self, before: Mapping[str, Any], path: Path, state: Callable[[], LoopState]) -> None:
@@ -578,7 +581,7 @@ class _LostStateSink:
 def _record_causes(
     context: WorkerContext, reads: dict[str, str], states: list[LoopState], traits: ModelTraits
 ) -> Iterator[None]:
-    """Record possible causes of a difference in the `with` block.
+    """Record possible causes of a difference while the `with` block runs, and add them to the arguments.
 
     - `reads`: The nondeterministic inputs, with source lines. Outside micro-batches, only reads of the rank and the
       world size are recorded. Draws from PyTorch's generator are ignored, because it is seeded for each micro-batch.
@@ -610,7 +613,7 @@ def _capture_state(context: WorkerContext) -> LoopState:
 
 
 def _find_mismatch(reference: Trace, actual: Trace) -> str:
-    """Return a description of the first difference, or an empty string if the traces are equal."""
+    """Describe the first difference between two traces. Returns an empty string if they are equal."""
     for plan, other_plan in zip(reference.plans, actual.plans, strict=False):
         if key := next((name for name in _PLAN_FIELDS if plan[name] != other_plan[name]), None):
             return f"run.steps: {key.removeprefix('train_')} is {other_plan[key]:,}, not {plan[key]:,}"

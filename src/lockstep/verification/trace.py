@@ -18,7 +18,7 @@ NORM: Final = "norm of the gradient"
 MODEL: Final = "model"  # weights and buffers
 OPTIMIZER: Final = "optimizer state"
 AVERAGE: Final = "averaged weight"
-SCALARS: Final = "figures of the engine"  # non-tensor state of the engine as JSON
+SCALARS: Final = "scalars of the engine"  # non-tensor state of the engine as JSON
 KINDS: Final = (
     DATA,
     MICROBATCH_LOSS,
@@ -66,22 +66,22 @@ class Trace:
 
 
 def to_text(value: object) -> str:
-    """Return a value as a string. Two floats have the same string only if they are bit-identical or both NaN."""
+    """Convert a value to a string. Floats have the same string only if they are bit-identical or both NaN."""
     return value.hex() if isinstance(value, float) else str(value)
 
 
 def digest_num_bytes(digest: str) -> int:
-    """Return the number of bytes that a digest of training/checkpoint/tensorfile.py covers."""
+    """Return the number of bytes that were hashed for a digest of training/checkpoint/tensorfile.py."""
     return int(digest.partition(":")[2])
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a dataclass of plain values as JSON."""
+    """Write a dataclass as JSON. Its fields must be JSON-compatible."""
     path.write_text(json.dumps(asdict(content)), encoding="utf-8")
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """Read a dataclass of type `kind` from a file that `write_json` has written."""
+    """Read a dataclass of type `cls` from a file that `write_json` has written."""
     return TypeAdapter(kind).validate_json(path.read_bytes())
 
 

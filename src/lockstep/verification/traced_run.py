@@ -52,10 +52,11 @@ PROBE_RESULT_FILE: Final = "probe-result.json"
 
 @dataclass(frozen=True)
 class TraceJob:
-    """The job of a case. `step_numbers` are the numbers of the steps to run, in order, counted from 0.
+    """What a case runs and records. `step_numbers` are the numbers of the steps, in order, counted from 0.
 
-    The case starts at position `first` in `step_numbers`. If `resume` is set, the case starts from this checkpoint.
-    If `save_after` is set, the case saves a checkpoint after that many entries of `step_numbers`.
+    The case starts at position `start_position` in `step_numbers`. If `resume_path` is set, the case starts from this
+    checkpoint. If `save_after` is set, the case saves a checkpoint after that many entries of `step_numbers`. The
+    tensors in `tensor_requests` are written in full.
     """
 
     resolved: ResolvedConfig
@@ -69,10 +70,10 @@ class TraceJob:
 
 
 def open_setup(loaded: Loaded) -> Setup:
-    """Open the dataset and run all checks of a training run, except for the checks of the placement."""
+    """Open the dataset, run all checks of a training run except those of the placement, and return the setup."""
     return replace(
         open_recipe_without_placement(loaded), guarded=False
-    )  # report differences instead of rejecting their causes
+    )  # report differences instead of rejecting code that causes them
 
 
 def limit_validation(setup: Setup, count: int) -> Setup:
@@ -124,7 +125,10 @@ class FirstSamples:
 
 @final
 class _TracedRun:
-    """A rank of a case. The training loop uses this object as its engine. It records the results of the real engine."""
+    """Runs a rank of a case.
+
+    The training loop uses this object as its engine. It forwards all calls to the real engine, and records the results.
+    """
 
     def __init__(self, job: TraceJob, prepared: PreparedRun, world: World) -> None:
         self._job = job
@@ -182,7 +186,7 @@ class _TracedRun:
     def _microbatch_losses(self, sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, str]:
         """Return the loss of each micro-batch by index, or an empty dict if this rank doesn't compute the losses.
 
-        In a pipeline, only the last stage computes losses. If sequences are split into chunks, the dict is empty too,
+        In a pipeline, only the last stage computes losses. The dict is also empty if sequences are split into chunks,
         because each loss then belongs to a chunk, and chunks differ between placements.
         """
         real_microbatches = [microbatch for microbatch in microbatches if not microbatch.dummy]
@@ -209,7 +213,7 @@ class _TracedRun:
         return update
 
     def _record_digests(self, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
-        """Record the digests of tensors in the current step, and write the requested tensors.
+        """Record digests of the tensors of the current step, by kind and name, and write the requested tensors.
 
         Sharded tensors are gathered in groups, and only rank 0 records their digests.
         """
@@ -221,13 +225,13 @@ class _TracedRun:
                 request = TensorRequest(position, kind, name)
                 if request in self._job.tensor_requests:
                     trace.save_tensor(self._job.folder, self._world.rank, request, tensor)
-            # `wholes` yields the unsharded tensors first, so restore the order of the state.
+            # `iterate_full_tensors` yields the unsharded tensors first, so restore the order of the state.
             self._steps[-1].observations[kind] = {name: digests[name] for name in tensors if name in digests}
 
     def _save(self, progress: Progress) -> list[Saved]:
         save_after = self._job.save_after
         if save_after is None or progress.step != self._job.step_numbers[save_after - 1] + 1:
-            return []  # this step is a later multiple of the save interval
+            return []  # a later multiple of the save interval
         state, folder = self._engine.state(), self._job.folder / store.FOLDER
         snapshot = store.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
         if not snapshot.is_unsharded:
