@@ -11,8 +11,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 
@@ -36,10 +38,10 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("guards: what stands in the places of gradients", Guard, "block_gradient_writes"),
     ("guards: gradients in their places again", Guard, "restore_gradients"),
     ("is the loss what it is called?", LossCheck, "check"),
-    ("is the optimizer as it was, on all ranks?", PlacedModel, "agree"),
+    ("is the optimizer as it was, on all ranks?", PlacedModel, "submit_settings"),
     ("keys of random numbers", random, "extend_key"),
     ("samples and micro-batches of the step", Loader, "_start_transfer"),
-    ("which samples, planned in blocks", Loader, "_plan"),
+    ("which samples, planned in blocks", Loader, "_plan_requests"),
     ("the loss of the step, checked every 10 steps", StepReports, "report"),
     ("begin the step", DataParallelEngine, "begin"),
     ("end the step: its sums", DataParallelEngine, "end"),
@@ -47,37 +49,38 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
 )
 
 
-def main() -> None:
+def main(steps: int = STEPS, turns: int = TURNS) -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    hand = loop._hand_written(STEPS, None)  # type: ignore[arg-type]
-    own = loop._own_loop(STEPS, None)  # type: ignore[arg-type]
+    hand = loop._hand_written(steps, None)  # type: ignore[arg-type]
+    own = loop._own_loop(steps, None)  # type: ignore[arg-type]
     hand_us = own_us = 0.0
-    for count in (1, TURNS):  # the first turns warm up
-        pairs = [(_of_turn(hand, exact=False), _of_turn(own, exact=True)) for _ in range(count)]
+    for count in (1, turns):  # the first turns warm up
+        pairs = [(_of_turn(hand, steps, exact=False), _of_turn(own, steps, exact=True)) for _ in range(count)]
         hand_us, own_us = median(one for one, _ in pairs), median(other for _, other in pairs)
     print(f"{hand_us:8.1f} us  hand-written\n{own_us:8.1f} us  lockstep.join, {own_us / hand_us:.3f} x")
     spent: defaultdict[str, list[float]] = defaultdict(list)
-    for label, owner, name in _PARTS:
-        setattr(owner, name, _clocked(getattr(owner, name), spent[label]))
     clock_us = _clock()
-    turns = []
-    for _ in range(TURNS):
-        for each in spent.values():
-            each.clear()
-        _of_turn(own, exact=True)
-        turns.append({label: (sum(each) * 1e6 / STEPS, len(each) / STEPS) for label, each in spent.items()})
+    figures = []
+    with ExitStack() as patches:
+        for label, owner, name in _PARTS:
+            patches.enter_context(patch.object(owner, name, _clocked(getattr(owner, name), spent[label])))
+        for _ in range(turns):
+            for each in spent.values():
+                each.clear()
+            _of_turn(own, steps, exact=True)
+            figures.append({label: (sum(each) * 1e6 / steps, len(each) / steps) for label, each in spent.items()})
     for label in spent:
-        us = median(each[label][0] - each[label][1] * clock_us for each in turns)
-        print(f"{us:8.1f} us  {us / hand_us:6.1%}  {turns[0][label][1]:4.1f} times  {label}")
+        us = median(each[label][0] - each[label][1] * clock_us for each in figures)
+        print(f"{us:8.1f} us  {us / hand_us:6.1%}  {figures[0][label][1]:4.1f} times  {label}")
 
 
-def _of_turn(turn: Callable[[], float], *, exact: bool) -> float:
-    """Return the CPU time of a turn in microseconds a step."""
+def _of_turn(turn: Callable[[], float], steps: int, *, exact: bool) -> float:
+    """Return the CPU time of a turn of `steps` steps in microseconds a step."""
     torch.use_deterministic_algorithms(exact)
     began = time.process_time()
     turn()
-    return (time.process_time() - began) / STEPS * 1e6
+    return (time.process_time() - began) / steps * 1e6
 
 
 def _clocked(call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
