@@ -45,7 +45,7 @@ Joint = Callable[[Sequence[Any]], Sequence[Any]]  # maps the inputs of all funct
 
 
 class _Waiting(NamedTuple):
-    """The reply of a function that waits at exchange `label`. `nodes` is the next sequence number of its thread."""
+    """The reply of a function that waits at exchange `label`, with the next sequence number of its thread."""
 
     label: str
     joint: Joint
@@ -54,7 +54,7 @@ class _Waiting(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """The reply to a _Compute request. `nodes` is the next sequence number after the computation."""
+    """The reply with the results of all functions, and the next sequence number after their computation."""
 
     results: Sequence[Any]
     nodes: int
@@ -67,7 +67,7 @@ class _Ended(NamedTuple):
 
 
 class _Compute(NamedTuple):
-    """A request to compute the results of all functions. The first sequence number is at least `nodes`."""
+    """A request to compute the results of all functions, with a minimum for the first sequence number."""
 
     joint: Joint
     inputs: Sequence[Any]
@@ -75,7 +75,7 @@ class _Compute(NamedTuple):
 
 
 class _Continue(NamedTuple):
-    """A request to continue with the result of the exchange. The next sequence number is at least `nodes`."""
+    """A request to continue with the result of the exchange, with a minimum for the next sequence number."""
 
     result: Any
     nodes: int

@@ -81,7 +81,7 @@ class _OwnedTensor:
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
 
     def to_rows(self, tensor: Tensor) -> Tensor:
-        """Convert a tensor with the shape of `full` to rows of shape `row_shape`. Copies only if chunks are reordered."""
+        """Convert a tensor with the shape of `full` to rows of shape `row_shape`, by a copy if the order changes."""
         if self.chunked is None:
             return tensor
         return self.chunked.to_rows(tensor) if len(tensor) else tensor.new_empty((0, *self.row_shape[1:]))
