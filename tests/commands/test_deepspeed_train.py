@@ -69,7 +69,10 @@ def test_a_run_begins_from_what_deepspeed_saved(run, finished, tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("recipe.optimizer={name: lamb, lr: 0.01, weight_decay: 0.01}",), "optimizer Lamb updates flattened pieces"),
+        (
+            ("recipe.optimizer={name: lamb, lr: 0.01, weight_decay: 0.01}",),
+            "optimizer Lamb is not supported, because it updates flattened pieces",
+        ),
         (("placement.audit_every=2",), "strategy deepspeed does not support audits"),
         (("placement.strategy={name: deepspeed, stage: 4}",), "placement.strategy.stage: Input should be 1, 2 or 3"),
         (("placement.strategy={name: deepspeed, offlaod: cpu}",), "did you mean 'offload'?"),

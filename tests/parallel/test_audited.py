@@ -235,7 +235,7 @@ PASSING: dict[Callable[[Any], None], str] = {
 
 def changed(what: str, rank: int = 1) -> Pattern[str]:
     of = rf"{re.escape(what[:-1])}, bit 20 of element \[0(, 0)*\]( of its rows)?\) of rank {rank} \(host\)"
-    return re.compile(f"audit at step 3: {of} changed after the update of step 2, although no code writes there")
+    return re.compile(f"audit at step 3: {of} changed after the update of step 2, although no code writes to this")
 
 
 @pytest.mark.parametrize("fault", KEPT, ids=lambda fault: fault.__name__)

@@ -89,5 +89,7 @@ def test_a_parameter_in_a_closure_is_refused() -> None:
     with apart.restore_after():
         apart.activate(0)
         (weight * model(torch.ones(1, 3))).sum().backward()
-    with pytest.raises(UsageError, match=r"^weight is used in forward through a reference outside its module"):
+    with pytest.raises(
+        UsageError, match=r"^parameter weight is used in forward through a reference outside its module"
+    ):
         apart.check()

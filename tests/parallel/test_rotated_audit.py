@@ -125,7 +125,7 @@ def audited(world: World, case: Case, fault: tuple[str, bool] | str) -> str:
             "pipeline",
             3,
             ("convolution_backward", False),
-            r"rank 1 (host) computed a wrong result \(the gradient of \S+ #1, bit 16 of .*\), as .* not occur",
+            r"rank 1 (host) computed a wrong result \(the gradient of \S+ #1, bit 16 of .*\): other .* not occur",
         ),
         (
             PLAIN,

@@ -1,8 +1,8 @@
 """Activation offloading: tensors saved in the forward pass are stored in CPU memory until the backward pass.
 
 Each range of a storage is copied once per forward pass, even if several operations save this range or views of it.
-Tensors are restored with the same strides and alignment, because both can change which kernel runs. Therefore the bits
-of the backward pass don't change.
+Tensors are restored with the same strides and alignment, because both can affect which kernel runs. As a result, the
+backward pass computes the same bits with and without offloading.
 
 Parameters and buffers of the model, their views, and small tensors stay on the device. Autocast's copies of parameters
 are offloaded like activations.
@@ -38,7 +38,7 @@ def training_forward_context(
 @final
 @dataclass(eq=False)
 class Offload:
-    """A reusable context for forward passes that enters `inner` and moves the tensors saved on `device` to the CPU.
+    """A reusable context manager for forward passes that enters `inner` and offloads saved tensors from `device`.
 
     Tensors smaller than `min_bytes` stay on the device. You can run the backward pass inside or after the context.
     The backward pass must run on the same stream as the forward pass, which is autograd's default.
@@ -69,7 +69,10 @@ class DeviceTensor(NamedTuple):
 
 
 class HostTensor(NamedTuple):
-    """A saved tensor that is stored in CPU memory. `watched` is an empty tensor with its version counter."""
+    """A saved tensor that is stored in CPU memory.
+
+    `watched` is an empty tensor that shares the version counter of the saved tensor.
+    """
 
     elements: "HostElements"
     size: torch.Size
@@ -92,12 +95,12 @@ class TensorPacker:
         self._resident = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._type = device.type
         self._min_bytes = min_bytes
-        # The weak reference reserves the address of the storage, so that no new storage can have the same key.
+        # The weak reference keeps the address of the storage reserved, so that no new storage gets the same key.
         self._offloaded: dict[tuple[int, int, int, torch.dtype, int], tuple[HostElements, StorageWeakRef]] = {}
 
     def pack(self, tensor: Tensor) -> DeviceTensor | HostTensor:
-        """Return the object that is saved instead of `tensor`."""
-        saved = tensor.detach()  # shares memory and version; the result must not refer to `tensor` itself
+        """Return the object that autograd saves instead of `tensor`."""
+        saved = tensor.detach()  # shares the memory and the version counter, but doesn't keep `tensor` alive
         if not self._should_offload(tensor):
             return DeviceTensor(saved, saved._version)
         storage = saved.untyped_storage()
@@ -116,7 +119,7 @@ class TensorPacker:
             type(tensor) is Tensor  # exclude parameters, and subclasses that may have no storage
             and tensor.device.type == self._type
             and tensor.layout == torch.strided
-            and not (tensor.is_conj() or tensor.is_neg())  # the values in memory differ from the values of the tensor
+            and not (tensor.is_conj() or tensor.is_neg())  # the values in memory aren't conjugated or negated
             and tensor.nbytes >= self._min_bytes
             and not isinstance(tensor._base, nn.Parameter)
             and tensor.untyped_storage().data_ptr() not in self._resident
@@ -129,14 +132,14 @@ class HostElements:
 
     def __init__(self, elements: Tensor) -> None:
         self._device = elements.device
-        # A copy from a GPU doesn't block the CPU, and runs in order with the computation on the GPU.
+        # A copy from a GPU is asynchronous for the CPU, and runs in stream order on the GPU.
         self._host = empty_host_tensor(elements).copy_(elements, non_blocking=elements.is_cuda)
         self._last_storage: StorageWeakRef | None = None
 
     def restore(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         """Return a tensor with these elements on their original device.
 
-        If an earlier result is still in use, the new tensor shares its memory, as the saved tensors did.
+        If a tensor from an earlier call is still in use, the new tensor shares its memory, as the saved tensors did.
         """
         tensor = torch.empty(0, dtype=self._host.dtype, device=self._device)
         storage = None
@@ -160,7 +163,7 @@ def _unpack(packed: DeviceTensor | HostTensor) -> Tensor:
 
 
 def _check(tensor: Tensor, version: int, size: torch.Size) -> None:
-    """Raise autograd's error if a saved tensor was modified, because autograd doesn't check packed tensors."""
+    """Raise autograd's usual error if a saved tensor was modified in place. Autograd doesn't check packed tensors."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -169,10 +172,10 @@ def _check(tensor: Tensor, version: int, size: torch.Size) -> None:
 
 
 def _range_to_copy(tensor: Tensor, elements: int) -> tuple[int, int]:
-    """Return the first element and the number of elements to copy from the tensor's storage of `elements` elements.
+    """Return the offset and the number of elements to copy from the tensor's storage, which has `elements` elements.
 
-    If the tensor spans at least half of the storage, the entire storage is copied, because autograd will probably save
-    more views of it, e.g. query, key and value.
+    If the tensor spans at least half of the storage, this is the entire storage, because autograd probably saves more
+    views of the storage, e.g. query, key and value.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if 2 * span >= elements:

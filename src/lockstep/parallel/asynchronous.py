@@ -4,16 +4,16 @@ Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS), section 4.1, c
 has these phases:
 
 1. The rank computes the gradient of its own micro-batches, as if it were the only rank. The gradient is divided by the
-   weight of the full step, so the gradients of all ranks add up to the usual gradient. Therefore a learning rate has
-   about the same effect as in other strategies. With optimizers that rescale each gradient, such as Adam, the learning
-   rate has a larger effect.
+   weight of the full step, so the gradients of all ranks add up to the usual gradient. Therefore the learning rate has
+   about the same effect as in synchronous strategies. With optimizers that rescale each gradient, such as Adam, the
+   learning rate has a larger effect.
 2. The rank clips its gradient, scales the loss and skips steps independently of other ranks.
 3. The rank pushes its gradient to rank 0, which applies it to the shared weights.
 4. The rank pulls the new weights.
 
 If other ranks update the shared weights between phases 1 and 3, the gradient is stale. The order of the updates depends
-on the speed of the ranks. Therefore no two runs have the same results, and no run has the same results as a single
-process. No rank is more than two steps ahead of any other rank, because the ranks agree on when to stop.
+on the speed of the ranks. Therefore results aren't reproducible, and differ from those of a single process. No rank is
+more than two steps ahead of any other rank, because the ranks agree on when to stop.
 
 Before an evaluation and before a checkpoint, the ranks wait for each other. All ranks then load the newest weights, and
 the BatchNorm statistics and averaged weights of rank 0.
@@ -50,14 +50,15 @@ from lockstep.parallel.optimizer_state import NamedParameter, load_optimizer_sta
 from lockstep.parallel.optimizer_step import gradient, store_lr_ratios
 from lockstep.tasks.base import MicroBatches, Problem
 
-PushAndPull = Callable[[float, list[Tensor]], list[Tensor]]  # pushes a learning rate and gradients, and pulls weights
+# Pushes the gradients of a step with its learning rate, and returns the weights that it pulls.
+PushAndPull = Callable[[float, list[Tensor]], list[Tensor]]
 
-_LOSS: Final = ""  # the name of the loss among the metric sums; no metric has an empty name
+_LOSS: Final = ""  # key of the loss in the metric sums; can't collide, because no metric has an empty name
 
 
 @final
 class AsynchronousEngine:
-    """The engine of a rank that trains on its own micro-batches, and shares only the weights with other ranks."""
+    """An engine in which each rank trains on its own micro-batches, and shares only the weights with other ranks."""
 
     def __init__(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> None:
         self._world = world
@@ -83,10 +84,10 @@ class AsynchronousEngine:
             self._rpc = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
-        """Compute this rank's gradient.
+        """Compute this rank's gradient, and return the sums of the step.
 
-        The loss is estimated from the micro-batches of this rank. If `observe` is set, the loss covers the
-        micro-batches of all ranks.
+        By default, the loss is estimated from the micro-batches of this rank. If `observe` is set, the loss and the
+        metric sums cover the micro-batches of all ranks, and all ranks must call this method.
         """
         self._has_microbatches = bool(microbatches)
         sums = Sums(torch.zeros((), dtype=torch.float64, device=self._world.device), 0, ())
@@ -104,9 +105,9 @@ class AsynchronousEngine:
         return sums._replace(total=sums.total * (step.weight / max(weight, 1)), weight=step.weight)
 
     def _estimate(self, sums: Sums, microbatches: MicroBatches, step: Step) -> Sums:
-        """Return sums in which each named loss of the step is estimated as its mean over this rank's micro-batches.
+        """Return `sums` with each named loss estimated by its weighted mean over this rank's micro-batches.
 
-        A loss with weight 0 in these micro-batches counts as 0.
+        A loss whose weight is 0 in all of these micro-batches counts as 0.
         """
         own_weights = Counter[str]()
         for microbatch in microbatches:
@@ -115,7 +116,7 @@ class AsynchronousEngine:
         return sums._replace(total=total_loss(named) if named else sums.total, weight=1, named=named)
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """Push the gradient and pull the weights. This is a no-op if the rank had no micro-batches."""
+        """Push the gradient and pull the weights. This is a no-op if this rank has no micro-batches in the step."""
         return self._local_engine.update(lr, max_norm) if self._has_microbatches else Update(None, applied=True)
 
     def gradients(self) -> dict[str, MaybeSharded]:
@@ -130,7 +131,7 @@ class AsynchronousEngine:
             yield predict
 
     def state(self) -> State:
-        """See Engine. Only the state on rank 0 contains the shared optimizer's state; only this state is saved."""
+        """See Engine. Only rank 0 returns the state of the shared optimizer, and only the state of rank 0 is saved."""
         self._sync_weights()
         state = self._local_engine.state()
         if self._server is None:
@@ -175,7 +176,7 @@ class AsynchronousEngine:
         return Sums(totals.pop(_LOSS).to(self._world.device), divisor, sums.local_losses, totals, named=named)
 
     def _check_loss(self, sums: Sums, step: Step) -> None:
-        """Raise TrainingError if the loss isn't finite, because the shared weights would spread it to all ranks."""
+        """Raise TrainingError if the loss isn't finite, before its gradient reaches the shared weights."""
         if not self._skips and not bool(torch.isfinite(sums.total)):
             raise TrainingError(
                 f"loss is {float(sums.loss)} at step {step.number + 1} (epoch {step.epoch + 1}), on rank "
@@ -184,7 +185,7 @@ class AsynchronousEngine:
 
     def _sync_weights(self) -> None:
         """Load the shared weights on all ranks, and the rest of the model state from rank 0."""
-        self._world.barrier()  # then all earlier pushes have been applied, because a push returns after its update
+        self._world.barrier()  # wait for all pushes; a push returns only after its update has been applied
         if self._server is not None:
             self._push_optimizer.load_weights(self._server.current_weights())
             self._local_engine.load(self._local_engine.state())  # copy the weights into the model
@@ -195,7 +196,7 @@ class AsynchronousEngine:
         self._world.barrier()  # don't let rank 0 continue before the other ranks have received its state
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-        """Return the model state and the averaged weights on the CPU. Other ranks call this method remotely."""
+        """Return copies of the model state and the averaged weights on the CPU. Other ranks call this over RPC."""
         state = self._local_engine.state()
         ema = None if state.ema is None else _copy_to_cpu(state.ema)
         return _copy_to_cpu(state.model), ema
@@ -212,7 +213,7 @@ class _Server:
         self._lock = Lock()  # each remote call runs in a separate thread
 
     def exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
-        """Apply a gradient with this learning rate, and return the new weights."""
+        """Update the weights with these gradients and this learning rate, and return copies of the new weights."""
         with self._lock:
             for (_, weight), gradient in zip(self.trained, gradients, strict=True):
                 weight.grad = gradient.to(weight.device)
@@ -222,7 +223,7 @@ class _Server:
             return self._copy_weights()
 
     def current_weights(self) -> list[Tensor]:
-        """Return the current shared weights."""
+        """Return copies of the shared weights on the CPU."""
         with self._lock:
             return self._copy_weights()
 
@@ -240,7 +241,7 @@ class _Server:
 
 @final
 class _PushOptimizer(Optimizer):
-    """An optimizer whose `step` pushes the gradients to the server and pulls the new weights."""
+    """An optimizer that pushes gradients to the server instead of updating the weights, and pulls the new weights."""
 
     def __init__(self, trained: Sequence[NamedParameter], exchange: PushAndPull) -> None:
         self._trained: list[Tensor] = [weight for _, weight in trained]
@@ -253,7 +254,7 @@ class _PushOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_weights(self, weights: list[Tensor]) -> None:
-        """Copy `weights` into this rank's weights."""
+        """Copy `weights` into this rank's weights in place."""
         torch._foreach_copy_(self._trained, weights)
 
     def weights(self) -> list[Tensor]:

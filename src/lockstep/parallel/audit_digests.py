@@ -12,13 +12,14 @@ from lockstep.core.shard import NamedTensors, Shard, local_tensor
 
 
 class ComparedResult(NamedTuple):
-    """A result that several ranks compare. `rows` identifies the rows of sharded tensors, and is "" otherwise."""
+    """A result that several ranks compare. `rows` identifies the rows of sharded tensors, and is empty otherwise."""
 
     kind: str
     rows: str = ""
 
 
-Findings = list[tuple[ComparedResult, dict[str, str]]]  # the digests of a rank: for each result, by tensor name
+# The digests of a rank. Each item is a result and the digests of its tensors by name.
+Findings = list[tuple[ComparedResult, dict[str, str]]]
 
 
 @final
@@ -33,12 +34,15 @@ class DigestNotes:
         self._tensor_digests[name] = self._digests.make_tensor_digest(tensor)
 
     def values(self) -> dict[str, str]:
-        """Return the digest of each name. Synchronizes with the device."""
+        """Return the recorded digests by tensor name. Synchronizes with the device."""
         return {name: note.to_text() for name, note in self._tensor_digests.items()}
 
 
 def digest_tensors(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
-    """Return the digests of a rank's unsharded tensors and of its rows of sharded tensors, as separate results."""
+    """Return the digests of this rank's `tensors`. Unsharded tensors and rows of sharded tensors are separate results.
+
+    A result without tensors is left out.
+    """
     full, row_notes = DigestNotes(digests), DigestNotes(digests)
     for name, tensor in tensors.items():
         (row_notes if isinstance(tensor, Shard) else full).record(name, local_tensor(tensor))
@@ -54,7 +58,7 @@ def digest_tensors(digests: Digests, kind: str, tensors: NamedTensors) -> Findin
 def describe_flipped_bit(
     subject: ComparedResult, names: Sequence[str], first: Mapping[str, str], second: Mapping[str, str]
 ) -> str:
-    """Return text such as ", bit 22 of element [5, 120]" if a single tensor differs by one bit, or "" otherwise."""
+    """Return text such as ", bit 22 of element [5, 120]" if exactly one bit of one tensor differs, or "" otherwise."""
     if len(names) != 1 or not (bit := find_flipped_bit(first.get(names[0], "0"), second.get(names[0], "0"))):
         return ""
     return f", {bit}{' of its rows' if subject.rows else ''}"

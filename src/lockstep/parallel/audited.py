@@ -4,12 +4,12 @@ The results of a micro-batch have the same bits on every rank. In an audited ste
 these phases:
 
 1. Each rank checks that its weights and optimizer state haven't changed since the last update (KeptState).
-2. Each rank recomputes a micro-batch of another rank, in addition to the step.
-3. Each rank computes the step. It records digests (core/digest.py) of the micro-batch that another rank recomputes, of
-   the gradient sums, of the loss, and of the messages that it sent and received.
-4. The ranks compare the digests of messages on both ends of each link, and then all other digests.
-5. If any digests differ, all ranks repeat phases 2 and 3, and recompute the disputed micro-batches. The audit then
-   raises an error that names the ranks whose results differ from the majority (core/majority.py).
+2. Each rank recomputes one micro-batch that a different rank computes in the step.
+3. Each rank computes the step. It records digests (core/digest.py) of the micro-batch that a different rank recomputes,
+   of the gradient sums, of the loss, and of the messages that it sends and receives.
+4. The ranks compare the digests of messages at both ends of each link, and then all other digests.
+5. If any digests differ, all ranks repeat phases 2 and 3, and also recompute the micro-batches with differing results.
+   The audit then raises an error that names the ranks whose results differ from the majority (core/majority.py).
 """
 
 from collections import Counter
@@ -45,16 +45,15 @@ from lockstep.parallel.engine import Auditable, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-Opinions = dict[
-    ComparedResult, list[tuple[int, str]]
-]  # for each result on which ranks disagree, the digest of each rank
+# Maps each result that differs between ranks to the (rank, digest) pairs of the ranks that have the result.
+Opinions = dict[ComparedResult, list[tuple[int, str]]]
 
 
 @dataclass(eq=False)
 class Computation:
-    """The next computation of a rank: the micro-batches of a step or, if `is_extra` is set, one extra micro-batch.
+    """The next computation of a rank: a step or, if `is_extra` is set, a micro-batch that isn't part of the step.
 
-    Run the extra micro-batch with `Auditable.repeat`. After you have run a step, set `sums`.
+    Run an extra micro-batch with `Auditable.repeat`. After you run a step, set `sums` to its result.
     """
 
     microbatches: MicroBatches
@@ -65,11 +64,11 @@ class Computation:
 @final
 @dataclass(eq=False)
 class AuditedEngine:
-    """Wraps the engine that `start` returns, and audits the steps of `schedule`. Audits don't change any results.
+    """Wraps the engine that `start` returns, and audits the steps that `schedule` selects. Results don't change.
 
-    In an audited step, the first micro-batch passed to the engine is the one to recompute. `fetch` returns any other
-    micro-batch of a step by its index. If the ranks disagree on the results of a step, CorruptionError is raised on all
-    ranks. `audited` is the number of steps that passed an audit.
+    In an audited step, the first micro-batch in `microbatches` is the one that this rank recomputes. `fetch` returns
+    any micro-batch of a step by its index. If the results of a step differ between ranks, all ranks raise
+    CorruptionError.
     """
 
     start: Callable[[World], Auditable]
@@ -97,12 +96,12 @@ class AuditedEngine:
         self._audit.kept_state.step = step
         if not self.schedule.is_due(step):
             return self._engine.forward_backward(microbatches, step, observe)
-        for part in self._audit.run_parts(self.schedule, self.fetch, microbatches, step):
-            if part.is_extra:
-                [microbatch] = part.microbatches
+        for computation in self._audit.run_parts(self.schedule, self.fetch, microbatches, step):
+            if computation.is_extra:
+                [microbatch] = computation.microbatches
                 self._engine.repeat(microbatch, step)
             else:
-                part.sums = sums = self._engine.forward_backward(part.microbatches, step, observe)
+                computation.sums = sums = self._engine.forward_backward(computation.microbatches, step, observe)
         return sums
 
 
@@ -110,8 +109,8 @@ class AuditedEngine:
 class Audit:
     """Audits the steps of an engine on this rank. The caller runs the computations that `run_parts` yields.
 
-    `log` must record the messages of the engine. Every `every`-th step is audited. Call `kept_state.record_step` after
-    the update of each step. `audited` is the number of steps that passed an audit.
+    `log` must record the messages of the engine. Every `every`-th step is audited, or no step if `every` is None. Call
+    `kept_state.record_step` after the update of each step. `audited` is the number of steps that passed an audit.
     """
 
     def __init__(self, engine: Auditable, world: World, log: MessageLog, every: int | None) -> None:
@@ -129,8 +128,8 @@ class Audit:
     ) -> Iterator[Computation]:
         """Yield the computations of an audited step. All ranks must run each computation before the next iteration.
 
-        The first of `microbatches` is the micro-batch that this rank recomputes. `fetch` returns any other micro-batch.
-        Raises CorruptionError on all ranks if they disagree on the results.
+        The first item of `microbatches` is the micro-batch that this rank recomputes. `fetch` returns any micro-batch
+        of a step by its index. Raises CorruptionError on all ranks if the results differ between ranks.
         """
         repeated, *own_microbatches = microbatches
         findings = self.kept_state.check(step)
@@ -138,11 +137,11 @@ class Audit:
         computed = yield from self._compute(schedule, step, repeated, own_microbatches)
         self._check_links(step, self._log.close())
         findings += computed
-        if disputes := self._find_disputes(findings):
-            # Collect more evidence: repeat the same computation, and recompute each disputed micro-batch on all ranks.
+        if differing_results := self._find_disputes(findings):
+            # Repeat the computations to find the faulty ranks. Also recompute each differing micro-batch on all ranks.
             findings += yield from self._compute(schedule, step, repeated, own_microbatches)
             for index in range(schedule.microbatches):
-                if _microbatch_result(index) in disputes:
+                if _microbatch_result(index) in differing_results:
                     findings.append((yield from self._recompute_microbatch(fetch(step, index))))
             raise self._make_error(step, findings)
         self.audited += 1
@@ -150,25 +149,25 @@ class Audit:
     def _compute(
         self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own_microbatches: MicroBatches
     ) -> Generator[Computation, None, Findings]:
-        """Run a step, and return the digests of the results that other ranks also have, in time order."""
+        """Yield the computations of a step. Returns the digests of results that several ranks have, in time order."""
         findings = [(yield from self._recompute_microbatch(repeated))]
         target, notes = schedule.get_audited_microbatch(self._world.rank, step), DigestNotes(self._digests)
-        part = Computation(
+        computation = Computation(
             [
                 replace(microbatch, note=notes.record) if microbatch.index == target else microbatch
                 for microbatch in own_microbatches
             ]
         )
-        yield part
+        yield computation
         if digests := notes.values():  # empty if the step is short and this rank has no micro-batch
             findings.append((_microbatch_result(target), digests))
         if self._world.size > 1:
-            assert part.sums is not None
-            # The gradient rows that this rank keeps can appear twice: also among the witnessed rows. Count them once.
+            assert computation.sums is not None
+            # The gradient rows that this rank keeps can be in both `gradients()` and `witnessed()`. Count them once.
             for sums in (self._engine.gradients(), *self._engine.witnessed()):
                 sum_findings = digest_tensors(self._digests, "the sum of the gradients", sums)
                 findings += [finding for finding in sum_findings if finding not in findings]
-            findings += digest_tensors(self._digests, "the loss of the step", {"loss": part.sums.total})
+            findings += digest_tensors(self._digests, "the loss of the step", {"loss": computation.sums.total})
         return findings
 
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
@@ -191,34 +190,34 @@ class Audit:
         return _microbatch_result(microbatch.index), notes.values()
 
     def _find_disputes(self, findings: Findings) -> Opinions:
-        """Return the results on which the ranks disagree. All ranks must call this method."""
+        """Return the results that differ between ranks. All ranks must call this method, and get the same results."""
         summaries = [[*subject, short_hash(digests)] for subject, digests in findings]
-        opinions: Opinions = {}
+        digests_by_result: Opinions = {}
         for rank, summaries_of_rank in enumerate(self._world.all_gather_json(summaries)):
-            for kind, rows, result in summaries_of_rank:
-                opinions.setdefault(ComparedResult(kind, rows), []).append((rank, result))
+            for kind, rows, digest in summaries_of_rank:
+                digests_by_result.setdefault(ComparedResult(kind, rows), []).append((rank, digest))
         return {
-            subject: rank_results
-            for subject, rank_results in opinions.items()
-            if len({result for _, result in rank_results}) > 1
+            subject: rank_digests
+            for subject, rank_digests in digests_by_result.items()
+            if len({digest for _, digest in rank_digests}) > 1
         }
 
     def _make_error(self, step: Step, findings: Findings) -> CorruptionError:
-        """Return the error that names the faulty ranks. All ranks must call this method and get the same error."""
-        disputes = self._find_disputes(findings)
-        accused = {
-            subject: find_minority(opinions) or sorted({rank for rank, _ in opinions})
-            for subject, opinions in disputes.items()
+        """Return the error that names the faulty ranks. All ranks must call this method, and get the same error."""
+        differing_results = self._find_disputes(findings)
+        suspect_ranks = {
+            subject: find_minority(rank_digests) or sorted({rank for rank, _ in rank_digests})
+            for subject, rank_digests in differing_results.items()
         }
-        decided = [subject for subject, opinions in disputes.items() if find_minority(opinions)]
-        # The result with the fewest suspect ranks is closest to the fault. For example, if the rows of a weight are
-        # corrupted, report these rows instead of the results that the replica computes with them.
-        subject = min(decided or disputes, key=lambda candidate: len(accused[candidate]))
+        decided = [subject for subject, rank_digests in differing_results.items() if find_minority(rank_digests)]
+        # Report the differing result with the fewest suspect ranks, because it is closest to the fault. For example, if
+        # the rows of a weight are corrupted on one rank, then all results that its replica computes with them differ.
+        subject = min(decided or differing_results, key=lambda candidate: len(suspect_ranks[candidate]))
         report = {
             "host": self._world.host,
             "found": [digests for candidate, digests in findings if candidate == subject],
         }
-        return _make_error(step, subject, disputes[subject], self._world.all_gather_json(report))
+        return _make_error(step, subject, differing_results[subject], self._world.all_gather_json(report))
 
 
 def _microbatch_result(index: int) -> ComparedResult:
@@ -228,7 +227,10 @@ def _microbatch_result(index: int) -> ComparedResult:
 def _make_error(
     step: Step, subject: ComparedResult, opinions: Sequence[tuple[int, str]], reports: Sequence[dict[str, Any]]
 ) -> CorruptionError:
-    """Return the error for the disputed result `subject`. `reports` has the host and the digests of each rank."""
+    """Return the error for the result `subject`, which differs between ranks.
+
+    `opinions` contains the (rank, digest) pairs of the result. `reports` has the host and the digests of each rank.
+    """
     all_digests = [digests for report in reports for digests in report["found"]]
     names = [name for name in all_digests[0] if len({digests.get(name) for digests in all_digests}) > 1]
     first, second = [*{short_hash(digests): digests for digests in all_digests}.values()][:2]

@@ -1,13 +1,13 @@
 """Running statistics of BatchNorm that don't depend on which rank computes which micro-batch.
 
-In training, each micro-batch is normalized with its own batch statistics. The running statistics change once per step:
-they move toward the sample-weighted mean of the batch statistics of all micro-batches. This mean is summed by the
-reduction tree as part of one vector.
+In training, each micro-batch is normalized with its own batch statistics. The running statistics are updated once per
+step: they move toward the sample-weighted mean of the batch statistics of all micro-batches. The reduction tree sums
+these batch statistics together with the loss, as one vector.
 
 A step has these phases:
 
 1. All layers have momentum 1, and their buffers are views of one scratch vector. Before each forward pass, the scratch
-   vector is reset to the running statistics. Therefore the statistics of a layer that isn't called don't change.
+   vector is reset to the running statistics, so the statistics of a layer that isn't called don't change.
 2. In the forward pass, torch's kernel overwrites the buffers with the batch statistics, because the momentum is 1.
 3. After the forward pass, Lockstep multiplies the scratch vector by the number of samples and adds it to the reduction
    tree.
@@ -16,17 +16,17 @@ A step has these phases:
    running statistics don't change.
 
 A layer can be called several times in a micro-batch, e.g. in the discriminator of a GAN or in a siamese network. For
-each call, torch computes r <- (1 - m) r + m s. With r the running statistics at the start of the step, the micro-batch
-observes
+each call with batch statistics s, torch computes r <- (1 - m) r + m s. If r is the running statistics at the start of
+the step, and s_k are the batch statistics of call k, the observation after call k is
 
     o_1 = s_1    o_k = s_k + (1 - m) (o_(k-1) - r)          without a momentum: o_k = s_k + (o_(k-1) - r)
 
-A single move toward o_k, with momentum m or 1 / (number of calls so far), is equivalent to torch's k moves. Each
-further call writes to a separate buffer. The buffers are combined after the forward pass, so the forward pass itself
-has no extra computation. Calls during recomputation don't count.
+A single update toward o_k, with momentum m or 1 / (number of calls so far), is equivalent to torch's k updates. The
+second and later calls write to separate buffers. The buffers are combined after the forward pass, so the forward pass
+itself has no extra computation. Calls during recomputation don't count.
 
-Layers that are in evaluation mode while the model trains, such as frozen layers, aren't changed: they normalize with
-their running statistics, which stay constant. InstanceNorm layers that track statistics work in the same way.
+Layers that are in eval mode while the model trains, such as frozen layers, aren't changed: they normalize with their
+running statistics, which stay constant. InstanceNorm layers that track statistics are handled in the same way.
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ from torch import Tensor, nn
 class RunningStatistics:
     """The running statistics of all layers that track them in training, as one float32 vector of length `size`.
 
-    The model must be in training mode. The vector ends with the number of calls of each layer, which is 0 for layers
-    that don't count their batches. Pass `count_calls=False` for compiled models, and if the forward passes of several
-    micro-batches run interleaved. In this case, each layer is assumed to be called once per micro-batch, and only its
+    The model must be in training mode. The last elements of the vector are the number of calls of each layer, which is
+    0 for layers that don't count their batches. Pass `count_calls=False` for compiled models, and if the forward passes
+    of several micro-batches run interleaved. Each layer is then assumed to be called once per micro-batch, and only its
     last call is observed.
     """
 
@@ -53,7 +53,7 @@ class RunningStatistics:
         ]
         buffers = [buffer for layer in self._layers for buffer in _get_buffers(layer)]
         padded_buffers = [_pad(buffer) for buffer in buffers]
-        self._calls_offset = sum(map(len, padded_buffers))  # where the call counts start in the vector
+        self._calls_offset = sum(map(len, padded_buffers))  # index of the first call count in the vector
         calls = [padded_buffers[0].new_zeros(len(self._layers))] if buffers else []
         self._scratch = torch.cat([*padded_buffers, *calls]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
@@ -61,12 +61,12 @@ class RunningStatistics:
         self._batches = batches[:, 0] if self._layers else batches
         self._batches_so_far = self._batches.double()
         self._counts_batches = [isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self._layers]
-        # The fraction by which each statistic moves toward the mean of a step. Without a momentum, BatchNorm averages
-        # all batches so far.
+        # The momentum of each statistic. If a BatchNorm layer has no momentum, it averages all batches so far, and
+        # `finish_step` sets its rate.
         self._rates = (
             torch.cat([*(_make_rates(layer) for layer in self._layers), *calls]) if buffers else torch.empty(0)
         )
-        # Without a momentum, InstanceNorm never changes its statistics.
+        # Only BatchNorm averages without a momentum. InstanceNorm without a momentum never changes its statistics.
         self._averaging_layers = [
             n for n, layer in enumerate(self._layers) if layer.momentum is None and self._counts_batches[n]
         ]
@@ -75,11 +75,11 @@ class RunningStatistics:
         self._move_buffers_to_scratch()
         self.size = len(self._scratch)
         self._count_calls = count_calls
-        self._observing = False  # whether a forward pass is in progress whose statistics will be read
+        self._observing = False  # whether a forward pass is in progress, and its statistics are recorded
         self._calls = [0] * len(self._layers)
         self._uncalled = [0] * len(self._layers)
         self._calls_in_scratch = self._uncalled
-        # Buffers for the second and later calls, by layer, call number and device, and those used in this micro-batch.
+        # Buffers for the second and later calls by layer, call number and device. `_written` has those in use.
         self._extra_buffers: dict[tuple[int, int, torch.device], Tensor] = {}
         self._written: list[tuple[int, Tensor]] = []
         if count_calls:
@@ -93,18 +93,18 @@ class RunningStatistics:
 
     @property
     def vectors(self) -> list[Tensor]:
-        """The vectors that a forward pass reads or writes, in addition to the buffers."""
+        """The vectors that a forward pass in training reads or writes in addition to the buffers."""
         return [self._scratch, self._running] if self.size else []
 
     @property
     def observed(self) -> Tensor:
-        """A view of the statistics of the last forward pass, without the call counts."""
+        """A view of the batch statistics of the last forward pass, without the call counts."""
         return self._scratch[: self._calls_offset]
 
     def before_forward(self) -> None:
-        """Reset the scratch vector. Call this method before each forward pass in training.
+        """Reset the buffers to the running statistics. Call this method before each forward pass in training.
 
-        If the forward pass doesn't call a layer, the running statistics of this layer are observed and don't change.
+        A layer that the forward pass doesn't call keeps its running statistics.
         """
         if self.size:
             self._scratch.copy_(self._running)
@@ -113,7 +113,7 @@ class RunningStatistics:
             self._reset_extra_buffers()
 
     def observations(self, samples: int) -> Tensor:
-        """Return the statistics of the last forward pass, multiplied by `samples`: float64 of shape [size]."""
+        """Return the batch statistics of the last forward pass times `samples`, as float64 of shape [size]."""
         self._observing = False
         if self._written:
             self._combine_calls()
@@ -128,8 +128,8 @@ class RunningStatistics:
     def pack_with_loss(self, loss: Tensor, samples: int, *extra: Tensor) -> Tensor:
         """Return the loss of a micro-batch, the float64 vectors `extra` and the batch statistics as one vector.
 
-        The vector is a leaf of the reduction tree: float64, with 1 + (total length of `extra`) + size elements. For
-        several losses, `loss` is a vector, and its length replaces the 1.
+        The result is a leaf of the reduction tree: float64 of shape [number of losses + total length of `extra` +
+        size]. If there are several losses, `loss` is a vector.
         """
         value = loss.detach().to(torch.float64, copy=True).reshape(-1)  # copy, because the tree adds in place
         parts = [value, *extra, self.observations(samples)] if self.size else [value, *extra]
@@ -138,14 +138,14 @@ class RunningStatistics:
     def finish_step(self, applied: bool, mean: Tensor) -> None:
         """Move the running statistics toward the mean of a step, and copy them back to the layers.
 
-        `mean` contains the observed statistics averaged over the samples of the step: float64 of shape [size]. If the
-        step wasn't `applied`, the running statistics don't change.
+        `mean` contains the batch statistics averaged over the samples of the step: float64 of shape [size]. If the step
+        wasn't `applied`, the running statistics don't change.
         """
         if not self.size:
             return
         if applied:
-            # The mean number of calls is a fraction if micro-batches call a layer different numbers of times. Round up,
-            # so that a layer that was called in any micro-batch has at least one call.
+            # The mean number of calls can be fractional, because micro-batches can call a layer different numbers of
+            # times. Round up, so that a layer that any micro-batch called has at least one call.
             calls = mean[self._calls_offset :].ceil()
             self._batches_so_far += calls
             for number in self._averaging_layers:
@@ -156,7 +156,7 @@ class RunningStatistics:
         self.restore()
 
     def restore(self) -> None:
-        """Copy the running statistics back to the layers, and discard the statistics of the last forward pass."""
+        """Copy the running statistics back to the layers, and discard the batch statistics of the last forward pass."""
         self._observing = False
         self._scratch.copy_(self._running)
         self._batches.copy_(self._batches_so_far)
@@ -179,14 +179,14 @@ class RunningStatistics:
     def _call(
         self, number: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
-        """Call a layer's original forward method, and record the statistics of each call in a micro-batch."""
+        """Call the original forward method of layer `number`, and record the batch statistics of the call."""
         layer = self._layers[number]
         if not (self._observing and layer.training and layer.track_running_stats):
             return forward(*inputs, **named)
         if torch._C._current_graph_task_id() != -1:  # a recomputation in a backward pass
             return self._call_with_extra_buffers(number, 0, forward, inputs, named)
         self._calls[number] = calls = self._calls[number] + 1
-        if calls == 1 or layer.momentum != 1.0:  # user code sets momentum to 0 to pause the statistics
+        if calls == 1 or layer.momentum != 1.0:  # user code can set the momentum to 0 to freeze the statistics
             return forward(*inputs, **named)
         outputs = self._call_with_extra_buffers(number, calls, forward, inputs, named)
         self._written.append((number, self._extra_buffers[number, calls, self._running.device]))
@@ -195,9 +195,9 @@ class RunningStatistics:
     def _call_with_extra_buffers(
         self, number: int, call: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
-        """Call a layer's forward method with separate buffers for the statistics of this call.
+        """Call the original forward method of layer `number` with separate buffers for the statistics of this call.
 
-        All recomputations have call number 0 and share its buffers.
+        All recomputations are call number 0, so they share buffers.
         """
         layer, region = self._layers[number], self._regions[number]
         key = number, call, self._running.device
@@ -222,7 +222,7 @@ class RunningStatistics:
 
     def _reset_extra_buffers(self) -> None:
         for _, statistics in self._written:
-            statistics.zero_()  # the next call computes 0 * old + new, and 0 * nan is nan
+            statistics.zero_()  # the next call computes 0 * old + new, which is NaN if old is NaN
         self._written.clear()
 
 
@@ -236,7 +236,7 @@ class _ObservedForward:
         self._forward: Callable[..., Tensor] = layer.forward
 
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # user code compiles this call, so count it once
+        if torch.compiler.is_compiling():  # in a model that user code compiles, count one call per micro-batch
             self._running._calls[self._number] = 1
             return self._forward(*inputs, **named)
         return self._running._call(self._number, self._forward, inputs, named)
@@ -263,18 +263,18 @@ def _get_counter(layer: nn.modules.batchnorm._NormBase) -> Tensor:
 def _split_statistics(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the mean and the variance of a layer as views of `statistics`, the layer's region of a vector.
 
-    `data` gives each view a separate version counter, while ordinary views of one vector would share a counter.
-    Autograd checks the versions of tensors that it saves for the backward pass. These tensors include the statistics of
-    a layer, and compiled code increments the version of each tensor that it writes.
+    Use `data`, so that each view has a separate version counter. Otherwise, autograd would raise an error: it checks
+    the versions of the statistics that a layer saves for the backward pass, and compiled code increments the version of
+    each tensor that it writes.
     """
     middle = _padded_width(width)
     return statistics[:width].data, statistics[middle : middle + width].data
 
 
 def _padded_width(width: int) -> int:
-    """Return the number of elements reserved for a statistic, so that each statistic is aligned to 16 bytes.
+    """Return `width` rounded up so that the next statistic in the vector is aligned to 16 bytes.
 
-    Compiled kernels are specialized for aligned addresses if the first address that they receive is aligned.
+    All statistics must be aligned, because a compiled kernel that is first called with aligned addresses requires them.
     """
     return -(-width // 4) * 4
 

@@ -1,8 +1,8 @@
 """Finds the blocks of a model, and recomputes activations by block.
 
-A recomputed block only saves its inputs, and repeats its forward pass when its backward pass needs the activations
-(Chen et al. 2016, "Training deep nets with sublinear memory cost"). Before the second forward pass, the RNG states from
-before the first forward pass are restored, so the results have the same bits.
+A recomputed block only saves its inputs, and repeats its forward pass when the backward pass needs its activations
+(Chen et al. 2016, "Training deep nets with sublinear memory cost"). The second forward pass starts with the same RNG
+states as the first, so its results have the same bits.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def find_units(model: nn.Module) -> list[nn.Module]:
 
     Blocks are the items of plain nn.Sequential and nn.ModuleList containers at any nesting depth, because models call
     the items of these containers as modules. An item isn't a block if it shares a parameter with the rest of the model,
-    or if it is part of another block.
+    or if it is nested in a block.
     """
     candidates = [
         module for child in model.children() for module in _collect_blocks(child, listed=type(model) in _CONTAINERS)
@@ -45,9 +45,10 @@ def _collect_blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, every: int) -> nn.Module:
-    """Make every `every`-th block of the model recompute its activations, counting backwards from the last block.
+    """Make every `every`-th block recompute its activations, counting backwards from the last block.
 
-    If the model has no blocks, the full model is recomputed. Returns the model. Module names don't change.
+    If the model has no blocks, all of its activations are recomputed. Changes the model in place and returns it. Module
+    names don't change.
     """
     units = find_units(model) or [model]
     for unit in units[::-1][::every]:
@@ -57,9 +58,9 @@ def recompute(model: nn.Module, every: int) -> nn.Module:
 
 
 def _recompute(forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> Any:
-    """Call a block's forward method through checkpoint.
+    """Call a block's forward method through torch.utils.checkpoint.
 
-    The keyword arguments are bound first, because checkpoint has keywords that a block may use too, such as `debug` or
-    `function`.
+    The keyword arguments are bound with partial, because checkpoint has parameters that a block may have too, such as
+    `debug` and `function`.
     """
     return checkpoint(partial(forward, **named), *inputs, use_reentrant=False)

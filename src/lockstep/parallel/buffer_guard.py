@@ -2,8 +2,8 @@
 
 BatchNorm's running statistics are synchronized (parallel/batchnorm.py). A forward pass in training mode can also write
 to or replace other buffers, e.g. a counter, a running mean, or the vectors of spectral_norm. Each rank would then
-update the buffer once for each of its own micro-batches, so the model would depend on the placement. The same applies
-to writes to weights, e.g. clamp_() under no_grad. In addition, sharded strategies would lose such a write.
+update the buffer once for each of its own micro-batches, so the model would depend on the number of ranks. The same
+applies to writes to weights, e.g. clamp_() under no_grad. In addition, sharded strategies would lose such a write.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ _WEIGHT_ADVICE: Final = (
     "compute with a modified copy, such as weight.clamp(min=0), or let the optimizer update the weight; code outside "
     "a forward pass must not write to weights either"
 )
-# Check the weights in each of the first forward passes, and then in every _CHECK_INTERVAL-th forward pass.
+# Check the weights in the first _FIRST_FORWARDS forward passes, and then in every _CHECK_INTERVAL-th forward pass.
 _FIRST_FORWARDS: Final = 8
 _CHECK_INTERVAL: Final = 16
 
@@ -32,7 +32,8 @@ _CHECK_INTERVAL: Final = 16
 class BufferGuard:
     """Detects writes to the weights of a model, and to all of its buffers except those in `exempt`.
 
-    For sharded models, `gathered` maps the gathered tensors that the model computes with to their parameters.
+    For sharded models, `gathered` returns a map from each gathered weight that the model computes with to its sharded
+    parameter.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class BufferGuard:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raise UsageError if the forward pass in the block writes to a weight or changes a buffer."""
+        """Raise UsageError if a forward pass in the `with` block writes to a weight or changes a buffer."""
         with self.watch_weights(), self.watch_buffers():
             yield
 
     @contextmanager
     def watch_weights(self) -> Iterator[None]:
-        """Raise UsageError if the forward pass in the block writes to a weight. Checks only some forward passes."""
+        """Raise UsageError if the forward pass in the `with` block writes to a weight. Only some passes are checked."""
         self._forwards += 1
         versions: dict[Tensor, int] = {}
         if self._forwards <= _FIRST_FORWARDS or not self._forwards % _CHECK_INTERVAL:
@@ -75,7 +76,7 @@ class BufferGuard:
                 raise UsageError(f"the forward pass writes to weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
 
     def watch_buffers(self) -> "_BufferChecker":
-        """Raise UsageError if the forward pass in the block writes to, replaces, adds or removes a buffer."""
+        """Raise UsageError if the forward pass in the `with` block writes to, replaces, adds or removes a buffer."""
         return _BufferChecker(self)
 
     def _get_buffer_states(self) -> list[tuple[Tensor | None, int]]:
@@ -98,7 +99,7 @@ class BufferGuard:
 class _BufferChecker:
     """Compares the buffers before and after a forward pass, to detect changes.
 
-    This is a class, because a generator-based context manager would add 3 us to every micro-batch.
+    This is a class instead of a generator-based context manager, which would add 3 us to every micro-batch.
     """
 
     def __init__(self, guard: BufferGuard) -> None:
@@ -115,9 +116,8 @@ class _BufferChecker:
 def _make_error(path: str, module: nn.Module, name: str) -> Exception:
     kind = type(module)
     if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
-        kind = kind.__bases__[
-            1
-        ]  # the original class, because fully_shard replaces the class of a module with a subclass
+        # fully_shard replaces the class of a module with a subclass. Report the original class.
+        kind = kind.__bases__[1]
     return make_refusal(
         f"the forward pass changes buffer {path}{'.' if path else ''}{name} of {kind.__name__}, so each process would "
         f"change it by its own micro-batches",

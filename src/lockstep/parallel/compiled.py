@@ -1,7 +1,7 @@
 """torch.compile by block, so that the kernels for a shape depend only on the block and the shape.
 
-By default, torch.compile switches to kernels for dynamic shapes when it sees a second size. A resumed run sees the
-shapes of micro-batches in a different order, and ranks see different shapes, so they would run different kernels. In
+By default, torch.compile switches to dynamic-shape kernels when it sees a second size. The order in which shapes appear
+differs between ranks, and between a resumed run and an uninterrupted run, so they would run different kernels. In
 addition, operator fusion depends on which code is compiled together. Therefore Lockstep compiles separate kernels for
 each shape, and compiles each block of the model separately (parallel/blocks.py), because every strategy calls a block
 as a unit. Code between blocks isn't compiled.
@@ -31,9 +31,9 @@ _MAX_MESSAGE_LENGTH: Final = 300  # maximum length of a torch message in an erro
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> None:
-    """Compile the blocks of a model for `device` in place. If the model has no blocks, the full model is compiled.
+    """Compile the blocks of a model for `device`, in place. If the model has no blocks, the full model is compiled.
 
-    Only the forward method of a block is compiled. Hooks of the block, such as the hooks of fully_shard, run eagerly.
+    Only the forward method of a block is compiled. Hooks, such as those of fully_shard, run eagerly.
     """
     configure_compiler(make_fingerprint(device, compiled=True))
     names = {module: name for name, module in model.named_modules()}
@@ -43,14 +43,14 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
 
 
 def units_to_compile(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are compiled as a unit: the blocks, or the model if it has no blocks."""
+    """Return the modules that are each compiled as a unit: the blocks, or the model itself if it has no blocks."""
     return find_units(model) or [model]
 
 
 def compile_function(function: Callable[_P, _T], name: str, code: CodeType) -> Callable[_P, _T]:
-    """Compile a function so that its kernels for a shape only depend on the function and the shape.
+    """Return a compiled function whose kernels for a shape depend only on the function and the shape.
 
-    `name` and `code` name the function and its source in errors.
+    Errors contain `name` and the source location of `code`.
     """
     compiled = torch.compile(function, dynamic=False, options=dict(OPTIONS))
     return _name_function_in_errors(name, code)(compiled)
@@ -58,7 +58,7 @@ def compile_function(function: Callable[_P, _T], name: str, code: CodeType) -> C
 
 @contextmanager
 def _name_function_in_errors(name: str, code: CodeType) -> Iterator[None]:
-    """Convert compilation failures to errors that name the compiled function."""
+    """Convert compilation errors in the `with` block to UsageErrors that name the compiled function."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     try:

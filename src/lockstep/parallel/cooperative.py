@@ -3,8 +3,8 @@
 An exchange is like a collective: all functions call it with their inputs, and each function gets a result. For example,
 a layer that computes over several micro-batches needs an exchange between the forward passes of these micro-batches.
 
-Each function has a separate thread, but only one thread runs at a time. The order in which threads run only depends on
-the order of the functions:
+Each function has its own thread, but only one thread runs at a time. The order in which threads run depends only on the
+order of the functions:
 
     caller       Continue    Continue    Compute       Continue    Continue
                   |           |             |           |           |
@@ -13,12 +13,12 @@ the order of the functions:
                   |           |             |           |           |
     caller       Waiting     Waiting     Computed      Waiting     Waiting
 
-1. The functions run one after the other. Each function runs from its last exchange to its next exchange. Before a
-   function continues, its RNG states are restored, so each function draws the same random numbers as if it ran alone.
+1. The functions run one after the other, each until its next exchange. Before a function continues, its RNG states are
+   restored, so each function draws the same random numbers as if it ran alone.
 2. When all functions have reached the same exchange, the thread of the last function computes the results of all
    functions from the inputs of all functions. Therefore autograd records one node with all inputs, and a single
-   backward pass goes through all graphs. Separate backward passes wouldn't work: autograd has a single thread per CUDA
-   device, and this thread can't wait for another backward pass in the middle of one.
+   backward pass goes through all graphs. Separate backward passes wouldn't work, because they would have to wait for
+   each other, and autograd runs all backward passes of a CUDA device on a single thread.
 3. Each function continues with its result.
 
 A backward pass visits autograd nodes by sequence number, newest first. If a tensor is used several times, its gradients
@@ -41,11 +41,11 @@ from lockstep.errors import UsageError
 
 T = TypeVar("T")
 
-Joint = Callable[[Sequence[Any]], Sequence[Any]]  # maps the inputs of all functions to one result per function
+Joint = Callable[[Sequence[Any]], Sequence[Any]]  # maps the inputs of all functions to one result for each function
 
 
 class _Waiting(NamedTuple):
-    """The reply of a function that is waiting at exchange `label`. `nodes` is its thread's next sequence number."""
+    """The reply of a function that waits at exchange `label`, with the next sequence number of its thread."""
 
     label: str
     joint: Joint
@@ -54,16 +54,20 @@ class _Waiting(NamedTuple):
 
 
 class _Computed(NamedTuple):
+    """The reply with the results of all functions, and the next sequence number after their computation."""
+
     results: Sequence[Any]
     nodes: int
 
 
 class _Ended(NamedTuple):
+    """The reply of a function that has returned `result`."""
+
     result: Any
 
 
 class _Compute(NamedTuple):
-    """The request to compute the results of all functions, with sequence numbers that start at `nodes` or later."""
+    """A request to compute the results of all functions, with a minimum for the first sequence number."""
 
     joint: Joint
     inputs: Sequence[Any]
@@ -71,7 +75,7 @@ class _Compute(NamedTuple):
 
 
 class _Continue(NamedTuple):
-    """The request to continue with the result of the exchange."""
+    """A request to continue with the result of the exchange, with a minimum for the next sequence number."""
 
     result: Any
     nodes: int
@@ -79,30 +83,30 @@ class _Continue(NamedTuple):
 
 @final
 class CooperativeScheduler:
-    """Runs functions interleaved. A function can call `exchange`, and draws random numbers from `generators`."""
+    """Runs functions interleaved. Functions can call `exchange`, and draw random numbers from `generators`."""
 
     def __init__(self, generators: Sequence[Generator]) -> None:
         self._generators = generators
-        self._running: _FunctionThread | None = None  # the running function, if there are several functions
+        self._running: _FunctionThread | None = None  # the thread that is running, if there are several functions
 
     @property
     def in_progress(self) -> bool:
-        """Whether several functions are running interleaved."""
+        """Whether `run` is in progress with more than one function."""
         return self._running is not None
 
     def exchange(self, label: str, joint: Joint, inputs: Any) -> Any:
         """Call `joint` with the `inputs` of all functions, and return the result for this function.
 
-        All functions must reach the same exchanges in the same order. `label` identifies the exchange. If there is only
-        one function, it doesn't wait.
+        Blocks until all functions have called this method. They must reach the same exchanges, identified by `label`,
+        in the same order.
         """
         return joint([inputs])[0] if self._running is None else self._running.wait_at(label, joint, inputs)
 
     def run(self, functions: Sequence[Callable[[], T]], before_resume: Callable[[int], None]) -> list[T]:
-        """Run the functions and return their results.
+        """Run the functions interleaved, and return their results.
 
-        `before_resume` is called with the index of a function before it continues. If a function raises an exception,
-        all functions are ended and the exception is raised here.
+        `before_resume` is called with the index of a function each time before the function starts or continues. If a
+        function raises an exception, all functions are stopped and the exception is reraised.
         """
         if len(functions) == 1:
             before_resume(0)
@@ -140,14 +144,14 @@ class CooperativeScheduler:
 
 @final
 class _FunctionThread:
-    """A function in a thread, which receives requests: _Continue, _Compute, or None to end the function."""
+    """Runs a function in a thread, controlled by requests: _Continue, _Compute, or None to stop the function."""
 
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
         self._function = function
         self._generators = generators
         self._requests: SimpleQueue[_Continue | _Compute | None] = SimpleQueue()
         self._replies: SimpleQueue[_Waiting | _Computed | _Ended | BaseException] = SimpleQueue()
-        # The new thread doesn't inherit these settings from the caller, because they are thread-local in torch.
+        # The grad mode and the current stream are thread-local, so the new thread must set them.
         self._grad_enabled = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.stream(torch.cuda.current_stream()) if cuda else nullcontext()
@@ -157,7 +161,7 @@ class _FunctionThread:
         self._thread.start()
 
     def send_request(self, request: _Continue | _Compute) -> _Waiting | _Computed | _Ended:
-        """Send a request to the thread and return its reply. Raises the exception of the function, if any."""
+        """Send a request to the thread and return its reply. If the function raised an exception, reraise it."""
         self._requests.put(request)
         reply = self._replies.get()
         if isinstance(reply, BaseException):
@@ -165,7 +169,7 @@ class _FunctionThread:
         return reply
 
     def wait_at(self, label: str, joint: Joint, inputs: Any) -> Any:
-        """Wait for all functions at an exchange, and return the result. Called in the thread of the function."""
+        """Wait until all functions reach the exchange, and return its result. Called in the thread of the function."""
         states = [generator.get_state() for generator in self._generators]
         self._replies.put(_Waiting(label, joint, inputs, _next_sequence_number()))
         while isinstance(request := self._requests.get(), _Compute):
@@ -180,7 +184,7 @@ class _FunctionThread:
         return request.result
 
     def end(self) -> None:
-        """End the function at its current or next exchange, and join the thread."""
+        """Stop the function at its current or next exchange, and join the thread."""
         self._requests.put(None)
         self._thread.join()
 
@@ -195,34 +199,34 @@ class _FunctionThread:
 
 
 class _Canceled(BaseException):
-    """Raised in a function to end it. A BaseException, because the function may catch any Exception."""
+    """Raised in a function to stop it. This is a BaseException, because the function may catch any Exception."""
 
 
 def _collect_waiting_replies(replies: Sequence[_Waiting | _Ended]) -> list[_Waiting]:
-    """Return the replies of all functions if all are waiting at the same exchange, or [] if all have ended.
+    """Return the replies of all functions if they are waiting at the same exchange, or [] if all have returned.
 
-    Raises UsageError if functions are waiting at different exchanges, or if only some functions have ended.
+    Raises UsageError if functions are waiting at different exchanges, or if only some of them have returned.
     """
     messages = [reply for reply in replies if isinstance(reply, _Waiting)]
     exchanges = [reply.label if isinstance(reply, _Waiting) else "its end" for reply in replies]
     if len(set(exchanges)) > 1:
         index = next(number for number, label in enumerate(exchanges) if label != exchanges[0])
         raise UsageError(
-            f"the forward pass of one micro-batch has reached {exchanges[0]}, but the forward pass of another "
-            f"micro-batch has reached {exchanges[index]}; make every micro-batch go through the same layers in the "
-            f"same order, regardless of its samples and of random numbers: one of these layers computes over all "
-            f"micro-batches of a step"
+            f"a layer computes over all micro-batches of a step, so every micro-batch must go through the same layers "
+            f"in the same order; the forward pass of one micro-batch has reached {exchanges[0]}, but the forward pass "
+            f"of another micro-batch has reached {exchanges[index]}; make the order of layers independent of the "
+            f"samples and of random numbers"
         )
     return messages
 
 
 def _next_sequence_number() -> int:
-    """Return the sequence number that autograd assigns to the next node of this thread."""
+    """Return the sequence number that autograd will assign to the next node of this thread."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def _advance_sequence_number(count: int) -> None:
-    """Create and drop nodes until the sequence number of the next node is at least `count`."""
+    """Create and discard autograd nodes until the sequence number of the next node is at least `count`."""
     leaf = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         while _next_sequence_number() < count:

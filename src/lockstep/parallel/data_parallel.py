@@ -3,13 +3,13 @@
 The layout (parallel/layouts/base.py) determines how parameters, gradients and the optimizer state are stored:
 replicated on each rank, or sharded by rows.
 
-A step has these phases for each micro-batch of the rank:
+In a step, a rank runs these phases for each of its micro-batches:
 
 1. Seed the random number generators with (seed, step, micro-batch), so that dropout doesn't depend on which rank
    computes the micro-batch.
 2. Run the forward pass and compute the loss. The loss is a sum over the micro-batch, divided by the weight of the full
-   step (docs/what-is-exact.md). In a custom loop, the loss can also be a mean, which is multiplied by the weight of the
-   micro-batch and divided by the weight of the step. There can be several losses, each with its own weight
+   step (docs/what-is-exact.md). In a custom loop, the loss can also be a mean. It is then multiplied by the weight of
+   the micro-batch and divided by the weight of the step. There can be several losses, each with its own weight
    (parallel/losses.py).
 3. Add the loss and the BatchNorm statistics to the reduction tree, as one float64 vector (parallel/step_totals.py).
    After the last forward pass, the vector is summed across ranks while the last backward pass runs.
@@ -76,11 +76,11 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @final
 class DataParallelEngine:
-    """An engine for a model in the layout that `make_layout` creates, on the ranks of `mesh`.
+    """Trains a model on the ranks of `mesh`, with tensors stored in the layout that `make_layout` creates.
 
-    `make_units` splits micro-batches into work units. `close` calls `on_close`. If several `devices` are passed, this
-    process has a replica of the model on each device (parallel/replicas.py). `devices[home]` is the device of `world`,
-    which updates the weights.
+    `make_units` creates the work units that micro-batches are split into. `close` calls `on_close`. If you pass several
+    `devices`, this process has a replica of the model on each device (parallel/replicas.py). The weights are updated on
+    `devices[home]`, which must be the device of `world`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class DataParallelEngine:
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         numerics.prepare(self._model, world.device)
         self._model.train()  # not chained, because a custom train() may return None
-        # Create this before `recompute` wraps the forward methods, to distinguish calls from recomputations.
+        # Create this before `recompute` wraps the forward methods, so that recomputations aren't counted as calls.
         self._running = RunningStatistics(
             self._model, count_calls=not (numerics.recipe.compile or numerics.sync_batchnorm)
         )
@@ -130,7 +130,7 @@ class DataParallelEngine:
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
         self._guarded = guard.watch_buffers if numerics.checks_writes else nullcontext
-        # Only used for tasks: custom loops have a separate guard for weights (loop/guard.py), which reports the line.
+        # Only for tasks. Custom loops have a separate guard for weights (loop/guard.py), which reports the source line.
         self._weights_guarded = guard.watch_weights if numerics.checks_writes else nullcontext
         self._ema = make_average(self._layout.state(), numerics.ema_decay, world.device)
         unowned = self._owned.unowned if self._owned is not None else ()
@@ -141,19 +141,18 @@ class DataParallelEngine:
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first
         self._on_close = on_close
-        self._make_seed = lru_cache(16)(make_seed)  # most steps have the same seeds
+        self._make_seed = lru_cache(16)(make_seed)  # most steps use the same seed gradients
         self._step: Step  # the step in progress
-        self._saved_buffers: list[
-            tuple[Tensor, Tensor, int]
-        ] = []  # each buffer, its saved value and its version, to restore after an extra micro-batch
+        # Each buffer with a copy of its value and its version, to restore it after an extra micro-batch.
+        self._saved_buffers: list[tuple[Tensor, Tensor, int]] = []
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         observed = NamedSums(observe)
-        count = min(self._numerics.microbatches, step.samples)
-        rounds = self._split_into_rounds(microbatches, count)
-        leaves = count * self._work_units.count
-        self.begin([microbatch for group in rounds for microbatch in group], step, leaves)
+        num_microbatches = min(self._numerics.microbatches, step.samples)
+        rounds = self._split_into_rounds(microbatches, num_microbatches)
+        num_units = num_microbatches * self._work_units.count
+        self.begin([microbatch for group in rounds for microbatch in group], step, num_units)
         for group in rounds:
             if len(group) > 1:
                 self._run_interleaved(group, step, observed)
@@ -162,7 +161,7 @@ class DataParallelEngine:
                 with self.forward(microbatch, step), self._weights_guarded():
                     loss = self._loss_of(microbatch, step, observed)
                 self.backward(microbatch, loss)
-        return self.end()._replace(of_task=observed.total(self._world, leaves))
+        return self.end()._replace(of_task=observed.total(self._world, num_units))
 
     def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int = 0) -> None:
         """See Phased."""
@@ -361,13 +360,13 @@ class DataParallelEngine:
         )
 
     def _split_into_rounds(self, microbatches: MicroBatches, leaves: int) -> Sequence[MicroBatches]:
-        """Split the step into rounds. Forward passes within a round run interleaved, and rounds run in sequence."""
+        """Split this rank's work units into rounds. The forward passes of a round run interleaved."""
         if self._step_sums is not None:
             return [microbatches]
         return [self._work_units.units_for(microbatch, leaves) for microbatch in microbatches]
 
     def _run_interleaved(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
-        """Run the forward passes of `microbatches` interleaved, and then one backward pass through all graphs."""
+        """Run the forward passes of `microbatches` interleaved, then a single backward pass through all graphs."""
         isolated = IsolatedGradients(self._model, len(microbatches))
         with isolated.restore_after():
             losses = self._cooperative.run(
@@ -386,13 +385,12 @@ class DataParallelEngine:
     def _forward_interleaved(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses | None:
         with self.forward(microbatch, step):
             loss = self._work_units.loss(microbatch, partial(self._loss_of, microbatch, step, observed))
-            # Wait for all forward passes before exiting autocast, because the exit clears the weight cache that they
-            # share.
+            # Wait for all forward passes before exiting autocast, because the exit clears their shared weight cache.
             self._cooperative.exchange("its end", list, None)
         return loss
 
     def _run_backward_pass(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, weight: int) -> None:
-        """Run the backward pass of a micro-batch, and push its gradient into the reduction tree."""
+        """Run the backward pass of a micro-batch, and add its gradient to the reduction tree."""
         self._gradients.before_backward(microbatch)
         self._backward([loss], step, weight)
         if self._replicas is not None:
@@ -408,12 +406,12 @@ class DataParallelEngine:
         else:
             roots, seeds = self._backward_roots(losses)
         with self._model_code:
-            # Call the function that autograd.backward calls last. This skips its checks of the seeds, which take 9 us.
+            # Call the private function that autograd.backward wraps, to skip its checks of the seeds, which take 9 us.
             flags = {"allow_unreachable": True, "accumulate_grad": True}
             _engine_run_backward(tuple(roots), seeds, False, False, (), **flags)
 
     def _backward_roots(self, losses: Sequence[Tensor | Losses]) -> tuple[list[Any], tuple[Tensor, ...]]:
-        """Return the roots of a backward pass through several named losses, and the seed gradient of each root."""
+        """Return the roots and the seed gradients of one backward pass through several named losses."""
         roots: list[Any] = []
         seeds: list[Tensor] = []
         for named in losses:
@@ -435,7 +433,7 @@ class DataParallelEngine:
 
 @final
 class _NestedContexts(AbstractContextManager[None]):
-    """Two nested context managers. This is a class, because a generator would add 3 us to every micro-batch."""
+    """Nests two context managers. A generator-based context manager would add 3 us to every micro-batch."""
 
     __slots__ = ("_inner", "_outer")
 

@@ -3,19 +3,19 @@
 DeepSpeed shards the model, communicates and updates the weights. This engine overrides all behavior of DeepSpeed that
 depends on the number of processes:
 
-- DeepSpeed divides gradients by the number of ranks. This engine sets a loss scale that reverts the division before the
-  update. Therefore a backward pass starts from the same value as in a single process.
+- DeepSpeed divides gradients by the number of ranks. This engine sets a loss scale that cancels the division, so a
+  backward pass starts from the same value as in a single process.
 - DeepSpeed counts micro-batches to detect the end of a step. This engine tells DeepSpeed explicitly when a step ends.
 - In stages 2 and 3, each backward pass communicates. Therefore ranks compute a step in rounds. A rank without a
-  micro-batch in a round computes a dummy, whose loss is multiplied by 0.
+  micro-batch in a round computes a dummy micro-batch, whose loss is multiplied by 0.
 
 This engine sets the precision, the loss scale and the learning rate. DeepSpeed clips gradients, updates weights, and
-skips steps with gradients that aren't finite.
+skips steps whose gradient isn't finite.
 
-In stages 1 and 2, DeepSpeed concatenates the parameters of a group to a flat tensor, and pads and shards this tensor
-evenly over the ranks. In stage 3, it shards each parameter in this way and concatenates the shards. The optimizer
-updates these flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it convert between
-parameters and flat tensors.
+In stages 1 and 2, DeepSpeed concatenates the parameters of a group into a flat tensor, which it pads and shards evenly
+over the ranks. In stage 3, it shards each parameter in the same way, and concatenates the shards. The optimizer updates
+these flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it convert between parameters and
+flat tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,9 +56,9 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @final
 class DeepSpeedEngine:
-    """An engine that trains with DeepSpeed and this DeepSpeed `configuration`.
+    """Trains a model with DeepSpeed. `configuration` is DeepSpeed's configuration.
 
-    `mesh` assigns micro-batches to rounds.
+    `mesh` defines the order in which the losses and BatchNorm statistics of the ranks are summed.
     """
 
     def __init__(
@@ -77,15 +77,14 @@ class DeepSpeedEngine:
         model = problem.build_model().to(world.device)  # not channels_last, because DeepSpeed sends memory as is
         if flat := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
             raise UsageError(
-                f"strategy deepspeed: parameter {flat[0]} has no dims, so it cannot be sharded; use shape (1,)"
+                f"strategy deepspeed: parameter {flat[0]} is 0-dim, so it cannot be sharded; use shape (1,)"
             )
         model.train()  # not chained, because a custom train() may return None
-        self._running = RunningStatistics(model)  # before `recompute`, to distinguish calls
+        self._running = RunningStatistics(model)  # before `recompute`, so that recomputations aren't counted as calls
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        # Enable autocast inside the model's forward method, because DeepSpeed disables an outer autocast for fp32
-        # models.
+        # Enable autocast in the model's forward method, because DeepSpeed disables autocast around fp32 models.
         inner = autocast(numerics.recipe.precision, world.device)
         if isinstance(inner, torch.autocast):
             model.forward = inner(model.forward)
@@ -118,11 +117,11 @@ class DeepSpeedEngine:
         self._weight, self._step = step.weight, step.number
         statistics = Counter[Tensor](add_)
         own_losses = []
-        # DeepSpeed multiplies the loss by this scale. In the update, it divides the gradients by the number of ranks,
-        # and then by this scale.
+        # DeepSpeed multiplies the loss by this scale. In the update, it divides the gradients by the scale and by the
+        # number of ranks.
         self._optimizer.override_loss_scale(self._scaler.get_scale() / self._world.size)
         for number, microbatch in enumerate(microbatches):
-            with torch.set_grad_enabled(bool(step.weight)):  # a step of weight 0 needs no gradients
+            with torch.set_grad_enabled(bool(step.weight)):  # a step with weight 0 needs no gradients
                 loss = self._loss_of(microbatch, step, observed)
             if not microbatch.dummy:
                 own_losses.append(loss_values(loss))
@@ -141,7 +140,7 @@ class DeepSpeedEngine:
         return sums._replace(total=self._loss, weight=1, named=named)
 
     def gradients(self) -> dict[str, MaybeSharded]:
-        """See Engine. Returns full gradients on every rank, multiplied by the loss scale."""
+        """See Engine. Returns the full gradients, multiplied by the loss scale, on every rank."""
         if not self._weight:
             return {name: torch.zeros(self._pieces[parameter].shape) for name, parameter in self._trained}
         gather_gradient = self._library.utils.safe_get_full_grad
@@ -152,8 +151,8 @@ class DeepSpeedEngine:
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine. DeepSpeed skips steps whose gradient isn't finite, regardless of the recipe.
 
-        Raises TrainingError if DeepSpeed skips a step with a finite loss, unless the recipe skips such steps or scales
-        the loss.
+        Raises TrainingError if DeepSpeed skips a step with a finite loss, unless the recipe sets `nonfinite` to skip or
+        scales the loss.
         """
         if not self._weight:
             self._running.finish_step(False, self._observed)
@@ -169,8 +168,8 @@ class DeepSpeedEngine:
             self._update_scale(applied)
         elif not applied and not self._numerics.skip_nonfinite and torch.isfinite(self._loss):
             raise TrainingError(
-                f"step {self._step + 1}: the gradient is not finite, so DeepSpeed skipped the step; set "
-                f"recipe.nonfinite to skip, or use a different strategy"
+                f"step {self._step + 1}: DeepSpeed skipped the step, because the gradient is not finite; set "
+                f"recipe.nonfinite to skip to allow this, or use a strategy other than deepspeed"
             )
         self._running.finish_step(applied, self._observed)
         if self._ema is not None and applied:
@@ -186,7 +185,7 @@ class DeepSpeedEngine:
             yield self._predict
 
     def state(self) -> State:
-        """See Engine. Returns tensors that DeepSpeed shards as shards, which all other strategies can load."""
+        """See Engine. Tensors that DeepSpeed shards are returned as shards, in the format of all strategies."""
         model = self._get_model_state()
         tensors, slots = self._get_optimizer_state()
         scalars = {"slots": slots, "groups": get_group_numbers(self._base_optimizer.param_groups)}
@@ -215,7 +214,7 @@ class DeepSpeedEngine:
 
     @property
     def _base_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the recipe, over DeepSpeed's flat tensors."""
+        """The optimizer of the recipe, which updates DeepSpeed's flat tensors."""
         base: torch.optim.Optimizer = self._optimizer.optimizer
         return base
 
@@ -234,7 +233,7 @@ class DeepSpeedEngine:
         return loss
 
     def _backward(self, loss: Tensor | Losses, dummy: bool, last: bool) -> None:
-        """Add the gradient of a micro-batch's loss to the gradient of the step."""
+        """Run the backward pass of a micro-batch. Set `last` for this rank's last micro-batch in the step."""
         if isinstance(loss, Losses):
             shares = [self._scale_loss(root.loss, root.weight, dummy) for root in loss.roots]
             shared_loss = torch.stack(shares).sum()
@@ -245,11 +244,11 @@ class DeepSpeedEngine:
             self._engine.backward(shared_loss, scale_wrt_gas=False)
 
     def _scale_loss(self, loss: Tensor, weight: int, dummy: bool) -> Tensor:
-        """Return a micro-batch's share of the step's mean loss, multiplied by the number of ranks."""
+        """Return a micro-batch's loss divided by the step's `weight` and multiplied by the number of ranks."""
         share = torch.full_like(loss, 0.0 if dummy or not weight else self._world.size / weight)
         if self._numerics.skip_nonfinite:
-            # Make the gradient NaN if the loss isn't finite, so that DeepSpeed skips the step. The gradient of such a
-            # loss can be finite.
+            # Make the gradient NaN if the loss isn't finite, so that DeepSpeed skips the step. Otherwise, the gradient
+            # could be finite.
             share += 0.0 * loss.detach()
         return loss * share
 
@@ -265,7 +264,7 @@ class DeepSpeedEngine:
             return call_model(self._engine, self._numerics.prepare_inputs(inputs))
 
     def _get_model_state(self) -> dict[str, MaybeSharded]:
-        """Return the model state. Trained parameters are the fp32 tensors of DeepSpeed's optimizer."""
+        """Return the model state, with the fp32 weights of DeepSpeed's optimizer as the trained parameters."""
         return {name: self._as_shard(tensor) for name, tensor in self._state_tensors.items()}
 
     def _as_shard(self, tensor: Tensor) -> MaybeSharded:
@@ -280,7 +279,7 @@ class DeepSpeedEngine:
         return tensor.detach()
 
     def _publish(self) -> None:
-        """Copy the optimizer's fp32 weights to the parameters that the model computes with."""
+        """Copy the fp32 weights of the optimizer to the parameters that the model computes with."""
         optimizer = self._optimizer
         with translate_deepspeed_errors():
             if not self._shards_weights:
@@ -292,7 +291,7 @@ class DeepSpeedEngine:
             optimizer.checkpoint_event_epilogue()
 
     def _get_optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the optimizer state by parameter and slot: first the tensors, then all other values."""
+        """Return the tensors of the optimizer state, and all other values, both by `<parameter>/<slot>`."""
         tensors: dict[str, MaybeSharded] = {}
         slots: dict[str, Any] = {}
         for name, parameter in self._trained:
@@ -325,10 +324,10 @@ class DeepSpeedEngine:
 
 
 def _copy_slot(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
-    """Copy a parameter's value for an optimizer slot into the slot of its flat tensor."""
+    """Copy the `value` of a parameter's optimizer slot into the optimizer state `slots` of its flat tensor."""
     tensor = local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(tensor, Tensor) or tensor.shape != flat_piece.shape:
-        # All parameters of the flat tensor share this value, e.g. a step counter.
+        # The value has a different shape, e.g. a step counter, so all parameters of the flat tensor share it.
         slots[slot] = tensor.clone() if isinstance(tensor, Tensor) else tensor
         return
     flat = slots.setdefault(slot, torch.zeros_like(flat_piece.flat, dtype=tensor.dtype, requires_grad=False))
@@ -338,10 +337,9 @@ def _copy_slot(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPi
 
 @dataclass(frozen=True, eq=False)
 class FlatPiece:
-    """This rank's piece of a parameter of shape `shape`, within a flat tensor.
+    """This rank's piece of a parameter of shape `shape`: consecutive elements that are stored in a flat tensor.
 
-    The piece is stored in elements `offset` to `offset + length` of `flat`. Its first element is element `first` of the
-    parameter.
+    The piece is stored in `flat[offset : offset + length]`. Its first element is element `first` of the parameter.
     """
 
     flat: Tensor
@@ -351,13 +349,13 @@ class FlatPiece:
     shape: torch.Size
 
     def get_shard(self, flat: Tensor) -> Shard:
-        """Return this piece as a shard of the parameter, taken from a flat tensor with the same layout."""
+        """Return this piece of `flat`, which has the layout of `self.flat`, as a shard of the parameter."""
         rows = flat.detach()[self.offset : self.offset + self.length]
         return make_shard(rows, self.first if self.length else 0, self.shape)
 
 
 def find_flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
-    """Return the flat piece of each parameter that DeepSpeed's `optimizer` updates."""
+    """Return this rank's piece of each parameter that DeepSpeed's `optimizer` updates. `stage` is the ZeRO stage."""
     pieces_by_parameter = _iterate_parameter_pieces(optimizer, rank) if stage == 3 else _iterate_group_pieces(optimizer)
     return dict(pieces_by_parameter)
 

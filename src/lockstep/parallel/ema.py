@@ -16,14 +16,13 @@ class WeightAverage:
     """The moving average of all parameters and floating-point buffers of a model.
 
     With decay d, an update computes d * average + (1 - d) * weights. The average is stored in float32 or wider, because
-    fewer bits would lose the small contribution of (1 - d) * weights. Integer buffers are copied.
+    16 bits would round off small updates. Integer buffers are copied.
     """
 
     def __init__(self, live: NamedTensors, decay: float, device: torch.device | None = None) -> None:
-        """Start the average with `live`, this rank's part of the model state.
+        """Start the average with `live`, this rank's model state, whose tensors must be updated in place.
 
-        Training must update the tensors of `live` in place. The average is stored on the device of each tensor. If
-        `device` is set, it is computed on this device.
+        The average of a tensor is stored on the device of the tensor. If `device` is set, it is computed on `device`.
         """
         self._decay = decay
         self._device = device
@@ -35,7 +34,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average toward the current weights. Call this method after each step that was applied."""
+        """Update the average with the current weights. Call this method after each step that was applied."""
         for names in group_by_size((name, average.nbytes) for name, average in self._average.items()):
             averages = [self._average[name] for name in names]
             with on_device_copies(averages, self._device or averages[0].device) as on_device:
@@ -46,9 +45,9 @@ class WeightAverage:
 
     @contextmanager
     def swap(self, reload: Callable[[], None]) -> Iterator[None]:
-        """Swap the averaged weights into the model within the block, and restore the model's weights afterwards.
+        """Use the averaged weights within the `with` block, and restore the model's weights at its end.
 
-        `reload` is called after each change, and must copy the changed tensors to the model.
+        `reload` is called after each swap, and must copy the tensors of the model state to the model.
         """
         live = {**self._live, **self._live_counters}
         saved = {name: tensor.detach().clone() for name, tensor in live.items()}
@@ -61,24 +60,24 @@ class WeightAverage:
             reload()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the average, with the names of the model state. The tensors are the average itself, not copies."""
+        """Return the average, by the names of the model state. The tensors are not copied."""
         return {**self._average, **self._counters}
 
     def shards(self, live: NamedTensors) -> dict[str, MaybeSharded]:
-        """Return this rank's part of the average, sharded in the same way as `live`."""
+        """Return the average, with each tensor sharded like the tensor of the same name in `live`."""
         return {name: shard_like(tensor, live[name]) for name, tensor in self.state().items()}
 
 
 def make_average(live: NamedTensors, decay: float | None, device: torch.device | None = None) -> WeightAverage | None:
-    """Return the moving average of `live` with the given decay, or None if `decay` is None."""
+    """Return a moving average of the model state `live`, or None if `decay` is None."""
     return None if decay is None else WeightAverage(live, decay, device)
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module, average: WeightAverage | None, reload: Callable[[], None]) -> Iterator[None]:
-    """Switch a model to evaluation mode without gradients within the block. If there is an average, use its weights.
+    """Set a model to eval mode and disable gradients within the `with` block. If `average` is set, use its weights.
 
-    `reload` is called after each change of the weights.
+    `reload` is called after each swap of the weights, and must copy them to the model.
     """
     model.eval()
     try:

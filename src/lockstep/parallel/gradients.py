@@ -1,4 +1,4 @@
-"""Canonical gradient sums, reduced in buckets that overlap with the last backward pass.
+"""Canonical gradient sums. Gradients are reduced in buckets, which overlaps with the last backward pass.
 
 A step has these phases:
 
@@ -12,14 +12,14 @@ A step has these phases:
 
 If a micro-batch doesn't use a parameter, the gradient of the parameter is zero, on any number of ranks.
 
-A nested backward pass, such as in a reentrant checkpoint, can add to a gradient that looked complete. Therefore, once a
-micro-batch has had a nested backward pass, buckets are only submitted at the end of the outer backward pass. The first
+A nested backward pass, such as in a reentrant checkpoint, can add to a gradient that looked complete. Therefore, if a
+micro-batch has ever had a nested backward pass, buckets are only submitted after the outer backward pass. The first
 backward pass of a run is handled in the same way, because it isn't known yet whether the model runs nested backward
 passes.
 
 Shapes: a bucket is a flat vector b_N with the elements of its parameters p_..., one parameter after the other. The
-elements of a parameter are in memory order and padded with zeros, so that each parameter is aligned as in separate
-memory.
+elements of a parameter are in memory order and padded with zeros, so that each parameter has the same alignment as if
+it were allocated separately.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,8 +85,8 @@ class Gradients:
         self._last_leaf: int | None = None
         self._overlapping = False
         self._graph_task = -1  # ID of the first backward pass that reached a parameter in this micro-batch
-        self._nested = False  # whether a micro-batch has had a nested backward pass
-        self._nesting_known = False  # whether a backward pass has finished, so that `_nested` is known
+        self._nested = False  # whether any micro-batch so far has had a nested backward pass
+        self._nesting_known = False  # whether a backward pass has finished, so that `_nested` is valid
         self._note: TensorRecorder | None = None
         for bucket in () if single_process else self._buckets:
             for parameter in bucket.parameters:
@@ -95,8 +95,8 @@ class Gradients:
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._leaves = leaves
-        # If the last micro-batch is a dummy, the sums are submitted after the dummy, so that the order of all
-        # collectives is the same on all ranks.
+        # If this rank's last micro-batch is a dummy, submit the sums after its backward pass, so that all ranks issue
+        # their collectives in the same order.
         self._last_leaf = microbatches[-1].index if microbatches and not microbatches[-1].dummy else None
 
     def before_backward(self, microbatch: MicroBatch) -> None:
@@ -104,7 +104,7 @@ class Gradients:
         self._overlapping = microbatch.index == self._last_leaf and not (self._single_process or microbatch.dummy)
         self._graph_task = -1
         self._note = microbatch.note
-        if microbatch.dummy:  # `grad` may contain the sums of the step, which the dummy must not change
+        if microbatch.dummy:  # `grad` may contain the sums of the step, which a dummy must not add to
             for parameter in self._parameters:
                 parameter.grad = None
         if self._overlapping:
@@ -147,7 +147,7 @@ class Gradients:
 
     @property
     def _is_already_summed(self) -> bool:
-        """Whether the backward pass already computes the sum, because there is only one micro-batch and one rank."""
+        """Whether there is only one micro-batch and one rank, so that there is nothing to sum."""
         return self._single_process and self._leaves == 1
 
     def _on_gradient_ready(self, bucket: _Bucket, parameter: Tensor) -> None:
@@ -159,8 +159,8 @@ class Gradients:
             return
         if bucket.submitted:
             raise make_refusal(
-                f"a nested backward pass, as torch.utils.checkpoint runs with use_reentrant=True, adds to the "
-                f"gradient of {self._names[cast(nn.Parameter, parameter)]} after this gradient was sent to other ranks",
+                f"a nested backward pass (such as torch.utils.checkpoint with use_reentrant=True) added to the "
+                f"gradient of {self._names[cast(nn.Parameter, parameter)]} after it was sent to other ranks",
                 "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
             )
         bucket.missing -= 1
@@ -192,7 +192,10 @@ class Gradients:
 
 
 def partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
-    """Group parameters into buckets with the same dtype and about `bucket_bytes`, from the last to the first."""
+    """Group parameters into buckets of one dtype and at most `bucket_bytes`, from the last parameter to the first.
+
+    A larger parameter has its own bucket. If `bucket_bytes` is None, the size is unlimited.
+    """
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in reversed(parameters):
@@ -213,7 +216,7 @@ def _take_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def wide_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's gradient in the dtype of the sum, or zeros if it has no gradient."""
+    """Return a parameter's gradient in the dtype of the gradient sum, or zeros if it has no gradient."""
     dtype, gradient = sum_dtype(parameter), parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -221,7 +224,7 @@ def wide_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def backward_nodes(root: Any) -> Iterator[Any]:
-    """Yield the autograd node `root`, and all nodes that its gradient flows to."""
+    """Yield the autograd node `root` and all nodes that are reachable from it in the backward graph."""
     pending, visited = [root], {root}
     while pending:
         yield (node := pending.pop())
@@ -237,13 +240,13 @@ def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def set_gradients(parameters: Sequence[nn.Parameter], gradients: GradientList) -> None:
-    """Store gradients in the `grad` of the parameters."""
+    """Set the `grad` of each parameter."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
 
 def allocate_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return an uninitialized flat vector for the gradient sums of parameters with the same dtype."""
+    """Allocate a flat, uninitialized vector for the gradient sums of parameters with the same dtype."""
     return parameters[0].new_empty(sum(_compute_sizes(parameters)), dtype=sum_dtype(parameters[0]))
 
 
@@ -254,17 +257,17 @@ def add_gradients_(left: GradientList, right: GradientList) -> GradientList:
 
 
 def _compute_sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the number of elements of each parameter, followed by the number of elements of its padding."""
+    """Return the sizes of the sections of a flat vector, in elements: each parameter, followed by its padding."""
     return [size for parameter in parameters for size in (parameter.numel(), -parameter.numel() % _ALIGNED)]
 
 
 def _memory_order(parameter: Tensor) -> list[int]:
-    """Return the dims from the outermost to the innermost in memory. Flattening in this order doesn't copy."""
+    """Return the dims of a tensor by stride, largest first. Flattening in this order doesn't copy dense tensors."""
     return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
 
 
 def flatten(parts: GradientList, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return gradients as one flat vector with padding. Each gradient is in the memory order of its parameter."""
+    """Concatenate gradients into a flat vector with padding, each gradient in the memory order of its parameter."""
     flat = [
         part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in zip(parts, parameters, strict=True)
     ]
@@ -274,7 +277,7 @@ def flatten(parts: GradientList, parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> GradientList:
-    """Return views of the flat vector of a bucket, with the shapes and strides of its parameters."""
+    """Return views of a bucket's flat vector with the shapes of its parameters. This is the inverse of `flatten`."""
     pieces = torch.split(flat, _compute_sizes(parameters))[::2]
     return [_view_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 

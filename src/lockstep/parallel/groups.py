@@ -27,11 +27,11 @@ class GroupSettings:
 def compute_settings(
     names: Sequence[str], groups: Sequence[GroupSettings], scales: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """Return the options of each parameter that matches a group or has a scale, by name.
+    """Return the options of each parameter, by name. Parameters without options are left out.
 
-    If several groups match a name, the first group applies. `scales` maps names to learning rate factors, e.g. of layer
-    decay, which are multiplied by the factor of the group. Raises UsageError if a pattern matches no name, or if
-    earlier groups already match all names that a group matches.
+    If several groups match a name, the first of them applies. `scales` maps names to learning rate factors, e.g. of
+    layer-wise decay, which are multiplied by the factor of the group. Raises UsageError if a pattern matches no name,
+    or if earlier groups already match all names that a group matches.
     """
     group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):
@@ -49,7 +49,7 @@ def compute_settings(
 
 
 def find_distinct_options(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the distinct options, in order of first use."""
+    """Return the distinct sets of options in `by_name`, in order of first use."""
     unique: list[dict[str, Any]] = []
     for setting in by_name.values():
         if setting not in unique:

@@ -1,9 +1,9 @@
 """Separate gradients for several interleaved forward passes of the same model in one process.
 
-Each forward pass has separate aliases of the trained parameters. An alias is an autograd leaf that shares the memory of
-its parameter. While a forward pass runs, the modules contain its aliases instead of the parameters. Each module also
-has a separate `__dict__` for each forward pass, so that attributes set by one forward pass aren't visible in other
-forward passes. All forward passes share the buffers and submodules.
+Each forward pass has its own aliases of the trained parameters. An alias is an autograd leaf that shares memory with
+its parameter. While a forward pass runs, its aliases replace the parameters in the modules. Each module also has a
+separate `__dict__` for each forward pass, so attributes that one forward pass sets aren't visible in the others. All
+forward passes share the buffers and submodules.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from lockstep.errors import UsageError
 
 @final
 class IsolatedGradients:
-    """Aliases of the trained parameters of `model`: one set for each of `count` forward passes."""
+    """Holds separate aliases of the trained parameters of `model` for each of `count` forward passes."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self._model = model
@@ -30,7 +30,7 @@ class IsolatedGradients:
 
     @contextmanager
     def restore_after(self) -> Iterator[None]:
-        """Restore the attributes of the modules at the end of the block. Call `use` within the block."""
+        """Restore the attributes of the modules at the end of the `with` block, in which you can call `activate`."""
         attributes = [vars(module) for module in self._modules]
         try:
             yield
@@ -42,13 +42,13 @@ class IsolatedGradients:
         _set_attributes(self._modules, self._states[number])
 
     def check(self) -> None:
-        """Raise UsageError if a backward pass reached a parameter instead of its alias."""
+        """Raise UsageError if a backward pass added to the gradient of a parameter instead of its alias."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise UsageError(
-                    f"{name} is used in forward through a reference outside its module, such as a closure, so its "
-                    f"gradients cannot be kept separate for each micro-batch; use self.{name} in forward, or as many "
-                    f"processes as micro-batches"
+                    f"parameter {name} is used in forward through a reference outside its module, such as a closure, "
+                    f"so its gradient cannot be computed separately for each micro-batch; use self.{name} in forward, "
+                    f"or start as many processes as there are micro-batches"
                 )
 
     def move_gradients(self, number: int) -> None:

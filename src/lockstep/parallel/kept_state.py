@@ -1,7 +1,7 @@
 """Detects weights and optimizer state that change on a rank between two steps.
 
-Weights and optimizer state must not change between the end of an update and the next step. If their digests differ, the
-memory of the rank is faulty. Unlike a comparison between ranks, this check also covers rows that only one rank holds.
+Weights and optimizer state must not change between an update and the next step. If their digests change, the memory of
+the rank is faulty. Unlike a comparison between ranks, this check also covers rows that only one rank holds.
 """
 
 from contextlib import AbstractContextManager
@@ -20,10 +20,10 @@ from lockstep.parallel.engine import Engine, Predict, State, Update
 
 @final
 class KeptState:
-    """Digests of the state of `engine` on this rank, taken after an update and compared in the next audited step.
+    """Checks that the state of `engine` on this rank doesn't change between an update and the next audited step.
 
     Every `every`-th step is audited, or no step if `every` is None. Call `update`, `evaluation` and `load` instead of
-    the methods of the engine. Set `step` to the step in progress.
+    the methods of the engine, and set `step` to the step in progress.
     """
 
     step: Step
@@ -36,7 +36,7 @@ class KeptState:
         self._saved: Findings | None = None
 
     def begin(self) -> None:
-        """Record digests of the state. Call this when the engine has initial weights or has loaded a checkpoint."""
+        """Record digests of the state. Call this after the weights are initialized or a checkpoint is loaded."""
         self._saved = None if self._every is None else self._digest_state()
 
     def record_step(self, step: Step) -> None:
@@ -61,11 +61,11 @@ class KeptState:
         self.begin()
 
     def forget(self) -> None:
-        """Discard the digests. Call this before an evaluation, which may change buffers of the model."""
+        """Discard the recorded digests. Call this before an evaluation, which may change buffers of the model."""
         self._saved = None
 
     def check(self, step: Step) -> Findings:
-        """Check and return the digests of this rank's state. All ranks must call this before an audited step.
+        """Compare this rank's state with the recorded digests, and return its digests. Call this on all ranks.
 
         Raises CorruptionError on all ranks if the state of any rank has changed since its last update.
         """
@@ -80,7 +80,7 @@ class KeptState:
             since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
                 f"audit at step {step.number + 1}: {label} of {format_ranks(changed_ranks, reports)} changed after "
-                f"{since}, although no code writes there. {REMOVE_HOST}",
+                f"{since}, although no code writes to this memory. {REMOVE_HOST}",
                 changed_ranks,
             )
         return findings
@@ -96,7 +96,7 @@ class KeptState:
 
 
 def _find_change(before: Findings, current: Findings) -> tuple[str, list[str], str] | None:
-    """Return the kind of the first changed state, the names of its changed tensors and the flipped bit, or None."""
+    """Return the first result that changed, or None: its kind, the names of its changed tensors and the flipped bit."""
     for (subject, old), (_, new) in zip(before, current, strict=True):
         if old != new:
             names = [name for name in new if old.get(name) != new[name]]

@@ -1,8 +1,8 @@
 """LARS and LAMB: optimizers that scale the update of each tensor by a ratio of two norms.
 
-The ratio needs the norms of full tensors. Other implementations compute the norms of the tensors that they receive, so
-their results are wrong for rows of a sharded tensor. Here the layout provides the norms (parallel/layouts/base.py). All
-other operations are element-wise.
+The ratio needs the norms of full tensors. The usual implementations compute the norms of the tensors that they update,
+which are wrong for rows of a sharded tensor. Here, the layout provides the norms (parallel/layouts/base.py). All other
+operations are element-wise.
 """
 
 import math
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.core.norm import norm_of_rows, row_norms
 
+# Computes the norms of full tensors. The argument maps trained tensors to this rank's part of the tensor to measure.
 Norms = Callable[[Mapping[Tensor, Tensor]], Tensor]
 
 
@@ -25,11 +26,11 @@ def full_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
 
 @final
 class Lars(Optimizer):
-    """You, Gitman and Ginsburg 2017, "Large batch training of convolutional networks", algorithm 1.
+    """LARS (You, Gitman and Ginsburg 2017, "Large batch training of convolutional networks", algorithm 1).
 
-    The local learning rate is trust_coeff * |w| / (|g| + weight_decay * |w| + eps). By default, parameters without
-    weight decay use the unscaled learning rate. To adapt them too, set `always_adapt`. If `trust_clip` is set, no local
-    learning rate exceeds the unscaled learning rate.
+    The learning rate of a tensor is lr * trust_coeff * |w| / (|g| + weight_decay * |w| + eps). By default, parameters
+    without weight decay use `lr` unscaled. Set `always_adapt` to scale it for them too. If `trust_clip` is set, no
+    tensor has a learning rate above `lr`.
     """
 
     def __init__(
@@ -88,11 +89,11 @@ class Lars(Optimizer):
 
 @final
 class Lamb(Optimizer):
-    """You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", algorithm 2.
+    """LAMB (You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", algorithm 2).
 
     The update is Adam's direction plus weight decay, scaled by the ratio of |w| to the norm of the update. By default,
-    parameters without weight decay use the unscaled learning rate. To adapt them too, set `always_adapt`. If
-    `trust_clip` is set, the ratio is at most 1. To clip gradients, use the recipe.
+    parameters without weight decay use `lr` unscaled. Set `always_adapt` to scale it for them too. If `trust_clip` is
+    set, the ratio is at most 1. Gradient clipping isn't part of the optimizer: set it in the recipe.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Lamb(Optimizer):
 
 @torch.no_grad()
 def _step_groups(optimizer: Optimizer, step_group: Callable[[list[Tensor], dict[str, Any]], None]) -> None:
-    """Call `step_group` for each group with its parameters that have a gradient. Skips groups without gradients."""
+    """Call `step_group` for each parameter group, with the parameters that have a gradient. Skips empty groups."""
     for group in optimizer.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if parameters:
@@ -174,9 +175,9 @@ def _get_gradient(parameter: Tensor) -> Tensor:
 
 
 def _collect_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments that are options of a parameter group, in order.
+    """Return the constructor arguments that are parameter group options, in order.
 
-    Raises ValueError if a number is negative.
+    Raises ValueError if a learning rate, weight decay, eps or momentum is negative.
     """
     options = {name: value for name, value in arguments.items() if name not in ("self", "params", "norms", "__class__")}
     for name in ("lr", "weight_decay", "eps", "momentum"):

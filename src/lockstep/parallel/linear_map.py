@@ -1,8 +1,8 @@
 """Linear operations with an explicit backward function: moving, splitting, joining, copying or adding tensors.
 
-If autograd derives the backward function, the order in which it adds gradients can depend on which rank holds a part.
-It can also return views, while a process that only holds one part has a separate tensor. Therefore `linear_map` takes
-both functions.
+If autograd derives the backward function, the order in which it adds gradients can depend on which rank holds a tensor.
+It can also return views of a larger gradient, whereas a rank that holds only one of the tensors has a separate
+gradient. Therefore `linear_map` takes both functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,17 @@ def linear_map(
     backward: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
     tensors: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Return `forward(tensors)`. `backward` maps the gradients of the results to the gradients of `tensors`.
+    """Return `forward(tensors)`, which autograd differentiates with `backward`.
 
-    If a result isn't used, its gradient is zero. The functions must not keep references to tensors of the graph.
+    `backward` maps the gradients of the outputs to the gradients of `tensors`. The gradient of an unused output is
+    zeros. Neither function may keep references to tensors in the autograd graph.
     """
     outputs: tuple[Tensor, ...] = _LinearMap.apply(forward, backward, *tensors)
     return outputs
 
 
 class _LinearMap(torch.autograd.Function):
-    """Calls the given functions as forward and backward pass."""
+    """An autograd function whose forward and backward passes call the functions passed to `apply`."""
 
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> tuple[Tensor, ...]:

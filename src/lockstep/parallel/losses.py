@@ -6,14 +6,14 @@ pass of the step. Therefore the update doesn't have to divide gradients: in each
 single backward pass, and the seed of each root is 1 / weight, rounded once to the dtype of the loss. A single loss
 without a name has the same seed.
 
-Scaling all losses to the weight of one loss and dividing in the update would round twice, and the scaled sums could
-overflow.
+The alternative, scaling all losses to a common weight and dividing in the update, would round twice, and the scaled
+sums could overflow.
 
-- **Placement.** The seeds only depend on the step, and the graph only depends on the micro-batch. Therefore a
+- **Placement.** The seeds depend only on the step, and the graph depends only on the micro-batch. Therefore a
   micro-batch has the same gradient on every rank. The reduction tree adds gradients in the same way as for a single
   loss.
-- **One name.** There is one root with the same seed. A run with one named loss has the same bits as a run with an
-  unnamed loss.
+- **One name.** A single named loss has one root with the same seed as an unnamed loss, so its results have the same
+  bits.
 - **Loss scale.** The loss scale multiplies each seed, and the update divides the gradient by the loss scale once.
 - **Clipping and skipped steps** use a single gradient and the total loss.
 
@@ -37,7 +37,7 @@ from lockstep.core.several_losses import Loss, check_same_names
 
 
 class NamedLoss(NamedTuple):
-    """A loss over a full step: its sum, 0-dim and float64, and its weight."""
+    """A loss over a full step: its 0-dim float64 sum and its weight."""
 
     total: Tensor
     weight: int
@@ -49,10 +49,10 @@ class NamedLoss(NamedTuple):
 
 
 class Root(NamedTuple):
-    """A loss of a micro-batch, times `numerator`, divided by `weight`.
+    """A root of a backward pass: the loss of a micro-batch, with `numerator / weight` as its seed gradient.
 
-    If the loss is a sum, `numerator` is 1. If the loss is a mean, `numerator` is its weight in the micro-batch. A mean
-    with weight 0 is undefined and is left out.
+    `weight` is the weight of the loss in the full step. If the loss is a sum, `numerator` is 1. If the loss is a mean,
+    `numerator` is its weight in the micro-batch. A mean with weight 0 is undefined, and isn't a root.
     """
 
     loss: Tensor
@@ -65,8 +65,8 @@ class Root(NamedTuple):
 class Losses:
     """The losses of a micro-batch, in the order of their names.
 
-    If a mean with weight 0 is left out, the backward pass must still reach the same parameters as on other ranks. In
-    this case, `outputs` are the outputs of the model, whose gradients are zeros.
+    If a mean with weight 0 is left out, the backward pass must still reach all parameters. In this case, `outputs` are
+    the model outputs as additional roots, with zeros as their seed gradients.
     """
 
     roots: Sequence[Root]
@@ -79,7 +79,7 @@ class Losses:
 
 
 def wrap_losses(loss: Loss, step: Step) -> Tensor | Losses:
-    """Wrap the loss or the named losses that a task returned for a micro-batch.
+    """Return the loss that a task computed for a micro-batch, with named losses as Losses.
 
     Raises UsageError unless the losses have the same names as the weights of the step.
     """
@@ -92,18 +92,18 @@ def wrap_losses(loss: Loss, step: Step) -> Tensor | Losses:
 
 
 def loss_values(loss: Tensor | Losses) -> Tensor:
-    """Return the detached sum of a loss over its micro-batch, or the vector of the sums of several losses."""
+    """Return the detached loss of a micro-batch, or a vector with the sum of each of several losses."""
     return loss.sums if isinstance(loss, Losses) else loss.detach()
 
 
 def name_totals(sums: Tensor, step: Step) -> dict[str, NamedLoss]:
-    """Return the losses of a step by name, given the vector of their sums."""
+    """Return the losses of a step by name. `sums` contains one sum for each loss, in the order of `step.weights`."""
     assert step.weights is not None
     return {name: NamedLoss(sums[index], weight) for index, (name, weight) in enumerate(step.weights.items())}
 
 
 def total_loss(losses: Mapping[str, NamedLoss]) -> Tensor:
-    """Return the loss of a step with several losses: the sum of their means, added in the order of their names."""
+    """Return the total loss of a step with several losses, which is the sum of their means, added in order."""
     first, *rest = (loss.mean for loss in losses.values())
     for mean in rest:
         first = first + mean

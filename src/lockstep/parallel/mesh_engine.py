@@ -1,4 +1,4 @@
-"""The engine of a mesh: selects the layout and the work units for the axes that have more than one rank.
+"""Creates the engine for a mesh, with the layout and the work units for the axes that have more than one rank.
 
 The axes of the mesh have these roles:
 - Along `replicate`, ranks only split the micro-batches.
@@ -35,11 +35,11 @@ def mesh_engine(
     offload: bool = False,
     sequence_parallel: bool = False,
 ) -> DataParallelEngine:
-    """Return this rank's engine on a mesh without pipelines. All ranks must call this function.
+    """Create this rank's engine for a mesh without pipelines. All ranks must call this function.
 
     If gradients are reduced in buckets, a bucket has about `bucket_mib` MiB. For `keep_gathered` and `offload`, see
-    layouts/sharded.py. If `sequence_parallel` is set, ranks along `tensor` also split sequences outside the split
-    layers.
+    layouts/sharded.py. If `sequence_parallel` is set, ranks along `tensor` also split the sequences outside the layers
+    that they split.
     """
     bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
     splits_sequences = sequence_parallel and mesh.tensor > 1

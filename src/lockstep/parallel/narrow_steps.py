@@ -2,7 +2,7 @@
 
 For fp16 and bf16, torch's CPU kernel for a + alpha b rounds once for elements that fill a vector register, and twice
 for the remaining elements at the end of the tensor (torch 2.15). The rows of a sharded tensor end at different elements
-than the full tensor, so they would get different bits.
+than the full tensor, so the results would have different bits.
 """
 
 from typing import Any, Final, final

@@ -19,23 +19,23 @@ from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.random_relu import forbid_rrelu_with_hooks
 from lockstep.parallel.weights import convert_parameters, widen_batchnorm
 
-# Arguments: the trained tensors of this rank, and the function that computes the norms of full tensors.
+# Creates the optimizer, given the trained tensors of this rank and the function that computes norms of full tensors.
 MakeOptimizer = Callable[[Sequence[NamedParameter], Norms], Optimizer]
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """The recipe of an engine, and placement settings that change how a step is computed, but not its bits."""
+    """The recipe of an engine, and placement settings that affect how a step is computed, but not its bits."""
 
     recipe: EngineRecipe
     offload_activations: bool = False
-    recompute: int = 0  # recompute every n-th block; only for strategies without their own recomputation
-    checks_writes: bool = True  # whether a forward pass that writes to weights or buffers raises an error
+    recompute: int = 0  # recompute every n-th block, or none if 0; only for strategies without their own recomputation
+    checks_writes: bool = True  # whether to raise an error if a forward pass writes to weights or buffers
     averages: bool = True  # whether to average weights if the recipe sets `ema`
-    needs_full_tensors: bool = False  # whether the optimizer needs full tensors, but the tensors are sharded or chunked
+    needs_full_tensors: bool = False  # whether to give the optimizer full tensors, although they are sharded or chunked
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
-    peers: int = 1  # the number of engines that split the micro-batches of a step and use different seeds
-    peer: int = 0  # the index of this engine among its peers
+    peers: int = 1  # number of engines that split the micro-batches of a step, and use different seeds
+    peer: int = 0  # index of this engine among its peers
 
     @property
     def microbatches(self) -> int:
@@ -54,17 +54,17 @@ class Numerics:
 
     @property
     def skip_nonfinite(self) -> bool:
-        """Whether a step is skipped if its loss or its gradient isn't finite."""
+        """Whether to skip a step if its loss or gradient isn't finite."""
         return self.recipe.nonfinite == "skip"
 
     @property
     def ema_decay(self) -> float | None:
-        """The decay of the moving average of the weights, or None if weights aren't averaged."""
+        """The EMA decay, or None if weights aren't averaged."""
         return self.recipe.ema.decay if self.averages and self.recipe.ema else None
 
     @property
     def channels_last(self) -> bool:
-        """Whether the model and its inputs are in the channels_last memory format."""
+        """Whether the model and its inputs use the channels_last memory format."""
         return self.recipe.memory_format == "channels_last"
 
     @property
@@ -74,7 +74,7 @@ class Numerics:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that the model computes in, or None if the precision doesn't set a single dtype, e.g. autocast."""
+        """The dtype that the model computes in, or None if there isn't a single dtype, as with autocast."""
         return get_compute_dtype(self.recipe.precision)
 
     @property
@@ -84,11 +84,11 @@ class Numerics:
 
     @property
     def copy_dtype(self) -> torch.dtype | None:
-        """The dtype of the copies of the weights that the model computes with, or None if there are no copies."""
+        """The dtype of the weight copies that the model computes with, or None if it computes with the weights."""
         return self.dtype if self.weight_dtype is None else None
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Set up the dtypes and the compilation of a model, in place. Call this before you wrap any of its layers."""
+        """Convert a model to the dtypes of the recipe and compile it, in place. Call this before you wrap layers."""
         if self.dtype is not None:
             widen_batchnorm(model)
         if self.weight_dtype is not None:
@@ -102,14 +102,14 @@ class Numerics:
         return loss_scaler(self.recipe.precision, self.recipe.loss_scale, device)
 
     def prepare_inputs(self, inputs: Inputs) -> Inputs:
-        """Convert the inputs of a micro-batch to the compute dtype and the memory format of the model."""
+        """Convert inputs to the compute dtype and the memory format of the model."""
         if self.dtype is None and not self.channels_last:
             return inputs
         prepared: Inputs = map_tensors(self._prepare_tensor, inputs)
         return prepared
 
     def prepare_outputs(self, outputs: Any) -> Any:
-        """Convert the outputs of the model to fp32 for the loss, because a 16-bit sum would be too inaccurate."""
+        """Convert model outputs to fp32, because the loss would be too inaccurate in 16 bits."""
         return outputs if self.dtype is None else map_tensors(_widen, outputs)
 
     def _prepare_tensor(self, tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Optimizer updates on the device for tensors that are offloaded to CPU memory, one piece at a time.
+"""Optimizer updates on the device for tensors that are offloaded to CPU memory, one group of tensors at a time.
 
-CPUs and GPUs round products, square roots and long sums differently. Therefore offloaded tensors are only stored in CPU
-memory. All computation runs on the same device as without offloading, so the bits don't change.
+CPUs and GPUs round products, square roots and long sums differently. Therefore CPU memory is only used as storage. All
+computation runs on the same device as without offloading, so the bits don't change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from lockstep.device.memory import empty_host_tensor
 
-# The maximum size of a piece, in bytes of full weights. At any time, a rank has its part of one piece on the device,
-# together with the gradients and the optimizer state of this part.
+# The maximum size of a piece (the parameters that are updated together), in bytes of full weights. A rank only has its
+# shards of one piece on the device at a time, together with their gradients and optimizer state.
 _PIECE_BYTES: Final = 64 << 20
 _CPU_SLOT: Final = "step"  # torch's optimizers keep this counter on the CPU by default
 
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 def group_by_size(items: Iterable[tuple[T, int]], max_bytes: int | None = None) -> Iterator[list[T]]:
-    """Group consecutive items into pieces of at most `max_bytes` bytes. A larger item is a piece by itself.
+    """Group consecutive items into lists of at most `max_bytes` bytes in total. A larger item has its own list.
 
-    `items` yields pairs of an item and its size in bytes. `max_bytes` defaults to _PIECE_BYTES.
+    `items` contains (item, size in bytes) pairs. `max_bytes` defaults to _PIECE_BYTES.
     """
     piece: list[T] = []
     size = 0
@@ -42,7 +42,10 @@ def group_by_size(items: Iterable[tuple[T, int]], max_bytes: int | None = None) 
 
 @contextmanager
 def on_device_copies(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield copies of the tensors on `device`, and copy them back at the end of the block."""
+    """Provide copies of the tensors on `device`, and copy them back at the end of the `with` block.
+
+    Tensors that are already on `device` aren't copied.
+    """
     on_device = [tensor.to(device) for tensor in tensors]
     yield on_device
     for tensor, updated in zip(tensors, on_device, strict=True):
@@ -55,8 +58,9 @@ def on_device_copies(tensors: Sequence[Tensor], device: torch.device) -> Iterato
 class Offloaded:
     """An optimizer whose parameters, gradients and state are stored in CPU memory.
 
-    `bytes_of` maps a parameter to the size of its full weight, which is the same on all ranks. Therefore all ranks use
-    the same pieces. This is necessary because an optimizer can request norms of full weights, which is a collective.
+    `bytes_of` maps each parameter to the size of its full weight in bytes, which is the same on all ranks. As a result,
+    all ranks update the same parameters together. This is necessary because an optimizer can request norms of full
+    weights, which requires a collective.
     """
 
     optimizer: Optimizer
@@ -64,10 +68,10 @@ class Offloaded:
     device: torch.device
 
     def step(self, step: Callable[[], object]) -> None:
-        """Call `step`, the optimizer's step, once for each piece of each group.
+        """Call `step`, the optimizer's step method, once for each piece of each parameter group.
 
-        Each piece starts with the group's options from before the step. Therefore counters in a group increase once per
-        step, for any number of pieces.
+        Each call starts with the group's options from before the step. Therefore a counter in a group increases only
+        once per step.
         """
         groups = self.optimizer.param_groups
         try:
@@ -86,7 +90,7 @@ class Offloaded:
 
     @contextmanager
     def _on_device(self, piece: Sequence[Tensor]) -> Iterator[None]:
-        """Move parameters, gradients and optimizer state to the device, and move them back at the end of the block."""
+        """Move parameters, gradients and optimizer state to the device, and back to the CPU after the `with` block."""
         hosts = [parameter.data for parameter in piece]
         host_values: dict[tuple[Tensor, str], Tensor] = {}
         for parameter, host in zip(piece, hosts, strict=True):
@@ -111,7 +115,7 @@ class Offloaded:
 
 
 def _set_data(parameter: Tensor, data: Tensor) -> None:
-    """Replace the data of a parameter. The parameter stays the same object, by which the optimizer finds its state."""
+    """Replace the data of a parameter. The optimizer finds its state by the parameter object, which doesn't change."""
     parameter.data = data
 
 
@@ -123,5 +127,5 @@ def _copy_to_host(value: Tensor, host: Tensor | None) -> Tensor:
 
 
 def _copy_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a parameter group and clone its tensors, so that a step can't change the original values."""
+    """Copy a parameter group. Tensor options are cloned, so that a step can't change the original values."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

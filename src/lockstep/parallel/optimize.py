@@ -1,4 +1,4 @@
-"""Creates optimizers by name, from torch, timm or your own code, and sets all options that change bits."""
+"""Creates optimizers of torch, timm or your own code by name, and sets all options that affect the bits."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from lockstep.parallel.layerwise import Lamb, Lars, Norms, full_norms
 from lockstep.parallel.optimizer_state import NamedParameter
 
 Factory = Callable[..., Optimizer]
-Settings = Callable[[str], Mapping[str, Any]]  # maps the name of a parameter to its options
+Settings = Callable[[str], Mapping[str, Any]]  # returns the optimizer options of a parameter, given its name
 
 CONTRACT: Final = "see docs/extend.md"
 # Lockstep's own optimizers. They take precedence over optimizers of torch or timm with the same name.
@@ -42,16 +42,16 @@ def make_optimizer(
 ) -> Optimizer:
     """Create the optimizer `name` for the parameters that require a gradient. Its groups contain parameter names.
 
-    `lars` and `lamb` are part of Lockstep (parallel/layerwise.py) and get the norms of full tensors from `norms`. Any
-    other name is looked up in torch.optim, ignoring case, and then in timm. `package.module:Class` is your own class.
-    Arguments that are None keep the default of the optimizer. With `decay_bias_and_norm=False`, parameters with at most
-    one dim are in separate groups without weight decay. `settings` returns options for individual parameters. They
-    override all other options.
+    `lars` and `lamb` are part of Lockstep (parallel/layerwise.py), and use `norms` for the norms of full tensors. Any
+    other name is looked up in torch.optim, ignoring case, and then in timm. Use `package.module:Class` for your own
+    class. Arguments that are None keep the optimizer's default. With `decay_bias_and_norm=False`, parameters with at
+    most one dim are in separate groups without weight decay. `settings` returns options for individual parameters,
+    which override all other options.
 
-    If an optimizer has a multi-tensor implementation ("foreach"), it is used by default. The fused implementation is
-    never used by default. To change this, set `foreach` or `fused` in `options`. The implementations have different
-    bits, so torch must not select one by device. In addition, torch's fused implementation for the CPU computes
-    different bits at the end of a tensor than in the middle, so rows of a sharded tensor would get different bits.
+    By default, an optimizer uses its multi-tensor implementation ("foreach") if it has one, and never its fused
+    implementation. To change this, set `foreach` or `fused` in `options`. The implementations compute different bits,
+    so torch must not select one by device. In addition, torch's fused implementation for the CPU computes different
+    bits at the end of a tensor than in the middle, so rows of a sharded tensor would get different bits.
     """
     factory = find_factory(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
@@ -68,7 +68,7 @@ def make_optimizer(
     group_options = {key: None for group in groups for key in group if key not in ("params", SCALE)}
     group_names = argument_names
     if argument_names is not None and "fallback_lr_scale" in argument_names:
-        # timm's Muon updates matrices in such a group by AdamW. Only its groups have this option, not its constructor.
+        # timm's Muon updates groups with `use_fallback` by AdamW. This is only a group option, not an argument.
         group_names = [*argument_names, "use_fallback"]
     _check_options(f"{name}, recipe.optimizer.groups", group_names, group_options, True)
     if ":" in name:
@@ -83,10 +83,10 @@ def make_optimizer(
 
 
 def unwrap_step(optimizer: Optimizer) -> Callable[[], object]:
-    """Return the `step` method of `optimizer` without torch's wrapper, which adds a profiler record and step hooks.
+    """Return the `step` method of `optimizer` without torch's wrapper, which creates a profiler record and calls hooks.
 
-    Creating the record takes longer than the update of a small model, even if there is no profiler. If torch hasn't
-    wrapped `step`, or if the instance overrides it, returns `step` unchanged.
+    Even without a profiler, creating the record takes longer than the update of a small model. If torch hasn't wrapped
+    `step`, or if the instance overrides it, this returns `step` unchanged.
     """
     step = type(optimizer).step
     if "step" in vars(optimizer) or not getattr(step, "hooked", False):
@@ -97,7 +97,7 @@ def unwrap_step(optimizer: Optimizer) -> Callable[[], object]:
 def _find_custom(path: str) -> Callable[..., Any]:
     """Import the custom class or function `path`.
 
-    Raises UsageError for other objects, or if it has no argument `lr`.
+    Raises UsageError if it is neither a class nor a function, or if it has no argument `lr`.
     """
     factory = import_callable(path, "optimizer", "a class or a function")
     argument_names = _argument_names(factory)
@@ -107,7 +107,7 @@ def _find_custom(path: str) -> Callable[..., Any]:
 
 
 def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
-    """Return the argument names of a class or a function, or None if they are unknown or not restricted."""
+    """Return the argument names of a class or function, or None if they are unknown or if it accepts **kwargs."""
     cls = factory.func if isinstance(factory, partial) else factory
     try:
         parameters = inspect.signature(cls).parameters
@@ -119,9 +119,10 @@ def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
 def _call_factory(
     path: str, factory: Callable[..., Any], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Optimizer:
-    """Call the custom class or function with groups of named parameters and with `arguments`, which contain `lr`.
+    """Create an optimizer by calling `factory`, a custom class or function, with `groups` and `arguments`.
 
-    Raises UsageError unless it returns an optimizer over exactly these parameters.
+    The groups contain named parameters, and the arguments contain `lr`. Raises UsageError unless `factory` returns an
+    optimizer for exactly these parameters.
     """
     with UserCode(f"optimizer {path}"):
         optimizer = factory([dict(group) for group in groups], **arguments)
@@ -131,29 +132,29 @@ def _call_factory(
     optimized_ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if missing := [name for key, name in names_by_id.items() if key not in optimized_ids]:
         raise UsageError(
-            f"optimizer {path}: its groups do not contain {', '.join(missing[:3])}; use all parameters that are passed "
-            f"to it"
+            f"optimizer {path}: its groups do not contain {', '.join(missing[:3])}; add all parameters that are passed "
+            f"to the optimizer"
         )
     if len(optimized_ids) > len(names_by_id):
         raise UsageError(
-            f"optimizer {path}: its groups contain tensors that were not passed to it; use only the parameters that "
-            f"are passed to it"
+            f"optimizer {path}: its groups contain tensors that were not passed to it; add only the parameters that "
+            f"are passed to the optimizer"
         )
     if any("lr" not in group for group in (optimizer.defaults, *optimizer.param_groups)):
         raise UsageError(
-            f"optimizer {path}: 'lr' is missing in its defaults or groups, where the schedule sets it; pass lr to "
-            f"torch.optim.Optimizer in the defaults ({CONTRACT})"
+            f"optimizer {path}: its defaults or groups do not contain 'lr', which the schedule sets; include lr in the "
+            f"defaults that you pass to torch.optim.Optimizer ({CONTRACT})"
         )
     return optimizer
 
 
 def find_factory(name: str) -> Factory:
-    """Return the optimizer with this name or import path. Raises UsageError if there is none."""
+    """Return the optimizer class or function with this name or import path. Raises UsageError if there is none."""
     return _find_custom(name) if ":" in name else find_optimizer(name)
 
 
 def find_optimizer(name: str) -> Factory:
-    """Return the optimizer with this name from Lockstep, torch or timm. Raises UsageError if there is none."""
+    """Return the optimizer class with this name from Lockstep, torch or timm. Raises UsageError if there is none."""
     lower = name.lower()
     if lower in OWN_OPTIMIZERS:
         return OWN_OPTIMIZERS[lower]
@@ -212,7 +213,7 @@ def _make_groups(
 
 
 def _check_options_kept(name: str, groups: Iterable[Mapping[str, Any]], optimizer: Optimizer) -> None:
-    """Raise UsageError if a custom optimizer dropped an option of a parameter group."""
+    """Raise UsageError if a custom optimizer dropped or changed an option of a parameter group."""
     group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for group in groups:
         for option in (option for option in group if option != "params"):

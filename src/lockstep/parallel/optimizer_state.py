@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name. In torch, it is keyed by parameter index."""
+"""Optimizer state that is keyed by parameter name, instead of by parameter index as in torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -20,9 +20,9 @@ def optimizer_state(
 
     `parameters` contains the tensors that the optimizer updates. A slot is an entry in the state of a parameter, such
     as `momentum_buffer`. The tensor in a slot is named `<parameter>/<slot>`. Some optimizers also keep tensors in their
-    parameter groups, which are named `group <number>/<slot>`. In the second item, `slots` contains state that is a
-    number or None, and `groups` contains the numbers in the groups. The learning rate is excluded, because it depends
-    only on the number of samples seen.
+    parameter groups, which are named `group <number>/<slot>`. In the second mapping, `slots` contains the slots whose
+    value is a number or None, and `groups` contains the same for the parameter groups. The learning rate is excluded,
+    because it depends only on the number of samples seen.
     """
     names = _names_by_index(parameters, optimizer)
     state = optimizer.state_dict()
@@ -38,7 +38,7 @@ def optimizer_state(
 
 
 def get_group_numbers(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the values in parameter groups that are numbers or None, except for the learning rate."""
+    """Return the numbers and None values in each parameter group, except for the learning rate."""
     numbers = [{slot: value for slot, value in group.items() if slot != "lr"} for group in groups]
     return [
         {slot: value for slot, value in group.items() if isinstance(value, int | float | None)} for group in numbers
@@ -51,7 +51,7 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
 ) -> None:
-    """Load the tensors and scalars that `optimizer_state` returned."""
+    """Load an optimizer state from `tensors` and `scalars`, as returned by `optimizer_state`."""
     state_dict = optimizer.state_dict()
     groups = [{**group, **saved} for group, saved in zip(state_dict["param_groups"], scalars["groups"], strict=True)]
     numbers = {name: number for number, name in _names_by_index(parameters, optimizer).items()}
@@ -70,7 +70,7 @@ def load_optimizer_state(
 
 
 def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore tensors that torch converted to the dtype of their parameter, such as `mu_product` in NAdam."""
+    """Restore tensors that torch converted to the dtype of their parameter on load, such as `mu_product` in NAdam."""
     for slot, value in saved.items():
         converted = loaded.get(slot)
         if isinstance(value, Tensor) and isinstance(converted, Tensor) and converted.dtype is not value.dtype:
@@ -78,9 +78,9 @@ def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _match_memory_format(value: Any, parameter: Tensor) -> Any:
-    """Convert `value` to the memory format of `parameter` if both have the same shape. Otherwise, return it unchanged.
+    """Return `value` in the memory format of `parameter` if both have the same shape, or unchanged otherwise.
 
-    The memory format matters, because the norms of LAMB are summed in memory order.
+    The memory format affects the bits, because the norms of LAMB are summed in memory order.
     """
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -1,4 +1,4 @@
-"""The second half of a step, which is the same for all engines: unscale, clip, step or skip, and free the gradients."""
+"""The update phase of a step: unscale and clip the gradients, step the optimizer or skip, and free the gradients."""
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -22,9 +22,9 @@ from lockstep.parallel.optimize import unwrap_step
 
 @final
 class Updates:
-    """Updates the trained tensors: scales the loss, clips gradients, and skips steps that aren't finite.
+    """Updates the trained tensors. Scales the loss, clips gradients, and skips steps that aren't finite.
 
-    The optimizer skips the trained tensors in `unowned`, because other ranks update these tensors.
+    Trained tensors in `unowned` aren't updated on this rank, because other ranks own them.
     """
 
     def __init__(
@@ -47,25 +47,24 @@ class Updates:
                 for name, tensor in layout.trained
             }
             self._step_optimizer = partial(Offloaded(self.optimizer, sizes, device).step, self._step_optimizer)
-        self._has_narrow_weights = any(
-            is_narrow(tensor) for tensor in self._trained
-        )  # set by the recipe or by the model itself
+        # The recipe or the model itself can set a 16-bit dtype.
+        self._has_narrow_weights = any(is_narrow(tensor) for tensor in self._trained)
         self._skip_nonfinite = numerics.skip_nonfinite
         self._scaler = numerics.loss_scaler(device)
         self._static_scale = numerics.recipe.loss_scale.static
         self._scales_loss = self._scaler.is_enabled()
 
     def scale(self, seed: Tensor) -> Tensor:
-        """Multiply the seed gradient of a backward pass by the loss scale, if there is one."""
+        """Return the seed gradient of a backward pass, multiplied by the loss scale if there is one."""
         return self._scaler.scale(seed) if self._scales_loss else seed
 
     def update(
         self, lr: float, max_norm: float | None, loss: Tensor, weight: int, only: Collection[int] | None = None
     ) -> Update:
-        """Update the weights as in Engine.update. `loss` and `weight` are the totals of the full step.
+        """Clip the gradients and update the weights. See Engine. `loss` and `weight` are those of the full step.
 
-        If `only` is set, update only the groups with these indices. The gradients of all other groups count as zeros in
-        the gradient norm.
+        If `only` is set, update only the parameter groups with these indices. The gradients of all other groups count
+        as zeros in the gradient norm.
         """
         if not weight:
             self.forget()
@@ -77,7 +76,7 @@ class Updates:
         if self._scales_loss:
             unscale_(self._scaler, self.optimizer)
             self._layout.norms.agree_(self._infinity_flags())
-            # Read the scale before the update. Reading synchronizes with the device, so it should only wait for the
+            # Read the scale before the update, because reading synchronizes with the device. It then only waits for the
             # gradient.
             scale = self._scaler.get_scale()
         norm = None
@@ -108,7 +107,7 @@ class Updates:
     def _step(self, lr: float) -> bool:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get(SCALE, 1.0)
-        # Don't call GradScaler.step: it would check each flag again, and doesn't return whether it stepped.
+        # Don't call GradScaler.step: it would check all flags again, and doesn't return whether it skipped the step.
         if self._scales_loss and any(bool(infinity) for infinity in self._infinity_flags()):
             return False
         for tensor in self._unowned:
@@ -134,9 +133,10 @@ class Updates:
 
 
 def store_lr_ratios(optimizer: Optimizer) -> None:
-    """Store the ratio of each group's learning rate to the optimizer's default in the group, like timm. Omits 1.0.
+    """Set `lr_scale` in each parameter group to the ratio of its learning rate to the default, as in timm.
 
-    If the default learning rate is 0, e.g. because a schedule sets it, the learning rates of the groups are ignored.
+    A ratio of 1.0 isn't stored. If the default learning rate is 0, e.g. because a schedule sets it, the learning rates
+    of the groups are ignored.
     """
     rate = float(optimizer.defaults["lr"])
     for group in optimizer.param_groups:
@@ -146,11 +146,10 @@ def store_lr_ratios(optimizer: Optimizer) -> None:
 
 
 def make_seed(weight: int, dtype: torch.dtype, device: torch.device, numerator: int = 1) -> Tensor:
-    """Return the seed gradient of a backward pass, `numerator / weight`, rounded once to `dtype`.
+    """Return the seed gradient of a backward pass: `numerator / weight`, rounded once to `dtype`.
 
-    `weight` is the weight of the step. If it is 0, the seed is 0. If the loss is a sum, `numerator` is 1. If the loss
-    is a mean, `numerator` is the weight of the micro-batch, so the seed is exactly 1 if the step has a single
-    micro-batch.
+    `weight` is the weight of the step. If it is 0, the seed is 0. Pass a `numerator` of 1 if the loss is a sum, or the
+    weight of the micro-batch if the loss is a mean. In a step with one micro-batch, the seed of a mean is exactly 1.
     """
     return torch.full((), numerator / weight if weight else 0.0, dtype=dtype, device=device)
 
@@ -163,4 +162,4 @@ def gradient(parameter: Tensor) -> Tensor:
 
 def _is_finite(loss: Tensor, norm: Tensor | None) -> bool:
     finite = torch.isfinite(loss)
-    return bool(finite if norm is None else finite & torch.isfinite(norm))  # read once, because reading synchronizes
+    return bool(finite if norm is None else finite & torch.isfinite(norm))  # synchronize with the device only once

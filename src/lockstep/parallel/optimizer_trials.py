@@ -1,7 +1,7 @@
-"""Optimizer checks that run before any process starts. Each check is a trial: a few steps over small tensors.
+"""Optimizer checks that run before any process starts. Each check is a trial: a few steps on small tensors.
 
-No list could cover all optimizers of torch, timm and your own code. Therefore trials determine whether an optimizer
-works on shards, on flattened tensors, in 16 bits, and after a resume.
+A list of supported optimizers couldn't cover all optimizers of torch, timm and your own code. Therefore trials
+determine whether an optimizer works on shards, on flattened tensors, in 16 bits, and after a resume.
 """
 
 import json
@@ -24,38 +24,28 @@ from lockstep.parallel.optimizer_state import NamedParameter, get_group_numbers,
 
 MakeTrialOptimizer = Callable[[Iterable[NamedParameter]], Optimizer]
 
-# Tensor shapes for the sharding trials. The sizes of most tensors and parts aren't multiples of a CPU vector register.
-# Some tensors are large enough for optimizers that factor their state.
+# Tensor shapes for the sharding trials. Most tensors and row ranges don't fill a whole number of CPU vector registers.
+# Some tensors are large enough that optimizers such as Adafactor factor their state.
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
 _STEPS: Final = 5
 
-_GRADIENT_MAGNITUDES: Final = (
-    1.0,
-    0.1,
-    1e-2,
-    5e-3,
-    1e-3,
-    1e-4,
-    1e-5,
-    1e-6,
-    1e-7,
-    0.0,
-)  # gradient magnitudes for the 16-bit trials
+# Gradient magnitudes for the 16-bit trials.
+_GRADIENT_MAGNITUDES: Final = (1.0, 0.1, 1e-2, 5e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 0.0)
 _STEPS_IN_16_BITS: Final = 3
 
 
 def check_optimizer(make: MakeTrialOptimizer, dims: Iterable[int] = (1, 2)) -> None:
-    """Raise UsageError if `make` raises it, or if the optimizer fails in a step without a closure.
+    """Raise UsageError if the optimizer that `make` returns can't be used.
 
     The optimizer performs a step on a small parameter for each number of dims in `dims`. This detects optimizers that
-    require a closure, second derivatives, sparse gradients or only matrices. It also detects optimizers with state that
-    a checkpoint can't store.
+    require a closure, second derivatives, sparse gradients or matrices, and optimizers with state that a checkpoint
+    can't store. Errors that `make` raises are passed through.
     """
     optimizer = make([(f"parameter{dim}", _make_small_parameter(dim)) for dim in sorted(set(dims))])
     name = type(optimizer).__name__
     try:
         _step(optimizer)
-    except Exception as error:  # any exception here would also be raised in the first step of training
+    except Exception as error:  # any exception, because it would also be raised in the first training step
         explanation = convert_user_error(error) or f"{error}; use a different optimizer"
         raise UsageError(f"optimizer {name}: a step without a closure failed: {explanation}") from error
     states = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
@@ -70,12 +60,12 @@ def check_optimizer(make: MakeTrialOptimizer, dims: Iterable[int] = (1, 2)) -> N
 
 
 def needs_full_tensors(make: MakeTrialOptimizer, dtype: torch.dtype | None = None) -> bool:
-    """Return whether an optimizer updates rows differently than a full tensor. Raises the errors of check_optimizer.
+    """Return whether an optimizer updates rows of a tensor differently than the full tensor.
 
-    The trial splits tensors of several shapes into uneven parts. If `dtype` is set, the trial uses weights in this
-    dtype. Lockstep's own optimizers can update rows, because they receive the norms of full tensors. For fused
-    optimizers, this returns True without a trial: they compute different bits at the ends of tensors, but only for some
-    values, so a trial might miss the difference.
+    The trial splits the rows of several tensors unevenly. If `dtype` is set, the weights have this dtype. Lockstep's
+    own optimizers can update rows, because they receive the norms of full tensors. For fused optimizers, this returns
+    True without a trial: they compute different bits at the ends of tensors, but only for some values, so a trial could
+    miss the difference. Raises the errors of check_optimizer.
     """
     optimizer = _make_small_optimizer(make)
     if type(optimizer) in OWN_OPTIMIZERS.values():
@@ -88,10 +78,10 @@ def check_updates(
 ) -> bool:
     """Return whether an optimizer needs full tensors, for a strategy that shards tensors by rows.
 
-    Raises UsageError if the optimizer needs full tensors, but `lends_wholes` is false, so that no rank gets full
-    tensors (parallel/layouts/owned.py). Also raises UsageError if the update of a tensor depends on other tensors,
-    which can be on other ranks: for example, if the optimizer clips the norm of all gradients or estimates a common
-    step size.
+    Set `lends_wholes` if the strategy can give each full tensor to one rank (parallel/layouts/owned.py). Raises
+    UsageError if the optimizer needs full tensors without `lends_wholes`, or if it needs full tensors and the update of
+    a tensor depends on tensors that other ranks can own. For example, some optimizers clip the norm of all gradients or
+    estimate a common step size.
     """
     if not needs_full_tensors(make, dtype):
         return False
@@ -106,14 +96,14 @@ def check_updates(
         matches = _matches_separately(make, dtype)
     except Exception as error:  # custom code can raise anything
         raise UsageError(
-            f"strategy {strategy}: optimizer {name} needs whole tensors, and its step fails if a tensor has no "
-            f"gradient, like the tensors that other ranks update: {convert_user_error(error) or error}; skip such "
-            f"tensors"
+            f"strategy {strategy}: optimizer {name} needs whole tensors, but its step fails if a tensor has no "
+            f"gradient: {convert_user_error(error) or error}; tensors that other ranks update have no gradient, so "
+            f"skip such tensors in its step"
         ) from error
     if not matches:
         raise UsageError(
-            f"strategy {strategy}: optimizer {name} needs whole tensors, and its update of a tensor depends on other "
-            f"tensors, which other ranks update; use strategy ddp, or an optimizer that updates each tensor by itself"
+            f"strategy {strategy}: optimizer {name} needs whole tensors, but its update of a tensor depends on tensors "
+            f"that other ranks update; use strategy ddp, or an optimizer that updates each tensor independently"
         )
     return True
 
@@ -121,24 +111,24 @@ def check_updates(
 def check_flat(make: MakeTrialOptimizer, strategy: str) -> None:
     """Raise UsageError if an optimizer updates flattened pieces of a tensor differently than the full tensor.
 
-    An optimizer that sees flattened pieces can't use the shape or the norm of a parameter. Also raises the errors of
+    This is the case if its update depends on the shape or the norm of a parameter. Also raises the errors of
     check_optimizer.
     """
     optimizer = _make_small_optimizer(make)
     if _is_fused(optimizer) or not all(_matches_flattened(make, shape) for shape in _SHAPES):
         raise UsageError(
-            f"strategy {strategy}: optimizer {type(optimizer).__name__} updates flattened pieces of a tensor "
-            f"differently than the whole tensor, so it is not supported; use an optimizer such as sgd, adam or adamw "
+            f"strategy {strategy}: optimizer {type(optimizer).__name__} is not supported, because it updates flattened "
+            f"pieces of a tensor differently than the whole tensor; use an optimizer such as sgd, adam or adamw "
             f"without fused=true, or use a different strategy"
         )
 
 
 def check_stored_dtype(make: MakeTrialOptimizer, dtype: torch.dtype) -> None:
-    """Raise UsageError if a step with weights and state in `dtype` isn't finite, or is too large.
+    """Raise UsageError if a step with weights and optimizer state in `dtype` isn't finite or is too large.
 
     The trial uses gradients from 1 down to 0. Each step must be finite, and at most twice as large as the largest step
-    in float32. For example, Adam with its default eps fails in float16, because eps is rounded to 0, so a step can
-    divide by zero.
+    in float32. For example, Adam with its default eps fails in float16: eps is rounded to 0, so a step can divide by
+    zero.
     """
     optimizer = make([("parameter", _make_small_parameter(2))])
     wide, narrow = (_measure_largest_steps(make, each) for each in (torch.float32, dtype))
@@ -153,16 +143,16 @@ def check_stored_dtype(make: MakeTrialOptimizer, dtype: torch.dtype) -> None:
         eps_advice = "" if eps is None else f"an eps of 0.01 or more in its options (it is {eps}), "
         raise UsageError(
             f"optimizer {type(optimizer).__name__}: with weights and state in {name}, the step for a gradient of "
-            f"{size:.1g} is {step_text}; use {eps_advice}sgd, or recipe.precision fp16-compute, which keeps both in "
-            f"float32"
+            f"{size:.1g} is {step_text}; use {eps_advice}sgd, or recipe.precision fp16-compute, which keeps weights "
+            f"and state in float32"
         )
 
 
 def check_custom_optimizer(path: str, make: MakeTrialOptimizer) -> None:
-    """Raise UsageError for a custom optimizer that breaks the contract.
+    """Raise UsageError if a custom optimizer doesn't meet the requirements of docs/extend.md.
 
-    This includes an optimizer that raises an error, ignores the learning rate, is random, or has state that isn't in
-    checkpoints. The trial sets the learning rate like a schedule. One of its runs resumes from a checkpoint.
+    The trial checks that the optimizer is deterministic, depends on the learning rate, and computes the same weights
+    after it is resumed from a checkpoint. The learning rate changes in each step, as with a schedule.
     """
     with UserCode(f"optimizer {path}"):
         weights = _run_steps(make, rate=1.0)
@@ -193,7 +183,7 @@ def _is_fused(optimizer: Optimizer) -> bool:
 
 
 def _measure_largest_steps(make: MakeTrialOptimizer, dtype: torch.dtype) -> Tensor:
-    """Return the largest step for each of _GRADIENT_MAGNITUDES, divided by the learning rate: shape [magnitudes]."""
+    """Return the largest step for each gradient magnitude, divided by the learning rate: shape [magnitudes]."""
     parameter = Parameter(torch.zeros(len(_GRADIENT_MAGNITUDES), 1, dtype=dtype))
     optimizer = make([("parameter", parameter)])
     largest = torch.zeros(len(_GRADIENT_MAGNITUDES))
@@ -215,7 +205,7 @@ def _matches_in_rows(make: MakeTrialOptimizer, shape: tuple[int, ...], dtype: to
 
 
 def _matches_flattened(make: MakeTrialOptimizer, shape: tuple[int, ...]) -> bool:
-    """Return whether updates of flattened pieces match updates of the full tensor, except for rounding."""
+    """Return whether updates of flattened pieces match updates of the full tensor up to rounding errors."""
     whole = _run_steps(make, shape).flatten()
     third = whole.numel() // 3
     flat = _run_steps(make, shape, [third, whole.numel() - third], flat=True)
@@ -231,12 +221,11 @@ def _run_steps(
     rate: float | None = None,
     resumed: bool = False,
 ) -> Tensor:
-    """Return a tensor after a few steps of the optimizer.
+    """Return a tensor of shape `shape` after a few steps of the optimizer.
 
-    If `heights` is set, the tensor is split into parts with these numbers of rows. If `flat` is set, the tensor is
-    flattened first, and `heights` are numbers of elements. `rate` is the learning rate of the first step, which then
-    decreases as in a schedule. If `resumed` is set, a second optimizer loads the state of the first optimizer and takes
-    the last step.
+    If `heights` is set, the tensor is split into parameters with these numbers of rows. If `flat` is set, the tensor is
+    flattened first, and `heights` are numbers of elements. `rate` is the learning rate of the first step, and decreases
+    in later steps. If `resumed` is set, a second optimizer loads the state of the first and takes the last step.
     """
     generator = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*count, *shape, generator=generator).to(dtype) for count in ((), (_STEPS,)))
@@ -262,7 +251,7 @@ def _run_steps(
 
 
 def _matches_separately(make: MakeTrialOptimizer, dtype: torch.dtype | None) -> bool:
-    """Return whether updating two matrices together results in the same values as updating each one separately."""
+    """Return whether updating two matrices together computes the same values as updating each of them separately."""
     together = _run_steps_on_pair(make, (True, True), dtype)
     first, second, idle = (
         _run_steps_on_pair(make, has, dtype) for has in ((True, False), (False, True), (False, False))
@@ -274,9 +263,9 @@ def _matches_separately(make: MakeTrialOptimizer, dtype: torch.dtype | None) -> 
 def _run_steps_on_pair(
     make: MakeTrialOptimizer, with_gradient: tuple[bool, bool], dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-    """Return two matrices after a few steps, and the numbers in the parameter groups.
+    """Return two matrices after a few steps of the optimizer, and the numbers in its parameter groups.
 
-    `with_gradient` tells which of the matrices have gradients.
+    `with_gradient` selects the matrices that have gradients.
     """
     generator = torch.Generator().manual_seed(0)
     matrices = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in _SHAPES[:2]]

@@ -1,15 +1,15 @@
-"""PowerSGD: ranks send two low-rank factors of a gradient, and add the compression error to the next gradient.
+"""PowerSGD: ranks send two low-rank factors of each gradient, and add the compression error to the next gradient.
 
 Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (NeurIPS),
 algorithms 1 and 2. torch implements it as a communication hook for DistributedDataParallel
 (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook). With this hook, the order of additions depends on the
-backend, and its saved errors can only be loaded on the same number of ranks. Here, the reduction tree adds over ranks,
-and errors are saved in checkpoints that any number of ranks can load.
+backend, and saved errors can only be loaded on the same number of ranks. Here, the reduction tree sums over ranks, and
+errors are saved in checkpoints that any number of ranks can load.
 
 For each bucket, all ranks run these phases. M is a rank's gradient of a parameter as a matrix, plus the rank's error:
 
-1. Each rank computes P = M Q, with the orthonormalized Q of the last step. P is summed over the ranks. If the matrices
-   wouldn't be smaller than the gradient, e.g. for vectors, the full gradient is summed instead.
+1. Each rank computes P = M Q, with the orthonormalized Q of the previous step. P is summed over the ranks. If the
+   factors wouldn't be smaller than the gradient, e.g. for vectors, the full gradient is summed instead.
 2. Each rank orthonormalizes the columns of the sum of P to get a basis, and computes M^T basis, which is summed over
    the ranks. The sum is the next Q.
 3. The gradient is basis Q^T. The new error of a rank is the part of M that its own matrices don't represent:
@@ -47,7 +47,7 @@ def make_low_rank_layout(world: World, mesh: Mesh, bucket_bytes: int, columns: i
     """Return a function that creates a replicated layout whose gradients are compressed to rank `columns`."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)  # first, because it may replace parameters by copies, which get the gradients
+        weights = Weights(model, dtype)  # before Gradients, because this can change the dtype of parameters
         trained, canonical = trainable_parameters(model), world.canonical(mesh, "replicate")
         power = PowerSgd(trained, canonical, mesh.data_rank(world.rank), columns, seed)
         gradients = Gradients(
@@ -59,18 +59,18 @@ def make_low_rank_layout(world: World, mesh: Mesh, bucket_bytes: int, columns: i
 
 
 def elements_sent(shape: Sequence[int], columns: int) -> int:
-    """Return the number of elements that a rank sends for a gradient of this shape: as two matrices or in full."""
+    """Return the number of elements that a rank sends for a gradient of this shape, as two factors or in full."""
     whole = Size(shape).numel()
     return min((shape[0] + Size(shape[1:]).numel()) * columns, whole) if len(shape) > 1 else whole
 
 
 def is_compressible(shape: Sequence[int], columns: int) -> bool:
-    """Return whether two matrices with `columns` columns are smaller than a gradient of this shape."""
+    """Return whether two factors with `columns` columns are smaller than a gradient of this shape."""
     return elements_sent(shape, columns) < Size(shape).numel()
 
 
 def orthonormalize(matrix: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns of `matrix`, with the same number of columns.
+    """Return an orthonormal basis of the column space of `matrix`, with the same number of columns.
 
     If the columns of `matrix` are linearly dependent, the basis spans a larger space.
     """
@@ -80,9 +80,10 @@ def orthonormalize(matrix: Tensor) -> Tensor:
 
 @final
 class PowerSgd:
-    """Sums the gradients of `trained` over the ranks of `across`, as matrices with `columns` columns.
+    """Sums the gradients of `trained` over ranks with `across`, compressed to factors with `columns` columns.
 
-    `rank` is the place of this rank among these ranks. `seed` is the seed of the initial factors.
+    `rank` is the position of this rank among the ranks that compute micro-batches. The initial factors are random, with
+    seed `seed`.
     """
 
     def __init__(
@@ -94,14 +95,15 @@ class PowerSgd:
         self._rank = rank
         self._columns = columns
         self._key = random.key(random.LOW_RANK, seed)
-        self._errors: dict[int, Tensor] = {}  # by parameter index, like the next two dictionaries
+        # By parameter index: the compression errors, the factors Q, and the new errors and factors before the update.
+        self._errors: dict[int, Tensor] = {}
         self._factors: dict[int, Tensor] = {}
-        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # the new errors and factors, before the update
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}
 
     def sum_bucket(
         self, parameters: Sequence[nn.Parameter], pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor
     ) -> Tensor:
-        """Return the approximate sum of a bucket over the ranks, and keep the errors. Replaces CanonicalSum."""
+        """Return the approximate sum of a bucket over the ranks, and keep the new errors. Replaces CanonicalSum."""
         flat = local_sum(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
         parts = dict(
             zip((self._numbers[parameter] for parameter in parameters), unflatten(flat, parameters), strict=True)
@@ -131,9 +133,9 @@ class PowerSgd:
         return flat.to(like.dtype)
 
     def finish_step(self, applied: bool, growth: float) -> None:
-        """Keep the new errors and factors if the step was `applied`, or discard them. Call this after each update.
+        """Store the new errors and factors if the step was `applied`, or discard them. Call this after each update.
 
-        `growth` is the factor by which the loss scale changes after this step.
+        `growth` is the factor by which the loss scale changes after this step. Errors are multiplied by it.
         """
         if applied:
             self._errors = {number: error for number, (error, _) in self._pending.items()}
@@ -143,7 +145,7 @@ class PowerSgd:
         self._pending = {}
 
     def feedback(self) -> dict[str, MaybeSharded]:
-        """Return the errors of all ranks, stacked along dim 0, and the factors, which are the same on all ranks."""
+        """Return the compression errors, as shards of the errors of all ranks stacked along dim 0, and the factors."""
         state: dict[str, MaybeSharded] = {}
         for number, error in self._errors.items():
             name, shape = self._trained[number][0], Size((self._rank.replicas, *error.shape))
@@ -153,7 +155,7 @@ class PowerSgd:
         return state
 
     def load_feedback(self, state: NamedTensors) -> None:
-        """Load the full tensors of `feedback`, from the same or a different number of ranks."""
+        """Load the errors and factors of a checkpoint, which any number of ranks may have saved."""
         self._errors, self._factors, self._pending = {}, {}, {}
         for number, (name, parameter) in enumerate(self._trained):
             if f"{name}/{_ERROR}" in state:
@@ -164,7 +166,7 @@ class PowerSgd:
                 self._factors[number] = local_tensor(factor).to(parameter.device, copy=True)
 
     def _select_error(self, errors: Tensor) -> Tensor:
-        """Return this rank's error. If the number of ranks changed, rank 0 gets the sum of all errors."""
+        """Return this rank's item of `errors`. If the number of ranks changed, rank 0 gets the sum of all errors."""
         if len(errors) == self._rank.replicas:
             return errors[self._rank.replica]
         return torch.zeros_like(errors[0]) if self._rank.replica else errors.sum(0)
@@ -177,10 +179,10 @@ class PowerSgd:
         return self._factors[number]
 
     def _sum_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of these tensors over all ranks."""
+        """Return the sum of each tensor over all ranks."""
         if not tensors:
             return []
-        # Sum over all ranks, because even a rank without a micro-batch has an error to add.
+        # Include ranks without a micro-batch, because they still have errors to add.
         total = self._across.sum_over_ranks(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         pieces = torch.split(total, [tensor.numel() for tensor in tensors])
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
@@ -188,7 +190,7 @@ class PowerSgd:
 
 @final
 class LowRankGradients:
-    """Wraps `gradients`, whose buckets are summed by `power`."""
+    """A gradient sum whose buckets are summed by `power`. Delegates to `gradients`."""
 
     def __init__(self, gradients: GradientSum, power: PowerSgd) -> None:
         self.begin = gradients.begin

@@ -1,9 +1,10 @@
 """Rejects nn.RReLU if torch would compute its gradient from uninitialized memory.
 
-torch's rrelu_with_noise writes the noise for its backward pass into an argument. If saved_tensors_hooks are active, the
-argument is packed before it is written, so the backward pass reads uninitialized memory. torch.utils.checkpoint with
-use_reentrant=False uses such hooks, and so do placement.recompute and placement.offload_activations. This happens in
-plain PyTorch too (seen with torch 2.11, 2.14 and 2.15). Remove this module once torch packs the noise after writing it.
+torch's rrelu_with_noise writes the noise for its backward pass into an argument. If saved_tensors_hooks are active,
+autograd packs the argument before it is written, so the backward pass reads uninitialized memory. Such hooks are used
+by torch.utils.checkpoint with use_reentrant=False, and thus by placement.recompute, and by
+placement.offload_activations. Plain PyTorch has the same bug (seen with torch 2.11, 2.14 and 2.15). Remove this module
+once torch packs the noise after writing it.
 """
 
 from functools import partial
@@ -16,7 +17,7 @@ from lockstep.common.own_code import make_refusal
 
 
 def forbid_rrelu_with_hooks(model: nn.Module) -> None:
-    """Make each nn.RReLU raise UsageError in a forward pass in training mode with active saved_tensors_hooks."""
+    """Make each nn.RReLU raise UsageError if its forward pass in training mode runs with active saved_tensors_hooks."""
     for path, layer in model.named_modules():
         if isinstance(layer, nn.RReLU):
             layer.register_forward_pre_hook(partial(_check, path))

@@ -3,8 +3,8 @@
 torch.nn.DataParallel (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 section 2.2) copies the model to each device in every forward pass, and calls each copy in a separate thread. Here,
 there is a single model, which switches from device to device. Each of its tensors has a copy on each device. Before a
-micro-batch, the `data` of all tensors is set to the copies on the device of this micro-batch. The parameters remain the
-same objects. Therefore code that refers to parameters, such as an RNN's list of weights or a weight penalty in a custom
+micro-batch, the `data` of all tensors is set to the copies on the device of this micro-batch. The parameter objects
+don't change. Therefore code that refers to parameters, such as an RNN's list of weights or a weight penalty in a custom
 loop, computes on the right device.
 
 Threads aren't necessary, and would change the results:
@@ -12,19 +12,18 @@ Threads aren't necessary, and would change the results:
 - Work on a CUDA device is asynchronous. One thread keeps all devices busy: it enqueues micro-batch 0 on the first
   device, micro-batch 1 on the second device, and so on. autograd already has a thread for each CUDA device.
 - A custom loop is a single thread. It calls the model and computes the loss for one micro-batch after the other.
-- All threads of a process share the random number generators of Python, NumPy and torch on the CPU, so the numbers that
-  a thread draws would depend on the timing of other threads. Therefore replicas on the CPU, which simulate several
+- All threads of a process share the CPU random number generators of Python, NumPy and torch, so the numbers that a
+  thread draws would depend on the timing of other threads. Therefore replicas on the CPU, which simulate several
   devices, also run one after the other.
 
 A step has these phases. Device H is the home device, which has the optimizer and sums the gradients:
 
-1. `switch_to` switches the tensors and the world to the device of a micro-batch. Its forward pass and its backward pass
-run
-   there.
+1. `switch_to` switches the tensors and the world to the device of a micro-batch. The forward pass and the backward pass
+   of the micro-batch run there.
 2. `return_home` flattens the gradients on their device, switches back to H, and copies the gradients and BatchNorm's
-   statistics to H. The engine then adds them to the reduction tree, as for a single device. There are no copies between
+   statistics to H. The engine then adds them to the reduction tree, as for a single device. Nothing is copied between
    devices before the backward pass is enqueued, because a copy makes both devices wait for each other.
-3. After the update, `publish` copies the weights and the running statistics of H to all other devices.
+3. After the update, `publish` copies the weights and the running statistics from H to all other devices.
 
 If several tensors share a storage, their copies share a storage too. `publish` copies entire storages.
 """
@@ -41,16 +40,16 @@ from lockstep.comm.world import World
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.gradients import flatten, partition, set_gradients, unflatten, wide_gradient
 
-# Use the attribute of the base class, because a custom loop rejects writes to `Tensor.data` (loop/guard.py).
+# Write to the attribute of the base class, because custom loops reject writes to `Tensor.data` (loop/guard.py).
 _DATA: Final[Any] = TensorBase.data
 
 
 @final
 class Replicas:
-    """The tensors of `model` and of `running` on each of `devices`. Micro-batch k uses device k mod n of n devices.
+    """Copies of the tensors of `model` and `running` on n `devices`. Micro-batch k uses device k mod n.
 
-    Initially, the tensors are on `devices[home]`, which is the device of `world`. This is also a context manager, which
-    switches back to the home device if the block raises an exception.
+    Initially, the tensors are on `devices[home]`, which must be the device of `world`. As a context manager, this
+    switches back to the home device if the `with` block raises an exception.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Replicas:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buckets = partition(trained, None)
         self._tensors = [*model.parameters(), *chain(model.buffers(), running.vectors)]
-        # For each device, the storages as tensors of bytes.
+        # The storages of all tensors on each device, as uint8 tensors.
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors}
         at_home = [torch.empty(0, dtype=torch.uint8, device=devices[home]).set_(each) for each in storages.values()]
         self._storages = [
@@ -101,17 +100,17 @@ class Replicas:
                 torch._foreach_copy_(copies, at_home, non_blocking=True)
 
     def _views(self, storages: dict[int, Tensor]) -> list[Tensor]:
-        """Return a view for each tensor of the model, given a copy of each storage by its original address."""
+        """Return a copy of each tensor as a view of `storages`, which maps storage addresses to storage copies."""
         views = []
         for tensor in self._tensors:
             storage = storages[tensor.untyped_storage().data_ptr()]
             view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-            place = tensor.storage_offset(), tensor.size(), tensor.stride()
-            views.append(view.set_(storage.untyped_storage(), *place))
+            geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+            views.append(view.set_(storage.untyped_storage(), *geometry))
         return views
 
     def _switch_to(self, number: int) -> None:
-        """Let the parameters and buffers of the model be those of replica `number`."""
+        """Set the `data` of all tensors to the copies of replica `number`."""
         if number == self._current:
             return
         for tensor, copy in zip(self._tensors, self._copies[number], strict=True):

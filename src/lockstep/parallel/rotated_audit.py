@@ -1,9 +1,9 @@
 """Audits for engines in which a rank can't recompute a micro-batch of another rank.
 
-This is the case if ranks hold parts of the model, or if they wait for each other during a forward pass. The audit
-repeats the full step with the ranks at different places in the mesh. The results must have the same bits. If the bits
-differ, the audit compares the messages of all ranks (comm/message_log.py). It identifies the first rank that sent a
-different message than other ranks in the same place.
+This is the case if the model is sharded, or if ranks wait for each other during a forward pass. The audit repeats the
+full step with the ranks at different positions in the mesh. The results must have the same bits. If they differ, the
+audit compares the messages of all ranks (comm/message_log.py) to find the first rank that sent a different message than
+other ranks at the same position.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,13 +26,13 @@ from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-_MAX_REPEATS: Final = 3  # maximum number of repetitions of a disputed step, each with the ranks at different places
+_MAX_REPEATS: Final = 3  # maximum number of repetitions of a step with differing results, each with rotated ranks
 
 
 class RecordedStep(NamedTuple):
-    """A step that `rank` computed at `place` in the mesh.
+    """The record of a step that `rank` computed at position `place` of the mesh.
 
-    `messages` maps names to digests, in time order. There are digests of the messages, the gradients and the loss.
+    `messages` maps the names of messages, gradients and the loss to their digests, in time order.
     """
 
     place: int
@@ -43,11 +43,11 @@ class RecordedStep(NamedTuple):
 @final
 @dataclass(eq=False)
 class RotatedAudit:
-    """Audits steps of the engine that `start` returns. `schedule` selects the steps. Audits don't change any results.
+    """Wraps the engine that `start` returns, and audits the steps that `schedule` selects. Results don't change.
 
-    For audits, this class starts a second engine. In the second engine, the ranks have different places. `fetch`
-    returns any micro-batch of a step by its index. If the results of the two engines differ, all ranks raise
-    CorruptionError. `audited` is the number of steps that passed an audit.
+    An audited step is repeated on a second engine, in which the ranks are at different positions in the mesh. If the
+    results differ, all ranks raise CorruptionError. `fetch` returns any micro-batch of a step by its index. `audited`
+    is the number of steps that passed an audit.
     """
 
     start: Callable[[World, Numerics], RotatableEngine]
@@ -70,8 +70,8 @@ class RotatedAudit:
             self._kept_state.load,
         )
         self._place_count = len(self.schedule.mesh.groups("shard"))
-        # Maps the number of places by which ranks are shifted to an engine. Start the first shifted engine now, to
-        # detect early if both engines don't fit into memory.
+        # Engines by the number of positions that their ranks are rotated by. Start the first rotated engine now, so
+        # that the run fails early if two engines don't fit into memory.
         self._rotated = {0: (own_world, engine)}
         self._rotated_engine(1)
 
@@ -103,7 +103,7 @@ class RotatedAudit:
         return self._rotated[distance]
 
     def _repeat_step(self, distance: int, step: Step) -> RecordedStep:
-        """Repeat a step with each rank shifted by `distance` places in the mesh."""
+        """Repeat a step with the ranks rotated by `distance` positions in the mesh, and return its record."""
         world, engine = self._rotated_engine(distance)
         if engine is not self._engine:
             state = self._engine.state()
@@ -124,7 +124,7 @@ class RotatedAudit:
         return RecordedStep(world.rank, self.world.rank, self._log.close()), sums
 
     def _digests_differ(self, *records: RecordedStep) -> bool:
-        """Return whether ranks at the same place have different digests. All ranks must call this method."""
+        """Return whether records of the same position have different digests. All ranks must call this method."""
         digests_by_place: dict[int, set[str]] = {}
         for records_by_rank in self.world.all_gather_json([(run.place, short_hash(run.messages)) for run in records]):
             for place, messages in records_by_rank:
@@ -132,11 +132,10 @@ class RotatedAudit:
         return any(len(digests) > 1 for digests in digests_by_place.values())
 
     def _make_error(self, step: Step, records: Sequence[RecordedStep]) -> CorruptionError:
-        """Return the error that names the faulty rank. All ranks must call this method. They get the same error."""
+        """Return the error that names the faulty rank. All ranks must call this method, and get the same error."""
         reports = self.world.all_gather_json({"host": self.world.host, "played": records})
-        runs = [
-            [RecordedStep(*fields) for fields in report["played"]] for report in reports
-        ]  # by rank, then by repetition
+        # The records of each rank, in time order.
+        runs = [[RecordedStep(*fields) for fields in report["played"]] for report in reports]
         start = f"audit at step {step.number + 1}"
         for concurrent_runs in zip(*runs, strict=True):
             places = {run.place: run for run in concurrent_runs}
@@ -149,31 +148,31 @@ class RotatedAudit:
         conflicts = [*_find_conflicts([run for rank_runs in runs for run in rank_runs])]
         odd_ranks = sorted(set.intersection(*[{first, second} for first, second, *_ in conflicts])) if conflicts else []
         if len(odd_ranks) != 1:
-            accused = sorted({rank for first, second, *_ in conflicts for rank in (first, second)}) or [
+            suspects = sorted({rank for first, second, *_ in conflicts for rank in (first, second)}) or [
                 *range(len(reports))
             ]
             hint = "" if self._place_count > 2 else " (this requires at least three replicas)"
             return CorruptionError(
-                f"{start}: {format_ranks(accused, reports)} computed different results from the same inputs, and no "
+                f"{start}: {format_ranks(suspects, reports)} computed different results from the same inputs, and no "
                 f"majority shows which result is right{hint}. {OTHER_HOSTS}"
             )
         persists = all(first != second for first, second, *_ in conflicts)
         *_, label, bit = conflicts[0]
         label += bit and f", {bit}"
         return CorruptionError(
-            f"{start}: {format_ranks(odd_ranks, reports)} computed a wrong result ({label}), as other ranks in its "
-            f"place got a different result from the same messages; the fault "
+            f"{start}: {format_ranks(odd_ranks, reports)} computed a wrong result ({label}): other ranks at the same "
+            f"position computed a different result from the same messages. The fault "
             f"{'occurred again' if persists else 'did not occur again'} when the step was repeated. {REMOVE_HOST}",
             odd_ranks,
         )
 
 
 def _find_conflicts(records: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
-    """Compare all pairs of records at the same place, and yield the pairs that point to a faulty rank.
+    """Compare all pairs of records of the same position, and yield the pairs that point to a faulty rank.
 
-    In such a pair, the first digest that differs has the same name in both records. It isn't the digest of a received
-    message. Yields the two ranks, this name and the flipped bit. Both records can be from the same rank at different
-    times.
+    In such a pair, the first differing digest has the same name in both records, and isn't the digest of a received
+    message. Yields the ranks of both records, this name, and the flipped bit. Both records can be of the same rank, at
+    different times.
     """
     for first, second in combinations(records, 2):
         if first.place == second.place:

@@ -1,10 +1,10 @@
-"""The totals of a step, summed as one vector: the loss, the counts of a custom loop and the BatchNorm statistics.
+"""The totals of a step, summed as one vector: the losses, the counts of a custom loop and the BatchNorm statistics.
 
 A step has these phases:
 
 1. `begin` sets the length of the vector.
-2. After each forward pass, `add` adds a leaf to the reduction tree: a float64 vector with the loss, or with each of
-   several losses, and with the counts and the statistics of the micro-batch.
+2. After each forward pass, `add` adds a leaf to the reduction tree: a float64 vector with the losses, the counts and
+   the BatchNorm statistics of the micro-batch.
 3. After the last forward pass of this rank, `add` submits the sum over the ranks to the engine's stream, which computes
    it while the last backward pass runs.
 4. `end` waits for the sum.
@@ -35,7 +35,7 @@ class _StepState:
     step: Step
     leaves: int  # number of micro-batches over all ranks
     remaining: int  # number of micro-batches that this rank has yet to compute
-    alone: bool  # whether there is a single micro-batch, so that there is nothing to sum
+    alone: bool  # whether this is the only micro-batch on the only rank, so that there is nothing to sum
     num_losses: int  # number of losses per micro-batch
     counts: int  # length of the vector that a custom loop sums together with the loss
     statistics: Counter[Tensor] = field(default_factory=lambda: Counter(add_))
@@ -45,10 +45,10 @@ class _StepState:
 
 @final
 class StepTotals:
-    """Sums the totals of a step over all ranks.
+    """Sums the totals of a step over all micro-batches and ranks.
 
-    `loss` is the total loss. `observed` contains the BatchNorm statistics, as a mean over the samples of the step.
-    `alone` is true if the world has a single rank.
+    After a step, `loss` is the total loss, and `observed` contains the BatchNorm statistics as a mean over the samples
+    of the step. Set `alone` if the world has a single rank.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class StepTotals:
         self._alone = alone
         self._no_statistics = torch.empty(1 + running.size, dtype=torch.float64, device=device)
         self._no_counts = torch.zeros(0, dtype=torch.float64, device=device)
-        # The number of losses of a step, and the length of the vector of counts.
+        # The number of losses and the number of counts of the last step.
         self._lengths = 1, 0
         self.loss, self.observed = self._no_statistics[0], self._no_statistics[1:]
         self._state: _StepState
 
     def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int) -> None:
-        """Start a step with `leaves` micro-batches over all ranks. This rank computes `microbatches`.
+        """Start a step with `leaves` micro-batches over all ranks, of which this rank computes `microbatches`.
 
         `counts` is the length of the vector that a custom loop sums together with the loss.
         """
         # With a single micro-batch on a single process, there is nothing to sum. Skipping the sum saves 78 us per step:
-        # a fifth of the step of a tiny MLP (0.37 ms), 2 % for an MLP of width 512, and nothing for a ViT.
+        # a fifth of the step time of a tiny MLP (0.37 ms), 2 % for an MLP of width 512, and nothing for a ViT.
         alone = leaves == 1 and self._alone and not self._running.size and microbatches[0].note is None
         num_losses = 1
         if step.weights is not None:
@@ -87,7 +87,7 @@ class StepTotals:
     ) -> None:
         """Add the results of a forward pass to the totals. After the last micro-batch of this rank, submit the sum.
 
-        `loss` is the sum over the micro-batch divided by `weight`.
+        `loss` is multiplied by `weight`: pass a sum over the micro-batch with weight 1, or a mean with its weight.
         """
         state = self._state
         state.remaining -= 1
@@ -113,13 +113,13 @@ class StepTotals:
             state.total = self._submit_sum()
 
     def note_results(self, microbatch: MicroBatch, loss: Tensor | Losses) -> None:
-        """Pass the loss and statistics of a forward pass to the micro-batch's `note`, if an audit compares them."""
+        """Pass the loss and the BatchNorm statistics of a forward pass to the micro-batch's `note`, if it is set."""
         if microbatch.note is not None:
             microbatch.note("loss", loss.sums if isinstance(loss, Losses) else loss)
             microbatch.note("BatchNorm statistics", self._running.observations(microbatch.samples))
 
     def end(self) -> Sums:
-        """Wait for the totals of the step and return them."""
+        """Wait for the totals of the step, and return the losses and the counts."""
         state = self._state
         counts = None
         if state.alone:

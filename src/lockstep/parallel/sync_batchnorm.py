@@ -1,11 +1,10 @@
 """Synchronized BatchNorm over all micro-batches of a step, on any number of ranks and on any device.
 
-Ioffe and Szegedy 2015, "Batch normalization", algorithm 1 and its gradient, with the samples of a full step instead of
-a mini-batch.
+Ioffe and Szegedy 2015, "Batch normalization", algorithm 1 and its gradient, with the full step as the mini-batch.
 
 Each layer has these phases:
 
-1. All forward passes on all ranks reach the layer before any of them continues (parallel/cooperative.py).
+1. The layer waits until the forward passes of all micro-batches on all ranks reach it (parallel/cooperative.py).
 2. For each micro-batch, torch's kernels compute the mean and the variance per channel.
 3. The reduction tree (core/tree.py) sums these values in float64 over all micro-batches. Therefore the bits are the
    same on any number of ranks.
@@ -17,7 +16,8 @@ In the backward pass, the reduction tree sums two terms of the gradient in the s
     backward   sum of dy, sum of dy * x_hat                      per micro-batch, added over all micro-batches
                dx = weight / std * (dy - sum(dy) / N - x_hat * sum(dy * x_hat) / N)
 
-The gradients of weight and bias stay separate for each micro-batch. The engine sums them like all other gradients.
+The gradients of weight and bias are computed separately for each micro-batch. The engine sums them like all other
+gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ _aten = torch.ops.aten
 
 @final
 class StepSums:
-    """Sums statistics over all micro-batches of a step, during forward and backward passes."""
+    """Sums the statistics of BatchNorm layers over all micro-batches of a step, in forward and backward passes."""
 
     def __init__(self, canonical: CanonicalSum) -> None:
         self._all = canonical
@@ -50,9 +50,9 @@ class StepSums:
         self._has_mismatch = torch.zeros((), dtype=torch.bool)
 
     def begin(self, leaves: int, local: Sequence[int]) -> None:
-        """Start a step with `leaves` micro-batches over all ranks. This rank computes the micro-batches `local`.
+        """Start a step with `leaves` micro-batches over all ranks. `local` contains the indices of those on this rank.
 
-        If `local` is empty, this rank only computes dummy micro-batches.
+        If `local` is empty, this rank only computes a dummy micro-batch.
         """
         self._leaves, self._local = leaves, local
         self._holders = self._all.for_holders(leaves) if local else self._all
@@ -61,8 +61,9 @@ class StepSums:
     def total(self, layer: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum of float64 vectors over all micro-batches of the step.
 
-        `parts` contains the vectors of this rank, which may be overwritten. If this rank only computes dummies, returns
-        the vector of the dummy. `layer` is the number of the layer, which must be the same for all micro-batches.
+        `parts` contains one vector for each micro-batch of this rank, and may be overwritten. On a rank with only a
+        dummy micro-batch, this returns the vector of the dummy. `layer` is the number of the layer, which must be the
+        same for all micro-batches.
         """
         if not self._local:
             return parts[0]
@@ -74,12 +75,12 @@ class StepSums:
         return total[:-1]
 
     def check(self) -> None:
-        """Raise UsageError if vectors of different layers were added in this step."""
+        """Raise UsageError if any sum in this step mixed vectors of different layers."""
         if self._has_mismatch:
             raise UsageError(
-                "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or in a "
-                "different order; make every micro-batch go through the same layers in the same order, independent of "
-                "the samples and of random numbers"
+                "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or "
+                "through the same layers in a different order; make the order of layers independent of the samples "
+                "and of random numbers"
             )
 
 
@@ -92,9 +93,9 @@ class _LayerInputs(NamedTuple):
 
 
 def synchronize(model: nn.Module, cooperative: CooperativeScheduler, sums: StepSums) -> None:
-    """Make all BatchNorm layers in training mode normalize over a full step.
+    """Replace the forward methods of all BatchNorm layers in training mode, so that they normalize over a full step.
 
-    Works for all subclasses of torch's BatchNorm that call F.batch_norm.
+    Works for all subclasses of torch's BatchNorm whose forward method calls F.batch_norm once.
     """
     layers = [
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -111,8 +112,8 @@ def _forward_layer(
     """Call the original forward method of a layer, with `normalize` in place of F.batch_norm."""
     if not layer.training:
         return forward(inputs)
-    # In training mode, torch's SyncBatchNorm would communicate by itself, and raise an error on the CPU. Therefore call
-    # it in evaluation mode.
+    # In training mode, torch's SyncBatchNorm would communicate itself, and raise an error on the CPU. Therefore call
+    # its forward method in eval mode.
     layer.training = not isinstance(layer, nn.SyncBatchNorm)
     replacement = _BatchNormMode(normalize)
     try:
@@ -130,7 +131,7 @@ def _forward_layer(
 
 @final
 class _BatchNormMode(TorchFunctionMode):
-    """A torch function mode that replaces calls of F.batch_norm with calls of `normalize`."""
+    """A torch function mode that calls `normalize` instead of F.batch_norm, and counts these calls."""
 
     def __init__(self, normalize: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ def _normalize(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalize over a full step. Replaces torch.nn.functional.batch_norm, whose arguments start at `input`."""
+    """Normalize over a full step. Replaces torch.nn.functional.batch_norm, which has the arguments from `input` on."""
     dtype = torch.promote_types(input.dtype, torch.float32)
     ones = torch.ones(input.shape[1], dtype=dtype, device=input.device)
     scale = ones if weight is None else weight.to(dtype)
@@ -180,9 +181,10 @@ def _normalize(
 
 @final
 class _Normalize(torch.autograd.Function):
-    """Normalizes the inputs of all micro-batches of a rank. `tensors` are all inputs, all weights and all biases.
+    """Normalizes the inputs of all `count` micro-batches of a rank with the statistics of the full step.
 
-    Returns the output of each micro-batch, then the mean and the unbiased variance of the full step.
+    `tensors` contains the input of each micro-batch, then the weight for each, then the bias for each. Returns the
+    output of each micro-batch, then the mean and the unbiased variance of the full step.
     """
 
     @staticmethod
@@ -216,8 +218,8 @@ class _Normalize(torch.autograd.Function):
         ]
         own_sums = [torch.cat([weight_grad, bias_grad]).double() for _, weight_grad, bias_grad in results]
         weight_grad, bias_grad = (ctx.total(own_sums) / samples).to(mean.dtype).chunk(2)
-        # Then subtract the part that flows through mean and variance: weight / std * (x_hat * weight_grad + bias_grad).
-        # This part has the form of a BatchNorm too.
+        # Then subtract the gradient through mean and variance: weight / std * (x_hat * weight_grad + bias_grad). This
+        # term has the form of a BatchNorm itself.
         for (input_grad, _, _), tensor, weight in zip(results, inputs, weights, strict=True):
             slope = weight * torch.rsqrt(variance + ctx.eps)
             factors = slope * weight_grad, slope * bias_grad
@@ -227,7 +229,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _compute_moments(inputs: Tensor, like: Tensor) -> Tensor:
-    """Return a float64 vector: the number of values per channel, then each channel's sum, then its sum of squares."""
+    """Return a float64 vector: the number of values per channel, the sum of each channel, its sum of squares."""
     # With fp32 running statistics, torch computes the statistics of 16-bit inputs in fp32.
     mean, variance = _aten.batch_norm_update_stats(inputs, torch.zeros_like(like), torch.ones_like(like), 0.0)
     count, mean = inputs.numel() // inputs.shape[1], mean.double()

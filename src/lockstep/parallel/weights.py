@@ -19,11 +19,11 @@ from lockstep.parallel.optimizer_state import NamedParameter
 
 @final
 class Weights:
-    """The layout of a model that is replicated on each rank.
+    """The layout of a model that is replicated on each rank, with or without master weights.
 
     By default, the weights are the parameters of the model. If `dtype` is set, the parameters become copies of the
     weights in this dtype, and the model computes with the copies. The backward pass computes gradients in `dtype`,
-    which are summed in fp32. The parameters in `fp32_parameters` have no copies.
+    which are summed in fp32. The parameters that `fp32_parameters` returns have no copies.
     """
 
     norms: ClassVar[Norms] = REPLICATED_NORMS
@@ -38,12 +38,12 @@ class Weights:
             }
 
     def weight_of(self, copy: nn.Parameter) -> nn.Parameter:
-        """Return the master weight of a parameter, which is the parameter itself if it isn't a copy."""
+        """Return the master weight of a parameter, or the parameter itself if it isn't a copy."""
         return self._copies.get(copy, copy)
 
     @cached_property
     def trained(self) -> list[NamedParameter]:
-        """The weights that require a gradient, in model order. A shared weight appears under its first name."""
+        """The weights that require a gradient, in model order. A shared weight is only listed under its first name."""
         return [(name, self.weight_of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
@@ -51,7 +51,7 @@ class Weights:
         return tensor
 
     def state(self) -> dict[str, MaybeSharded]:
-        """Return the model state, with the weights in place of their copies."""
+        """Return the model state, with master weights instead of their copies."""
         tensors = self._model.state_dict(keep_vars=True)
         return {
             name: (self.weight_of(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
@@ -59,17 +59,17 @@ class Weights:
         }
 
     def release_weights(self) -> None:
-        """Drop all references to trained weights. Call this if another object keeps these weights."""
+        """Drop all references to trained weights. Call this if the caller stores the trained weights itself."""
         self._copies = {copy: weight for copy, weight in self._copies.items() if not copy.requires_grad}
 
     def collect(self) -> None:
-        """See Layout. Moves the gradients of the copies to the weights."""
+        """See Layout. Moves the gradients from the copies to the weights."""
         for copy, weight in self._copies.items():
             if copy.requires_grad:
                 weight.grad, copy.grad = wide_gradient(copy), None
 
     def publish(self) -> None:
-        """See Layout. Updates the copies from the weights."""
+        """See Layout. Copies the weights to the copies that the model computes with."""
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._copies), list(self._copies.values()))
@@ -78,9 +78,9 @@ class Weights:
 
 
 def convert_compute_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Convert a model to compute in `dtype`, in place, and return it. Doesn't keep master weights.
+    """Convert a model in place to compute in `dtype`, without master weights, and return it.
 
-    If `dtype` is None, the model doesn't change.
+    If `dtype` is None, this is a no-op.
     """
     if dtype is not None:
         widen_batchnorm(model)
@@ -89,9 +89,10 @@ def convert_compute_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Mod
 
 
 def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
-    """Return the parameters that stay fp32 in a model that computes in `dtype`: with fp16, those of BatchNorm layers.
+    """Return the parameters that stay fp32 in a model that computes in `dtype`.
 
-    This is the same as O2 in apex. bf16 has the range of fp32, so no parameters stay fp32.
+    With fp16, these are the parameters of BatchNorm layers, as with O2 in apex. With bf16, which has the range of fp32,
+    there are none.
     """
     if dtype != torch.float16:
         return frozenset()
@@ -100,7 +101,7 @@ def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parame
 
 
 def convert_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters of a model to `dtype` in place. Its buffers don't change."""
+    """Convert the parameters of a model, but not its buffers, to `dtype` in place."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -109,7 +110,7 @@ def widen_batchnorm(model: nn.Module) -> None:
     """Make BatchNorm layers accept 16-bit parameters. Their statistics stay in fp32.
 
     torch's kernels require the same dtype for parameters and statistics, regardless of the dtype of the inputs. Call
-    this function before you wrap the layers in any other way, so that the wrappers call the replaced forward methods.
+    this function before any other that wraps the layers, so that their wrappers call the replaced forward methods.
     """
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -117,13 +118,13 @@ def widen_batchnorm(model: nn.Module) -> None:
 
 
 def _make_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Convert `parameter` to a copy in `dtype` in place, and return its original values as a new parameter."""
+    """Convert `parameter` to `dtype` in place, and return its original values as a new parameter, the master weight."""
     weight = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
     parameter.data = weight.data.to(dtype)
     if parameter.requires_grad:
         # Allow any dtype: `grad` first contains a gradient in the dtype of the copy, and then the sum in fp32
-        # (gradients.py). A grad_dtype of fp32 would be wrong, because autograd would convert the gradients of each use
-        # of a parameter before it adds them. With fully_shard, autograd adds first.
+        # (gradients.py). Don't set this to fp32: autograd would convert the gradient of each use of the parameter
+        # before adding them. With fully_shard, autograd adds first, so the bits would differ.
         parameter.grad_dtype = None
     return weight
 

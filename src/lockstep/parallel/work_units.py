@@ -1,4 +1,4 @@
-"""Work units: the parts of a micro-batch that are separate leaves of the reduction tree (core/tree.py)."""
+"""Work units: micro-batches, or the parts of micro-batches that are leaves of the reduction tree (core/tree.py)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +18,7 @@ T = TypeVar("T")
 class WorkUnits(Protocol):
     """Splits micro-batches into work units, and provides the model inputs and the context for each unit.
 
-    Each unit is a leaf of the reduction tree (core/tree.py). `count` is the number of units per micro-batch, over all
+    Each unit is a leaf of the reduction tree (core/tree.py). `count` is the number of units per micro-batch over all
     ranks.
     """
 
@@ -34,20 +34,20 @@ class WorkUnits(Protocol):
         """Return the model inputs for a unit."""
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """Return a context manager for the forward pass of a unit, or for a stage of this forward pass."""
+        """Return the context manager in which to run the forward pass of a unit, or one pipeline stage of it."""
 
     def loss(self, unit: MicroBatch, compute: Callable[[], T]) -> T | None:
-        """Return the loss of a unit, which `compute` returns.
+        """Compute and return the loss of a unit by calling `compute`.
 
-        If another rank owns the unit, take part in its collective operations and return None.
+        If a different rank owns the unit, this only participates in its collectives, and returns None.
         """
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
-        """Return the model inputs for evaluation on full samples, given the `inputs` from the task."""
+        """Return the model inputs for an evaluation on full samples. `inputs` are the inputs that the task returned."""
 
 
 # Creates the work units of a rank. Arguments: the problem, the model, the number of chunks per sequence, the world, the
-# mesh, and the Cooperative that interleaves the forward passes.
+# mesh, and the scheduler that interleaves the forward passes.
 MakeWorkUnits = Callable[[Problem, nn.Module, int, World, Mesh, CooperativeScheduler], WorkUnits]
 
 

@@ -165,5 +165,5 @@ def test_chunks_compute_what_the_whole_computes(model: str, chunks: int, feature
 
 def test_a_task_that_cuts_no_sequences_is_refused() -> None:
     assert require_sequence_task(Language())
-    with pytest.raises(UsageError, match="task Classification does not support chunks of sequences"):
+    with pytest.raises(UsageError, match="task Classification does not support splitting sequences into chunks"):
         require_sequence_task(Classification())

@@ -1,9 +1,9 @@
-"""Attention over full sequences for forward passes that each have one chunk of a sequence.
+"""Attention over full sequences, for forward passes that each compute one chunk of a sequence.
 
 When a model calls torch's scaled_dot_product_attention, the forward passes of all chunks first exchange queries, keys
-and values (parallel/context/exchange.py). After this exchange, each forward pass has some of the heads, for all
-positions, and computes attention for these heads as usual. In a second exchange, each forward pass gets back the
-outputs of all heads for the positions of its chunk.
+and values (parallel/context/exchange.py). After this exchange, each forward pass has all positions of some heads, and
+computes attention for these heads as usual. In a second exchange, each forward pass gets back the outputs of all heads
+for the positions of its chunk.
 """
 
 from functools import partial
@@ -25,11 +25,11 @@ _HEAD_DIM, _POSITION_DIM = 1, 2  # dims of [n, heads, positions, channels]
 
 @final
 class SequenceAttention(TorchFunctionMode):
-    """Context manager for the forward pass of one chunk. Within the context, attention covers the full sequence.
+    """A context manager for the forward pass of one chunk, in which attention covers the full sequence.
 
     - `exchange`: Exchanges tensors between the chunks.
     - `cooperative`: Runs the forward passes of all chunks interleaved.
-    - `calls`: The number of attention calls so far.
+    - `calls`: The number of calls to scaled_dot_product_attention so far.
     """
 
     def __init__(self, exchange: Exchange, cooperative: CooperativeScheduler) -> None:
@@ -49,7 +49,7 @@ class SequenceAttention(TorchFunctionMode):
         return self._attend(*args, **(kwargs or {}))
 
     def check(self) -> None:
-        """Raise UsageError if the forward pass has not called scaled_dot_product_attention."""
+        """Raise UsageError if the forward pass hasn't called scaled_dot_product_attention."""
         if not self.calls:
             raise UsageError(
                 f"{KEY}: the model does not call torch.nn.functional.scaled_dot_product_attention, so a chunk would "
@@ -68,8 +68,8 @@ class SequenceAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Replace scaled_dot_product_attention. The arguments are the same."""
-        if isinstance(query, FakeTensor):  # a pipeline runs earlier stages on fake tensors, only for the shapes
+        """Compute attention over the full sequence. The arguments are those of scaled_dot_product_attention."""
+        if isinstance(query, FakeTensor):  # a pipeline runs earlier stages on fake tensors to infer shapes
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -81,8 +81,8 @@ class SequenceAttention(TorchFunctionMode):
         label = f"attention {self.calls}"
         inputs = query, key, value
         query, key, value = self._cooperative.exchange(f"the inputs of {label}", by_heads, inputs)
-        # Grouped-query attention works: the exchange distributes query heads and key heads in order, so each key head
-        # is still with its query heads.
+        # Grouped-query attention works, because the exchange splits query heads and key heads in order, so each key
+        # head stays together with its query heads.
         outputs = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -94,8 +94,8 @@ class SequenceAttention(TorchFunctionMode):
 def _check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunks: int) -> None:
     if mask is not None:
         raise UsageError(
-            f"{KEY}: the model passes a mask to torch's attention, but the mask only covers one chunk; use causal or "
-            f"full attention, set with is_causal (without padding, packed sequences or a sliding window), or remove "
+            f"{KEY}: the model passes a mask to torch's attention, but the mask only covers one chunk; use causal "
+            f"(is_causal=True) or full attention, without padding, packed sequences or a sliding window, or remove "
             f"this key"
         )
     if not query.ndim == key.ndim == value.ndim == 4 or not query.shape[2] == key.shape[2] == value.shape[2]:
@@ -110,5 +110,5 @@ def _check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         raise UsageError(
             f"{KEY}: {chunks} does not divide the {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
             f"queries, keys and values; use {', '.join(options)} (if recipe.model.chunks splits attention, these are "
-            f"the heads of one of its chunks, and fewer of its chunks have more heads each)"
+            f"the heads of one model chunk; with fewer model chunks, each has more heads)"
         )

@@ -1,9 +1,9 @@
 """All-to-all between sequence chunks, which changes the dim along which tensors are split.
 
-Each chunk splits its tensor along `split_dim` and sends one part to every chunk. It then concatenates the received
-parts along `concat_dim`. For example, with c chunks a tensor of shape [n, h, l / c, d] becomes a tensor of shape [n, h
-/ c, l, d]. The input has all heads and some positions, and the result has some heads and all positions. The reverse
-exchange swaps the dims (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3.1).
+Each chunk splits its tensor along `split_dim`, and sends one piece to every chunk. It then concatenates the received
+pieces along `concat_dim`. For example, with c chunks, the shape changes from [n, h, l / c, d] to [n, h / c, l, d]: the
+input has all heads and some positions, and the result has some heads and all positions. The reverse exchange swaps the
+dims (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3.1).
 
 An exchange only moves elements, and its backward pass moves the gradients back. Nothing is added, so the result has the
 same bits regardless of how the chunks are distributed over processes.
@@ -28,9 +28,9 @@ class Exchange:
     The chunks are distributed in order over the ranks, with the same number of chunks on each rank. All ranks must
     make the same calls in the same order.
 
-    - `chunks`: The number of chunks over all ranks, a multiple of `ranks`.
+    - `chunks`: The number of chunks over all ranks. Must be a multiple of `ranks`.
     - `rank`, `ranks`: The index of this rank, and the number of ranks.
-    - `carrier`: Sends tensors to the other ranks. A single rank doesn't need a carrier.
+    - `carrier`: Sends tensors between ranks. Not needed for a single rank.
     """
 
     def __init__(self, chunks: int, rank: int = 0, ranks: int = 1, carrier: Carrier | None = None) -> None:
@@ -43,8 +43,8 @@ class Exchange:
     def __call__(self, inputs: Sequence[Sequence[Tensor]], split_dim: int, concat_dim: int) -> list[tuple[Tensor, ...]]:
         """Exchange the tensors of all chunks, and return the exchanged tensors of each local chunk.
 
-        `inputs` contains the tensors of each local chunk. All chunks have the same number of tensors. Each tensor is
-        split along `split_dim`, and the received parts are concatenated along `concat_dim`.
+        `inputs` contains the tensors of each local chunk. All chunks must have the same number of tensors. Each tensor
+        is split along `split_dim`, and the received pieces are concatenated along `concat_dim`.
         """
         forward, backward = (
             partial(self.exchange_flat, split_dim=split_dim, concat_dim=concat_dim),
@@ -68,7 +68,7 @@ class Exchange:
         return [result[chunk] for chunk in range(self._local_count) for result in results]
 
     def _exchange_one_per_chunk(self, tensors: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
-        """Exchange one tensor of each local chunk, for example the queries. The result has the same order."""
+        """Exchange one tensor of each local chunk, for example the queries. Returns one tensor for each local chunk."""
         parts = [tensor.chunk(self.chunks, split_dim) for tensor in tensors]
         arrived = self._send_parts(parts)
         local_parts = [
@@ -77,7 +77,7 @@ class Exchange:
             for part in chunk_parts[self._first_chunk(self._rank) : self._first_chunk(self._rank + 1)]
         ]
         by_rank = [local_parts if rank == self._rank else [*arrived[rank]] for rank in range(self._ranks)]
-        # The result is contiguous and never a view, so that its layout does not depend on the number of processes.
+        # The results are contiguous and never views, so their memory layout doesn't depend on the number of processes.
         return [
             torch.cat(
                 [part for rank_parts in by_rank for part in rank_parts[chunk :: self._local_count]], concat_dim
@@ -86,7 +86,7 @@ class Exchange:
         ]
 
     def _send_parts(self, parts: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
-        """Send each peer the parts for its chunks. Returns the parts from each peer, stacked along dim 0."""
+        """Send each peer the pieces for its chunks. Returns the pieces from each peer by rank, stacked along dim 0."""
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sent = [
             (

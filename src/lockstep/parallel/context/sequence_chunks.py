@@ -1,8 +1,8 @@
 """Splits the sequences of a micro-batch into chunks, with one forward pass for each chunk.
 
-A layer always sees the positions of a single chunk, on whichever rank the chunk is computed. Each chunk is a separate
-leaf of the reduction tree (core/tree.py), with its own random numbers and gradients. The forward passes of the chunks
-of a micro-batch run interleaved (parallel/cooperative.py), and only exchange data in attention
+A layer always sees the positions of a single chunk, regardless of which rank computes the chunk. Each chunk is a
+separate leaf of the reduction tree (core/tree.py), with its own random numbers and gradients. The forward passes of the
+chunks of a micro-batch run interleaved (parallel/cooperative.py), and only exchange data in attention
 (parallel/context/attention.py).
 
 In a step with M micro-batches, leaf c * M + m of the reduction tree is chunk c of micro-batch m.
@@ -34,7 +34,7 @@ POSITIONS: Final = "position_ids"  # the argument name that transformers models 
 
 @final
 class SequenceChunks:
-    """Work units that each contain one chunk of the sequences of a micro-batch. See WorkUnits.
+    """Work units that each contain one chunk of the sequences of a micro-batch. Implements WorkUnits.
 
     - `task`: Extracts a chunk from a batch.
     - `arguments`: The argument names of the model's forward method, in order.
@@ -69,7 +69,7 @@ class SequenceChunks:
         ]
 
     def inputs(self, unit: MicroBatch) -> Inputs:
-        """See WorkUnits. The position ids of a chunk count from the start of the full sequence."""
+        """See WorkUnits. The position IDs of a chunk count from the start of the full sequence."""
         return add_position_ids(self._task.inputs(unit.batch), self._arguments, unit.index // self._microbatches)
 
     def forward_context(self) -> SequenceAttention:
@@ -87,7 +87,7 @@ class SequenceChunks:
     def call(self, model: nn.Module, unit: MicroBatch) -> Any:
         """Run the full model on one chunk and return its outputs.
 
-        Raises UsageError if the model does not call scaled_dot_product_attention.
+        Raises UsageError if the model doesn't call scaled_dot_product_attention.
         """
         with self.forward_context() as attention:
             outputs = call_model(model, self.inputs(unit))
@@ -96,7 +96,7 @@ class SequenceChunks:
 
 
 def add_position_ids(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> Inputs:
-    """Return `inputs` by argument name, with the position ids of chunk number `chunk` added."""
+    """Return `inputs` by argument name, together with the position IDs of chunk number `chunk`."""
     ids = tensors_of(inputs)[0]
     first = chunk * ids.shape[1]
     positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
@@ -112,7 +112,7 @@ def argument_names(model: nn.Module) -> Sequence[str]:
 def make_work_units(
     problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: CooperativeScheduler
 ) -> WorkUnits:
-    """Return the work units of this rank if each sequence is split into `chunks` chunks.
+    """Return the work units of this rank, with each sequence split into `chunks` chunks.
 
     All ranks must call this function with the same arguments.
     """
@@ -131,7 +131,7 @@ def require_sequence_task(task: Task) -> ChunkableTask:
     """Return `task` if it can split sequences into chunks. Otherwise, raise UsageError."""
     if not isinstance(task, ChunkableTask):
         raise UsageError(
-            f"{KEY}: task {type(task).__name__} does not support chunks of sequences; use task language without "
-            f"recipe.metrics, or remove this key"
+            f"{KEY}: task {type(task).__name__} does not support splitting sequences into chunks; use task language "
+            f"without recipe.metrics, or remove this key"
         )
     return task

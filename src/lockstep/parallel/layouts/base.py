@@ -1,9 +1,9 @@
 """The layout protocol: how the tensors of a model are stored on the ranks, either replicated or sharded by rows.
 
-The engine (parallel/data_parallel.py) computes gradients and updates, and its layout determines how they are stored.
+The engine (parallel/data_parallel.py) computes gradients and updates, and its layout determines how tensors are stored.
 The optimizer updates *trained* tensors: the parameters of the model, or this rank's rows of the parameters. An
-element-wise optimizer computes the same update for a row on any rank. For all other optimizers, the layout provides the
-norms of full tensors.
+element-wise optimizer computes the same update for a row on any rank. For optimizers that need norms, the layout
+provides the norms of full tensors.
 
 Shapes: a full parameter has R rows along dim 0 (a 0-dim parameter has 1 row), this rank has r rows, and ... are all
 other dims.
@@ -33,26 +33,29 @@ class GradientSum(Protocol):
     """Sums gradients over the micro-batches and ranks of a step, in the order of the reduction tree (core/tree.py)."""
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
-        """Start a step with `leaves` micro-batches over all ranks. This rank computes `microbatches`."""
+        """Start a step with `leaves` micro-batches over all ranks, of which this rank computes `microbatches`.
+
+        If micro-batches are split into work units, each unit counts as a micro-batch.
+        """
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """Prepare for the backward pass of `microbatch`."""
 
     def after_backward(self, microbatch: MicroBatch) -> None:
-        """Add the gradients of `microbatch`, whose backward pass has ended, to the sums."""
+        """Add the gradients of `microbatch` to the sums. Call this method after its backward pass."""
 
     def finish(self) -> None:
-        """Wait for the sums, and store them in `grad` of the model's parameters."""
+        """Wait for the gradient sums, and store them in the `grad` of the model's parameters."""
 
 
 @runtime_checkable
 class GathersWeights(Protocol):
-    """The additional interface of layouts that shard parameters and gather them for computation."""
+    """The additional interface of layouts that shard parameters and gather them to run the model."""
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """Return the sharded parameter of each tensor that has been gathered so far.
+        """Return a map from each gathered weight so far to its sharded parameter.
 
-        A parameter is gathered into the same tensor each time.
+        A parameter is always gathered into the same tensor.
         """
 
 
@@ -61,16 +64,16 @@ class ShardsGradientSums(Protocol):
     """The additional interface of layouts in which ranks compute the full gradient sum, but keep only some rows."""
 
     def keep_full_gradients(self) -> None:
-        """From now on, keep the full gradient sum of each step until its update, for `witnessed`."""
+        """From now on, keep the full gradient sum of each step until its update, so that you can call `witnessed`."""
 
     def witnessed(self) -> Sequence[dict[str, MaybeSharded]]:
-        """Return this rank's rows of the full gradient sum, and the rows of the next rank."""
+        """Return the rows of the full gradient sum that this rank keeps, and the rows that the next rank keeps."""
 
 
 class Span(NamedTuple):
     """The rows of a tensor that `rank` holds: `height` rows, starting at row `first`.
 
-    If several ranks hold the same rows, one of these ranks is `primary`.
+    If several ranks hold the same rows, `primary` is set on one of them.
     """
 
     rank: int
@@ -84,18 +87,17 @@ class HasRowSpans(Protocol):
     """The additional interface of layouts that shard tensors by rows."""
 
     def spans(self, name: str, shape: torch.Size) -> Sequence[Span]:
-        """Return the rows of a parameter on each rank, given its full shape. Empty if the parameter is replicated."""
+        """Return the rows of parameter `name` on each rank, given its full shape, or [] if it is replicated."""
 
 
 class Norms(NamedTuple):
-    """Functions that compute norms of full tensors, and combine flags of all ranks. All ranks must make the same calls.
+    """Functions that compute norms of full tensors, and combine flags across ranks. All ranks must make the same calls.
 
-    - `all_rows` returns the L2 norm of each row of all trained tensors. Pass one tensor for each item of
-      `Layout.trained`, in the same order. The result is float64 of shape [rows of all tensors], and the same on every
-      rank.
-    - `of_tensors` returns the norms of full tensors. Pass a map from trained tensors to this rank's part of the tensor
-      to measure, e.g. of its update. The result is float64 of shape [len(tensors)].
-    - `agree_` makes 0-dim flags nonzero on all ranks if they are nonzero on any rank.
+    - `all_rows` returns the L2 norm of each row of all trained tensors, as float64 of shape [total number of rows].
+      Pass one tensor for each item of `Layout.trained`, in the same order. The result is the same on every rank.
+    - `of_tensors` returns L2 norms of full tensors, as float64 of shape [len(tensors)]. Pass a map from trained tensors
+      to this rank's rows of the tensors to measure, e.g. of the updates.
+    - `agree_` sets 0-dim flags in place to a nonzero value on all ranks if they are nonzero on any rank.
     """
 
     all_rows: Callable[[Sequence[Tensor]], Tensor]
@@ -104,7 +106,7 @@ class Norms(NamedTuple):
 
 
 class Layout(Protocol):
-    """Stores all tensors of a model. All ranks must call the methods in the same order."""
+    """Determines how ranks store the tensors of a model. All ranks must call the methods in the same order."""
 
     @property
     def trained(self) -> Sequence[NamedParameter]:
@@ -115,16 +117,16 @@ class Layout(Protocol):
         """The norms of the trained tensors."""
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
-        """Return `tensor` of shape [r, ...] as rows of a full tensor of shape [R, ...].
+        """Return `tensor` of shape [r, ...] as a shard of a full tensor of shape [R, ...], or unchanged if replicated.
 
         `tensor` must have the shape of the trained tensor of parameter `name`.
         """
 
     def publish(self) -> None:
-        """Copy the trained tensors to the tensors that the model computes with. Call this after an update."""
+        """Copy the trained tensors to the tensors that the model computes with. Call this method after an update."""
 
     def state(self) -> dict[str, MaybeSharded]:
-        """Return the model state. The names are the same as on a single process."""
+        """Return the model state. The names are the same as in a single process."""
 
     def collect(self) -> None:
         """Move the gradient sums from the model's parameters to the `grad` of the trained tensors.
@@ -133,29 +135,29 @@ class Layout(Protocol):
         """
 
     def reload(self) -> None:
-        """Copy the tensors of `state` to the tensors that the model computes with.
+        """Copy the tensors that `state` returns to the tensors that the model computes with.
 
-        Call this method after you change the tensors of `state`, and after an evaluation, which can leave weights
+        Call this method after you modify the tensors of `state`, and after an evaluation, which can leave weights
         gathered.
         """
 
 
-# Creates the layout of a model and the sum of its gradients. Arguments: the model, a stream that only the layout uses,
-# and the dtype that the model computes in, or None if it computes in the dtype of its weights.
+# Creates the layout of a model and its gradient sum. Arguments: the model, a stream that only the layout uses, and the
+# dtype that the model computes in, or None to compute in the dtype of its weights.
 MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
-# The norms of layouts in which each rank has all trained tensors. No communication is necessary, because all ranks have
-# the same gradients and flags.
+# The norms of layouts in which each rank has all trained tensors. All ranks have the same gradients and flags, so no
+# communication is necessary.
 REPLICATED_NORMS: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), full_norms, lambda flags: None)
 
 
 def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable[Tensor] | None = None) -> Norms:
-    """Return the norms of tensors that are sharded by rows. Each rank computes the norms of its own rows.
+    """Return the norms for trained tensors that are sharded by rows. Each rank computes the norms of its own rows.
 
-    `parts` maps all trained tensors of the full model to this rank's rows, in model order. `trained` contains the
-    trained tensors of this rank, and defaults to all of them. Norms are computed on the device of the world, because a
-    CPU and a GPU add in different orders. Tensors in CPU memory are moved to the device in groups.
+    `parts` maps each trained tensor of the full model to this rank's rows, in model order. `trained` contains the
+    trained tensors that this rank has, which defaults to all of them. Norms are computed on the device of the world,
+    because a CPU and a GPU add in different orders. Tensors in CPU memory are moved to the device in groups.
     """
     parameters, device = list(parts if trained is None else trained), world.device
 
@@ -203,14 +205,14 @@ class Slots:
         self._as_shard = as_shard
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
-        """Return this rank's tensor `name` (`<parameter>/<slot>`) as a shard, or unchanged if it isn't sharded."""
+        """Return this rank's tensor in slot `name` (`<parameter>/<slot>`) as a shard, or unchanged if replicated."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
         has_same_shape = parameter is not None and tensor.ndim > 0 and tensor.shape == parameter.shape
         return self._as_shard(owner, tensor) if has_same_shape else tensor
 
     def local_part(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's part of the full tensor `name`. The shape is [r, ...] if it is sharded."""
+        """Return this rank's rows [r, ...] of the full tensor in slot `name`, or the full tensor if replicated."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
         if parameter is None:
@@ -221,15 +223,15 @@ class Slots:
 
 @torch.no_grad()
 def load_local_parts(source: NamedTensors, target: NamedTensors, names: Iterable[str] | None = None) -> None:
-    """Copy this rank's part of the full tensors in `source` to the tensors in `target`.
+    """Copy this rank's rows of the full tensors in `source` to the tensors in `target`, in place.
 
     Raises UsageError unless `source` has exactly the names in `target`. If `target` contains only some tensors of the
-    model, pass the names of all tensors as `names`.
+    model, pass the names of all tensors of the model as `names`.
     """
     differing = sorted({*source}.symmetric_difference(target if names is None else names))
     if differing:
         raise UsageError(
-            f"the state does not match the model, these tensors differ: {', '.join(differing[:5])}; load the state of "
+            f"the state does not match the model: only one of them has {', '.join(differing[:5])}; load the state of "
             f"this model"
         )
     for name, tensor in target.items():
@@ -237,19 +239,19 @@ def load_local_parts(source: NamedTensors, target: NamedTensors, names: Iterable
 
 
 def trainable_parameters(model: nn.Module) -> list[NamedParameter]:
-    """Return the parameters that require a gradient, in model order. A shared parameter has its first name."""
+    """Return the named parameters that require a gradient, in model order. Shared parameters have their first name."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def gather_full_tensors(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
-    """Return full tensors on every rank. Sharded tensors are gathered on the CPU.
+    """Return the full tensors on every rank. Sharded tensors are gathered on the CPU.
 
-    All ranks must call this function with the same names, and must have enough memory for all tensors. Checkpoints are
-    written without gathering (training/checkpoint/shards.py).
+    All ranks must call this function with the same names, and must have enough memory for all full tensors. Checkpoints
+    are written without gathering (training/checkpoint/shards.py).
     """
     shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Shard)}
-    # Sum one table of bytes for all tensors, in which each byte is nonzero on at most one rank. A sum of floats would
-    # change -0.0 to 0.0.
+    # All-reduce one table of bytes for all tensors, in which each byte is nonzero on at most one rank. A sum of floats
+    # would change -0.0 to 0.0.
     ends = list(accumulate((_padded_nbytes(shard) for shard in shards.values()), initial=0))
     table = torch.zeros(ends[-1], dtype=torch.uint8)
     for start, shard in zip(ends, shards.values(), strict=False):
@@ -271,13 +273,13 @@ def gather_full_tensors(world: World, tensors: NamedTensors) -> dict[str, Tensor
 
 
 def iterate_full_tensors(world: World, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors by name: unsharded tensors on all ranks, then gathered tensors on rank 0.
+    """Yield (name, full tensor) pairs: unsharded tensors on all ranks, then gathered tensors only on rank 0.
 
-    All ranks must exhaust the iterator.
+    All ranks must exhaust the iterator, because gathering is a collective.
     """
     yield from ((name, tensor) for name, tensor in tensors.items() if not isinstance(tensor, Shard))
     shards = [(name, tensor) for name, tensor in tensors.items() if isinstance(tensor, Shard)]
-    # Gather several tensors at once, because one collective per tensor would be slow.
+    # Gather several tensors at once, because a collective for each tensor would be slow.
     for group in group_by_size(((item, _padded_nbytes(item[1])) for item in shards), _GATHERED_BYTES):
         whole = gather_full_tensors(world, dict(group))
         if world.rank == 0:
@@ -290,5 +292,5 @@ def _full_tensor(table: Tensor, start: int, shard: Shard) -> Tensor:
 
 
 def _padded_nbytes(shard: Shard) -> int:
-    """Return the size of the full tensor, rounded up so that the next tensor is aligned for any dtype."""
+    """Return the size of the full tensor in bytes, rounded up so that the next tensor is aligned for any dtype."""
     return -(-shard.shape.numel() * shard.tensor.element_size() // 16) * 16

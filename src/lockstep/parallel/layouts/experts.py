@@ -1,11 +1,11 @@
-"""The layout of expert parallelism: each rank has some of the experts, and all other parameters are replicated.
+"""The layout for expert parallelism: each rank has some of the experts, and all other parameters are replicated.
 
 Gradients of replicated parameters are summed as in data parallelism. For the experts, a step has these phases:
 
 1. Ranks run the step in rounds, with one micro-batch per rank in each round. In the backward pass, the rank that holds
    an expert computes a separate gradient of the expert for the micro-batch of each rank (parallel/tensor/experts.py).
 2. After each round, the rank adds these gradients to the reduction tree.
-3. After the last backward pass, ranks with replicas of the same experts sum their gradients.
+3. After the last backward pass, the ranks that hold replicas of the same experts sum their gradients.
 
 Shapes: the parameters of E experts are p_ER..., with E * R rows. This rank has the e * R rows of its e experts.
 """
@@ -42,7 +42,7 @@ from lockstep.tasks.base import Build, MicroBatch, MicroBatches
 
 
 def expert_layers(model: nn.Module) -> dict[str, SplitLayer]:
-    """Return the expert modules that are split into groups, by name."""
+    """Return the split layers of the model that contain experts, by module name."""
     layers = split_layers(model)
     return {name: layer for name, layer in layers.items() if isinstance(layer.module.forward, Experts)}
 
@@ -53,22 +53,23 @@ def check_experts(build: Build, ranks: int, strategy: str) -> None:
 
 
 def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, SplitLayer]:
-    """Return the expert modules of a model.
+    """Return the split layers of the model that contain experts, by module name.
 
-    Raises UsageError if they can't be distributed evenly over `ranks` ranks.
+    Raises UsageError if the model has split layers but no experts, or if the experts can't be distributed evenly over
+    `ranks` ranks.
     """
     experts = expert_layers(model)
     if split_layers(model) and not experts:
         raise UsageError(
-            f"strategy {strategy}: found no known experts in the model; name them in recipe.model.plan "
-            f"(docs/model-parallel.md#experts), or use strategy tensor, which splits the other layers"
+            f"strategy {strategy}: found no known experts in the model; list them in recipe.model.plan "
+            f"(docs/model-parallel.md#experts), or use strategy tensor, which splits layers without experts"
         )
     check_shared(experts, ranks, strategy)
     return experts
 
 
 def build_expert_slice(build: Build, world: World, mesh: Mesh) -> nn.Module:
-    """Build a model and keep only this rank's experts. All ranks must call this function."""
+    """Build a model, and keep only the experts of this rank. All ranks must call this function."""
     model, rank = build(), mesh.get_coordinates(world.rank).expert
     layers = _expert_layers(model, mesh.expert)
     keep_rows_of_rank(layers.values(), rank, mesh.expert)
@@ -113,7 +114,7 @@ def _expert_sums(layer: SplitLayer, across: Sum) -> "_ExpertSums":
 
 @dataclass(eq=False)
 class _ExpertSums:
-    """The gradient sums of a module's experts, by parameter name and by the rank that has the micro-batches."""
+    """Sums the gradients of a module's experts, separately for each parameter and each rank that has micro-batches."""
 
     dispatch: Dispatch
     module: nn.Module
@@ -129,7 +130,7 @@ class _ExpertSums:
         }
 
     def push(self, indices: Sequence[int | None]) -> None:
-        """Add the gradients of a round. `indices` contains the micro-batch of each rank, or None for a dummy."""
+        """Add the gradients of a round. `indices` contains the micro-batch index of each rank, or None for a dummy."""
         received = self.dispatch.pop_gradients()
         for rank, index in enumerate(indices):
             if index is None:
@@ -144,7 +145,7 @@ class _ExpertSums:
     def finish(self, leaves: int) -> None:
         """Store the sums in `grad`. All ranks must call this method."""
         for name, parameter in self.trained.items():
-            # Ranks in a round have consecutive micro-batches. Merge their blocks, so that fewer pieces are sent.
+            # The ranks have consecutive micro-batches in a round. Merge their blocks, so that fewer pieces are sent.
             counter: Counter[Tensor] = Counter(add_)
             for rank in range(self.dispatch.ranks):
                 rank_counter = self.counters.get((name, rank))

@@ -1,8 +1,8 @@
 """A layout for optimizers that can't update rows: each tensor has an owner rank, which updates the full tensor.
 
 Some optimizers compute different results for rows than for the full tensor: Muon orthogonalizes matrices, Adafactor and
-Shampoo reduce over rows and columns, and fused kernels compute the end of a tensor differently. This layout wraps a
-layout that shards tensors by rows. A step has these phases:
+Shampoo reduce over rows and columns, and fused kernels compute different bits at the end of a tensor. This layout wraps
+a layout that shards tensors by rows. A step has these phases:
 
 1. `collect`: The inner layout has this rank's rows of the gradient sums. Each rank sends its rows of every tensor to
    the owner of the tensor, which assembles the full gradient.
@@ -10,14 +10,14 @@ layout that shards tensors by rows. A step has these phases:
    sharded. All other ranks have an empty placeholder without a gradient, which optimizers skip.
 3. `publish`: The owner sends the updated rows to all ranks that hold them.
 
-Owners are assigned from the largest tensor to the smallest. Each tensor gets the rank that owns the fewest elements so
-far as its owner. This balances optimizers whose time depends on the number of elements.
+Owners are assigned from the largest tensor to the smallest. The owner of each tensor is the rank that owns the fewest
+elements so far. This balances optimizers whose time is proportional to the number of elements.
 
 In addition to its rows, a rank keeps a full copy of the tensors that it owns: R * C / W elements for W ranks.
 
-If a recipe splits a model into chunks, the model has the rows of a tensor in the order of its chunks, which is a
-different matrix for such an optimizer. The owner restores the shape of the model without chunks before the update.
-Therefore each chunked tensor has an owner even if the strategy replicates it.
+If a recipe splits a model into chunks, the rows of a tensor are in the order of its chunks. For such an optimizer, this
+is a different matrix. Therefore the owner restores the tensor of the model without chunks before the update. For the
+same reason, each chunked tensor has an owner even if the strategy replicates it.
 
 Shapes: a tensor p_RC has R rows on its owner, and p_rC is a rank's part of the rows.
 """
@@ -39,15 +39,15 @@ from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.state import OptimizerNames
 
-_SENT_BYTES: Final = 32 << 20  # maximum total size of the full tensors whose rows are sent at once
+_SENT_BYTES: Final = 32 << 20  # send the rows of tensors together if their total size is at most this
 
 
 @dataclass(eq=False)
 class _OwnedTensor:
     """A tensor whose rows are on several ranks. `full` is the full tensor on the owner, and empty on all other ranks.
 
-    `spans` are the rows of each rank, out of a tensor of shape `row_shape`. If the tensor is `chunked`, these are the
-    rows of its chunks, and `full` has the shape of the model without chunks.
+    `spans` contains the rows of each rank in a tensor of shape `row_shape`. If the tensor is `chunked`, these are the
+    rows of its chunks, and `full` has the shape that the tensor has in the model without chunks.
     """
 
     name: str
@@ -61,7 +61,7 @@ class _OwnedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the full tensor in the model without chunks."""
+        """The shape of the tensor in the model without chunks."""
         return self.row_shape if self.chunked is None else torch.Size(self.chunked.shape)
 
     @property
@@ -69,9 +69,9 @@ class _OwnedTensor:
         return self.row_shape.numel() * self.rows.element_size()
 
     def empty(self, dtype: torch.dtype, owned: bool) -> Tensor:
-        """Return uninitialized memory for the full tensor, or for no rows unless it is `owned`.
+        """Allocate the full tensor, uninitialized, or a tensor without rows if this rank doesn't own it.
 
-        The strides are the same as in a single process.
+        The strides of the full tensor are the same as in a single process.
         """
         device = self.rows.device
         if not owned:
@@ -81,17 +81,17 @@ class _OwnedTensor:
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
 
     def to_rows(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the shape of `full` as rows. This is a copy if the chunks have a different order."""
+        """Convert a tensor with the shape of `full` to rows of shape `row_shape`, by a copy if the order changes."""
         if self.chunked is None:
             return tensor
         return self.chunked.to_rows(tensor) if len(tensor) else tensor.new_empty((0, *self.row_shape[1:]))
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Return all rows as a tensor of the shape of `full`."""
+        """Convert rows of shape `row_shape` to a tensor with the shape of `full`."""
         return rows if self.chunked is None else self.chunked.from_rows(rows)
 
     def source_spans(self) -> Sequence[Span]:
-        """Return the spans that the owner receives: each row once, and from the owner itself if it holds the row."""
+        """Return the spans that the owner gathers. They cover each row once, and prefer the owner's own rows."""
         spans: dict[tuple[int, int], Span] = {}
         for span in self.spans:
             rows = span.first, span.height
@@ -102,9 +102,10 @@ class _OwnedTensor:
 
 @final
 class OwnedLayout:
-    """Wraps the layout `inner`. `strides` maps names to the strides of parameters before sharding.
+    """Wraps the layout `inner`, so that each sharded or chunked tensor is updated by the rank that owns it.
 
-    `chunked` contains the parameters whose chunks are consecutive rows.
+    `strides` maps parameter names to the strides of the full parameters. `chunked` contains the parameters that the
+    recipe splits into chunks.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class OwnedLayout:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """See Layout. Sends the rows of the gradients to the owners."""
+        """See Layout. Gathers the rows of each gradient sum on the owner of the tensor."""
         self._inner.collect()
         for group in self._groups():
             gradients = {tensor.name: gradient(tensor.rows) for tensor in group}
@@ -168,7 +169,7 @@ class OwnedLayout:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """See Layout. Sends the updated rows to the ranks that hold them."""
+        """See Layout. Scatters the updated tensors from their owners to the ranks that hold the rows."""
         for group in self._groups():
             self._scatter(group)
         self._inner.publish()
@@ -180,9 +181,9 @@ class OwnedLayout:
         self._gather_weights()
 
     def optimizer_state(self, slots: Slots, optimizer: Optimizer) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the optimizer state of all ranks: tensors as shards, which only their owners hold, and scalars.
+        """Return the optimizer state: the tensors as shards, whose rows are all on the owner, and the scalars.
 
-        `slots` is the layout of this rank's tensors. All ranks must call this method.
+        `slots` is the layout of this rank's optimizer state. All ranks must call this method.
         """
         self._drop_unowned_state(optimizer)  # some optimizers create their state before the first step
         return OptimizerNames(self.trained, optimizer).state(self._world, slots, optimizer, primary=True)
@@ -190,7 +191,7 @@ class OwnedLayout:
     def load_optimizer_state(
         self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
-        """Load the state of the tensors that this rank owns from the full state of a checkpoint."""
+        """Load this rank's optimizer state from the full optimizer state of a checkpoint."""
         tensors = {name: self._slot_from_rows(name, tensor) for name, tensor in tensors.items()}
         OptimizerNames(self.trained, optimizer).load(slots, optimizer, tensors, scalars)
         self._drop_unowned_state(optimizer)
@@ -200,12 +201,12 @@ class OwnedLayout:
             optimizer.state.pop(placeholder, None)
 
     def _slot_from_rows(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the optimizer slot `name` of a checkpoint in the shape that the owner's optimizer uses."""
+        """Convert the tensor in slot `name` of a checkpoint to the shape that the owner's optimizer uses."""
         owned = self._by_name.get(name.rpartition("/")[0])
         return owned.from_rows(tensor) if owned is not None and tensor.shape == owned.row_shape else tensor
 
     def _spans_of_tensor(self, name: str, shape: torch.Size, is_chunked: bool) -> Sequence[Span]:
-        """Return the rows of a tensor on each rank, or an empty sequence if each rank updates the tensor itself."""
+        """Return the rows of a tensor on each rank, or an empty sequence if the tensor has no owner."""
         spans = self._inner.spans(name, shape) if isinstance(self._inner, HasRowSpans) else ()
         if spans or not is_chunked:
             return spans
@@ -225,7 +226,7 @@ class OwnedLayout:
     def _gather(
         self, group: Sequence[_OwnedTensor], rows: Mapping[str, Tensor], full: Callable[[_OwnedTensor], Tensor]
     ) -> None:
-        """Copy the rows of each rank to the full tensors on their owners."""
+        """Gather `rows`, this rank's rows by tensor name, into the tensors that `full` returns on their owners."""
         sent, received = _Messages(), _Messages()
         chunked_rows: dict[str, Tensor] = {}
         for tensor in group:
@@ -243,7 +244,7 @@ class OwnedLayout:
                 full(tensor).copy_(tensor.from_rows(chunked_rows[tensor.name]))
 
     def _scatter(self, group: Sequence[_OwnedTensor]) -> None:
-        """Scatter the full tensors from their owners, so that each rank gets its rows."""
+        """Scatter the full tensors in `group` from their owners to the ranks that hold the rows."""
         sent, received = _Messages(), _Messages()
         for tensor in group:
             rows = tensor.to_rows(tensor.full.detach())
@@ -257,7 +258,7 @@ class OwnedLayout:
         self._exchange(sent, received)
 
     def _exchange(self, sent: "_Messages", received: "_Messages") -> None:
-        """Send and receive messages. Messages between two ranks are combined into one tensor per dtype."""
+        """Send and receive messages. Tensors between the same two ranks are packed into one message per dtype."""
         own_rank = self._world.rank
         device = self._world.device  # rows can be in CPU memory, which NCCL can't send
         outgoing = [
@@ -278,7 +279,7 @@ class OwnedLayout:
 
 @final
 class _Messages:
-    """Tensors by rank and dtype, in the order in which they were added."""
+    """Tensors to send or receive, by peer rank and dtype, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[int, torch.dtype], list[Tensor]] = {}
@@ -295,7 +296,7 @@ class _Messages:
 
 
 def _assign_owners(shapes: Mapping[str, torch.Size], spans: Mapping[str, Sequence[Span]], ranks: int) -> dict[str, int]:
-    """Return the owner of each tensor in `spans`. If a single rank has all rows, such as a server, it is the owner."""
+    """Return the owner of each tensor in `spans`. If a single rank, such as a server, has all rows, it is the owner."""
     loads = [0] * ranks
     owners = {}
     for name in sorted(spans, key=lambda name: -shapes[name].numel()):  # stable: ties keep the model order

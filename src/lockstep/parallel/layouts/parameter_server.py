@@ -1,13 +1,14 @@
-"""The layout of a parameter server: all other ranks push gradients to rank 0 and pull weights from rank 0.
+"""The layout for a parameter server: all other ranks push gradients to rank 0 and pull weights from rank 0.
 
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), with a single server on rank 0,
-which also computes micro-batches. A step differs from data parallelism in these phases:
+which also computes micro-batches. These phases of a step differ from data parallelism:
 
 1. Each rank adds the gradients of its micro-batches as far as the reduction tree allows (core/tree.py). Workers *push*
    these partial sums to the server, one bucket at a time, as soon as the backward pass has filled the bucket. The
    server adds the partial sums of all ranks in the order of the tree, so the bits are the same as in a single process.
-2. The server updates the weights. The optimizers of the workers have parameters without rows, so they do nothing.
-3. The workers *pull* the new weights. The server only answers after the update.
+2. The server updates the weights. The optimizers of the workers have parameters without rows, so their steps are
+   no-ops.
+3. The workers *pull* the new weights. The server only replies after the update.
 
 Shapes: the flat pieces of a bucket are g_N. For a parameter p_R..., the server has all R rows, and a worker has no
 rows: p_0...
@@ -38,7 +39,7 @@ Pieces = Mapping[LeafBlock, Tensor]
 
 
 def make_parameter_server_layout(world: World, server: "Server", rpc: Rpc, bucket_bytes: int) -> MakeLayout:
-    """Return a function that creates the layout, in which ranks push gradients to the `server` on rank 0."""
+    """Return a function that creates the layout. Workers call the `server` on rank 0 through `rpc`."""
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         layout = ServedLayout(model, world, server, rpc, dtype)
@@ -64,13 +65,13 @@ class Server:
         self._waiting: list[Future[list[Tensor]]] = []
 
     def push(self, number: int, pieces: Pieces) -> None:
-        """Store the partial sums that a worker pushes for sum `number`. Called remotely."""
+        """Store the partial sums of a worker for sum `number`. Workers call this method over RPC."""
         with self._condition:
             self._pushed[number].append(pieces)
             self._condition.notify_all()
 
     def collect(self, number: int) -> list[Pieces]:
-        """Wait until all workers have pushed their partial sums for sum `number`, and return them.
+        """Wait until all workers have pushed their partial sums for sum `number`, and return these partial sums.
 
         Raises PeerLostError on timeout.
         """
@@ -92,7 +93,7 @@ class Server:
             future.set_result(weights)
 
     def pull(self, update: int) -> Future[list[Tensor]]:
-        """Return a future for the weights of update number `update`. Called remotely."""
+        """Return a future for the weights after update number `update`. Workers call this method over RPC."""
         future: Future[list[Tensor]] = Future()
         with self._condition:
             if self._updates < update:
@@ -104,13 +105,13 @@ class Server:
 
 @final
 class PushedSum:
-    """Sums over all ranks on the server. On workers, returns uninitialized memory, which must not be read."""
+    """Sums over all ranks on the server. Workers push their partial sums, and get an uninitialized tensor."""
 
     def __init__(self, is_server: bool, server: Server, rpc: Rpc) -> None:
         self._is_server = is_server
         self._server = server
         self._rpc = rpc
-        self._number = 0  # index of the sum; the same on all ranks, because all ranks sum in the same order
+        self._number = 0  # number of the current sum, which is the same on all ranks
 
     def __call__(self, pieces: Pieces, leaves: int, like: Tensor) -> Tensor:
         """See Sum."""
@@ -126,7 +127,7 @@ class PushedSum:
 
 @final
 class ServedLayout:
-    """A layout in which each rank has the full model, and rank 0 updates all parameters."""
+    """A layout in which each rank has the full model, but only rank 0, the server, updates the weights."""
 
     def __init__(self, model: nn.Module, world: World, server: Server, rpc: Rpc, dtype: torch.dtype | None) -> None:
         self._server = server
@@ -139,8 +140,8 @@ class ServedLayout:
         scalars = [name for name, weight in self._full_weights if not weight.ndim]
         if scalars:
             raise UsageError(
-                f"strategy parameter_server: parameter {', '.join(scalars)} has no dims; use shape (1,), or use "
-                f"strategy ddp"
+                f"strategy parameter_server: parameter {', '.join(scalars)} has no dims, so it cannot be sharded; use "
+                f"shape (1,), or use strategy ddp"
             )
         rows = slice(None) if self._is_server else slice(0)
         self._shards = {
@@ -178,7 +179,7 @@ class ServedLayout:
         self._updates += 1
         weights = [weight.detach() for _, weight in self._full_weights]
         if self._is_server:
-            # Release copies, because an evaluation can swap in averaged weights before all workers have pulled.
+            # Release copies, because an evaluation can swap in the averaged weights before all workers have pulled.
             self._server.release([weight.to("cpu", copy=True) for weight in weights])
         else:
             torch._foreach_copy_(weights, self._rpc.call_server("pull", self._updates))

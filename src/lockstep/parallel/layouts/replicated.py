@@ -1,4 +1,4 @@
-"""The replicated layout: each rank has the full model."""
+"""The replicated layout, in which each rank has the full model."""
 
 import torch
 from torch import nn
@@ -15,14 +15,14 @@ from lockstep.parallel.weights import Weights
 def replicated(
     world: World, mesh: Mesh, bucket_bytes: int, sent: torch.dtype | None = None, chunks: int = 1
 ) -> MakeLayout:
-    """Return a function that creates the layout. Gradients are reduced in buckets of about `bucket_bytes` bytes.
+    """Return a function that creates the replicated layout, with gradient buckets of about `bucket_bytes` bytes.
 
-    If `sent` is set, gradients are rounded to this dtype before they are sent. Sequences are split into `chunks`
-    chunks.
+    If `sent` is set, gradients are rounded to this dtype before they are sent. `chunks` is the number of chunks that
+    sequences are split into.
     """
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)  # first, because it may replace parameters by copies, which get the gradients
+        weights = Weights(model, dtype)  # before Gradients, because this can change the dtype of parameters
         canonical = world.canonical(mesh, "replicate", "context", chunks=chunks)
         among = canonical if sent is None else HalfPrecisionSum(canonical, sent)
         gradients = Gradients(trainable_parameters(model), among, stream, world.size == 1, bucket_bytes)

@@ -1,7 +1,7 @@
-"""The layout of ZeRO stage 1: each rank has the full model, and updates some rows of each tensor.
+"""The layout for ZeRO stage 1: each rank has the full model, but updates only some rows of each tensor.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.1. Each rank
-only keeps the optimizer state of its rows. After an update, the ranks send each other the updated rows.
+only keeps the optimizer state of its rows. After an update, the ranks all-gather the updated rows.
 
 Shapes: a parameter p_R... has R rows. This rank updates p_r..., which is a view of the parameter, or a copy.
 """
@@ -22,14 +22,14 @@ from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
 
-_PACKED_BYTES: Final = 64 << 10  # pack smaller parameters: a message costs as much as a copy of this size
+_PACKED_BYTES: Final = 64 << 10  # pack smaller parameters, because sending a message takes as long as copying this many
 
 
 def make_row_layout(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int = 1) -> MakeLayout:
-    """Return a function that creates the layout. Each rank has the full model, and updates an equal share of the rows.
+    """Return a function that creates the layout, in which each rank updates an equal share of the rows.
 
-    If `offload` is set, these rows and their optimizer state are in CPU memory (parallel/offloaded.py). Sequences are
-    split into `chunks` chunks.
+    If `offload` is set, these rows and their optimizer state are in CPU memory (parallel/offloaded.py). `chunks` is the
+    number of chunks that sequences are split into.
     """
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
@@ -44,8 +44,8 @@ def make_row_layout(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, 
 class RowLayout:
     """A layout that splits the rows of each parameter evenly over the ranks, in rank order.
 
-    Every rank updates 0-dim parameters. If the model computes with weight copies in `dtype`, each rank has the full
-    copies, and the weights are sharded by rows.
+    Every rank updates 0-dim parameters. If `dtype` is set, the model computes with weight copies in this dtype. Each
+    rank then has the full copies, and the master weights are sharded by rows.
     """
 
     def __init__(self, model: nn.Module, world: World, offload: bool, dtype: torch.dtype | None) -> None:
@@ -56,14 +56,14 @@ class RowLayout:
         self._shards = {name: self._own_shard(parameter) for name, parameter in self._parameters}
         self._copies = dtype is not None
         self._offload = offload
-        self._has_separate_memory = offload or self._copies  # whether trained rows are copies, not views of the model
+        self._has_separate_memory = offload or self._copies  # whether trained rows aren't views of the model's weights
         self.trained = [(name, nn.Parameter(self._trained_rows(parameter))) for name, parameter in self._parameters]
         self._weights.release_weights()
         parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
         self.norms = norms_of_rows(world, parts)
         self._exchanges = self._make_exchanges()
         self._keeps_full_gradients = False
-        self._sums: list[Tensor] = []  # full gradient sums of a step in the order of `trained`, if they are kept
+        self._sums: list[Tensor] = []  # the full gradient sums of a step in the order of `trained`, if they are kept
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -120,7 +120,7 @@ class RowLayout:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """See Layout. Sends this rank's updated rows to all ranks, and receives the rows of the other ranks."""
+        """See Layout. All-gathers the updated rows."""
         self._sums.clear()
         if self._has_separate_memory:
             for name, trained in self.trained:
@@ -145,10 +145,10 @@ class RowLayout:
         return empty_host_tensor(rows).copy_(rows) if self._offload else rows.clone()
 
     def _make_exchanges(self) -> "list[_RowExchange]":
-        """Group the parameters: one group whose rows are sent without a copy, and one packed group per dtype."""
+        """Group the parameters. One exchange sends large rows without a copy, and one per dtype packs all others."""
         tensors_by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
         for parameter in (parameter.detach() for _, parameter in self._parameters if parameter.ndim):
-            # Permute the other dims to memory order, so that rows can be sent without a copy if they are contiguous.
+            # Permute all dims except the first to memory order. Contiguous rows can then be sent without a copy.
             dense = parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
             is_dense = dense.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
             tensors_by_dtype.setdefault(None if is_dense else parameter.dtype, []).append(
@@ -163,7 +163,7 @@ class RowLayout:
 
 @final
 class _RowExchange:
-    """Sends each rank's rows of several parameters to all ranks, as a single tensor if `packed` is set."""
+    """All-gathers the rows of several parameters. If `packed` is set, each rank's rows are sent as a single tensor."""
 
     def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:
         self._world = world

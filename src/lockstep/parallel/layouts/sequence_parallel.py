@@ -1,8 +1,8 @@
 """The layout for sequence parallelism: the ranks that split the layers also split the sequences outside these layers.
 
-Each rank computes the gradients of its split parameters for all chunks of a sequence (tensor/sequence_parallel.py). The
-gradients of all other parameters only cover the rank's own chunks. Therefore there are two gradient sums, over
-different sets of ranks.
+For its slices of split parameters, each rank computes the gradients of all chunks of a sequence
+(tensor/sequence_parallel.py). For all other parameters, it only computes the gradients of its own chunks. Therefore
+there are two gradient sums, over different sets of ranks.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches
 
 
 def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
-    """Return a function that creates the layout. Sequences are split into `chunks` chunks."""
+    """Return a function that creates the layout. `chunks` is the number of chunks that sequences are split into."""
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)
@@ -48,7 +48,7 @@ def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, c
 
 @final
 class SequenceParallelGradients:
-    """Sums gradients: `unsplit` over this rank's chunks, and `split` over all chunks, including dummies."""
+    """Two gradient sums: `unsplit` only adds this rank's own chunks, and `split` adds all chunks, including dummies."""
 
     def __init__(self, unsplit: GradientSum, split: GradientSum) -> None:
         self._unsplit = unsplit

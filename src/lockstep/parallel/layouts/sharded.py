@@ -1,16 +1,16 @@
-"""The layout of ZeRO stages 2 and 3: parameters, gradients and optimizer state are sharded by rows.
+"""The layout for ZeRO stages 2 and 3: parameters, gradients and optimizer state are sharded by rows.
 
 It uses torch's fully_shard: Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel"
 (VLDB). A step has these phases:
 
 1. The members of a replica run the step in rounds, with one micro-batch per member in each round. A member without a
-   micro-batch in a round computes a dummy, because parameters are gathered from all members. The results of the dummy
-   are discarded.
+   micro-batch in a round computes a dummy micro-batch, because all members take part in gathering the parameters. The
+   results of the dummy are discarded.
 2. In the backward pass of a round, each member receives its rows of the gradients of all members, and adds them to the
-   reduction tree (core/tree.py). Therefore a member only ever stores rows of the sums.
+   reduction tree (core/tree.py). Therefore a member never stores the full gradient sums.
 3. In the last round, the sums are added over the replicas.
 
-A computation outside of a step is a round in which no member has a micro-batch.
+A computation outside a step counts as a round in which no member has a micro-batch.
 
 Shapes: there are M members. The gradients of a unit are g_MN, a flat vector with N elements per member in the layout of
 fully_shard (the rows of each parameter are split evenly and padded). This member receives and sums g_N.
@@ -39,23 +39,25 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span
 from lockstep.parallel.weights import fp32_parameters
 from lockstep.tasks.base import MicroBatch, MicroBatches, TensorRecorder
 
-# The maximum number of pending communications while the backward pass continues. They correspond to about two units,
-# whose full gradients stay in memory.
+# The maximum number of pending communications during the backward pass. These are about two units, whose full gradients
+# stay in memory.
 _MAX_PENDING: Final = 4
-# If a member calls its units in a different order, its gradients may depend on all-gathers that this member hasn't
-# joined yet. Therefore a member stops waiting after this time, and keeps more gradients in memory instead.
+# A pending communication can depend on a member that calls its units in a different order, and that waits for an
+# all-gather of this member. Therefore stop waiting after this time, and keep more gradients in memory instead.
 _MAX_WAIT_S: Final = 10.0
 
 
 def make_sharded_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
-    """Return a function that creates the layout. The model is sharded by rows over the members of this rank's replica.
+    """Return a function that creates the layout, in which the model is sharded over the members of a replica.
 
-    If `offload` is set, the rows are in CPU memory except during use (parallel/offloaded.py). Sequences are
-    split into `chunks` chunks, and each rank computes one of the chunks.
+    If `keep_gathered` is set, weights stay gathered between the forward and the backward pass. If `offload` is set, the
+    rows are in CPU memory except during use (parallel/offloaded.py). `chunks` is the number of chunks that sequences
+    are split into. Each rank computes one chunk.
     """
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        # NCCL calls return immediately, and fully_shard only supports communication buffers on a single stream.
+        # On GPUs, communicate on this thread: NCCL calls are asynchronous, and fully_shard's buffers only support a
+        # single stream.
         stream = InlineStream() if world.on_gpu else stream
         layout = ShardedLayout(model, world, mesh, keep_gathered, offload, stream, dtype, chunks)
         return layout, layout.gradients
@@ -67,7 +69,7 @@ def make_sharded_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: 
 class ShardedLayout:
     """A layout in which each member of a replica has some rows of the model. Buffers are replicated.
 
-    If `dtype` is set, rows are gathered in this dtype, and the model computes with the gathered weights.
+    If `dtype` is set, weights are gathered in this dtype, in which the model computes.
     """
 
     def __init__(
@@ -134,19 +136,19 @@ class ShardedLayout:
         self._sharded.end_round()
 
     def publish(self) -> None:
-        """See Layout. This is a no-op, because weights are gathered from the trained tensors."""
+        """See Layout. This is a no-op, because the model gathers its weights from the trained tensors."""
 
 
 @final
 @dataclass(eq=False)
 class _ShardSums:
-    """Sums the gradients of fully_shard's backward pass, and stores this member's rows of the sums in `grad`.
+    """Sums the gradients that fully_shard's backward pass computes. Each member only sums its own rows.
 
-    Three things happen concurrently:
+    These operations run concurrently:
 
     1. In each round, the backward pass on this thread passes the gradients of each unit to `receive`.
-    2. The stream sends these gradients to the members, and adds the received rows to the counter of the unit, in the
-       order of the calls of `receive`.
+    2. The stream scatters these gradients to the members, and adds the received rows to the counter of the unit, in the
+       order of the calls to `receive`.
     3. In the last round, once a unit and all units before it in `_order` have been received, the stream also sums the
        rows of the unit over the replicas.
 
@@ -154,7 +156,7 @@ class _ShardSums:
     """
 
     rank: DataRank
-    scatter_rows: Callable[[Tensor, int], list[Tensor]]  # all_to_all_rows for this member
+    scatter_rows: Callable[[Tensor, int], list[Tensor]]  # calls all_to_all_rows among the members
     across: CanonicalSum
     stream: CommStream
     units: Sequence[str]
@@ -202,7 +204,7 @@ class _ShardSums:
             self.model.end_round()
 
     def receive(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
-        """Receive the gradients of a unit, [M * N] (comm/fsdp.py). After the last round, `output` [N] is the sum."""
+        """Receive the gradients of a unit, [M * N] (comm/fsdp.py). The last round stores the sum in `output`, [N]."""
         if self._note is not None:
             self._note(f"gradient of {self.units[unit]}", gradients)
         while may_wait and self._may_block and len(self._pending) >= _MAX_PENDING:
@@ -224,8 +226,8 @@ class _ShardSums:
 
     def _complete_ready(self, everything: bool) -> None:
         # Complete units during the backward pass, so that the partial sums and the sums of all units aren't in memory
-        # at the same time. All replicas must sum the units in the same order, although the order in their backward
-        # passes can differ.
+        # at the same time. All replicas must sum the units in the same order, even if the order of units in their
+        # backward passes differs.
         while self._incomplete and (everything or self._incomplete[0] in self._outputs):
             unit = self._incomplete.popleft()
             if unit in self._outputs:
@@ -244,7 +246,7 @@ class _ShardSums:
 def _check_parameters(model: nn.Module) -> None:
     if isinstance(model, nn.ModuleDict | nn.ModuleList):
         raise UsageError(
-            f"a {type(model).__name__} has no forward method, so its parameters cannot be gathered; train a module "
+            f"a {type(model).__name__} has no forward method, so its parameters cannot be gathered; pass a module "
             f"whose forward method calls its submodules, or use strategy ddp or zero1"
         )
     for name, parameter in model.named_parameters():
@@ -263,7 +265,7 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _check_dtypes(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raise UsageError if trained parameters that are gathered together have different dtypes."""
+    """Raise UsageError if the trained parameters of a unit, which are gathered together, have different dtypes."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     remaining = dict(names)
     for unit in (*units, model):
@@ -289,8 +291,8 @@ def _channels_last(tensor: Tensor) -> bool:
 def _check_memory_formats_in_forward(model: nn.Module) -> None:
     """Make layers with channels_last weights raise UsageError unless their inputs are channels_last.
 
-    Gathered weights are contiguous. A convolution runs in channels_last if its input or its weight is channels_last.
-    Therefore contiguous weights only have the same results if the input is channels_last.
+    A convolution runs in channels_last if its input or its weight is channels_last. Gathered weights are contiguous, so
+    the convolution only runs in channels_last, as in a single process, if its input is channels_last.
     """
 
     def check(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
