@@ -197,7 +197,7 @@ def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> N
     root = _touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
     with pytest.raises(UsageError, match=r"set recipe\.data\.options\.validation_per_class=0\.1 to use a fraction"):
         scan_folder(root)
-    with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class or the validation part without"):
+    with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class or the validation split without"):
         scan_folder(root, 0.99)
     _touch(tmp_path, "val/a/1.jpg")
     with pytest.raises(UsageError, match=r"validation: not supported with the folder .*/val; remove the option$"):

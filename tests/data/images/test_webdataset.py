@@ -168,7 +168,7 @@ def test_a_damaged_picture_names_archive_and_member(tmp_path: Path) -> None:
 def test_an_archive_that_is_written_again_is_named(root: Path) -> None:
     data = _open(root)
     _write(root / "train-0.tar", _samples(1, 5))  # of the same size
-    with pytest.raises(TrainingError, match=r"train-0\.tar: changed after it was indexed: .* was written again; keep"):
+    with pytest.raises(TrainingError, match=r"train-0\.tar: changed after it was indexed: .* was written again; start"):
         data.train.fetch(np.array([0]), None)
     data.train.fetch(np.array([6]), None)
 

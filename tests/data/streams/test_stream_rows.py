@@ -141,7 +141,7 @@ def test_a_generator_that_gives_fewer_rows_is_named() -> None:
 
     opened = open_stream(datasets.IterableDataset.from_generator(fewer, gen_kwargs={"files": [0]}))
     given[0] = 2
-    with pytest.raises(DataError, match="shard 0: changed after it was indexed: row 3 isn't there"):
+    with pytest.raises(DataError, match="shard 0: changed after it was indexed: row 3 is missing"):
         opened[3]
 
 
