@@ -54,7 +54,7 @@ def _compute_size_before_last_stage(image_size: int, heads: int, last_stride: in
     pixels = 16 * last_stride
     if image_size < pixels or image_size % pixels:
         nearest = max(pixels, round(image_size / pixels) * pixels)
-        raise UsageError(f"model botnet50: image_size {image_size} is not a multiple of {pixels}; try {nearest}")
+        raise UsageError(f"model botnet50: image_size {image_size} is not a multiple of {pixels}; use {nearest}")
     return image_size // 16
 
 
