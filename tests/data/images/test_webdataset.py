@@ -141,7 +141,7 @@ def test_what_is_wrong_is_named(root: Path, tmp_path: Path) -> None:
         _open(root / "absent")
     _write(root / "train-2.tar", {"a.png": _png(1)})
     with pytest.raises(
-        UsageError, match=r"train-2\.tar: a has neither a \.cls nor a \.json; correct recipe\.data\.options\.label"
+        UsageError, match=r"train-2\.tar: a has neither a \.cls nor a \.json file; correct recipe\.data\.options\.label"
     ):
         _open(root, validation=0)
     _write(root / "train-2.tar", {"a.png": _png(1), "a.cls": b"99999999999999999999"})

@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[Callable[[list[str]], Any], str]] = {
     "own splitter": (lambda files: plain(files, nodesplitter=lambda urls: urls), "<lambda> .*nodesplitter=None"),
     "skipped": (
         lambda files: plain(files).map(len, handler=webdataset.warn_and_continue),
-        r"stage map skips samples that fail .*\.select",
+        r"stage map skips samples that fail; .*\.select",
     ),
     "unread": (lambda files: plain(files, handler=webdataset.ignore_and_continue), "StreamingOpen skips samples"),
     "remote": (lambda files: plain("https://localhost/{0..3}.tar"), r"0\.tar and 3 more: not a local file.*cache_dir="),

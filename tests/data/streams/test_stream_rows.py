@@ -168,7 +168,7 @@ def test_a_map_that_returns_several_samples_is_refused() -> None:
     stream = rows().map(twice, batched=True, batch_size=1, remove_columns=["x", "y"])
     with pytest.raises(UsageError, match="shard 0: row 2: the stages of the dataset return 2 samples for this row"):
         open_stream(stream)[2]
-    with pytest.raises(UsageError, match="shard 0: row 0: a stage returns several samples"):
+    with pytest.raises(UsageError, match="shard 0: row 0: a stage returned several samples"):
         open_stream(stream.filter(lambda row: True))
 
 
