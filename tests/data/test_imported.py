@@ -159,7 +159,7 @@ def _fails() -> Any:
         (lambda: (_part(classes=1), 5), r"validation split: expected a map-style .* or None .*, got an object of"),
         (
             lambda: (Endless(), Endless()),
-            r"training split: expected a map-style .* type Endless; a stream needs known shards",
+            r"training split: expected a map-style .* type Endless; a stream must have known shards",
         ),
         (lambda: ({}, {}), r"training split: .* integer indexing, got an object of type dict$"),
         (

@@ -601,7 +601,7 @@ def steps_of_a_loader(run: Any, *_: object) -> None:
     [
         (without_update, "step 1: the loop left the step without step.update"),
         (optimizer_step, "optimizer.step() is not supported after run.place"),
-        (steps_of_a_loader, "dataset DataLoader: not a map-style dataset"),
+        (steps_of_a_loader, "dataset DataLoader: expected a map-style dataset"),
         (saved_within, "run.fingerprint: called within step 1"),
         (exchange_before_update, "step 1: torch.distributed.barrier is called within the step"),
     ],

@@ -84,7 +84,7 @@ class Numbers(IterableDataset):
 
 
 def test_a_stream_without_shards_is_refused_with_what_is_possible() -> None:
-    match = r"Numbers: not a map-style dataset .* \(.*\); pass one, or a stream whose shards are known: .*WebDataset"
+    match = "Numbers: expected a map-style dataset .*; pass a list, or a stream whose shards are known: .*WebDataset"
     with joined() as run:
         model = streamed.model()
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -95,8 +95,8 @@ def test_what_has_no_weights_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "text"),
     [
-        ({"weight_map": {"a": "../model.safetensors"}}, "all parts must be .safetensors files in the same folder"),
-        ({"weight_map": {"a": "model.bin"}}, "all parts must be .safetensors files in the same folder"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "all shards must be .safetensors files in the same folder"),
+        ({"weight_map": {"a": "model.bin"}}, "all shards must be .safetensors files in the same folder"),
         ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors: not found"),
         ({"weight_map": {"b": "model-0.safetensors"}}, "tensors missing in the listed files: b"),
         ({"weights": {}}, "not a valid index of weights"),

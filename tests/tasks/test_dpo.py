@@ -64,7 +64,7 @@ def test_beta_is_a_positive_number(beta: Any, said: str) -> None:
 
 def test_pairs_ask_for_the_task_by_name_and_conversations_do_not() -> None:
     recipe = {"task": {"name": "auto"}, "loss": {"name": "cross_entropy", "label_smoothing": 0.0}}
-    with pytest.raises(UsageError, match=r"the data has pairs of answers; set recipe\.task=dpo"):
+    with pytest.raises(UsageError, match=r"auto does not support preference pairs; set recipe\.task=dpo"):
         find_task(recipe, "model m", {"vocabulary": 9, "rows": "pairs"}, BATCH)
     _, line = find_task(recipe, "model m", {"vocabulary": 9, "rows": "conversations"}, BATCH)
     assert line == "task sft: the data has conversations"

@@ -89,7 +89,7 @@ def test_what_is_no_sum_is_refused(name: str, told: str) -> None:
 
 def test_a_name_that_is_taken_is_refused(task: Any) -> None:
     found = add_metrics(task, named("taken"))
-    with pytest.raises(UsageError, match="a figure top1 already exists"):
+    with pytest.raises(UsageError, match="a metric top1 already exists"):
         found.figures({**found.sums(OUTPUTS, BATCH), "weight": torch.tensor(4)})
 
 

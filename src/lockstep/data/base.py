@@ -12,10 +12,10 @@ from lockstep.core.batch import Batch
 
 
 class Split(Protocol):
-    """The training or the validation part of a dataset.
+    """A training or validation split of a dataset.
 
-    `in_memory` is whether samples can be fetched without reading or decoding files. If so, the loader doesn't start any
-    loader processes.
+    Set `in_memory` to True if samples can be fetched without reading or decoding files. In this case, no loader
+    processes are started.
     """
 
     in_memory: bool
@@ -25,7 +25,7 @@ class Split(Protocol):
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """Return the samples at `indices` as a batch on the CPU. A batch is any structure of tensors of shape [n, ...].
 
-        If `draw` is set, random augmentations must only depend on `draw` and the sample index. If `draw` is None, don't
+        If `draw` is set, random augmentations must depend only on `draw` and the sample index. If `draw` is None, don't
         augment samples. If a sample can't be read, raise TrainingError with the name of its file. With `on_error: skip`
         in the recipe, return the sample as zeros instead, and report it in `DataSet.skipped`.
         """
@@ -37,7 +37,7 @@ class DataSet:
 
     - `validation`: The validation split. If it is None, evaluations are skipped.
     - `facts`: The dataset properties as JSON-serializable values, which are saved in checkpoints. For example, `shape`
-      is the shape of a sample as the model sees it. Each task needs different properties (tasks/find.py).
+      is the shape of the samples that the model receives. See tasks/find.py for the properties that each task needs.
     - `files`: Two functions that return the file name of a training sample and of a validation sample by index. Set
       this for datasets whose samples can be skipped.
     - `skipped`: Returns a bool tensor of shape [n], which marks the samples of a batch that were skipped.
@@ -45,7 +45,7 @@ class DataSet:
     - `validation_name`: The same for a validation sample.
     - `warnings`: A warning for each setting that is valid but probably not intended.
     - `question`: An error message if the data can be interpreted in two ways. It tells the user which option to set.
-      Only new runs raise this error. A saved run resumes with its interpretation.
+      Only new runs raise this error. A resumed run keeps the interpretation that was saved.
     """
 
     train: Split

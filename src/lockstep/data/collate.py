@@ -16,9 +16,9 @@ from lockstep.errors import UsageError
 def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
     """Stack samples of the same structure into a batch of this structure, along a new dim 0.
 
-    Each value in the structure must be supported by data/images/leaves.py, or be a list of numbers. `numbers` contains
-    the sample indices, and `label` is the name of the dataset, which are both used in errors. If the samples differ in
-    structure, shape or dtype, raises UsageError.
+    Each value in the structure must be a list of numbers, or a value that data/images/leaves.py supports. Error
+    messages contain `label`, the name of the dataset, and the sample index from `indices`. Raises UsageError if the
+    samples differ in structure, shape or dtype.
     """
     trees = [
         _convert_leaves(f"{label} sample {number}", sample) for number, sample in zip(numbers, samples, strict=True)
@@ -42,9 +42,9 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
 
 
 def check_batch(label: str, result: Any, samples: int) -> Batch:
-    """Validate the batch `result` that user code returned, and convert its mappings to dicts.
+    """Validate a batch that user code returned, and convert its mappings to dicts.
 
-    Raises UsageError if a value in the batch isn't a tensor, or if the size of its dim 0 isn't `samples`.
+    Raises UsageError if a value in the batch isn't a tensor, or if the size of its dim 0 isn't `num_samples`.
     """
     batch = _to_plain(result)
     if not tensors_of(batch):
@@ -62,7 +62,7 @@ def check_batch(label: str, result: Any, samples: int) -> Batch:
 
 
 def _convert_leaves(label: str, sample: Any) -> Batch:
-    """Convert all values in a sample to tensors. The structure of the sample is kept."""
+    """Convert all values in a sample to tensors, and keep the structure of the sample."""
 
     def convert_leaf(path: str, value: Any) -> Tensor:
         try:
@@ -71,10 +71,11 @@ def _convert_leaves(label: str, sample: Any) -> Batch:
             leaf_name = _format_leaf_name(path, sample)
             advice = "convert it, or set recipe.data.collate to a function"
             raise UsageError(f"{label}: {leaf_name}: {error}; {advice}") from error
-        is_scalar_count = (
+        is_scalar_integer = (
             leaf_tensor.ndim == 0 and not leaf_tensor.is_floating_point() and leaf_tensor.dtype != torch.bool
         )
-        return leaf_tensor.long() if is_scalar_count else leaf_tensor  # the dtype may differ between integer targets
+        # Integer targets of different samples may have different dtypes.
+        return leaf_tensor.long() if is_scalar_integer else leaf_tensor
 
     return map_with_paths(convert_leaf, _to_plain(sample))
 
@@ -107,7 +108,7 @@ def _to_plain(value: Any, is_nested: bool = False) -> Any:
 
 
 def _is_array(values: list[Any]) -> bool:
-    """Return whether a list only contains numbers, or only contains lists of numbers with the same length."""
+    """Return whether a list contains only numbers, or only lists of numbers with the same length."""
     if all(isinstance(item, list) for item in values):
         return len({len(item) for item in values}) == 1 and all(map(_is_array, values))
     return all(isinstance(item, int | float) for item in values)

@@ -20,8 +20,8 @@ FinishCopy = Callable[[], Batch]  # returns the copied batch, after making the c
 class DeviceCopier:
     """Copies batches from the CPU to the device asynchronously. If the device is the CPU, nothing is copied.
 
-    `steps_ahead` is how many steps before its use a batch is copied. Starting the copy in the same step would delay
-    processes that synchronize with the device in every step, as with fp16.
+    `steps_ahead` is the number of steps by which a batch is copied in advance. If the copy started in the step that
+    uses the batch, it would delay processes that synchronize with the device in every step, as with fp16.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,9 +31,9 @@ class DeviceCopier:
         self.steps_ahead = int(on_gpu)
 
     def start(self, batch: Batch) -> FinishCopy:
-        """Start copying a batch, and return a function that returns the copied batch.
+        """Start copying a batch to the device. Return a function that returns the copied batch.
 
-        Call the returned function once, when you need the batch. The call doesn't block the process.
+        Call that function once, when the batch is needed. The call doesn't block the process.
         """
         if self._stream is None:
             return lambda: batch
@@ -44,17 +44,17 @@ class DeviceCopier:
             copy_event = self._stream.record_event()
 
         def wait() -> Batch:
-            computing = torch.cuda.current_stream(self._device)
-            computing.wait_event(copy_event)
+            compute_stream = torch.cuda.current_stream(self._device)
+            compute_stream.wait_event(copy_event)
             for copy in copies:
-                copy.record_stream(computing)
+                copy.record_stream(compute_stream)
             return replace_tensors(batch, copies)
 
         return wait
 
 
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield the items of an iterator, while fetching `count` items in advance.
+    """Yield the items of an iterator, with `count` items fetched in advance.
 
     If the iterator raises an exception, the items that have already been fetched are yielded first.
     """

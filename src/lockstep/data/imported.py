@@ -22,17 +22,17 @@ from lockstep.data.streams.sharded import Sharded
 from lockstep.errors import UsageError, error_as
 from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, infer_target_facts
 
-_STREAM_ADVICE: Final = "; a stream needs known shards, as a datasets.IterableDataset or a webdataset.WebDataset has"
+_STREAM_ADVICE: Final = "; a stream must have known shards, as in datasets.IterableDataset or webdataset.WebDataset"
 
 
 def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
     """Call the function at the import path `path` with `options`, and return its result as a DataSet.
 
     The function must return a DataSet, or a pair (train, validation) of map-style datasets. `validation` may be None.
-    Samples can be any structure of values that the module `leaves` of this package accepts. With a `collate` function
-    (an import path, or an attribute of the training set), samples can be any objects. Lockstep reserves the option
-    NAMES of tasks/facts.py, and only passes it to the function if the function accepts it. Raises UsageError if the
-    result is invalid, or if the options don't match the parameters of the function.
+    Samples can be any structure of values that data/images/leaves.py supports. With a `collate` function (an import
+    path, or an attribute of the training set), samples can be any objects. The option NAMES (see tasks/facts.py) is
+    reserved, and is passed to the function only if the function accepts it. Raises UsageError if the result is invalid,
+    or if the options don't match the signature of the function.
     """
     label = f"dataset {path}"
     result = _call_function(label, import_object(path, "dataset"), options)
@@ -53,8 +53,8 @@ def import_collate(path: str | None) -> Collate | None:
 def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, collate: Collate | None) -> DataSet:
     """Wrap map-style datasets in a DataSet.
 
-    The dataset properties come from the first training sample and from the attribute `facts` of the training set. If
-    `class_names` is None, the class names come from an attribute of the training set (tasks/facts.py).
+    The dataset properties are inferred from the first training sample, and updated with the attribute `facts` of the
+    training set. If `class_names` is None, the class names are read from the training set (see tasks/facts.py).
     """
     names = find_class_names(label, class_names, train)
     collate = collate or getattr(train, "collate", None)
@@ -116,7 +116,7 @@ def _select_options(label: str, function: Callable[..., Any], options: Mapping[s
 def _check_pair(label: str, result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {type_name(result)}")
-    with preserve_generators():  # indexing calls functions of the user, which may draw random numbers
+    with preserve_generators():  # opening a stream calls user code, which may draw random numbers
         result = [open_stream(dataset) for dataset in result]
     for name, dataset in zip(("training", "validation"), result, strict=True):
         if dataset is None and name == "validation":
@@ -139,12 +139,13 @@ def _non_empty_advice(is_validation: bool) -> str:
 
 
 def _wrap_splits(label: str, dataset: DataSet) -> DataSet:
-    """Wrap the splits of a user-defined DataSet so that their batches are checked, and check its properties."""
+    """Return a user-defined DataSet with validated properties, and with splits that validate their batches."""
     train = CheckedSplit(f"{label}: training", dataset.train)
     validation = None if dataset.validation is None else CheckedSplit(f"{label}: validation", dataset.validation)
-    for part, split in (("train", train), ("validation", validation)):
+    for split_name, split in (("train", train), ("validation", validation)):
         if split is not None and not len(split):
             raise UsageError(
-                f"{label}: the split {part} has no samples; return {_non_empty_advice(part == 'validation')}"
+                f"{label}: the {split_name} split has no samples; return "
+                f"{_non_empty_advice(split_name == 'validation')}"
             )
     return replace(dataset, train=train, validation=validation, facts=_check_json(label, dict(dataset.facts)))

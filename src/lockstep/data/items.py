@@ -30,18 +30,18 @@ _PYTHON_GENERATOR: Final[Any] = python_random.seed.__self__  # type: ignore[attr
 class Items:
     """Wraps a map-style dataset for a custom training loop.
 
-    Samples can be any objects that `collate` converts to a batch with samples along dim 0. The global RNGs are seeded
-    for each sample from the key of the epoch and the sample index, so random augmentations don't depend on the rank
-    that fetches the sample. If no `collate` is set, the tensors of a TensorDataset are indexed directly.
+    Samples can be any objects that `collate` converts to a batch with samples along dim 0. Before each sample, the
+    global RNGs are seeded from the key of the epoch and the sample index, so random augmentations don't depend on the
+    rank that fetches the sample. If `collate` is None, the tensors of a TensorDataset are indexed directly.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
-        # A digest of the shards and samples of a stream. None for any other dataset.
+        # If the dataset is a stream, the digest of its shards and samples.
         self.shards = dataset.digest if isinstance(dataset, Sharded) else None
         self._label = label or (dataset.label if isinstance(dataset, Sharded) else f"dataset {type(dataset).__name__}")
         if not is_map_style(dataset):
             raise UsageError(
-                f"{self._label}: not a map-style dataset with a length and integer indexing; {_advice(dataset)}"
+                f"{self._label}: expected a map-style dataset with a length and integer indexing; {_advice(dataset)}"
             )
         self._dataset = dataset
         self._collate = collate or default_collate
@@ -72,8 +72,8 @@ class Items:
 class ImportedSplit:
     """Wraps a user-defined map-style dataset for a recipe.
 
-    `collate` converts a list of samples to a batch. By default, samples are stacked. Raises UsageError for invalid
-    samples.
+    `collate` converts a list of samples to a batch. If it is None, the samples are stacked. Raises UsageError for
+    invalid samples.
     """
 
     in_memory: bool = False
@@ -92,7 +92,7 @@ class ImportedSplit:
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
-        if not len(indices):  # fetch a sample anyway, because an empty batch must have the same structure
+        if not len(indices):  # fetch a sample anyway, to return an empty batch with the same structure
             return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
         numbers = indices.tolist()
         samples = [_fetch_item(f"{self._label} sample {number}", self.dataset, number, draw) for number in numbers]
@@ -136,7 +136,7 @@ class CheckedSplit:
 def seed_generators(key: int) -> None:
     """Seed the global RNGs of Python, NumPy and torch, which user code may use.
 
-    This function doesn't call torch.manual_seed, which queues a callback in each call until CUDA is initialized.
+    This function doesn't call torch.manual_seed, because each call queues a callback until CUDA is initialized.
     """
     seed_python_and_numpy(key)
     torch.default_generator.manual_seed(random.torch_seed(key))
@@ -144,8 +144,8 @@ def seed_generators(key: int) -> None:
 
 def seed_python_and_numpy(key: int) -> None:
     """Seed the global RNGs of Python and NumPy."""
-    # The same as random.seed(key). That function first checks the type of its argument in Python code, which takes as
-    # long as seeding, and a custom loop seeds three times per step.
+    # Equivalent to random.seed(key), but twice as fast, because random.seed first checks the type of its argument in
+    # Python code. A custom loop seeds three times per step.
     _random.Random.seed(_PYTHON_GENERATOR, key)
     _PYTHON_GENERATOR.gauss_next = None
     np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator only accepts a 32-bit seed
@@ -173,8 +173,8 @@ def _advice(dataset: Any) -> str:
     if isinstance(dataset, DataLoader):
         return "pass loader.dataset"
     if isinstance(dataset, IterableDataset):
-        return "pass one, or a stream whose shards are known: a datasets.IterableDataset or a webdataset.WebDataset"
-    return "pass one, such as a list of items"
+        return "pass a list, or a stream whose shards are known: a datasets.IterableDataset or a webdataset.WebDataset"
+    return "pass a map-style dataset, such as a list of samples"
 
 
 def _get_length(label: str, dataset: Any) -> int:
@@ -202,7 +202,7 @@ def _check_batch(label: str, batch: Batch, samples: int) -> None:
 
 
 def _to_pair(batch: Batch) -> Batch:
-    """Convert a batch that is a pair to a tuple with int64 targets. Other batches are returned unchanged."""
+    """Convert a pair to a tuple, and its integer targets to int64. Any other batch is returned unchanged."""
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
         return batch
     return batch[0], batch[1] if batch[1].is_floating_point() else batch[1].long()

@@ -41,7 +41,7 @@ _EXIT_WAIT_S: Final = 0.5  # how long to wait for a loader process to exit after
 
 
 class _StepPlan(NamedTuple):
-    """A step with the requests for the micro-batches of this rank. Batches are fetched some steps in advance."""
+    """A step, and the requests for the micro-batches of this rank. Steps are planned before they run."""
 
     step: Step
     requests: "list[tuple[_Span, Request]]"
@@ -52,7 +52,7 @@ class _Span(NamedTuple):
 
     number: int
     positions: range
-    dummy: bool  # whether the micro-batch isn't counted, because it belongs to a different rank
+    dummy: bool  # whether the micro-batch belongs to another rank, so this rank doesn't count it
 
 
 class _Transfer(NamedTuple):
@@ -70,10 +70,10 @@ class Loader:
     """Loads the training micro-batches and validation batches of a rank.
 
     - `data_rank`: The position of this rank among the ranks that split the data.
-    - `extra`: A function that may return the index of a micro-batch of the step. This micro-batch is inserted as a
-      dummy before the micro-batches of this rank.
-    - `weigh`: Computes the weights of batches. By default, the weight of a batch is its number of samples.
-    - `unreadable`: The indices of unreadable training samples and of unreadable validation samples.
+    - `select_dummy`: Returns the index of a micro-batch of the step, or None. This micro-batch is computed as a dummy
+      before the micro-batches of this rank.
+    - `weighting`: Computes the weights of batches. By default, the weight of a batch is its number of samples.
+    - `unreadable`: The indices of the unreadable training samples, and those of the unreadable validation samples.
     """
 
     data: DataSet
@@ -127,14 +127,12 @@ class Loader:
     def iterate_validation_batches(self, batch: int) -> Iterator[tuple[int | None, Batch, Weight]]:
         """Yield the validation batches of this rank as (number, batch, weight) tuples.
 
-        `batch` is the batch size. Batch j contains the samples from j * `batch` on. The last batch may be smaller. The
-        number of a batch is None if this rank must not count it. This is the case for:
+        Batch j contains `batch_size` samples from sample j * batch_size on. The last batch may be smaller. The number
+        is None if this rank must not count the batch, so that each sample is counted exactly once across all ranks:
 
-        - A batch that a different rank counts.
-        - A padding batch. If all ranks of a replica must evaluate the same number of batches, ranks without a batch
-          evaluate batch 0 again.
-
-        Across all ranks, each sample is therefore counted exactly once.
+        - A batch may be counted by another rank.
+        - If all ranks of a replica must evaluate the same number of batches, ranks without a batch evaluate batch 0
+          again as padding.
         """
         split = self.data.validation
         assert split is not None
@@ -159,7 +157,7 @@ class Loader:
     def _iterate_plans(self, first: int) -> Iterator[_StepPlan]:
         """Yield the plan of each step from step `first` on.
 
-        For speed, a block of steps in the same epoch is planned at once.
+        For speed, several steps of an epoch are planned at once.
         """
         while first < self.steps.total:
             remaining = self.steps.per_epoch - first % self.steps.per_epoch
@@ -175,7 +173,7 @@ class Loader:
     def _plan_requests(self, block: Sequence[tuple[Step, Sequence[_Span]]]) -> list[_StepPlan]:
         """Return a plan for each step in `block`.
 
-        All steps must be in the same epoch, because a single vectorized lookup returns all sample indices.
+        All steps must be in the same epoch, because their sample indices are computed in a single vectorized call.
         """
         epoch = block[0][0].epoch
         draw = random.key(random.AUGMENT, self.seed, epoch)
@@ -183,8 +181,8 @@ class Loader:
         positions = np.concatenate([np.arange(first, first + count) for first, count in ranges] or [np.arange(0)])
         samples = self._order(epoch)(positions)
         ends = accumulate((count for _, count in ranges), initial=0)
-        parts = iter([Request(samples[start:end], draw) for start, end in pairwise(ends)])
-        return [_StepPlan(step, [(span, next(parts)) for span in spans]) for step, spans in block]
+        requests = iter([Request(samples[start:end], draw) for start, end in pairwise(ends)])
+        return [_StepPlan(step, [(span, next(requests)) for span in spans]) for step, spans in block]
 
     def _compute_rank_spans(self, samples: int) -> list[_Span]:
         """Return the micro-batches that this rank computes in a step with `samples` samples."""
@@ -266,7 +264,7 @@ def _receive_result(results: Any) -> Any:
     """Return the next result of the loader processes. Raises HostError with the PID and signal if a process died."""
     try:
         return next(results)
-    except (EOFError, OSError, RuntimeError) as error:  # a connection to a loader process broke, or torch found it dead
+    except (EOFError, OSError, RuntimeError) as error:  # the connection to a loader process broke, or torch saw it die
         workers, deadline = results._workers, time.monotonic() + _EXIT_WAIT_S
         dead_workers: list[int] = []
         while not dead_workers and time.monotonic() < deadline:

@@ -37,8 +37,9 @@ class _Source:
 class Options:
     """The sources of a mixture and their weights.
 
-    - `of`: The sources by a name of your choice. Each source has `name`, `root` and `options` as in recipe.data, and a
-      `weight`, which defaults to 1. The share of a source in an epoch is its weight divided by the sum of all weights.
+    - `of`: A mapping from a name of your choice to each source. A source has `name`, `root` and `options` as in
+      recipe.data, and a `weight`, which defaults to 1. A source provides the fraction weight / (sum of all weights) of
+      the samples in an epoch.
     - `samples`: The number of samples in an epoch. Defaults to the total number of samples in all sources.
     """
 
@@ -83,13 +84,13 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         facts=next(iter(datasets.values())).facts,
         skipped=next((dataset.skipped for dataset in datasets.values() if dataset.skipped is not None), None),
         name=name,
-        warnings=tuple(line for dataset in datasets.values() for line in dataset.warnings),
+        warnings=tuple(warning for dataset in datasets.values() for warning in dataset.warnings),
         question=next((dataset.question for dataset in datasets.values() if dataset.question), ""),
     )
 
 
 def split_by_weight(samples: int, weights: Sequence[float]) -> list[int]:
-    """Split a number of samples in proportion to positive weights. Each share is rounded by less than one sample."""
+    """Divide a number of samples in proportion to positive weights. Return integers, which sum to `num_samples`."""
     sums = [*accumulate(weights)]  # not sum(), which adds floats differently from Python 3.12 on
     ends = [round(samples * end / sums[-1]) for end in sums]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -101,7 +102,7 @@ class Mixture:
 
     `counts` contains the number of samples per epoch for each source. If a source has more samples, each training epoch
     selects random samples without replacement. If a source has fewer samples, each epoch repeats the full source as
-    often as it fits, and selects the remaining samples at random. The selection only depends on the draw.
+    often as it fits, and selects the remaining samples at random. The selection depends only on `draw`.
     """
 
     def __init__(self, sources: Sequence[Split], counts: Sequence[int]) -> None:
@@ -169,7 +170,7 @@ def _check_sources_match(descriptions: Mapping[str, tuple[Mapping[str, Any], Map
         if differences:
             raise UsageError(
                 f"dataset mixture: {label} and {first_label} differ in {', '.join(differences)}; convert one of them, "
-                f"or use only sources that agree in this"
+                f"or remove it"
             )
 
 
@@ -179,7 +180,7 @@ def _open_source(request: DataRequest, label: str, source: _Source) -> DataSet:
     if source_request.changes_size:
         raise UsageError(
             f"dataset mixture: recipe.data.options.of.{label}: {source.name} is not supported, since a mixture does "
-            f"not change the size of samples; combine the files in one dataset {source.name}"
+            f"not change the size of samples; combine the files in a single {source.name} dataset"
         )
     label_prefix = f"dataset mixture: recipe.data.options.of.{label}"
     with error_as(UsageError, UsageError, label_prefix):

@@ -31,7 +31,7 @@ class DataRequest:
 
     @property
     def changes_size(self) -> bool:
-        """Whether the dataset crops or resizes its images, because image files can have different sizes."""
+        """Whether the dataset crops or resizes its images, because the files can have different sizes."""
         return self.name in _FILE_DATASETS
 
 
@@ -47,17 +47,20 @@ def find_unsupported_keys(request: DataRequest) -> Iterator[str]:
     if request.changes_size:
         yield from _find_contradictions(request)
         return
-    name, only = request.name, " and ".join(_FILE_DATASETS)
+    name, file_datasets = request.name, " and ".join(_FILE_DATASETS)
     if request.image_size not in (None, NATIVE_SIZE.get(name)) and name != "synthetic":
         yield f"image_size: {request.image_size} is not supported, since {_explain_image_size(name)}; remove it"
     if request.resize_size is not None:
-        yield f"resize_size: {request.resize_size} is only supported by the datasets {only}; remove it"
+        yield f"resize_size: {request.resize_size} is only supported by the datasets {file_datasets}; remove it"
     if request.resized_crop:
-        yield f"augment.resized_crop: true is only supported by the datasets {only}; remove it"
+        yield f"augment.resized_crop: true is only supported by the datasets {file_datasets}; remove it"
     if not request.exif:
-        yield f"exif: false is only supported by the datasets {only}; remove it"
+        yield f"exif: false is only supported by the datasets {file_datasets}; remove it"
     if request.on_error == "skip" and (":" in name or name == "mixture"):
-        yield f"on_error: skip is only supported by the datasets {only}; remove it, and catch errors in your dataset"
+        yield (
+            f"on_error: skip is only supported by the datasets {file_datasets}; remove it, and catch errors in your "
+            f"dataset"
+        )
 
 
 def _explain_image_size(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Selects validation samples by hash, for datasets without a validation split."""
+"""Selects validation samples with a hash function, for datasets without a validation split."""
 
 import hashlib
 import os
@@ -14,25 +14,28 @@ _SPLIT_KEY: Final = random.key(random.SPLIT)
 
 
 def is_in_share(name: str, share: float) -> bool:
-    """Return whether the sample `name` is among the fraction `share` of samples that is selected by hash.
+    """Return whether a sample is selected for validation. Each name is selected with probability `fraction`.
 
-    The result doesn't change if you add or remove other samples later.
+    The result depends only on the name and the fraction, so it doesn't change if other samples are added or removed.
     """
     return _hash_name(name) < share * 2**64
 
 
 def select_share(names: Sequence[str], share: float) -> list[str]:
-    """Select the names with the lowest hashes. Their number is `share * len(names)`, rounded.
+    """Return the `fraction * len(names)` names with the lowest hashes, where the number of names is rounded.
 
-    If the share isn't 0 and there are at least two names, at least one name is selected, and at least one name isn't
-    selected. If you add names later, the selection changes as little as possible.
+    Unless the fraction is 0 or there is only one name, at least one name is selected and at least one is left. If names
+    are added later, the selection changes as little as possible.
     """
     count = min(max(round(share * len(names)), 1), len(names) - 1) if share else 0
     return sorted(names, key=_hash_name)[:count]
 
 
 def rows_in_share(rows: int, share: float) -> NDArray[np.bool_]:
-    """Return a bool mask that selects a random share of `rows` rows. Appending rows doesn't change the earlier mask."""
+    """Return a bool mask of shape [num_rows], in which each row is selected with probability `fraction`.
+
+    The selection is deterministic. Appending rows doesn't change the mask of the existing rows.
+    """
     return random.uniform(_SPLIT_KEY, np.arange(rows), 1)[:, 0] < share
 
 

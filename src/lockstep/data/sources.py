@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SourceInfo(NamedTuple):
-    """The module of a dataset in lockstep.data, and its number of training samples if this number is fixed."""
+    """The module of a dataset in lockstep.data, and the number of training samples if it is fixed."""
 
     module: str
     training_samples: int | None = None

@@ -1,4 +1,4 @@
-"""Computes the total weight of a step across all ranks, for tasks and loops that weight batches by other units.
+"""Computes the total weight of a step across all ranks, for batches that aren't weighted by their number of samples.
 
 A batch has a single weight, or a weight for each of several named losses. A rank learns the names from its first batch,
 so ranks without a micro-batch don't know them yet. In each step, the ranks therefore all-reduce a single weight,
@@ -22,9 +22,10 @@ _NO_NAMES: Final = "-"  # sent instead of names if the batches have a single wei
 @final
 @dataclass(eq=False)
 class BatchWeigher:
-    """Computes the weights of batches and steps, for tasks that don't count samples.
+    """Computes the weights of batches and steps, for tasks that don't weight batches by their number of samples.
 
-    - `weigh_batch`: Returns the weight of a batch, or a weight for each of several named losses in sorted order.
+    - `compute_batch_weight`: Returns the weight of a batch, or a weight for each of several named losses, sorted by
+      name.
     - `all_reduce`: All-reduces integers across the ranks.
     - `all_gather_text`: Gathers a string from every rank, in rank order.
     - `name`: The name of the weight function for error messages.
@@ -47,7 +48,7 @@ class BatchWeigher:
             raise UsageError(
                 f"{self.name}: returned {describe_names(names, _SINGLE)} for a batch, but "
                 f"{describe_names(self._first[0], _SINGLE)} for the first one; return the same names for each batch, "
-                f"with 0 for a loss without items"
+                f"with weight 0 for a loss without items"
             )
         return weight
 
@@ -75,13 +76,13 @@ class BatchWeigher:
         names = {
             rank: None if text == _NO_NAMES else tuple(text.split(","))
             for rank, text in enumerate(self.all_gather_text(own_text))
-            if text  # the rank has had a batch
+            if text  # empty for ranks that haven't had a batch yet
         }
         first_rank = min(names)
-        for rank, other in names.items():
-            if other != names[first_rank]:
+        for rank, rank_names in names.items():
+            if rank_names != names[first_rank]:
                 raise UsageError(
-                    f"{self.name}: rank {rank} returned {describe_names(other, _SINGLE)}, but rank {first_rank} "
+                    f"{self.name}: rank {rank} returned {describe_names(rank_names, _SINGLE)}, but rank {first_rank} "
                     f"returned {describe_names(names[first_rank], _SINGLE)}; return the same names on all ranks"
                 )
         agreed = names[first_rank]

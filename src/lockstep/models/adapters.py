@@ -73,8 +73,8 @@ def merge_adapters(model: nn.Module) -> bool:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Return whether any of the tensor names belongs to an adapter."""
-    return any(part in name for name in names for part in _ADAPTER_MARKS)
+    """Return whether any of these tensor names belongs to an adapter."""
+    return any(mark in name for name in names for mark in _ADAPTER_MARKS)
 
 
 def make_peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
@@ -92,7 +92,7 @@ def make_peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
 
 
 def to_peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors of the adapters and of `modules_to_save`, with the names that peft uses in its files."""
+    """Return the tensors of the adapters and of `modules_to_save` by the names that peft uses in its files."""
     adapters = {name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in tensors.items() if has_adapters([name])}
     fully_trained = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules_to_save}
     return {f"base_model.model.{name}": tensor for name, tensor in {**adapters, **fully_trained}.items()}

@@ -54,9 +54,7 @@ def _compute_size_before_last_stage(image_size: int, heads: int, last_stride: in
     pixels = 16 * last_stride
     if image_size < pixels or image_size % pixels:
         nearest = max(pixels, round(image_size / pixels) * pixels)
-        raise UsageError(
-            f"model botnet50: image_size {image_size} is not a multiple of {pixels}; use {nearest}, the nearest"
-        )
+        raise UsageError(f"model botnet50: image_size {image_size} is not a multiple of {pixels}; use {nearest}")
     return image_size // 16
 
 
@@ -110,7 +108,7 @@ class RelativePosition(nn.Module):
         self.columns = nn.Parameter(torch.randn(2 * width - 1, channels) * scale)
 
     def forward(self, queries: Tensor) -> Tensor:
-        """Return the bias of the attention logits, of shape [N, K, P queries, P keys], for queries [N, K, P, D]."""
+        """Return the bias of the attention logits, with shape [N, K, P queries, P keys], for queries [N, K, P, D]."""
         q = queries.view(*queries.shape[:2], self.height, self.width, -1)
         # The shapes are [N, K, height, width, height of the key] and [N, K, height, width, width of the key].
         rows = _align_to_keys(q.transpose(2, 3) @ self.rows.T).transpose(2, 3)

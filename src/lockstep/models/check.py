@@ -30,12 +30,12 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
     def as_average(self) -> "Form":
-        """Return the shape and dtype of the exponential moving average of such a tensor (parallel/ema.py)."""
+        """Return the shape and dtype of the exponential moving average of this tensor (parallel/ema.py)."""
         dtype = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
         return Form(self.shape, dtype)
 
     def cast(self, dtype: torch.dtype | None) -> "Form":
-        """Return the same shape with a different dtype, or this object if `dtype` is None (parallel/weights.py)."""
+        """Return the same shape with `dtype`, or this object if `dtype` is None (parallel/weights.py)."""
         return self if dtype is None else Form(self.shape, dtype)
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The properties of a model that `check_model` determined."""
+    """The properties of a model, as determined by `check_model`."""
 
     num_parameters: int  # total number of elements in all parameters
     tensors: Mapping[str, Form]  # all tensors in the state_dict
@@ -60,7 +60,7 @@ class Summary:
         return tuple(sorted({len(form.shape) for form in self.trained.values()}))
 
     def stored(self, dtype: torch.dtype | None) -> "Summary":
-        """Return a summary of the model after its parameters are converted to `dtype`, if `dtype` isn't None."""
+        """Return the summary of the model with its parameters converted to `dtype`, unless `dtype` is None."""
         trained = {name: form.cast(dtype) for name, form in self.trained.items()}
         tensors = {name: form if name in self.buffers else form.cast(dtype) for name, form in self.tensors.items()}
         return replace(self, tensors=tensors, trained=trained)
@@ -86,13 +86,14 @@ def check_model(
     - `check`: Called with the outputs and the number of samples. Must raise UsageError if the task can't use the
       outputs.
     - `check_evaluation`: Called instead of `check` for the outputs of the evaluation samples.
-    - `too_small`: The step that has the smallest micro-batch, and what to change, if BatchNorm rejects its size.
+    - `too_small`: Two texts for the error if BatchNorm rejects the smallest micro-batch: the step that contains it, and
+      the remedy.
 
     The model runs on the meta device, which needs neither memory nor compute. If this fails, it runs on the CPU.
     """
     trial = partial(_run_trial, build, name, evaluation, training, too_small)
-    # Ignore warnings, because they are shown again when the ranks build the model. In addition, torch warns about each
-    # weight that is loaded into a parameter on the meta device.
+    # Ignore warnings, because they are shown when the ranks build the model. In addition, torch warns about each weight
+    # that is loaded into a parameter on the meta device.
     with warnings.catch_warnings(action="ignore"), UserCode(f"model {name}"):
         try:
             evaluation_outputs, training_outputs, summary = trial("meta")
@@ -152,7 +153,7 @@ def check_dtype(
 
 @final
 class _SameDtypeCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises RuntimeError for matrix products of different dtypes, as on the CPU and CUDA.
+    """Raises RuntimeError for matrix products with mixed dtypes, as the CPU and CUDA do.
 
     Without this mode, the meta device accepts most of these products.
     """
@@ -180,11 +181,11 @@ def check_weights(name: str, model: nn.Module) -> None:
     for path, parameter in model.named_parameters():
         if parameter.is_complex():
             raise UsageError(
-                f"model {name}: {path} has {parameter.dtype}, which is not supported; use one parameter for the real "
-                f"part and one for the imaginary part"
+                f"model {name}: {path} has {parameter.dtype}, which is not supported; use two real parameters, for the "
+                f"real and the imaginary part"
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(f"model {name}: no parameter requires a gradient; set requires_grad=True on some")
+        raise UsageError(f"model {name}: no parameter requires a gradient; set requires_grad=True on at least one")
 
 
 def check_layers(name: str, model: nn.Module) -> None:
@@ -213,15 +214,15 @@ def check_layers(name: str, model: nn.Module) -> None:
     if path := find_hooked_parameter(model):
         raise UsageError(
             f"model {name}: {path} has a gradient hook, but strategies keep gradients in other tensors; remove the "
-            f"hook, change gradients within the model, and log step.norm"
+            f"hook; change gradients within the model instead, and read their norm from step.norm"
         )
     for path, layer in model.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue
         if layer.max_norm is not None:
             raise UsageError(
-                f"model {name}: {path} has max_norm={layer.max_norm:g}, which changes the weights in each forward, so "
-                f"a micro-batch would depend on the micro-batches before it on the same process; remove max_norm"
+                f"model {name}: {path} has max_norm={layer.max_norm:g}, which changes the weights in each forward "
+                f"pass, so results would depend on the earlier micro-batches of the same process; remove max_norm"
             )
         if layer.sparse:
             raise UsageError(
@@ -250,7 +251,7 @@ def find_hooked_parameter(model: nn.Module) -> str:
 def _run_trial(
     build: Build, name: str, evaluation: Inputs, training: Inputs, too_small: tuple[str, str], device: str
 ) -> tuple[Any, Any, Summary]:
-    """Run the model in evaluation and in training mode. Return the outputs of both, and a summary of the model."""
+    """Run the model in evaluation and in training mode. Return the outputs in both modes, and a summary."""
     with drop_new_tensors(), torch.device(device):
         model = build()
         check_weights(name, model)

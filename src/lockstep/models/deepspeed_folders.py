@@ -17,7 +17,7 @@ from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 _LATEST_FILE: Final = "latest"  # contains the name of the folder of the latest step
-_MAX_BYTES: Final = 256  # maximum size of this file
+_MAX_BYTES: Final = 256  # maximum size of the file `latest`
 _MODEL_FILE: Final = "mp_rank_00_model_states.pt"
 _STAGE_3_FILE: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
@@ -30,7 +30,7 @@ def find_model_file(folder: Path) -> Path | None:
     """
     step = _find_step_folder(folder)
     if (step / _STAGE_3_FILE).is_file():
-        raise UsageError(f"{step}: ZeRO stage 3 shards the weights over the files of all ranks; {_format_advice(step)}")
+        raise UsageError(f"{step}: ZeRO stage 3 shards the weights across files of all ranks; {_format_advice(step)}")
     if (step / _MODEL_FILE).is_file():
         return step / _MODEL_FILE
     return None

@@ -1,7 +1,7 @@
 """A small residual network for 8x8 images of digits, which trains quickly on a single CPU core.
 
-The network has BatchNorm and dropout on purpose: their results depend on the split into micro-batches, but must not
-depend on which rank computes a micro-batch.
+The network has BatchNorm and dropout on purpose: their results depend on how a batch is split into micro-batches, but
+must not depend on which rank computes a micro-batch.
 """
 
 from typing import final
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def digits_convnet(num_classes: int = 10, in_channels: int = 1, width: int = 32, dropout: float = 0.1) -> nn.Module:
-    """Return a network for images of shape [n, in_channels, height, width], with 8x8 pixels or somewhat more.
+    """Return a network for images of shape [n, in_channels, height, width], with 8x8 pixels or slightly more.
 
     `width` is the number of channels at full resolution. The blocks at half resolution have twice as many channels.
     """

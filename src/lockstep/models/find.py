@@ -58,10 +58,10 @@ def build_model(
     - `pretrained`: Whether to load pretrained weights from timm, torchvision or transformers. Only one process per node
       downloads weights at a time.
     - `options`: Arguments of the model function, or config fields for transformers. Options take precedence over
-      arguments that are derived from `facts`.
-    - `facts`: The properties of the dataset, which may include the class names (`classes`), the `shape` of a sample,
-      the `vocabulary` size, the number of tokens per sample (`context`), the number of regression targets (`outputs`),
-      and the mean and standard deviation of each target (`target_scale`).
+      arguments that are derived from `dataset_info`.
+    - `dataset_info`: The properties of the dataset, which may include the class names (`classes`), the `shape` of a
+      sample, the `vocabulary` size, the number of tokens per sample (`context`), the number of regression targets
+      (`outputs`), and the mean and standard deviation of each target (`target_scale`).
 
     timm, torchvision and transformers are imported lazily, because importing them takes seconds. Raises UsageError if
     there is no such model, or if it can't be built.
@@ -96,8 +96,8 @@ def build_model(
 def check_pretrained(name: str, source: Source) -> None:
     """Raise UsageError if pretrained weights are obviously missing, without loading them.
 
-    `models.check.check_model` doesn't load pretrained weights. Without this check, the ranks would report missing
-    weights only after the run has started.
+    `models.check.check_model` doesn't load pretrained weights, so without this check, missing weights would only be
+    reported after the run has started.
     """
     if find_origin(name, source) == "transformers":
         check_weights_exist(name)
@@ -122,7 +122,7 @@ def make_construction(
 
 
 def find_origin(name: str, source: Source) -> Origin:
-    """Return the library that has the model `name`, or `path` for an import path.
+    """Return the library that provides the model `name`, or `path` for an import path.
 
     Raises UsageError if there is no such model.
     """
@@ -178,7 +178,7 @@ def _format_unknown_message(name: str, source: Source) -> str:
         )
     default_problem = "not found in Lockstep, timm or torchvision"
     problem = f"not found in {source}" if source in names_by_source else default_problem
-    advice = "; use a name of one of them, package.module:function, or recipe.model.source=transformers"
+    advice = "; use a model of one of them, package.module:function, or recipe.model.source=transformers"
     hint = suggest(name, names) or advice
     return f"model {name}: {problem}{hint}"
 
@@ -204,19 +204,19 @@ def _get_factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str
 
 
 def _derive_arguments(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that can be derived from dataset properties and that the model function accepts."""
+    """Return the arguments of the model function that are derived from the dataset, if the function accepts them."""
     shape: Sequence[int] = facts.get("shape") or ()
-    images = len(shape) == 3 and "vocabulary" not in facts
-    other_channels = images and shape[0] != 3
+    has_images = len(shape) == 3 and "vocabulary" not in facts
+    is_not_rgb = has_images and shape[0] != 3
     sizes = {"num_classes": len(facts["classes"])} if "classes" in facts else {}
     sizes |= {name: facts[name] for name in ("vocabulary", "context") if name in facts}
     match origin:
         case "timm":
-            return sizes | ({"in_chans": shape[0]} if other_channels else {})
+            return sizes | ({"in_chans": shape[0]} if is_not_rgb else {})
         case "torchvision":
             from torchvision import models
 
-            if other_channels:
+            if is_not_rgb:
                 raise UsageError(
                     f"model {name}: torchvision models require images with 3 channels, but the data has {shape[0]}; "
                     f"use a timm model (recipe.model.source=timm), or your own function"
@@ -225,10 +225,10 @@ def _derive_arguments(origin: Origin, name: str, factory: Factory, facts: Mappin
             return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)
         case "path":
             with UserCode(f"model {name}"):  # the user's object can define __signature__
-                named_facts = {key: facts[key] for key in ("shape", "outputs") if key in facts}
-                return _filter_arguments(factory, sizes) | _filter_arguments(factory, named_facts, accepts_any=False)
+                shapes = {key: facts[key] for key in ("shape", "outputs") if key in facts}
+                return _filter_arguments(factory, sizes) | _filter_arguments(factory, shapes, accepts_any=False)
         case _:
-            image_arguments = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
+            image_arguments = {"in_channels": shape[0], "image_size": shape[-1]} if has_images else {}
             row_arguments = {key: facts[key] for key in ("shape", "outputs", "target_scale") if key in facts}
             return _filter_arguments(factory, sizes | image_arguments | row_arguments)
 
@@ -250,7 +250,7 @@ def _filter_arguments(factory: Factory, arguments: dict[str, Any], accepts_any: 
 
 @contextmanager
 def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Convert errors in the `with` block to a UsageError that contains the arguments of the model function."""
+    """Convert errors in the `with` block to a UserCodeError that lists the arguments of the model function."""
     try:
         yield
     except (LockstepError, KeyboardInterrupt):

@@ -29,9 +29,9 @@ class Tuning:
     """The changes to apply to a model for fine-tuning.
 
     - `lora`: The adapters to add, if any.
-    - `frozen`: Patterns of parameters to freeze.
-    - `frozen_batchnorm`: Whether to freeze the running statistics of all BatchNorm layers.
-    - `reference`: Whether to add a frozen reference, which the task compares the model with.
+    - `freeze_patterns`: Name patterns of the parameters to freeze.
+    - `freezes_batchnorm`: Whether to freeze the running statistics of all BatchNorm layers.
+    - `uses_reference`: Whether to add a frozen reference model, with which the task compares the model.
     """
 
     lora: Lora | None = None
@@ -62,7 +62,7 @@ def build_finetuned(build: Build, tuning: Tuning, first_weights: InitialWeights 
         if adapted:
             raise UsageError(
                 "recipe.task: dpo cannot start from weights with adapters, because its reference would be the model "
-                "without them; merge them with `lockstep export --to safetensors`, and start from that file"
+                "without the adapters; merge them with `lockstep export --to safetensors`, and start from that file"
             )
         add_reference(model, adapters_only=tuning.lora is not None and not tuning.lora.train)
     return model

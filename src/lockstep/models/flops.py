@@ -40,7 +40,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def count_backward_flops(counter: FlopCounter, outputs: object) -> int | None:
-    """Count the FLOPs of a backward pass from `outputs`. Return the total of `counter`, or None on failure."""
+    """Count the FLOPs of a backward pass from `outputs`. Return the total of `counter`, or None if it fails."""
     tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
     if not tensors:
         return None
@@ -64,7 +64,7 @@ def _count_convolution_flops(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _count_convolution_backward_flops(args: Sequence[Any], result: object) -> int:
-    """Return the FLOPs of the gradients of inputs and weight, each of which takes as many FLOPs as the forward pass."""
+    """Return the FLOPs of the gradients of input and weight. Each gradient takes as many FLOPs as the forward pass."""
     gradient, inputs, weight, transposed, output_mask = *args[:3], args[7], args[10]
     return _count_flops_per_position(inputs if transposed else gradient, weight) * sum(map(bool, output_mask[:2]))
 

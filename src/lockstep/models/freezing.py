@@ -32,10 +32,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def freeze_batchnorm(model: nn.Module) -> None:
-    """Freeze the running statistics of all BatchNorm layers, and normalize with these statistics.
+    """Freeze the running statistics of all BatchNorm layers, which then normalize with these statistics.
 
-    The parameters of the layers are still trained. Raises UsageError if the model has no BatchNorm layers, or if a
-    layer has no running statistics.
+    Their parameters are still trained. Raises UsageError if the model has no BatchNorm layers, or if a layer has no
+    running statistics.
     """
     layers = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)

@@ -1,4 +1,4 @@
-"""Builds models of the Hugging Face library transformers from a config, or with weights from a folder or the hub.
+"""Builds models of Hugging Face's transformers from a config, optionally with weights from a folder or the hub.
 
 For security, this module never runs code that is part of a model, and only reads weights from safetensors files.
 """
@@ -42,10 +42,11 @@ _SPECIAL_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_toke
 def transformers_model(
     name: str, *, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool = False
 ) -> nn.Module:
-    """Build a model in float32, without a key-value cache. `facts` are the properties of the dataset.
+    """Build a model in float32, without a key-value cache.
 
     - `name`: A model type of transformers such as `llama`, a folder with a config.json, or a name on the hub.
-    - `options`: Config fields, which take precedence over values that are derived from `facts`.
+    - `options`: Config fields, which take precedence over values that are derived from `dataset_info`.
+    - `dataset_info`: The properties of the dataset.
     - `pretrained`: Whether to load weights from the folder or the hub. A head of a different size is initialized
       randomly.
 
@@ -75,7 +76,7 @@ def transformers_model(
             )
         return model
     check_weights_exist(name)
-    loaded: nn.Module = auto.from_pretrained(
+    pretrained_model: nn.Module = auto.from_pretrained(
         name,
         config=config,
         dtype=torch.float32,
@@ -85,7 +86,7 @@ def transformers_model(
         **_make_hub_arguments(name, options),
         **attention_options,
     )
-    return loaded
+    return pretrained_model
 
 
 def check_weights_exist(name: str) -> None:
@@ -115,9 +116,9 @@ def check_weights_exist(name: str) -> None:
 
 
 def get_kind(facts: Mapping[str, Any]) -> Kind:
-    """Return the kind of transformers model that a dataset with the properties `facts` requires.
+    """Return the kind of transformers model that a dataset requires.
 
-    This is an image or sequence classifier if the dataset has classes, and a language model otherwise.
+    If the dataset has classes, this is an image or sequence classifier. Otherwise, it is a causal language model.
     """
     if "classes" not in facts:
         return "CausalLM"
@@ -148,7 +149,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 @contextmanager
 def _shorten_errors(name: str) -> Iterator[None]:
-    """Convert errors of transformers about a config to a UsageError with a single line."""
+    """Convert config errors of transformers to a UsageError with a message of a single line."""
     try:
         yield
     except UsageError:
@@ -173,7 +174,7 @@ def _is_model_type(library: Any, name: str) -> bool:
 def _make_config(
     library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool
 ) -> Any:
-    """Return the model config, with values that are derived from the dataset properties, and with `options` applied."""
+    """Return the model config, updated with values that are derived from the dataset, and with `options`."""
     fields = {key: value for key, value in options.items() if key not in _OTHER_OPTIONS}
     if _is_model_type(library, name):
         default_config = library.AutoConfig.for_model(name)
@@ -196,7 +197,7 @@ def _make_config(
                 f"{suggest(key, sorted(settings)) or '; remove it'}"
             )
     if is_transformers_folder(name):
-        # A config from a file has all keys in the file as attributes, so compare with a new config of this model type.
+        # A config from a file has all keys of the file as attributes, so get the valid keys from a default config.
         type_config = library.AutoConfig.for_model(default_config.model_type)
         _check_config_keys(
             name, default_config.model_type, {*type_config.to_dict(), *type_config.attribute_map, *_GENERAL_FIELDS}
@@ -212,7 +213,7 @@ def _make_config(
     if "use_cache" in settings:
         values["use_cache"] = False  # the key-value cache is only useful for generation
     vocabulary = values.get("vocab_size")
-    # The default IDs of special tokens refer to the default vocabulary. Unset the IDs that don't exist in a smaller
+    # The default IDs of special tokens refer to the default vocabulary. Unset those that are outside a smaller
     # vocabulary.
     special_keys = [
         key
@@ -248,8 +249,9 @@ def _check_config_keys(name: str, model_type: str, settings: Collection[str]) ->
 
 
 def _derive_fields(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str, Any]:
+    """Return the config fields that are derived from the properties of the dataset."""
     values: dict[str, Any] = {}
-    # The vocabulary of a model in a folder or on the hub is often larger than the vocabulary of its tokenizer. Keep it.
+    # A model in a folder or on the hub often has a larger vocabulary than its tokenizer. Keep the larger vocabulary.
     if "vocabulary" in facts and (is_type or facts["vocabulary"] > getattr(config, "vocab_size", 0)):
         values["vocab_size"] = facts["vocabulary"]
     positions = getattr(config, _POSITIONS, None)  # most model types have this field or an alias

@@ -17,10 +17,10 @@ _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 
 
 def compute_layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Return the learning rate factor of each trained parameter.
+    """Return the learning rate factor of each trained parameter by name.
 
-    The factor of the last layer is 1, and the factor of any other layer is `decay` times the factor of the next layer.
-    timm models define their layers with `group_matcher`. In any other model, a layer is one of:
+    The factor of the last layer is 1, and the factor of each earlier layer is `decay` times that of the next layer.
+    timm models define their layers with `group_matcher`. In all other models, a layer is one of:
 
     - a block, which is a child of an nn.Sequential or nn.ModuleList, but isn't such a container itself
     - a group of consecutive parameters before, between or after the blocks
@@ -53,8 +53,8 @@ def _compute_block_scales(model: nn.Module, decay: float) -> dict[str, float]:
     number = 0
     layers: dict[str, int] = {}
     blocks = list(_find_block_prefixes(model, ""))
-    for _, run in groupby(parameters, lambda name: next((path for path in blocks if name.startswith(path)), "")):
-        names = list(run)
+    for _, group in groupby(parameters, lambda name: next((path for path in blocks if name.startswith(path)), "")):
+        names = list(group)
         number += bool(layers) and any(parameters[name].ndim > 1 for name in names)
         layers |= dict.fromkeys(names, number)
     return {name: decay ** (number - layer) for name, layer in layers.items() if parameters[name].requires_grad}

@@ -18,11 +18,11 @@ _MAX_SHOWN: Final = 12  # maximum number of mismatches in an error message
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of `fit`: the names of tensors that were copied, kept or not used.
+    """The names of the tensors that `copy_matching_tensors` copied, kept or didn't use.
 
-    - `taken`: The model tensors that were copied from the file.
-    - `fresh`: The model tensors that kept their initial values.
-    - `left_over`: The tensors in the file that aren't in the model.
+    - `copied`: The model tensors that were copied from the file.
+    - `initialized`: The model tensors that kept their initial values.
+    - `unused`: The tensors in the file that aren't in the model.
     """
 
     taken: tuple[str, ...]
@@ -30,22 +30,22 @@ class Fit:
     left_over: tuple[str, ...]
 
     def __str__(self) -> str:
-        parts = [f"{len(self.taken)} tensors"]
+        descriptions = [f"{len(self.taken)} tensors"]
         if self.fresh:
-            parts.append(f"as initialized: {list_some(self.fresh)}")
+            descriptions.append(f"as initialized: {list_some(self.fresh)}")
         if self.left_over:
-            parts.append(f"not used: {list_some(self.left_over)}")
-        return "; ".join(parts)
+            descriptions.append(f"not used: {list_some(self.left_over)}")
+        return "; ".join(descriptions)
 
 
 @torch.no_grad()
 def fit(model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequence[str] = ()) -> Fit:
-    """Copy the `tensors` of a file into the model tensors with the same names.
+    """Copy the `tensors` of a file into the model tensors with the same names, and return a report.
 
-    Model tensors that match a pattern in `fresh` aren't changed. All other model tensors except `num_batches_tracked`
-    must be in the file, with the same shape. If a tensor is shared between several names, one of these names is enough.
-    Floats are converted to the dtype of the model. Raises UsageError with a list of all mismatches and the prefix
-    `label`. If the model is on the meta device, tensors are only compared.
+    Model tensors that match a pattern in `fresh` keep their values. All other model tensors except
+    `num_batches_tracked` must be in the file, with the same shape. If several names share a tensor, one of these names
+    is enough. Floats are converted to the dtype of the model. If the model is on the meta device, tensors are only
+    compared. Raises UsageError with a list of the mismatches. The message begins with `label`.
     """
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     skipped_names = select(f"{_KEY}.fresh", fresh, list(state)) if fresh else set()

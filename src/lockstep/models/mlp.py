@@ -1,7 +1,8 @@
 """A multilayer perceptron for the rows of a table, or for any samples of a fixed shape.
 
-Regression targets, such as prices or lengths in meters, can have any scale. Therefore, the layers predict standardized
-targets, which the model converts to the original units, using the mean and standard deviation of the training split.
+Regression targets, such as prices or lengths in meters, can have any scale. Therefore, the linear layers predict
+standardized targets, which the model converts to the original units with the mean and standard deviation of the
+training split.
 """
 
 import math
@@ -23,7 +24,7 @@ def mlp(
     width: int = 64,
     depth: int = 2,
 ) -> nn.Module:
-    """Return an MLP with `depth` hidden layers and ReLU, from [n, *shape] to [n, num_classes] or [n, outputs].
+    """Return an MLP with `depth` hidden ReLU layers, which maps [n, *shape] to [n, num_classes] or [n, outputs].
 
     `target_scale` contains the mean and standard deviation of each output. If it is None, outputs aren't rescaled.
     Raises UsageError if neither `num_classes` nor `outputs` is set.

@@ -12,7 +12,7 @@ _LENGTH: Final = 40  # number of values in a signal
 
 
 def mnist1d_logistic(num_classes: int = 10) -> nn.Module:
-    """Return a logistic regression from signals of shape [n, 40] to logits of shape [n, num_classes]."""
+    """Return a logistic regression that maps signals of shape [n, 40] to logits of shape [n, num_classes]."""
     return nn.Linear(_LENGTH, num_classes)
 
 

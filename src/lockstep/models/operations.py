@@ -55,10 +55,10 @@ def find_nondeterministic_calls(
 ) -> list[NondeterministicCall]:
     """Return the operations of a step on `inputs` that have no deterministic kernel on CUDA.
 
-    The result has no duplicates and is in order of occurrence. If `training` is True, a forward and a backward pass in
+    The operations are listed once, in order of occurrence. If `training` is True, a forward and a backward pass in
     training mode are checked. Otherwise, only a forward pass in evaluation mode is checked. `build` returns the model,
-    whose weights may have any values. A GPU isn't required and isn't used. If the model raises an error, returns an
-    empty list, because the first step of the run reports the same error.
+    whose weights may have any values. No GPU is required or used. If the model raises an error, returns an empty list,
+    because the first step of the run reports the same error.
     """
     for record in (_record_on_fake_cuda, _record_on_cpu):
         try:
@@ -88,7 +88,7 @@ def _record_on_cpu(
 @contextmanager
 def _use_fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield a function that converts a tensor to a fake CUDA tensor."""
-    starts_cuda: Any = fake_tensor.init_gpu_context
+    original_init: Any = fake_tensor.init_gpu_context
     # Don't initialize CUDA, because this process may only start the ranks, and would keep GPU memory allocated. Only
     # torch's backward engine needs CUDA, and `_run_backward` replaces it.
     fake_tensor.init_gpu_context = cache(lambda device: None)
@@ -96,14 +96,14 @@ def _use_fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             yield lambda tensor: torch.empty_like(tensor, device="cuda")
     finally:
-        fake_tensor.init_gpu_context = starts_cuda
+        fake_tensor.init_gpu_context = original_init
 
 
 @contextmanager
 def _warn_nondeterministic() -> Iterator[None]:
     """Select the same kernels as a run (device/precision.py), but let torch warn about nondeterministic operations.
 
-    With an error instead of a warning, only the first of these operations would be found. The global settings are
+    If torch raised an error instead, only the first of these operations would be found. The global settings are
     restored when the `with` block exits.
     """
     was_deterministic, was_warn_only = (
@@ -140,7 +140,7 @@ def _find_rnn_dropouts(model: nn.Module) -> Iterator[NondeterministicCall]:
 
 @final
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that records operations without a deterministic kernel, and the module that called each one."""
+    """A context manager that records operations without a deterministic kernel, with the module that called them."""
 
     def __init__(self, model: nn.Module, cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -195,7 +195,7 @@ def _run_backward(loss: Tensor, recorder: _Recorder) -> None:
     """Run the backward pass from `loss` node by node, in reverse order of creation.
 
     torch's backward engine can't be used, because it queries the driver for the device of a fake tensor, which may not
-    exist. Like this engine, the function reduces each gradient to the shape and dtype of its tensor.
+    exist. As in torch's engine, each gradient is reduced to the shape and dtype of its tensor.
     """
     if loss.grad_fn is None:
         return

@@ -18,8 +18,8 @@ _NETWORK_PACKAGES: Final = ("huggingface_hub", "httpx", "requests", "urllib", "u
 def lock_download(name: str) -> Iterator[None]:
     """Hold a lock in the `with` block, so that only one process per node downloads pretrained weights at a time.
 
-    The other processes then find the weights in the cache. The lock file isn't in the home folder, which may be on a
-    shared file system without locks. Raises UsageError if a download or a file access fails in the block.
+    The other processes then find the weights in the cache. The lock file isn't stored in the home folder, because it
+    may be on a shared file system without locks. Raises UsageError if a download or a file access fails in the block.
     """
     try:
         with lock_file(private_folder() / "pretrained.lock"):

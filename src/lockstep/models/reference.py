@@ -1,8 +1,8 @@
-"""Adds a frozen reference to a language model, for tasks that compare the two.
+"""Adds a frozen reference model to a language model, for tasks that compare the two.
 
-The reference is the model as it is when training starts. If only adapters are trained, this is the model with its
-adapters disabled, which needs no memory. Otherwise, it is a frozen copy, which is part of the model, so engines shard
-it and checkpoints contain it.
+The reference is the model at the start of training. If only adapters are trained, it is the model with its adapters
+disabled, which needs no additional memory. Otherwise, it is a frozen copy that is a submodule of the model, so engines
+shard it and checkpoints contain it.
 """
 
 import copy
@@ -19,15 +19,15 @@ from lockstep.models.freezing import keep_in_evaluation
 from lockstep.tasks.batches import get_predictions
 from lockstep.tasks.dpo import POLICY, REFERENCE, answer_log_probs
 
-PREFIX: Final = f"{REFERENCE}."  # of the tensors of a frozen copy
+PREFIX: Final = f"{REFERENCE}."  # prefix of the tensor names of a frozen copy
 
 
 def add_reference(model: nn.Module, *, adapters_only: bool) -> None:
-    """Add a reference to a model, and replace its forward by a forward of both.
+    """Add a reference to a model, and replace the model's forward method with one that runs both.
 
-    The new forward takes `input_ids` and `answers` of shape [n, 2, t], and returns the log-probabilities of the answers
-    as Dpo expects them. If it is called without `answers`, it returns the outputs of the model. The names of the
-    model's parameters don't change. If `adapters_only` is set, all other parameters must be frozen.
+    The new method takes `input_ids` and `answers` of shape [n, 2, t], and returns the log-probabilities of the answers
+    in the format of the Dpo task. If it is called without `answers`, it returns the outputs of the model. The parameter
+    names of the model don't change. Set `adapters_only` if all parameters except for those of the adapters are frozen.
     """
     if not adapters_only:
         if REFERENCE in dict(model.named_children()):
@@ -42,7 +42,7 @@ def add_reference(model: nn.Module, *, adapters_only: bool) -> None:
 
 
 def remove_reference(model: nn.Module) -> None:
-    """Remove the reference of a model, and restore its forward. Without a reference, this is a no-op."""
+    """Remove the reference of a model, and restore its forward method. This is a no-op without a reference."""
     forward = vars(model).get("forward")
     if isinstance(forward, partial) and forward.func is _compare:
         del model.forward
@@ -69,7 +69,7 @@ def _compare(model: nn.Module, adapters_only: bool, input_ids: Tensor, answers: 
 
 @contextmanager
 def _as_reference(model: nn.Module) -> Iterator[None]:
-    """Disable adapters and dropout."""
+    """Disable adapters and dropout in the `with` block."""
     training = [module for module in model.modules() if module.training]
     _set_adapters(model, enabled=False)
     for module in training:
@@ -86,5 +86,5 @@ def _set_adapters(model: nn.Module, *, enabled: bool) -> None:
     for name in [path for path, _ in model.named_modules()]:
         if name.endswith(".lora_A"):
             layer: Any = model.get_submodule(name.removesuffix(".lora_A"))
-            # The method enable_adapters would also change requires_grad.
+            # Don't call enable_adapters, because it would also change requires_grad.
             layer._disable_adapters = not enabled

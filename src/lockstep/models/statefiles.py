@@ -22,7 +22,7 @@ _SAFETENSORS: Final = ".safetensors"
 _TORCH: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
 _FILES: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
 _INDEX: Final = "model.safetensors.index.json"
-_MAX_INDEX_BYTES: Final = 1 << 26  # bytes
+_MAX_INDEX_BYTES: Final = 1 << 26  # maximum size of the index
 # Keys under which training scripts commonly save the state_dict of the model.
 _STATE_KEYS: Final = ("state_dict", "model_state_dict", "model_state", "model", "module")
 _WRAPPERS: Final = ("module.", "_orig_mod.")  # name prefixes that DistributedDataParallel and torch.compile add
@@ -54,7 +54,7 @@ def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict
     """Return the tensors whose names begin with `prefix`, with the prefix removed.
 
     If `prefix` is empty, removes the prefixes `module.` and `_orig_mod.`, which wrappers add to all names. Raises
-    UsageError if no name begins with `prefix`. `label` is the prefix of the error message.
+    UsageError if no name begins with `prefix`. The message begins with `label`.
     """
     if prefix:
         renamed = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -94,14 +94,14 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         locations = {str(name): str(file) for name, file in files.items()}
     for file in set(locations.values()):
         if Path(file).name != file or not file.endswith(_SAFETENSORS):
-            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFETENSORS} files in the same folder")
-    parts = {file: read_tensors(folder / file) for file in sorted(set(locations.values()))}
-    missing = [name for name, file in locations.items() if name not in parts[file]]
+            raise UsageError(f"{index}: lists {file!r}; all shards must be {_SAFETENSORS} files in the same folder")
+    shards = {file: read_tensors(folder / file) for file in sorted(set(locations.values()))}
+    missing = [name for name, file in locations.items() if name not in shards[file]]
     if missing:
         raise UsageError(
             f"{index}: tensors missing in the listed files: {list_some(missing)}; download the files again"
         )
-    return {name: parts[file][name] for name, file in locations.items()}
+    return {name: shards[file][name] for name, file in locations.items()}
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state_dict in the content of a file, which is the content itself or one of its entries."""
+    """Return the state_dict in a file: either the content of the file itself, or one of its entries."""
     entries = [content.get(name) for name in _STATE_KEYS] if isinstance(content, dict) else []
     for candidate in (content, *entries):
         if isinstance(candidate, dict) and candidate and all(isinstance(value, Tensor) for value in candidate.values()):

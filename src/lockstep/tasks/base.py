@@ -21,14 +21,14 @@ class MicroBatch:
     """A slice of the global batch, which a rank computes as a unit. It has the same shape on every rank.
 
     - `index`: The index of the micro-batch in the step.
-    - `samples`: The number of samples, which are along dim 0 of each tensor in `batch`.
+    - `num_samples`: The number of samples, which are along dim 0 of each tensor in `batch`.
     - `weight`: The weight of the micro-batch in the loss of the step, or the sum of its weights if there are several
       losses.
-    - `dummy`: Whether the results aren't added to the step, because another rank computes this micro-batch too. This
-      rank only computes it to participate in collectives or for an audit.
-    - `note`: If set, this function is called with the loss, the BatchNorm statistics, and each gradient before it is
-      added to the gradient of the step.
-    - `weights`: The weight of the micro-batch in each loss by name, if there are several losses.
+    - `is_dummy`: Whether this rank computes the micro-batch only to participate in collectives or for an audit. The
+      results aren't added to the step, because another rank computes this micro-batch too.
+    - `record_tensor`: If set, called with the loss, the BatchNorm statistics, and each gradient before it is added to
+      the gradient of the step.
+    - `weights`: If there are several losses, the weight of the micro-batch in each loss by name.
     """
 
     index: int
@@ -71,7 +71,7 @@ class Task(Protocol):
 
     @property
     def fractions(self) -> Collection[str]:
-        """The names of metrics that are fractions between 0 and 1, which are displayed as percentages."""
+        """The names of the metrics that are fractions between 0 and 1. They are displayed as percentages."""
 
     @property
     def monitor(self) -> Monitor:
@@ -94,7 +94,7 @@ class Task(Protocol):
         """
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return tensors of any shape that are summed over batches, such as the number of correct predictions.
+        """Return tensors of any shape to sum over batches, by name, such as the number of correct predictions.
 
         Integers are summed exactly, as int64. All other values are summed as float64.
         """
@@ -129,7 +129,7 @@ class ChunkableTask(Task, Protocol):
         """See Task. Such a task has a single loss."""
 
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
-        """Split each sequence of a batch into `chunks` equal chunks, and return chunk `number` as a batch of this task.
+        """Split each sequence into `num_chunks` equal chunks, and return the chunks at `index` as a batch of this task.
 
         The first input of the chunk is a tensor of shape [n, positions]. The losses and weights of all chunks add up to
         the loss and the weight of the batch. Raises UsageError if the batch can't be split.
@@ -156,7 +156,7 @@ class Problem:
         """The task. Raises UsageError in a custom training loop."""
         if self.optional_task is None:
             raise UsageError(
-                f"{self.name}: this strategy requires a task, which a custom loop does not have; use a different "
+                f"{self.name}: this strategy requires a task, which a custom loop does not have; use another "
                 f"strategy, or a recipe"
             )
         return self.optional_task

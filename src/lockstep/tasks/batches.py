@@ -1,4 +1,4 @@
-"""Finds the targets in a batch, and the predictions in the outputs of a model."""
+"""Extracts the targets from a batch, and the predictions from the outputs of a model."""
 
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple

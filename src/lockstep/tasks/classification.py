@@ -31,8 +31,8 @@ class Classification:
     - Class indices, int64 of shape [n]. Samples with the target SKIPPED are ignored.
     - Weights for a mixture of classes, floats of shape [n, classes]. Samples with a row of zeros are ignored.
 
-    `classes` contains the class names. If `own_loss` is None, the loss is cross entropy, and the loss of each sample is
-    multiplied by the weight of its class in `class_weights`.
+    `classes` contains the class names. If `custom_loss` is None, the loss is cross entropy, and the loss of each sample
+    is multiplied by the weight of its class in `class_weights`.
     """
 
     own_loss: Loss | None = None
@@ -113,8 +113,8 @@ class Classification:
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """Return the mean loss and the top-k accuracies over the samples that aren't ignored."""
         counted = max(int(sums["counted"]), 1)
-        shares = {f"top{k}": int(sums[f"correct{k}"]) / counted for k in self.topk}
-        return {"loss": float(sums["loss"]) / counted, **shares}
+        accuracies = {f"top{k}": int(sums[f"correct{k}"]) / counted for k in self.topk}
+        return {"loss": float(sums["loss"]) / counted, **accuracies}
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the confusion matrix as `confusion`: int64 of shape [classes (target), classes (prediction)]."""
@@ -123,12 +123,12 @@ class Classification:
         return {"confusion": compute_confusion(truth, scores.argmax(1), scores.shape[1], counted)}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return the confusion matrix, and the accuracy of each class or None if the class has no samples."""
+        """Return the confusion matrix, and the accuracy of each class, which is None for classes without samples."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
         pairs = zip(matrix.diag().tolist(), matrix.sum(1).tolist(), strict=True)
-        shares = [correct / total if total else None for correct, total in pairs]
-        return {"accuracy": dict(zip(names, shares, strict=True)), "confusion": matrix.tolist()}
+        accuracies = [correct / total if total else None for correct, total in pairs]
+        return {"accuracy": dict(zip(names, accuracies, strict=True)), "confusion": matrix.tolist()}
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
@@ -139,7 +139,7 @@ class Classification:
             check_loss(self.own_loss, len(self.classes), targets)
 
     def _get_device_weights(self, outputs: Tensor) -> Tensor | None:
-        """Return the class weights on the device of `outputs`. The copy is cached."""
+        """Return the class weights on the device of `outputs`. The tensor is cached."""
         if not self.class_weights:
             return None
         dtype = torch.promote_types(outputs.dtype, torch.float32)
@@ -151,16 +151,16 @@ class Classification:
 
 
 def compute_confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Tensor:
-    """Return the confusion matrix: int64 of shape [classes, classes], with rows for targets, columns for predictions.
+    """Return the confusion matrix, int64 of shape [num_classes (target), num_classes (prediction)].
 
-    Items that aren't `counted` are added to an extra cell, which is dropped at the end. This avoids boolean indexing
-    and torch.bincount, which would synchronize with the device.
+    Items outside the mask `is_counted` are added to an extra cell, which is dropped at the end. This avoids boolean
+    indexing and torch.bincount, which would synchronize with the device.
     """
     size = classes**2 + 1
     cells = torch.where(counted, truth * classes + guess, size - 1).flatten()
-    # Count into several copies of the matrix, and sum the copies at the end. A single matrix would be slow, because
-    # CUDA's deterministic scatter_add_ uses one warp per cell, and most pixels are in few cells. The number of copies
-    # is limited, so that their total number of cells is about the number of predictions.
+    # Count in several copies of the matrix, and sum the copies at the end. A single matrix would be slow, because
+    # CUDA's deterministic scatter_add_ uses one warp per cell, and most pixels are in few cells. Limit the number of
+    # copies, so that they have about as many cells as there are predictions.
     copies = min(_MAX_COPIES, 1 + len(cells) // size)
     positions = cells + size * (torch.arange(len(cells), device=cells.device) % copies)
     sums = torch.zeros(copies * size, dtype=torch.int64, device=cells.device)
@@ -169,9 +169,9 @@ def compute_confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tenso
 
 
 def target_classes(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the class of each sample, int64 of shape [n], and whether the sample counts, bool of shape [n].
+    """Return the class of each sample, int64 of shape [n], and a mask of samples to count, bool of shape [n].
 
-    For a mixture of classes, returns the class with the largest weight.
+    The class of a mixture is the class with the largest weight.
     """
     if targets.is_floating_point():
         return targets.argmax(dim=1), targets.sum(dim=1) > 0
@@ -179,7 +179,7 @@ def target_classes(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compute_skip_mask(batch: Batch) -> Tensor:
-    """Return a mask of skipped samples, bool of shape [n], which is all False if targets aren't class indices."""
+    """Return a mask of skipped samples, bool of shape [n]. It is all False if the targets aren't class indices."""
     targets = get_targets(batch)
     is_class_index = targets.ndim == 1 and not targets.is_floating_point()
     return targets == SKIPPED if is_class_index else torch.zeros(len(targets), dtype=torch.bool)
@@ -207,15 +207,15 @@ def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
 def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: int) -> None:
     """Raise UsageError if a target isn't valid for Classification.
 
-    `samples` contains the sample indices, and `label` is the name of the dataset, which are both used in the error.
+    The message contains `label`, the name of the dataset, and the index of the sample from `sample_indices`.
     """
     floating = targets.is_floating_point()
     if targets.shape[1:] != ((classes,) if floating else ()):
         problem = f"target has shape {list(targets.shape[1:])} and {targets.dtype}"
         raise UsageError(f"{label} sample {samples[0]}: {problem}; {_describe_valid_targets(classes)}")
     if floating:
-        is_no_mixture = ((targets.sum(1) - 1).abs() > _TOLERANCE) & (targets != 0).any(1)
-        invalid = (targets < 0).any(1) | ~targets.isfinite().all(1) | is_no_mixture
+        has_wrong_sum = ((targets.sum(1) - 1).abs() > _TOLERANCE) & (targets != 0).any(1)
+        invalid = (targets < 0).any(1) | ~targets.isfinite().all(1) | has_wrong_sum
     else:
         invalid = ((targets < 0) | (targets >= classes)) & (targets != SKIPPED)
     if invalid.any():
@@ -225,7 +225,7 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
 
 
 def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> None:
-    """Raise UsageError if the outputs of the model `name` aren't floats of shape [samples, classes]."""
+    """Raise UsageError if the outputs of the model `name` aren't floats of shape [num_samples, num_classes]."""
     if outputs.shape != (samples, classes):
         raise UsageError(
             f"model {name}: expected outputs of shape {(samples, classes)} for {samples} samples and {classes} "

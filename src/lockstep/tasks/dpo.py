@@ -1,4 +1,4 @@
-"""Direct preference optimization: learning from pairs of a chosen and a rejected answer.
+"""Direct preference optimization (DPO), which learns from pairs of a chosen and a rejected answer.
 
 Rafailov et al. 2023, "Direct preference optimization: Your language model is secretly a reward model", equation 7.
 """
@@ -18,7 +18,7 @@ from lockstep.tasks.base import LOSS, Figures, Monitor, Report
 from lockstep.tasks.language import LABELS
 
 IDS: Final = "input_ids"
-ANSWERS: Final = "answers"  # the name of the labels among the inputs of the model
+ANSWERS: Final = "answers"  # name of the labels in the model inputs
 POLICY: Final = "policy"
 REFERENCE: Final = "reference"
 _IGNORED: Final = -100
@@ -29,7 +29,7 @@ Beta = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 @final
 @dataclass(frozen=True)
 class Dpo:
-    """A task whose outputs are the log-probabilities of both answers of a pair, by the model and by its reference.
+    """A task whose outputs are the log-probabilities of both answers in a pair, under the model and its reference.
 
     A batch has `input_ids` and `labels` of shape [n, 2, t], with the chosen answer first. Labels are -100 for tokens
     that aren't part of the answer. The model returns a mapping with `policy` and `reference`, both of shape [n, 2].
@@ -62,13 +62,13 @@ class Dpo:
         return -F.logsigmoid(rewards[:, 0] - rewards[:, 1]).sum()
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return the number of pairs whose chosen answer has the higher reward, and the sum of the differences."""
+        """Return the number of pairs whose chosen answer has the higher reward, and the sum of the reward margins."""
         rewards = self._rewards(outputs).detach()
         margins = rewards[:, 0] - rewards[:, 1]
         return {"correct": (margins > 0).sum(), "margins": margins.double().sum()}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the fraction of pairs whose chosen answer has the higher reward, and the mean difference."""
+        """Return the fraction of pairs whose chosen answer has the higher reward, and the mean reward margin."""
         pairs = max(int(sums["samples"]), 1)
         return {"reward_accuracy": int(sums["correct"]) / pairs, "reward_margin": float(sums["margins"]) / pairs}
 
@@ -83,15 +83,15 @@ class Dpo:
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
         shape = (len(batch[IDS]), 2)
-        found = outputs if isinstance(outputs, Mapping) else {}
-        if any(name not in found or found[name].shape != shape for name in (POLICY, REFERENCE)):
+        log_probs = outputs if isinstance(outputs, Mapping) else {}
+        if any(name not in log_probs or log_probs[name].shape != shape for name in (POLICY, REFERENCE)):
             raise UsageError(
                 f"{self.model_name}: expected {POLICY} and {REFERENCE} of shape {list(shape)}; use a causal language "
                 f"model that takes token ids"
             )
 
     def _rewards(self, outputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the reward of each answer, up to a constant for each prompt. It has the shape [n, 2]."""
+        """Return the rewards of both answers, up to a constant per prompt, with shape [n, 2]."""
         return self.beta * (outputs[POLICY] - outputs[REFERENCE])
 
 
@@ -101,9 +101,9 @@ def dpo(model: str, beta: Beta = 0.1) -> Dpo:
 
 
 def answer_log_probs(logits: Tensor, answers: Tensor) -> Tensor:
-    """Return the sum of the log-probabilities of the tokens of each answer, in float32 with shape [n].
+    """Return the log-probability of each answer, summed over its tokens, in at least float32 with shape [n].
 
-    `logits` has the shape [n, t, vocabulary]. `answers` has the shape [n, t], and is -100 for tokens that don't count.
+    `logits` has shape [n, t, vocabulary]. `answers` has shape [n, t], and is -100 for tokens outside the answer.
     """
     logits, targets = logits[:, :-1], answers[:, 1:]
     if logits.dtype in (torch.float16, torch.bfloat16):

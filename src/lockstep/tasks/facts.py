@@ -1,6 +1,6 @@
 """Infers the dataset properties that tasks need: the class names and the type of the targets.
 
-The properties are stored in `DataSet.facts`, from which tasks and models read them, and are saved in checkpoints.
+The properties are stored in `DataSet.facts` for tasks and models, and are saved in checkpoints.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ def make_dataset_properties(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Return the dataset properties for `classes` and for samples of `shape`, as the model sees them.
+    """Return the properties of a dataset with these class names, and with samples of `shape` at the model's input.
 
     For images, also pass the mean and standard deviation of each channel, for values in [0, 1].
     """
@@ -40,7 +40,7 @@ def make_dataset_properties(
 def find_class_names(label: str, option: Any, train: Any) -> list[str]:
     """Return the class names of a custom training set, or an empty list if there are no classes.
 
-    The first of these sources that exists is used:
+    Uses the first of these sources that exists:
     - `option`, which is a number or a list of names
     - the attribute `classes` of `train`, which is a number or a list of names
     - the attribute `targets` of `train`, which contains class indices up to the number of classes minus one
@@ -82,8 +82,8 @@ def infer_target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
 def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence[str]) -> None:
     """Raise UsageError if the targets in a batch (inputs, targets) aren't valid classes.
 
-    `numbers` contains the sample indices, and `label` is the name of the dataset, which are both used in the error.
-    Targets with a class per pixel are checked by the task instead.
+    The message contains `label`, the name of the dataset, and the index of the sample from `sample_indices`. Targets
+    with a class per pixel are checked by the task instead.
     """
     targets = batch[1] if names and isinstance(batch, tuple) and len(batch) == 2 else None
     if isinstance(targets, Tensor) and (targets.ndim < 3 or targets.is_floating_point()):
@@ -91,7 +91,7 @@ def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence
 
 
 def find_skip_mask(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tensor] | None:
-    """Return a function that computes the mask of skipped samples, or None if the targets have no value for them."""
+    """Return a function that computes the mask of skipped samples, or None if targets can't mark skipped samples."""
     return compute_skip_mask if names and is_pair(batch) else None
 
 
@@ -103,14 +103,14 @@ def count_sample_classes(data_facts: Mapping[str, Any]) -> int | None:
 def find_scale_warnings(data_facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each target whose scale is too far from 1 for common learning rates.
 
-    The warnings don't apply to a model that scales its outputs, such as `mlp`.
+    The warnings don't apply to models that scale their outputs, such as `mlp`.
     """
     for name, (mean, std) in zip(data_facts.get("targets", ()), data_facts.get("target_scale", ()), strict=False):
         if max(abs(mean), std) > _SCALE_LIMIT or std < 1 / _SCALE_LIMIT:
             yield (
                 f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, so a model that does not scale "
-                f"its outputs learns it slowly or not at all; use recipe.model.name=mlp, which scales them, or "
-                f"subtract the mean and divide by the standard deviation"
+                f"its outputs learns it slowly or not at all; use recipe.model.name=mlp, which scales its outputs, or "
+                f"standardize the target"
             )
 
 

@@ -30,17 +30,18 @@ Facts = Mapping[str, Any]
 
 
 class TaskChoice(NamedTuple):
-    """A task, and a line of text for the user with its name and the reason for the choice."""
+    """A task, and a description with its name and the reason for the choice, which is shown to the user."""
 
     task: Task
     line: str
 
 
 def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batch) -> TaskChoice:
-    """Return the task of a recipe. `facts` are the properties of the dataset.
+    """Return the task of a recipe.
 
     - `recipe`: The recipe as plain values.
     - `model`: The name of the model for error messages.
+    - `dataset_info`: The properties of the dataset.
     - `example`: A batch of a few training samples.
 
     Raises UsageError if there is no such task, if the dataset lacks a property that the task needs, or if an option is
@@ -88,7 +89,7 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
 
 
 def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
-    """Infer the task from the data. Return the name of the task and the reason as text."""
+    """Infer the task from the data. Return the name of the task, and the reason to show to the user."""
     if "classes" in facts and facts.get("pixels"):
         return "segmentation", f": the data has {len(facts['classes'])} classes, and each pixel has one"
     if "classes" in facts:
@@ -96,7 +97,7 @@ def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
     if facts.get("rows") == "conversations":
         return "sft", ": the data has conversations"
     if facts.get("rows") == "pairs":
-        raise UsageError("recipe.task: the data has pairs of answers; set recipe.task=dpo")
+        raise UsageError("recipe.task: auto does not support preference pairs; set recipe.task=dpo")
     if "vocabulary" in facts:
         return "language", f": the data has a vocabulary of {facts['vocabulary']} tokens"
     if "outputs" in facts or _has_float_targets(example):
@@ -119,7 +120,7 @@ def _get_required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
     if fact not in facts:
         raise UsageError(
             f"recipe.task: {task} requires data with {fact}, but the dataset only has {', '.join(facts) or 'none'}; "
-            f"choose a different task, or set recipe.data.options.{fact}"
+            f"choose another task, or set recipe.data.options.{fact}"
         )
     return tuple(map(str, facts[fact]))
 
@@ -135,7 +136,10 @@ def check_task_name(name: str) -> None:
 
 
 def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
-    """Create a custom task by calling the class or function at `path` with the options and `facts` that it accepts."""
+    """Create a custom task by calling the class or function at `path` with the options.
+
+    If it has a parameter named `facts`, the dataset properties are passed too.
+    """
     factory = import_callable(path, "task", "a class")
     with UserCode(f"task {path}"):
         parameters = inspect.signature(factory).parameters
@@ -146,7 +150,7 @@ def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask
 
 
 def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
-    """Create a built-in task by calling `function` with the options, which are validated, and dataset properties."""
+    """Create a built-in task by calling `function` with the validated options and `derived_arguments`."""
     valid = [name for name in inspect.signature(function).parameters if name not in facts]
     _check_names(function.__name__, options, valid)
     try:

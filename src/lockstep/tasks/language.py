@@ -22,17 +22,17 @@ _MASK: Final = "attention_mask"  # 0 for padding tokens
 _POSITIONS: Final = "position_ids"  # 0 for the first token of each packed sequence
 
 
-# A function of logits of shape [n, vocabulary], targets of shape [n], and the target that doesn't count.
+# Takes logits of shape [n, vocabulary], targets of shape [n], and the target to ignore. Returns the sum of the losses.
 SumLosses = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def sum_cross_entropy(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
-    """Return the cross entropy summed over the targets that count, computed in at least float32."""
+    """Return the cross entropy summed over the targets that aren't `ignore`, computed in at least float32."""
     return F.cross_entropy(_widen(logits), targets, ignore_index=ignore, reduction="sum")
 
 
 class NextTokenBatch(NamedTuple):
-    """The model inputs, and a target for each output position except for the last `tail` positions."""
+    """The model inputs, and the targets. The last `tail` output positions have no target."""
 
     inputs: Inputs
     targets: Tensor
@@ -46,14 +46,14 @@ class Language:
 
     A batch is one of:
     - An integer tensor of shape [n, t + 1]: The inputs are the first t tokens, and the targets are the last t tokens.
-    - (inputs, targets), both of shape [n, t]: Target i is the token after input i.
+    - (inputs, targets), both of shape [n, t]: Target i is the token that follows input i.
     - A mapping as in transformers, with `input_ids` of shape [n, t] and optionally `attention_mask`, `position_ids` and
       `labels`. Labels are aligned with the tokens, and the task shifts them. Without labels, all tokens are targets
       except for padding and the first token of each packed sequence, which has position 0.
     - A NextTokenBatch, as returned by `chunk`.
 
-    Targets equal to `ignore` don't count. The weight of a batch is the number of targets that count. `sum_losses`
-    computes the sum of the losses. A compiled recipe replaces it (parallel/compiled.py).
+    Targets equal to `ignore` are ignored. The weight of a batch is the number of all other targets. `sum_losses`
+    computes the sum of the losses. Compiled recipes replace this function (parallel/compiled.py).
     """
 
     ignore: int = -100
@@ -75,21 +75,21 @@ class Language:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        parts = self._to_next_token_batch(batch)
-        return self.sum_losses(self._flatten_logits(outputs, parts), parts.targets.reshape(-1), self.ignore)
+        parsed = self._to_next_token_batch(batch)
+        return self.sum_losses(self._flatten_logits(outputs, parsed), parsed.targets.reshape(-1), self.ignore)
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of each target, and a mask of targets that count, both of shape [n, t].
+        """Return the loss of each target, and a mask of the targets that aren't ignored, both of shape [n, t].
 
-        The loss of a target that doesn't count is 0.
+        The loss of an ignored target is 0.
         """
-        parts = self._to_next_token_batch(batch)
-        logits = _widen(self._flatten_logits(outputs, parts))
-        losses = F.cross_entropy(logits, parts.targets.reshape(-1), ignore_index=self.ignore, reduction="none")
-        return losses.reshape(parts.targets.shape), parts.targets != self.ignore
+        parsed = self._to_next_token_batch(batch)
+        logits = _widen(self._flatten_logits(outputs, parsed))
+        losses = F.cross_entropy(logits, parsed.targets.reshape(-1), ignore_index=self.ignore, reduction="none")
+        return losses.reshape(parsed.targets.shape), parsed.targets != self.ignore
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return an empty dict, because the perplexity only depends on the loss and the weight."""
+        """Return an empty dict, because the perplexity depends only on the loss and the weight."""
         return {}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
@@ -128,7 +128,7 @@ class Language:
             )
 
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
-        """See CutsSequences. The target at the last position of a chunk is the first token of the next chunk."""
+        """See ChunkableTask. The target at the last position of a chunk is the first token of the next chunk."""
         inputs, targets, tail = self._to_next_token_batch(batch)
         [*names], [*values] = (inputs.keys(), inputs.values()) if isinstance(inputs, Mapping) else ((), inputs)
         if len(values) != 1 or names not in ([], [_IDS]):
@@ -137,9 +137,9 @@ class Language:
                 f"{', '.join(names) or f'{len(values)} inputs'}; use sequences of the same length without padding or "
                 f"{_POSITIONS}, or remove the key"
             )
-        part = _get_chunk_slice(values[0].shape[1], number, chunks)
-        targets = F.pad(targets, (0, tail), value=self.ignore)[:, part]
-        ids = values[0][:, part]
+        positions = _get_chunk_slice(values[0].shape[1], number, chunks)
+        targets = F.pad(targets, (0, tail), value=self.ignore)[:, positions]
+        ids = values[0][:, positions]
         return NextTokenBatch({_IDS: ids} if names else (ids,), targets, 0)
 
     def _flatten_logits(self, outputs: Any, parts: NextTokenBatch) -> Tensor:
@@ -197,7 +197,7 @@ def _widen(logits: Tensor) -> Tensor:
 
 
 def _get_chunk_slice(length: int, number: int, chunks: int) -> slice:
-    """Return the slice of positions of chunk `number` in a sequence.
+    """Return the slice of the positions in the chunk at `index` of a sequence.
 
     Raises UsageError if the chunks would have different lengths, or a length of 1, for which Lockstep can't check that
     the model is causal.
@@ -206,7 +206,7 @@ def _get_chunk_slice(length: int, number: int, chunks: int) -> slice:
         valid_counts = ", ".join(str(count) for count in divisors(length) if count < length or length == 1)
         raise UsageError(
             f"recipe.model.sequence_chunks: sequences of {length} tokens cannot be split into {chunks} equal chunks of "
-            f"at least 2; use {valid_counts}, or sequences of a different length"
+            f"at least 2; use {valid_counts}, or sequences of another length"
         )
     size = length // chunks
     return slice(number * size, (number + 1) * size)

@@ -2,7 +2,7 @@
 
 A custom task is wrapped in a Task, which adds defaults for missing methods, and reports errors with the line in the
 user's code. Custom metrics can be added to any task. A recipe lists them by import path. A custom metric is a function
-of outputs and batch that returns sums. The reported value is the total sum divided by the total weight.
+of outputs and batch that returns sums by name. The reported value is the total sum divided by the total weight.
 """
 
 import json
@@ -131,7 +131,10 @@ class OwnTask:
         return dict(self._call_for_mapping("report", sums))
 
     def _to_weight(self, weight: Any, of_loss: str) -> int:
-        """Return the weight of a batch as an integer. If there are several losses, `of_loss` is used in the error."""
+        """Validate the weight of a batch, and return it as an integer.
+
+        If there are several losses, `loss_suffix` names the loss in the error message.
+        """
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_floating_point():
             weight = int(weight)
         if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
@@ -142,7 +145,11 @@ class OwnTask:
         return weight
 
     def _check_loss(self, loss: Any, of_loss: str, learns: bool) -> Tensor:
-        """Return the loss. Raises UsageError if it isn't a 0-dim float or, if `learns` is set, requires no gradient."""
+        """Validate and return the loss.
+
+        Raises UsageError if it isn't a 0-dim float tensor, or if `needs_gradient` is True and it doesn't require a
+        gradient.
+        """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             description = (
                 f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -159,7 +166,7 @@ class OwnTask:
         return loss
 
     def check(self, outputs: Any, batch: Batch) -> None:
-        """See Task. Raises UsageError if the task fails for a batch, or if its loss is a mean.
+        """See Task. Also raises UsageError if the task fails for the batch, or if its loss is a mean.
 
         If `outputs` are on the meta device, the task is tested with arbitrary values instead.
         """
@@ -189,11 +196,11 @@ class OwnTask:
         if self.monitor.name not in (*figures, LOSS.name):
             raise UsageError(
                 f"{self._name}: monitor is {self.monitor.name}, but figures returned {', '.join(figures) or 'none'}; "
-                f"set monitor to one of the figures, or to loss"
+                f"set monitor to one of these metrics, or to loss"
             )
 
     def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
-        """Raise UsageError if the loss is a mean, so that two identical samples have the same loss as one sample."""
+        """Raise UsageError if the loss is a mean, that is, if two identical samples have the same loss as one."""
 
         def select(rows: list[int], values: Any) -> Any:
             return map_tensors(
@@ -258,17 +265,17 @@ class OwnTask:
 
 
 def add_metrics(task: Task, paths: Sequence[str]) -> Task:
-    """Return a task that also reports the metrics at `paths`. Raises UsageError if an import path isn't a function."""
+    """Return a task that also reports the metrics at the import paths. Raises UsageError if one isn't a function."""
     return OwnTask("task", task, find_metrics(paths)) if paths else task
 
 
 def find_metrics(paths: Sequence[str]) -> dict[str, Metric]:
-    """Import the metrics at `paths`. Raises UsageError if an import path isn't a function."""
+    """Import the metrics at the import paths. Raises UsageError if one isn't a function."""
     return {path: import_callable(path, "metric", f"a function ({_CONTRACT})") for path in paths}
 
 
 def compute_metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-    """Return the sums of all metrics. Names are prefixed with the import path, as in `my.metrics:absolute/error`."""
+    """Return the sums of all metrics by name, with the import path as prefix, as in `my.metrics:absolute/error`."""
     return {
         f"{path}/{name}": value
         for path, metric in metrics.items()
@@ -277,7 +284,7 @@ def compute_metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[st
 
 
 def compute_metric_values(metrics: Metrics, sums: Mapping[str, Tensor], task_metrics: Figures) -> Figures:
-    """Return each sum divided by the total weight, or by the number of samples if the task has several losses.
+    """Divide each sum by the total weight, or by the number of samples if the task has several losses.
 
     `task_metrics` contains the metrics of the task itself. Raises UsageError if two metrics have the same name.
     """
@@ -288,13 +295,13 @@ def compute_metric_values(metrics: Metrics, sums: Mapping[str, Tensor], task_met
         if path not in metrics:
             continue
         if name in task_metrics or name in metric_values or name == "loss":
-            raise UsageError(f"metric {path}: a figure {name} already exists; choose a different name ({_CONTRACT})")
+            raise UsageError(f"metric {path}: a metric {name} already exists; choose another name ({_CONTRACT})")
         metric_values[name] = float(value) / weight
     return metric_values
 
 
 def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
-    """Raise UsageError if the values of a metric for two samples don't add up to its value for a batch of both.
+    """Raise UsageError if the values of a metric for two samples don't add up to its value for a batch of both samples.
 
     If a metric were a mean, the weight of a sample would depend on the batch size. If `outputs` are on the meta device,
     metrics are tested with arbitrary values instead. A batch with fewer than two samples isn't checked.
@@ -322,7 +329,7 @@ def _call_metric(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[
         result = metric(outputs, batch)
         if not isinstance(result, Mapping):
             raise UsageError(f"metric {path}: returned {type(result).__name__}; return a mapping of names to sums")
-        # Detach the sums, because metrics need no gradients.
+        # Metrics need no gradients.
         sums = {str(name): torch.as_tensor(value).detach() for name, value in result.items()}
     if (reserved_name := first_reserved(sums, RESERVED_IN_TRAINING)) is not None:
         raise UsageError(
@@ -341,8 +348,8 @@ def _call_metric(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[
 def _copy_with_values(tensor: Tensor) -> Tensor:
     """Return a detached copy of a tensor.
 
-    If the tensor is on the meta device, the copy has arbitrary values: distinct floats from 0.1 to 0.9, or zeros if the
-    dtype isn't a float.
+    If the tensor is on the meta device, the copy is on the CPU and has arbitrary values: distinct floats from 0.1 to
+    0.9, or zeros if the dtype isn't floating-point.
     """
     if tensor.device.type != "meta":
         return tensor.detach().clone()

@@ -29,9 +29,9 @@ def find_own_loss(path: str) -> Loss:
 
 
 def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
-    """Return the sum of the value `loss` that a loss function returned for `outputs`.
+    """Return the sum of the loss that a loss function returned for `outputs`.
 
-    Raises UsageError unless the value is a float tensor that contains a sum or a value for each sample, and requires a
+    Raises UsageError unless the loss is a float tensor with a single sum or a value for each sample, and requires a
     gradient if the outputs do.
     """
     samples = len(outputs)
@@ -72,5 +72,5 @@ def check_is_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
 
 
 def is_mean(single: Tensor, pair: Tensor) -> bool:
-    """Return whether a loss is a mean, because two identical samples have the same loss as a single sample."""
+    """Return whether a loss is a mean, that is, whether two identical samples have the same loss as one sample."""
     return bool(single != 0 and torch.isclose(pair, single))

@@ -25,9 +25,9 @@ LOSSES: Final = ("mse", "mae", "huber")
 class Regression:
     """A task whose targets are floats of shape [n] or [n, ...].
 
-    Outputs have the same shape as the targets, but a last dim of size 1 may be missing in either of them. The loss of a
-    sample is the mean over its numbers, as in torch. `delta` is the parameter of the Huber loss. The weight of a batch
-    is its number of samples.
+    Outputs have the same shape as the targets, except that either may lack a last dim of size 1. The loss of a sample
+    is the mean over its values, as in torch. `delta` is the parameter of the Huber loss. The weight of a batch is its
+    number of samples.
     """
 
     loss_name: str = "mse"
@@ -52,10 +52,10 @@ class Regression:
         prediction, targets = match_shapes(self.model_name, outputs, batch)
         if self.own_loss is not None:
             return sum_loss(self.own_loss(prediction, targets), prediction)
-        numbers = max(targets.numel() // max(len(targets), 1), 1)  # numbers per sample
+        values_per_sample = max(targets.numel() // max(len(targets), 1), 1)
         losses: dict[str, Callable[..., Tensor]]
         losses = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": partial(F.huber_loss, delta=self.delta)}
-        return losses[self.loss_name](prediction, targets, reduction="sum") / numbers
+        return losses[self.loss_name](prediction, targets, reduction="sum") / values_per_sample
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return float64 sums of the errors, the targets and their squares for each output, and the sample count."""
@@ -102,7 +102,7 @@ class Regression:
         targets = get_targets(batch)
         if not targets.is_floating_point():
             raise UsageError(
-                f"targets: expected floats, got {targets.dtype}; convert the targets, or choose a different recipe.task"
+                f"targets: expected floats, got {targets.dtype}; convert the targets, or choose another recipe.task"
             )
         if not targets.isfinite().all():
             raise UsageError("targets: a value is not finite; remove such samples from the data")
@@ -124,7 +124,7 @@ def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
 def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
     """Return predictions and targets with the same shape and dtype, which is at least float32.
 
-    If `columns` is set, both have at least two dims. Raises UsageError if the shapes don't match.
+    If `at_least_2d` is True, both have at least two dims. Raises UsageError if the shapes don't match.
     """
     prediction, targets = get_predictions(outputs, model), get_targets(batch)
     if prediction.ndim == targets.ndim + 1 and prediction.shape[-1] == 1:
@@ -149,7 +149,7 @@ def _to_columns(sums: Mapping[str, Tensor]) -> list[list[float]]:
 
 
 def _compute_r2(squared: float, total: float, total_squared: float, counted: float) -> float:
-    """Return the coefficient of determination. If all targets are equal, it is 1 without errors, and 0 otherwise."""
+    """Return the coefficient of determination. If all targets are equal, this is 1 without errors, and 0 otherwise."""
     spread = total_squared - total * total / max(counted, 1.0)
     if spread <= 0:
         return float(squared == 0)

@@ -56,7 +56,7 @@ class Segmentation:
         return {"confusion": compute_confusion(targets, scores.argmax(1), scores.shape[1], targets != SKIPPED)}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the intersection over union, averaged over the classes that occur, and the pixel accuracy."""
+        """Return the mean intersection over union of the classes that occur, and the pixel accuracy."""
         matrix = sums["confusion"]
         overlaps = [overlap for overlap in _compute_iou(matrix) if overlap is not None]
         return {
@@ -93,7 +93,7 @@ class Segmentation:
         if len(invalid):
             raise UsageError(
                 f"targets: a pixel has the class {int(invalid[0])}; use 0 to {len(self.classes) - 1}, or {self.ignore} "
-                f"(recipe.task.ignore) for pixels that don't count"
+                f"(recipe.task.ignore) for pixels to ignore"
             )
 
     def _get_targets(self, batch: Batch) -> Tensor:
@@ -105,13 +105,13 @@ def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxili
     """Create the task from recipe options."""
     if auxiliary < 0:
         raise UsageError(
-            f"recipe.task.auxiliary: must not be negative, got {auxiliary}; use 0 to ignore the second head"
+            f"recipe.task.auxiliary: must not be negative, got {auxiliary}; use 0 to ignore the auxiliary head"
         )
     return Segmentation(classes, ignore, auxiliary, model)
 
 
 def _compute_iou(matrix: Tensor) -> list[float | None]:
-    """Return the intersection over union of each class, or None if a class is in no target and no prediction."""
+    """Return the intersection over union of each class, or None for classes in neither targets nor predictions."""
     intersections = matrix.diag()
     unions = matrix.sum(0) + matrix.sum(1) - intersections
     return [

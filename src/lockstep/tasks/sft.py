@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token prediction of the tokens that the assistant writes in a conversation."""
+"""Supervised fine-tuning (SFT): next-token prediction for the tokens of the assistant in a conversation."""
 
 import math
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ _IDS: Final = "input_ids"
 class Sft:
     """A task whose outputs are the logits of the next token at each position, with shape [n, t, vocabulary].
 
-    A batch has `input_ids` and `labels` of shape [n, t]. Labels have the same positions as the tokens, and are -100 for
-    tokens that aren't targets. If sequences contain several conversations, `position_ids` start at 0 in each
-    conversation. The weight of a batch is the number of its targets.
+    A batch has `input_ids` and `labels` of shape [n, t]. Labels are aligned with the tokens, and are -100 for tokens
+    that aren't targets. If sequences contain several conversations, a batch also has `position_ids`, which start at 0
+    in each conversation. The weight of a batch is its number of targets.
     """
 
     vocabulary: int | None = None
@@ -53,13 +53,13 @@ class Sft:
         return self._language.loss(outputs, batch)
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return the number of targets that are the most likely token."""
+        """Return the number of targets to which the model assigns the highest probability."""
         targets = batch[LABELS][:, 1:]
-        likely = get_predictions(outputs, self.model_name)[:, :-1].argmax(2)
-        return {"correct": ((likely == targets) & (targets != self._language.ignore)).sum()}
+        predictions = get_predictions(outputs, self.model_name)[:, :-1].argmax(2)
+        return {"correct": ((predictions == targets) & (targets != self._language.ignore)).sum()}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the perplexity, and the fraction of targets that are the most likely token."""
+        """Return the perplexity, and the fraction of targets to which the model assigns the highest probability."""
         weight = max(int(sums["weight"]), 1)
         loss = float(sums["loss"]) / weight
         return {

@@ -139,7 +139,7 @@ def test_files_that_are_no_images_are_a_warning(root: Path) -> None:
     assert told.startswith(
         r"dataset folder: files ignored: 10 (2 .gif, 2 .txt, 2 without a suffix, 1 .a\nb, 1 .db, 2 other); "
     )
-    assert told.endswith(" class, and end in .bmp, .jpeg, .jpg, .pgm, .png, .ppm, .tif, .tiff, .webp")
+    assert told.endswith("in a class folder, and end in .bmp, .jpeg, .jpg, .pgm, .png, .ppm, .tif, .tiff, .webp")
 
 
 @pytest.mark.parametrize("kind", _broken())

@@ -96,7 +96,7 @@ def test_a_class_that_is_a_link_to_what_it_lies_in_has_no_images(tmp_path: Path)
         (["train/a/1.jpg"], r"/val: no such folder; "),
         (["training/a/1.jpg", "valid/a/1.jpg"], r"/training contains folders and has .*; rename the splits to train"),
         (["photos/a/1.jpg", "photos/b/1.jpg"], r" contains a single folder, 'photos', but at least 2 classes"),
-        (["a/1.jpg", "b/1.jpg"], r"each class of .* has a single image, .*; add images, or set .*per_class=0$"),
+        (["a/1.jpg", "b/1.jpg"], r"each class in .* has a single image, .*; add images, or set .*per_class=0$"),
         (["train/1.jpg", "val/a/1.jpg"], r"/train contains no class folders"),
         (
             ["train/a/1.txt", "train/b/2", "val/a/1.jpg"],
@@ -197,7 +197,7 @@ def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> N
     root = _touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
     with pytest.raises(UsageError, match=r"set recipe\.data\.options\.validation_per_class=0\.1 to use a fraction"):
         scan_folder(root)
-    with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class or the validation part without"):
+    with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class or the validation split without"):
         scan_folder(root, 0.99)
     _touch(tmp_path, "val/a/1.jpg")
     with pytest.raises(UsageError, match=r"validation: not supported with the folder .*/val; remove the option$"):

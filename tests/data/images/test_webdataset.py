@@ -141,7 +141,7 @@ def test_what_is_wrong_is_named(root: Path, tmp_path: Path) -> None:
         _open(root / "absent")
     _write(root / "train-2.tar", {"a.png": _png(1)})
     with pytest.raises(
-        UsageError, match=r"train-2\.tar: a has neither a \.cls nor a \.json; correct recipe\.data\.options\.label"
+        UsageError, match=r"train-2\.tar: a has neither a \.cls nor a \.json file; correct recipe\.data\.options\.label"
     ):
         _open(root, validation=0)
     _write(root / "train-2.tar", {"a.png": _png(1), "a.cls": b"99999999999999999999"})
@@ -168,7 +168,7 @@ def test_a_damaged_picture_names_archive_and_member(tmp_path: Path) -> None:
 def test_an_archive_that_is_written_again_is_named(root: Path) -> None:
     data = _open(root)
     _write(root / "train-0.tar", _samples(1, 5))  # of the same size
-    with pytest.raises(TrainingError, match=r"train-0\.tar: changed after it was indexed: .* was written again; keep"):
+    with pytest.raises(TrainingError, match=r"train-0\.tar: changed after it was indexed: .* was written again; start"):
         data.train.fetch(np.array([0]), None)
     data.train.fetch(np.array([6]), None)
 

@@ -168,12 +168,15 @@ REFUSED: dict[str, tuple[Callable[[list[str]], Any], str]] = {
     "batched": (lambda files: plain(files).batched(2), "stage batched .*set the batch of the run"),
     "rsample": (lambda files: plain(files).rsample(0.5), "stage rsample .*select samples with order="),
     "slice": (lambda files: plain(files).slice(2), "stage islice .*select samples with order="),
-    "epoch": (lambda files: plain(files).with_epoch(2), "repeats its samples .*; remove it, and set epochs= or steps="),
+    "epoch": (
+        lambda files: plain(files).with_epoch(2),
+        "repeats its samples; remove with_epoch .* set epochs= or steps=",
+    ),
     "own stage": (lambda files: plain(files).compose(lambda samples: samples), r"<lambda> .*; use \.map, \.select"),
     "own splitter": (lambda files: plain(files, nodesplitter=lambda urls: urls), "<lambda> .*nodesplitter=None"),
     "skipped": (
         lambda files: plain(files).map(len, handler=webdataset.warn_and_continue),
-        r"stage map skips samples that fail .*\.select",
+        r"stage map skips samples that fail; .*\.select",
     ),
     "unread": (lambda files: plain(files, handler=webdataset.ignore_and_continue), "StreamingOpen skips samples"),
     "remote": (lambda files: plain("https://localhost/{0..3}.tar"), r"0\.tar and 3 more: not a local file.*cache_dir="),

@@ -141,7 +141,7 @@ def test_a_generator_that_gives_fewer_rows_is_named() -> None:
 
     opened = open_stream(datasets.IterableDataset.from_generator(fewer, gen_kwargs={"files": [0]}))
     given[0] = 2
-    with pytest.raises(DataError, match="shard 0: changed after it was indexed: row 3 isn't there"):
+    with pytest.raises(DataError, match="shard 0: changed after it was indexed: row 3 is missing"):
         opened[3]
 
 
@@ -168,7 +168,7 @@ def test_a_map_that_returns_several_samples_is_refused() -> None:
     stream = rows().map(twice, batched=True, batch_size=1, remove_columns=["x", "y"])
     with pytest.raises(UsageError, match="shard 0: row 2: the stages of the dataset return 2 samples for this row"):
         open_stream(stream)[2]
-    with pytest.raises(UsageError, match="shard 0: row 0: a stage returns several samples"):
+    with pytest.raises(UsageError, match="shard 0: row 0: a stage returned several samples"):
         open_stream(stream.filter(lambda row: True))
 
 

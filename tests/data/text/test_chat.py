@@ -134,7 +134,7 @@ EQUAL = {"prompt": "a", "chosen": "b", "rejected": "b"}
         ([LONG], "line 1: has .* tokens, more than context=128; set recipe.data.options.context="),
         ([EQUAL], "line 1: chosen and rejected are equal, so there is nothing to learn"),
         ([{**EQUAL, "chosen": [assistant("c")]}], "prompt is text, but chosen is a list of 1; use strings for both"),
-        ([*ROWS, EQUAL], "line 2: the rows before it are conversations; use a separate file"),
+        ([*ROWS, EQUAL], "line 2: .* the rows before, which are conversations; use a separate file"),
         ([], "rows.jsonl has no rows"),
     ],
 )
@@ -184,7 +184,7 @@ def test_templates_that_forget_messages_or_read_the_clock_are_refused() -> None:
 
 
 def test_pairs_are_not_packed() -> None:
-    with pytest.raises(UsageError, match="pack: pairs of answers cannot be packed"):
+    with pytest.raises(UsageError, match="pack: preference pairs cannot be packed"):
         _open(answer_pairs(2), pack=True)
 
 

@@ -46,9 +46,9 @@ def test_no_samples_keep_their_shape() -> None:
 
 
 def test_a_part_that_is_too_short_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"the training part has 4 tokens, but a window needs 5; use more"):
+    with pytest.raises(UsageError, match=r"the training split has 4 tokens, but a window needs 5; use more"):
         make_window_dataset("text", _row(4), None, 4, None, {})
-    with pytest.raises(UsageError, match=r"the validation part has 1 tokens, but a window needs 2"):
+    with pytest.raises(UsageError, match=r"the validation split has 1 tokens, but a window needs 2"):
         make_window_dataset("text", _row(5), _row(1), 4, None, {})
     data = make_window_dataset("text", _row(5), None, 4, None, {"vocabulary": 9})
     assert (len(data.train), data.validation, data.facts) == (1, None, {"vocabulary": 9, "context": 4})

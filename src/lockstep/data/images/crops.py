@@ -22,7 +22,7 @@ class Box(NamedTuple):
 
 
 def random_crop(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
-    """Return a random crop like torchvision's RandomResizedCrop (Szegedy et al. 2015, section 6).
+    """Return a random crop box as in torchvision's RandomResizedCrop (Szegedy et al. 2015, section 6).
 
     `draws` contains NUM_DRAWS random numbers in [0, 1). The area of the crop, as a fraction of the image, is uniformly
     distributed in `scale`. Its aspect ratio is log-uniform in [3/4, 4/3]. If the crop doesn't fit into the image, the
@@ -48,12 +48,12 @@ def _fit_center_box(height: int, width: int) -> Box:
 
 
 def resize_short_side(height: int, width: int, size: int) -> tuple[int, int]:
-    """Return the height and width after resizing the short side to `size`, rounded like torchvision's Resize."""
+    """Return the height and width after resizing the short side to `size`, rounded as in torchvision's Resize."""
     if height < width:
         return size, int(size * width / height)
     return int(size * height / width), size
 
 
 def center_crop(height: int, width: int, size: int) -> Box:
-    """Return the center crop of `size` x `size` pixels, rounded like torchvision's CenterCrop."""
+    """Return the box of the center crop with `size` x `size` pixels, rounded as in torchvision's CenterCrop."""
     return Box(round((height - size) / 2), round((width - size) / 2), size, size)

@@ -20,7 +20,7 @@ _BUILD_PATH: Final = re.compile(
 _PPM: Final = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # the PPM header that Pillow and `lockstep prepare` write
 _ROTATIONS: Final = (2, 3, 4, 5, 6, 7, 8)  # EXIF orientations of rotated or flipped images
 
-# Segments of JPEG files (ITU-T T.81, table B.1): each has a marker and a length, which includes the length itself.
+# The segments of a JPEG file (ITU-T T.81, table B.1) begin with a marker and a length, which counts its own two bytes.
 _JPEG_START: Final = b"\xff\xd8"
 _JPEG_SEGMENT: Final = struct.Struct(">HH")
 _JPEG_FRAME: Final = struct.Struct(">BHHB")  # bits per value, height, width, number of components
@@ -62,7 +62,7 @@ def _decode_image(content: bytearray, upright: bool) -> Tensor:
         return ppm_pixels
     operator = _find_jpeg_operator()
     if operator is not None and _is_plain_jpeg(content):
-        with suppress(RuntimeError):  # for a damaged image, report the error of Pillow if there is one
+        with suppress(RuntimeError):  # if the image is damaged, report Pillow's error instead, if there is one
             return _decode_jpeg(operator, content)
     with Image.open(BytesIO(content)) as image:
         if image.format != "JPEG":
@@ -132,8 +132,8 @@ def _is_plain_frame(body: bytearray) -> bool:
 
 
 def _find_jpeg_operator() -> Callable[..., Any] | None:
-    # torchvision returns the same bits as Pillow, but is faster. Call the operator directly, because torchvision.io
-    # warns about its future removal in each call since version 0.29. If the operator is missing, fall back to Pillow.
+    # torchvision's decoder is bit-identical to Pillow's, but faster. Call the operator directly, because torchvision.io
+    # emits a deprecation warning in each call since version 0.29. Without the operator, fall back to Pillow.
     operator: Callable[..., Any] | None = getattr(torch.ops.image, "decode_jpeg", None)
     return operator
 
@@ -145,7 +145,7 @@ def _decode_jpeg(operator: Callable[..., Any], content: bytearray) -> Tensor:
 
 def _to_tensor(image: Image.Image) -> Tensor:
     if image.mode.startswith(("I", "F")):  # Pillow would clip values above 255, so a 16-bit image would be white
-        raise ValueError(f"its values do not fit into 8 bits (Pillow mode {image.mode})")
+        raise ValueError(f"pixel values do not fit into 8 bits (Pillow mode {image.mode})")
     # Convert palette images to RGBA first, because Pillow warns about palettes with transparency.
     converted = image.convert("RGBA") if image.mode == "P" else image
     return torch.from_numpy(np.array(converted.convert("RGB"))).permute(2, 0, 1)

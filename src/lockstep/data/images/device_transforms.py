@@ -21,9 +21,9 @@ from lockstep.errors import UsageError
 from lockstep.tasks.facts import count_sample_classes
 
 _DRAWS: Final = 3  # random numbers per sample: row, column, flip
-_MIN_LOOP_SIZE: Final = 1 << 16  # values of an image from which a loop over images flips faster on a CPU
-_MIN_SPLIT_SIZE: Final = 1 << 22  # values of a batch that exceeds the cache of a CPU as float32
-_PART_SIZE: Final = 1 << 19  # values of each part of such a batch
+_MIN_LOOP_SIZE: Final = 1 << 16  # number of values per image from which a CPU flips images faster in a loop
+_MIN_SPLIT_SIZE: Final = 1 << 22  # number of values from which a float32 batch exceeds the CPU cache
+_PART_SIZE: Final = 1 << 19  # number of values in each chunk of such a batch
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class ImageTransforms:
 def make_device_transforms(recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> ImageTransforms | None:
     """Return the device transforms for a recipe and a dataset, or None if there are no transforms.
 
-    `recipe` contains the recipe as plain values, and `facts` contains the properties of the dataset. Raises UsageError
-    if the samples don't support the transforms.
+    `recipe` is the recipe as plain values, and `dataset_info` contains the dataset properties. Raises UsageError if the
+    samples don't support the transforms.
     """
     augment, mixing = recipe["data"]["augment"], recipe["mix"]
     mean, std = (recipe["data"].get(name) or facts.get(name) for name in ("mean", "std"))
@@ -155,7 +155,7 @@ def compute_crop_positions(draws: NDArray[np.float64], shape: Sequence[int], cro
 
 
 def crop_and_flip(images: Tensor, positions: Tensor, crop_padding: int, flip: bool) -> Tensor:
-    """Crop and flip images on their device. `positions` is the result of `crop_positions`."""
+    """Crop and flip images on their device. `positions` is the result of `compute_crop_positions`."""
     height, width = images.shape[2:]
     if images.device.type == "cpu" and not crop_padding and images[:1].numel() >= _MIN_LOOP_SIZE:
         return _flip_each(images, positions)
@@ -171,7 +171,10 @@ def crop_and_flip(images: Tensor, positions: Tensor, crop_padding: int, flip: bo
 
 
 def _flip_each(images: Tensor, positions: Tensor) -> Tensor:
-    """Flip each image whose position is in the second half. This is faster than gathering from a concatenation."""
+    """Return the images at `positions`. Positions from n on refer to the flipped images.
+
+    For large images on a CPU, this is faster than gathering from a concatenation.
+    """
     count = len(images)
     result = torch.empty_like(images, memory_format=torch.contiguous_format)
     for row, position in enumerate(positions.tolist()):
@@ -196,24 +199,24 @@ def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     # Use two operations that round separately. A fused multiply-add would return different bits.
     if images.device.type != "cpu" or images.numel() < _MIN_SPLIT_SIZE:
         return images.to(torch.float32).mul_(scale).add_(shift)
-    # On a CPU, apply all operations to a part of the batch before the next part, while it's in the cache.
+    # On a CPU, normalize the batch in chunks that fit in the cache.
     normalized = torch.empty_like(images, dtype=torch.float32)
     count = max(_PART_SIZE // images[0].numel(), 1)
     for start in range(0, len(images), count):
-        part = slice(start, start + count)
-        normalized[part].copy_(images[part]).mul_(scale).add_(shift)
+        chunk = slice(start, start + count)
+        normalized[chunk].copy_(images[chunk]).mul_(scale).add_(shift)
     return normalized
 
 
 def mix_samples(
     inputs: Tensor, targets: Tensor, classes: int, mixup: float, cutmix: float, probability: float, key: int
 ) -> tuple[Tensor, Tensor]:
-    """Mix each sample with its neighbor in the micro-batch. Return the inputs, and class weights of shape [n, classes].
+    """Mix each sample with its neighbor in the micro-batch. Return inputs and class weights of shape [n, num_classes].
 
     Mixup (Zhang et al. 2018) blends two samples with lambda ~ Beta(mixup, mixup). CutMix (Yun et al. 2019) pastes a box
     with a relative area of 1 - lambda, and then adjusts lambda to the actual box. If both are enabled, each of them is
     used with probability 1/2. With probability 1 - `probability`, the inputs are returned unchanged. All random numbers
-    only depend on `key`.
+    depend only on `key`.
     """
     generator = np.random.Generator(np.random.Philox(key=key))
     # Don't use F.one_hot, which synchronizes with the device to check the targets. The row of a skipped sample is zero.

@@ -1,4 +1,4 @@
-"""The dataset of handwritten digits that comes with Lockstep: 1,797 images of 8x8 pixels. Credits are in DIGITS.md."""
+"""A dataset of handwritten digits, included in Lockstep: 1,797 images of 8x8 pixels. For credits, see DIGITS.md."""
 
 from pathlib import Path
 from typing import Final

@@ -52,8 +52,8 @@ def _describe_ignored_files(ignored: Sequence[str]) -> Iterator[str]:
             remainder > 0
         )
         yield (
-            f"dataset folder: files ignored: {len(ignored):,} ({', '.join(descriptions)}); images must be in the "
-            f"folder of a class, and end in {', '.join(IMAGE_SUFFIXES)}"
+            f"dataset folder: files ignored: {len(ignored):,} ({', '.join(descriptions)}); images must be in a class "
+            f"folder, and end in {', '.join(IMAGE_SUFFIXES)}"
         )
 
 

@@ -29,7 +29,7 @@ class ImageSource(Protocol):
     targets: Tensor  # class indices, int64 of shape [n]
 
     def name(self, index: int) -> str:
-        """Return the name of an image in errors, such as its path."""
+        """Return the name of an image for error messages, such as its path."""
 
     def read_bytes(self, index: int) -> bytearray:
         """Return the encoded image. Raises TrainingError if it can't be read."""
@@ -39,15 +39,15 @@ class ImageSource(Protocol):
 class CropSettings:
     """The settings for cropping images.
 
-    If `scale` is None, center crops are used. Otherwise, random crops are used, and `scale` is the range of their area
-    as a fraction of the image.
+    If `scale` is None, images are center-cropped. Otherwise, they are cropped at random, and `scale` is the range of
+    the crop area as a fraction of the image.
     """
 
     size: int  # side length of the crop in pixels
     resize: int  # length of the short side in pixels before a center crop
     scale: tuple[float, float] | None
     exif: bool = True  # whether to apply the EXIF orientation
-    skip_damaged: bool = False  # whether images that can't be decoded are zeros with the target SKIPPED
+    skip_damaged: bool = False  # whether to return zeros with the target SKIPPED for images that can't be decoded
 
 
 def make_image_dataset(
@@ -87,7 +87,7 @@ def to_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
 
 @final
 class ImageSplit:
-    """A split whose batches contain cropped images, uint8 of shape [n, 3, size, size], and their classes."""
+    """A split of cropped images, uint8 of shape [n, 3, size, size], and their classes, int64 of shape [n]."""
 
     in_memory: bool = False
 
@@ -99,7 +99,7 @@ class ImageSplit:
         return len(self._source.targets)
 
     def name(self, index: int) -> str:
-        """Return the name of an image in errors, such as its path."""
+        """Return the name of an image for error messages, such as its path."""
         return self._source.name(index)
 
     def target(self, index: int) -> int:
@@ -132,7 +132,7 @@ class ImageSplit:
                 targets[row] = SKIPPED
                 rows[row] = 0
             else:
-                # NumPy copies pixels with channels last in half the time of torch.
+                # NumPy copies channels-last pixels in half the time of torch.
                 rows[row] = crop_image(pixels, self._settings, draws[row] if draws else None).numpy()
         return images, targets
 

@@ -14,17 +14,17 @@ from lockstep.data.images.crops import resize_short_side
 from lockstep.data.images.decoding import encode_ppm
 from lockstep.data.images.pictures import ImageSplit, resize_image
 
-ARCHIVE_BYTES: Final = 1 << 30  # a new archive is started when an archive reaches this size
+ARCHIVE_BYTES: Final = 1 << 30  # once an archive reaches this size, a new one is started
 _IMAGES_PER_CORE: Final = 16  # number of images per core that are decoded at a time
 _MAX_NAME_LENGTH: Final = 100  # longer image names are truncated
 
 
 def write_archives(split: ImageSplit, folder: Path, part: str, shorter: int | None = None) -> Iterator[int]:
-    """Write the images of a split to `folder/<part>-00000.tar` and so on. Yield the number of completed images.
+    """Write the images of a split to `folder/<split_name>-00000.tar` and so on. Yield the number of completed images.
 
-    Images are stored upright. If `shorter` is set, images whose short side is longer than `shorter` are resized to this
-    length. If an image can't be decoded, raises DataError. If the recipe skips damaged images, an empty file is written
-    instead, which runs that use the archive skip too.
+    Images are stored upright. If `max_short_side` is set, larger images are resized so that their short side has this
+    length. Raises DataError if an image can't be decoded. If the recipe skips damaged images, an empty file is written
+    instead, so that runs on the archives also skip these images.
     """
     names = (folder / f"{part}-{number:05d}.tar" for number in count())
     archive = None
@@ -44,17 +44,17 @@ def write_archives(split: ImageSplit, folder: Path, part: str, shorter: int | No
 
 
 def _encode_image(split: ImageSplit, index: int, shorter: int | None) -> bytes:
-    picture = split.load_image(index)
-    if picture is None:
+    image = split.load_image(index)
+    if image is None:
         return b""
-    _, height, width = picture.shape
+    _, height, width = image.shape
     if shorter is not None and min(height, width) > shorter:
-        picture = resize_image(picture, *resize_short_side(height, width, shorter))
-    return encode_ppm(picture)
+        image = resize_image(image, *resize_short_side(height, width, shorter))
+    return encode_ppm(image)
 
 
 def _make_member_name(index: int, name: str) -> str:
-    """Return the name of an image in the archive, without suffix: its index and its original name."""
+    """Return the name of an image in the archive without a suffix: its index, followed by its original name."""
     stem = Path(name).stem.replace(".", "_")
     return (
         f"{index:08d} {''.join(character if character.isprintable() else '_' for character in stem)[:_MAX_NAME_LENGTH]}"

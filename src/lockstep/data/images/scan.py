@@ -11,8 +11,8 @@ from lockstep.data.shares import is_in_share, select_share
 from lockstep.errors import UsageError
 
 IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-# Files with these suffixes are only used for prediction. As in torchvision's ImageFolder, datasets ignore them. Adding
-# a suffix to datasets would change the samples of existing datasets.
+# Files with these suffixes are only used for prediction. Datasets ignore them, as torchvision's ImageFolder does.
+# Otherwise, existing datasets would get additional samples.
 OTHER_IMAGE_SUFFIXES: Final = (".gif", ".avif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl", ".tga")
 VALIDATION_PER_CLASS: Final = 0.1  # default validation fraction if the root directly contains the class folders
 _MAX_SHOWN: Final = 5
@@ -26,7 +26,7 @@ _SHARE_ADVICE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
-    """The class names in the order of their indices, and the files of each split with their class indices.
+    """The class names in the order of their indices, and the (path, class index) pairs of each split.
 
     `ignored` contains files that don't have an image suffix, or aren't in a class folder.
     """
@@ -46,12 +46,13 @@ class _Listing:
 
 
 def scan_folder(root: str, share: float | None = None, per_class: float | None = None) -> ScanResult:
-    """Find the images in `root/train/<class>/` and `root/val/<class>/`, at any depth below a class folder.
+    """Find the images in `root/train/<class>/` and `root/val/<class>/`, at any depth under a class folder.
 
     - If there is no folder val/, the images in train/ are split into training and validation. In this case, you must
-      set either `share`, the validation fraction of all images, or `per_class`, the validation fraction of each class.
+      set either `fraction`, the validation fraction of all images, or `fraction_per_class`, the validation fraction of
+      each class.
     - If there is no folder train/ either, the images in `root/<class>/` are split in the same way. In this case,
-      `per_class` defaults to VALIDATION_PER_CLASS.
+      `fraction_per_class` defaults to VALIDATION_PER_CLASS.
 
     Images are assigned to a split by a hash of their relative path. Names are sorted by code points, so the order is
     the same on every machine. Hidden folders are ignored. Raises UsageError with a line for each problem.
@@ -76,26 +77,26 @@ def scan_folder(root: str, share: float | None = None, per_class: float | None =
 
 
 def _split_images(root: str, share: float) -> ScanResult:
-    """Split all images by their hashes. Images stay in their split if images are added later."""
+    """Split all images by the hash of their path. An image stays in its split if other images are added later."""
     folder, listing = _list_single_split(root, "validation")
     prefix = os.path.join(root, folder.name if folder != Path(root) else "", "")  # root as the user wrote it
     classes = sorted(listing.images)
     train: list[tuple[str, int]] = []
     validation: list[tuple[str, int]] = []
     for file, number in _label_files(listing.images, classes):
-        part = validation if is_in_share(file.removeprefix(prefix), share) else train
-        part.append((file, number))
+        split = validation if is_in_share(file.removeprefix(prefix), share) else train
+        split.append((file, number))
     if len({number for _, number in train}) < len(classes) or (share and not validation):
         raise UsageError(
             f"dataset folder: recipe.data.options.validation: {share} of the {len(train) + len(validation):,} images "
-            f"below {folder} leaves a class or the validation part without images; use a different fraction, or set "
+            f"in {folder} leaves a class or the validation split without images; use a different fraction, or set "
             f"recipe.data.options.validation_per_class instead"
         )
     return ScanResult(classes, train, validation, listing.ignored)
 
 
 def _split_classes(root: str, share: float | None) -> ScanResult:
-    """Split the images of each class. If `share` is None, the layout is checked, and the default fraction is used."""
+    """Split the images of each class. If `fraction` is None, check the layout, and use the default fraction."""
     folder, listing = _list_single_split(root, "validation_per_class")
     if share is None:
         share = VALIDATION_PER_CLASS
@@ -107,7 +108,7 @@ def _split_classes(root: str, share: float | None) -> ScanResult:
         held_out |= {prefix + name for name in select_share([file.removeprefix(prefix) for file in files], share)}
     if share and not held_out:
         raise UsageError(
-            f"dataset folder: each class of {folder} has a single image, so no image is left for validation; add "
+            f"dataset folder: each class in {folder} has a single image, so no image is left for validation; add "
             f"images, or set recipe.data.options.validation_per_class=0"
         )
     entries = _label_files(listing.images, classes)
@@ -118,7 +119,7 @@ def _split_classes(root: str, share: float | None) -> ScanResult:
 
 
 def _list_single_split(root: str, option: str) -> tuple[Path, _Listing]:
-    """List the images of a dataset without a folder val/. Return train/ or the root, and the files in this folder.
+    """List the images of a dataset without a folder val/. Return their folder, train/ or the root, and the listing.
 
     Raises UsageError if there is a folder val/, because `option` is only supported without it.
     """
@@ -208,7 +209,7 @@ def _label_files(images: dict[str, list[str]], classes: list[str]) -> list[tuple
 
 
 def iterate_images(folder: str) -> Iterator[str]:
-    """Yield the image files below `folder`, sorted by name. Hidden files and folders are ignored."""
+    """Yield the image files under `folder`, sorted by name. Hidden files and folders are ignored."""
     return (file for file in _walk_files(folder) if _is_image(file, IMAGE_SUFFIXES + OTHER_IMAGE_SUFFIXES))
 
 
@@ -217,7 +218,7 @@ def _is_image(file: str, suffixes: tuple[str, ...]) -> bool:
 
 
 def _walk_files(folder: str) -> Iterator[str]:
-    """Yield the files below `folder`, sorted by name, except for files in hidden folders.
+    """Yield the files under `folder`, sorted by name, except for files in hidden folders.
 
     Symbolic links to folders are followed. Each folder is visited only once, and parents of `folder` are never visited,
     because a link to a parent folder would yield the same images again.

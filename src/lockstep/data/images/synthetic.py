@@ -19,8 +19,8 @@ _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.key(random.SYNTHETIC, 1)
 _VALIDATION: Final = random.key(random.SYNTHETIC, 2)
 _SIZE: Final = 32  # default side length of images in pixels
-_GRID: Final = 4  # side length of the random grid that is enlarged to a template
-_BLOCK_BYTES: Final = 1 << 23  # bytes of noise that are generated at a time, which limits the memory for their counters
+_GRID: Final = 4  # side length of the random grid from which a template is upsampled
+_BLOCK_BYTES: Final = 1 << 23  # bytes of noise that are generated at a time, to limit the memory for the counters
 
 Bytes = NDArray[np.uint8]
 
@@ -46,7 +46,7 @@ def synthetic(*, image_size: int, samples: int, validation_samples: int, classes
     The class of sample i is i mod `classes`. Each pixel is 1/4 of the class template plus 3/4 of noise.
     """
     templates = _make_templates(classes, channels, image_size)
-    # The standard deviation of 1/4 of a uniform number plus 3/4 of a second uniform number.
+    # The standard deviation of x / 4 + 3 * y / 4, where x and y are independent and uniform in [0, 1].
     deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))
     names = [f"class {number}" for number in range(classes)]
     return DataSet(
@@ -78,7 +78,7 @@ def _make_split(key: int, templates: Bytes, samples: int) -> TensorSplit:
 
 
 def _generate_bytes(key: int, numbers: range, count: int) -> Bytes:
-    """Return `count` random bytes for each of `numbers`. A 64-bit hash provides eight bytes, in little-endian order."""
+    """Return `count` random bytes for each of `numbers`. Each 64-bit hash provides eight bytes, little-endian."""
     words = -(-count // 8)
     counters = np.arange(numbers.start * words, numbers.stop * words, dtype=np.uint64)
     values = random.bits(key, counters).astype("<u8").view(np.uint8)

@@ -22,10 +22,10 @@ _MAX_LABEL_BYTES: Final = 1 << 20  # maximum size of a label file
 
 
 class TarIndex(NamedTuple):
-    """The images in the archive `file`: their names, classes, and `spans`.
+    """The images in the archive `file`, with their names, spans and classes.
 
-    `spans` contains the offset and size of each image in bytes, int64 of shape [n, 2]. `mark` is the state of the file
-    when it was indexed.
+    `spans` contains the offset and size of each image in bytes, int64 of shape [n, 2]. `file_state` is the state of the
+    archive when it was indexed.
     """
 
     file: str
@@ -48,8 +48,8 @@ def load_index(file: Path, label: str) -> TarIndex:
         tarfile.TarError,
     )  # tarfile raises OverflowError if a header contains a very large number
     problem = f"dataset webdataset: cannot read {file} as a tar archive"
-    unread = error_as(UsageError, error_types, problem, "; use a complete archive without compression")
-    with unread, plainfile.open_reader(file, links=True) as stream:
+    read_errors = error_as(UsageError, error_types, problem, "; use a complete archive without compression")
+    with read_errors, plainfile.open_reader(file, links=True) as stream:
         status = os.fstat(stream.fileno())
         mark = np.array([_VERSION, status.st_size, status.st_mtime_ns])
         cache = file.with_name(f".{file.name}.{label}.npz") if label.isidentifier() else None
@@ -78,8 +78,8 @@ def _read_cached(cache: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex |
 
 
 def _write_cache(cache: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
-    # All ranks may write the cache at the same time. Each rank writes the same content to a temporary file of its own,
-    # and then replaces the cache atomically.
+    # All ranks may write the cache at the same time. Each rank writes the same content to its own temporary file, and
+    # then replaces the cache atomically.
     new = cache.with_name(f"{cache.name}.{os.getpid()}.new")
     with suppress(OSError):  # if the folder isn't writable, the archive is scanned at each start
         with open(new, "xb") as stream:
@@ -88,10 +88,7 @@ def _write_cache(cache: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
 
 
 def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
-    """Raise UsageError if the archive is truncated, so that it doesn't end with an empty block.
-
-    tarfile itself doesn't raise an error in this case.
-    """
+    """Raise UsageError if the archive doesn't end with an empty block. tarfile doesn't detect such truncation."""
     stream.seek(offset)
     if stream.read(_BLOCK) != bytes(_BLOCK):
         raise UsageError(
@@ -103,13 +100,13 @@ def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
 def _scan_archive(archive: tarfile.TarFile, state: FileMark, label: str) -> TarIndex:
     file = state.path
     names, spans, targets = [], [], []
-    for name, parts in _group_members(archive):
-        picture = next((member for ending, member in parts.items() if f".{ending.lower()}" in IMAGE_SUFFIXES), None)
-        if picture is None:
+    for name, members in _group_members(archive):
+        image = next((member for suffix, member in members.items() if f".{suffix.lower()}" in IMAGE_SUFFIXES), None)
+        if image is None:
             continue
         names.append(name)
-        spans.append((picture.offset_data, picture.size))
-        targets.append(_read_target(archive, f"{file}: {name}", parts, label))
+        spans.append((image.offset_data, image.size))
+        targets.append(_read_target(archive, f"{file}: {name}", members, label))
     if not names:
         raise UsageError(f"dataset webdataset: {file} has no images; add files that end in {', '.join(IMAGE_SUFFIXES)}")
     return TarIndex(file, state, np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
@@ -120,28 +117,28 @@ def _group_members(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, ta
 
     A sample consists of consecutive members with the same name up to the first dot.
     """
-    sample, parts = "", dict[str, tarfile.TarInfo]()
+    sample, members = "", dict[str, tarfile.TarInfo]()
     for member in archive:
         if not member.isreg() or member.issparse():
             continue
         folder, slash, base = member.name.rpartition("/")
-        stem, _, ending = base.partition(".")
-        if not stem:  # hidden
+        stem, _, suffix = base.partition(".")
+        if not stem:  # a hidden file
             continue
         if f"{folder}{slash}{stem}" != sample:
-            if parts:
-                yield sample, parts
-            sample, parts = f"{folder}{slash}{stem}", {}
-        parts[ending] = member
-    if parts:
-        yield sample, parts
+            if members:
+                yield sample, members
+            sample, members = f"{folder}{slash}{stem}", {}
+        members[suffix] = member
+    if members:
+        yield sample, members
 
 
 def _read_target(archive: tarfile.TarFile, location: str, parts: dict[str, tarfile.TarInfo], label: str) -> int:
     member = parts.get(label) or parts.get("json")
     if member is None:
         raise UsageError(
-            f"dataset webdataset: {location} has neither a .{label} nor a .json; correct recipe.data.options.label"
+            f"dataset webdataset: {location} has neither a .{label} nor a .json file; correct recipe.data.options.label"
         )
     stream = archive.extractfile(member)
     content = stream.read(_MAX_LABEL_BYTES) if stream is not None else b""

@@ -52,8 +52,8 @@ def open_data(request: DataRequest, options: NoOptions) -> DataSet:
 def open_torchvision_set(name: str, root: str, download: bool) -> DataSet:
     """Open a torchvision dataset. If it is missing and `download` is True, it is downloaded to `root`.
 
-    All ranks call this function. One process per node downloads the dataset, and the other processes of the node wait
-    for its lock. Raises UsageError if the dataset is missing, is damaged, or can't be downloaded.
+    All ranks call this function. One process per node downloads the dataset, while the other processes on the node wait
+    for a file lock. Raises UsageError if the dataset is missing, is damaged, or can't be downloaded.
     """
     info = _DATASETS[name]
     if not download and not Path(root).is_dir():
@@ -95,7 +95,7 @@ def _open_dataset(name: str, root: str, download: bool, train: bool) -> Any:
             raise UsageError(_format_missing_message(name, root, reason)) from error
         raise UsageError(
             f"dataset {name}: cannot download it to {root}: {reason}; check the network and start again, or copy "
-            f"torchvision's {_DATASETS[name].kind} files there from a different machine"
+            f"torchvision's {_DATASETS[name].kind} files there from another machine"
         ) from error
 
 

@@ -55,19 +55,19 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         )
         raise UsageError(f"dataset webdataset: recipe.data.options.validation: {problem}")
     archives = Archives(train)
-    parts = (archives, Archives(held_out)) if held_out else archives.split_by_name(options.validation or 0.0)
-    classes = _make_class_names(options.classes, [*archives.targets.tolist(), *parts[1].targets.tolist()])
-    if not len(parts[0].targets):
+    splits = (archives, Archives(held_out)) if held_out else archives.split_by_name(options.validation or 0.0)
+    classes = _make_class_names(options.classes, [*archives.targets.tolist(), *splits[1].targets.tolist()])
+    if not len(splits[0].targets):
         raise UsageError(
             f"dataset webdataset: recipe.data.options.validation: {options.validation} leaves no image for training; "
             f"use a smaller fraction"
         )
-    return make_image_dataset(parts[0], parts[1] if len(parts[1].targets) else None, classes, request)
+    return make_image_dataset(splits[0], splits[1] if len(splits[1].targets) else None, classes, request)
 
 
 @final
 class Archives:
-    """An image source that concatenates the images of several archives. `positions` selects some of the images."""
+    """An image source that concatenates several archives. `positions` selects images, and defaults to all images."""
 
     def __init__(self, archives: Sequence[TarIndex], positions: Sequence[int] | None = None) -> None:
         self._archives = archives
@@ -79,12 +79,12 @@ class Archives:
         self._descriptors: dict[int, int] = {}
 
     def name(self, index: int) -> str:
-        """See Pictures."""
+        """See ImageSource."""
         archive, position = self._locate(index)
         return f"{self._archives[archive].file}: {self._archives[archive].names[position]}"
 
     def read_bytes(self, index: int) -> bytearray:
-        """See Pictures."""
+        """See ImageSource."""
         number, position = self._locate(index)
         archive = self._archives[number]
         offset, size = archive.spans[position].tolist()
@@ -99,9 +99,9 @@ class Archives:
         return content
 
     def split_by_name(self, share: float) -> tuple[Self, Self]:
-        """Split the images into training and validation by a hash of their name. `share` is the validation fraction."""
+        """Split the images into training and validation images by a hash of their names."""
         is_held_out = [is_in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
-        train, validation = ([n for n, flag in enumerate(is_held_out) if flag is part] for part in (False, True))
+        train, validation = ([n for n, flag in enumerate(is_held_out) if flag is value] for value in (False, True))
         return Archives(self._archives, train), Archives(self._archives, validation)
 
     def _locate(self, index: int) -> tuple[int, int]:

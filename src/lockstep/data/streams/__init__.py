@@ -1,1 +1,1 @@
-"""Iterable datasets whose shards are known, as map-style datasets: their index, and the readers of the shards."""
+"""Converts iterable datasets with known shards to map-style datasets, by indexing the samples of each shard."""

@@ -1,4 +1,4 @@
-"""The shards of an IterableDataset of Hugging Face's `datasets`. Its stages are applied to one row at a time."""
+"""The shards of a Hugging Face IterableDataset, whose stages are applied to one row at a time."""
 
 import copy
 import hashlib
@@ -23,11 +23,11 @@ from lockstep.data.streams.stages import SourceShard, split_shards, split_window
 from lockstep.errors import DataError, LockstepError, UsageError, UserCodeError, error_as
 
 _TABLE_FORMATS: Final = ("arrow", "pandas", "polars")
-_ROWS_PER_PART: Final = 64  # of a shard that is read row by row
+_ROWS_PER_PART: Final = 64  # number of rows per chunk, for a shard that is read row by row
 
 
 def hugging_face_shards(dataset: Any) -> "HuggingFaceShards | None":
-    """Return the shards of an IterableDataset of the library, or None if `dataset` is a different object.
+    """Return the shards of a Hugging Face IterableDataset, or None if `dataset` is any other object.
 
     Raises UsageError if the dataset has a stage that Lockstep can't apply to one row at a time.
     """
@@ -38,7 +38,7 @@ def hugging_face_shards(dataset: Any) -> "HuggingFaceShards | None":
 
 @final
 class HuggingFaceShards:
-    """The shards of a dataset. See Shards. A sample is a dict of the columns, as in an iteration over the dataset."""
+    """The shards of an IterableDataset. See Shards. A sample is a dict from column name to value."""
 
     unordered: Sequence[str] = ()
 
@@ -58,10 +58,10 @@ class HuggingFaceShards:
         self._shards = split_shards(self.label, inner)
         self.names: Sequence[str] = [_shard_name(number, shard) for number, shard in enumerate(self._shards)]
         self._dataset = copy_dataset(dataset)
-        self._dataset._epoch = 0  # `set_epoch` changes the order of shards
+        self._dataset._epoch = 0  # set_epoch changes the order of the shards
         self._dataset._starting_state_dict = None
         self._reader = SequentialReader(self._parts, self.names.__getitem__)
-        self._marks: dict[int, Sequence[FileMark]] = {}  # of the files of each shard when it was indexed
+        self._marks: dict[int, Sequence[FileMark]] = {}  # the state of each shard's files when it was indexed
         self._tables: dict[int, Any] = {}
         self._stages: dict[tuple[Any, ...], RowStages] = {}
 
@@ -73,7 +73,7 @@ class HuggingFaceShards:
         return window
 
     def index(self, shard: int) -> ShardIndex:
-        """See Shards. The number of rows of files is cached. A filter is applied each time."""
+        """See Shards. For shards in files, the number of rows is cached. Filters are applied each time."""
         source = self._shards[shard]
         with error_as(UsageError, OSError, f"{self.label}: {self.names[shard]}", "; check that the file exists"):
             files = [mark_file(path) for path in source.files]
@@ -105,21 +105,24 @@ class HuggingFaceShards:
         return f"{self.names[shard]}: row {_row_number(index, offset)}"
 
     def _kept_rows(self, shard: int) -> Iterator[int]:
-        """Yield the numbers of the rows that the filters keep. Raises UsageError if a stage returns a row twice."""
+        """Yield the indices of the rows that pass the filters.
+
+        Raises UserCodeError if a stage fails, or if it returns several samples for a row.
+        """
         stages = RowStages(self._dataset, self._shards[shard], self._shards[shard].filters)
         name, previous = f"{self.label}: {self.names[shard]}", -1
         try:
             for row in stages.kept(self._rows(shard)):
                 if row == previous:
                     raise UserCodeError(
-                        f"{name}: row {row}: a stage returns several samples for this row; use functions that return "
-                        f"one sample for each row"
+                        f"{name}: row {row}: a stage returned several samples for this row; use functions that return "
+                        f"one sample per row"
                     )
                 yield row
                 previous = row
         except LockstepError:
             raise
-        except Exception as error:  # of the functions
+        except Exception as error:  # user functions may raise any exception
             raise UserCodeError(f"{name}: row {stages.current}: {describe_error(error)}") from error
 
     def _rows(self, shard: int) -> Iterator[Any]:
@@ -132,7 +135,7 @@ class HuggingFaceShards:
             yield from (_row_of_part(part, row) for row in range(part.size))
 
     def _row(self, shard: int, row: int) -> Any:
-        """Return a row as the source of the shard does: a table with a single row, or a dict."""
+        """Return a row in the format of the shard's source: a table with a single row, or a dict."""
         source = self._shards[shard]
         if source.table is None:
             return _row_of_part(*self._reader.row(shard, row))
@@ -141,7 +144,7 @@ class HuggingFaceShards:
         return self._tables[shard][row : row + 1]
 
     def _parts(self, shard: int, kind: type[LockstepError] = DataError) -> Iterator[Part]:
-        """Yield the tables of a shard, or lists of its rows. Raises an error of type `kind` if reading fails."""
+        """Yield the rows of a shard in chunks, as tables or lists. Raises an `error_type` if reading fails."""
         source = self._shards[shard]
         for mark in self._marks.get(shard, ()):
             check_unchanged(mark)
@@ -152,11 +155,11 @@ class HuggingFaceShards:
                     yield Part(table, len(table), table.nbytes)
                 return
             rows = (row for _, row in source.generate(**arguments))
-            while group := [*islice(rows, _ROWS_PER_PART)]:
-                yield Part(group, len(group), _bytes(group))
+            while chunk := [*islice(rows, _ROWS_PER_PART)]:
+                yield Part(chunk, len(chunk), _bytes(chunk))
 
     def _cache(self, source: SourceShard, files: Sequence[FileMark]) -> Path | None:
-        """Return the path of the cached number of rows, or None if the shard isn't read from files."""
+        """Return the path at which the number of rows of a shard is cached, or None if it can't be cached."""
         if not files or any(mark.size < 0 for mark in files):
             return None
         key = self._source_hashes.get(id(source.source))
@@ -169,7 +172,7 @@ class HuggingFaceShards:
 
     @cached_property
     def _source_hashes(self) -> Mapping[int, str]:
-        """The hash of the code and settings of each source. The library can't hash every function."""
+        """The hash of each source's code and settings, by the ID of the source. Sources without a hash are missing."""
         hashes: dict[int, str] = {}
         version, hasher = sys.modules["datasets"].__version__, sys.modules["datasets.fingerprint"].Hasher
         for source, generate in {id(shard.source): shard.generate for shard in self._shards}.items():
@@ -192,7 +195,7 @@ def _row_of_part(part: Part, row: int) -> Any:
 
 
 def _bytes(value: Any) -> int:
-    """Return about how much memory a value takes."""
+    """Return the approximate memory of a value in bytes."""
     if isinstance(value, Mapping):
         return sum(map(_bytes, value.values()))
     if isinstance(value, list | tuple):

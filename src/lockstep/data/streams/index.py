@@ -1,4 +1,4 @@
-"""The index of a shard: its samples and their positions, the files that it is read from, and the cache of the index."""
+"""Indexes the samples of a shard: their positions, and the state of the files. Indexes are cached on disk."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from lockstep.errors import DataError
 
 _VERSION: Final = 1
 _REMOTE_VERSIONS: Final = ("ETag", "etag", "blob_id", "mtime", "last_modified", "LastModified", "created")
-_COPY_AGAIN: Final = "keep the shards unchanged during a run, and start it again"
+_COPY_AGAIN: Final = "start the run again, and don't change the shards while it is running"
 
 
 class FileMark(NamedTuple):
@@ -38,10 +38,10 @@ class FileMark(NamedTuple):
 class ShardIndex:
     """The samples of a shard.
 
-    - `samples`: The number of samples.
-    - `files`: The files that the shard is read from, as they were when it was indexed.
-    - `positions`: The positions of the samples, as int64 arrays. Each kind of shard has different arrays.
-    - `names`: The names that occur in the shard. Each kind of shard has different lists.
+    - `num_samples`: The number of samples.
+    - `files`: The state of the files of the shard when it was indexed.
+    - `positions`: The positions of the samples in the files, as int64 arrays. The arrays depend on the type of shard.
+    - `names`: The names in the shard, such as sample keys. The lists depend on the type of shard.
     """
 
     samples: int
@@ -59,12 +59,12 @@ class ShardIndex:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "ShardIndex":
-        """Return the index for the result of `to_json`."""
+        """Restore an index from the result of `to_json`."""
         positions = {name: np.array(array, np.int64) for name, array in value["positions"].items()}
         return ShardIndex(value["samples"], [FileMark(*mark) for mark in value["files"]], positions, value["names"])
 
     def digest(self, ignored: Iterable[str] = ()) -> str:
-        """Return a digest of the samples. It doesn't depend on the location of the files, or on `ignored` positions."""
+        """Return a digest of the samples, which doesn't depend on the paths of the files or on `ignored` positions."""
         positions = {name: array.tolist() for name, array in self.positions.items() if name not in ignored}
         names = {name: [*values] for name, values in self.names.items()}
         return hashlib.sha256(json.dumps([self.samples, positions, names]).encode()).hexdigest()
@@ -73,24 +73,24 @@ class ShardIndex:
 def mark_file(path: str) -> FileMark:
     """Return the current state of a file. Raises OSError if a local file doesn't exist.
 
-    If a server doesn't report the state of a remote file, the size is -1.
+    If the state of a remote file is unknown, its size is -1.
     """
     if "://" not in path:
         status = os.stat(path)
         return FileMark(path, status.st_size, str(status.st_mtime_ns))
     try:
-        import fsspec  # comes with datasets
+        import fsspec  # a dependency of datasets
 
         system, name = fsspec.core.url_to_fs(path)
         info = system.info(name)
-    except Exception:  # each file system and each server may raise any exception
+    except Exception:  # file systems of fsspec may raise any exception
         return FileMark(path, -1, "")
     versions = [str(info[key]) for key in _REMOTE_VERSIONS if info.get(key)]
     return FileMark(path, int(info.get("size") or -1), " ".join(versions))
 
 
 def check_unchanged(mark: FileMark, current: FileMark | None = None) -> None:
-    """Raise DataError if a file isn't in the state `mark`, in which it was indexed. Pass `current` if it is known."""
+    """Raise DataError if a file has changed since it was indexed. If `current` is None, its current state is read."""
     if current is None:
         try:
             current = mark_file(mark.path)
@@ -104,15 +104,15 @@ def check_unchanged(mark: FileMark, current: FileMark | None = None) -> None:
         )
     if current.version != mark.version:
         raise DataError(
-            f"{mark.path}: changed after it was indexed: it has {mark.size:,} bytes as before, but was written again; "
+            f"{mark.path}: changed after it was indexed: it still has {mark.size:,} bytes, but was written again; "
             f"{_COPY_AGAIN}"
         )
 
 
 def load_or_scan(cache: Path | None, files: Sequence[FileMark], scan: Callable[[], ShardIndex]) -> ShardIndex:
-    """Return the cached index of `files`. If it isn't cached in their state, scan the shard and cache the index.
+    """Return the cached index of a shard, or scan the shard if there is no cache or `files` have changed.
 
-    Pass None as `cache` for a shard whose index can't be cached.
+    The new index is then cached. If the index can't be cached, pass None as `cache`.
     """
     if cache is None:
         return scan()
@@ -129,7 +129,7 @@ def describe(files: Sequence[FileMark]) -> str:
 
 
 def _read_cached(cache: Path, files: Sequence[FileMark]) -> ShardIndex | None:
-    """Return the cached index, or None if it doesn't exist or if the files have changed since."""
+    """Return the cached index, or None if it doesn't exist or the files have changed."""
     try:
         with plainfile.open_reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
             if str(arrays["mark"]) != _mark_text(files):
@@ -142,10 +142,10 @@ def _read_cached(cache: Path, files: Sequence[FileMark]) -> ShardIndex | None:
 
 
 def _write_cache(cache: Path, index: ShardIndex) -> None:
-    """Cache an index, if its folder is writable.
+    """Cache an index if the folder is writable.
 
-    Several ranks may write the same cache. Each rank writes its own temporary file with the same content, and the last
-    rename takes effect.
+    Several ranks may write the cache at the same time. Each rank writes the same content to its own temporary file, and
+    then replaces the cache atomically.
     """
     new = cache.with_name(f"{cache.name}.{os.getpid()}.new")
     positions = {f"at_{name}": array for name, array in index.positions.items()}

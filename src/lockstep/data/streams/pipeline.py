@@ -1,4 +1,4 @@
-"""The stages of a WebDataset pipeline: those that read archives, and those that Lockstep applies to each sample."""
+"""Parses a WebDataset pipeline into the stages that read archives, and the stages that are applied to each sample."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ _PER_SAMPLE: Final = frozenset(
 _DROPPED: Final = frozenset({"single_node_only", "split_by_node", "split_by_worker", "check_empty"})
 _OPENERS: Final = frozenset({"StreamingOpen", "FileCache", "url_opener"})
 _SHARD_LIST: Final = "SimpleShardList"
-_ARCHIVE_STAGES: Final = "tarfile_samples"  # a single stage that opens and expands archives, and groups their members
+_ARCHIVE_STAGES: Final = "tarfile_samples"  # opens and expands archives, and groups their members, in a single stage
 _SHUFFLE_ADVICE: Final = "remove it: the order= of the run shuffles all samples by default"
 _SELECT_ADVICE: Final = "remove it, and select samples with order="
 _MIXTURE_ADVICE: Final = "use a recipe with recipe.data.name=mixture"
@@ -39,7 +39,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "RandomMix": _MIXTURE_ADVICE,
     "RoundRobin": _MIXTURE_ADVICE,
 }
-_OTHER_STAGE_ADVICE: Final = "use .map, .select or .to_tuple, which handle one sample at a time"
+_OTHER_STAGE_ADVICE: Final = "use .map, .select or .to_tuple, which process one sample at a time"
 _SPLITTER_ADVICE: Final = "remove it, for example with nodesplitter=None: Lockstep distributes the samples over ranks"
 _ON_ERROR: Final = "handler"
 _RAISES: Final = "reraise_exception"
@@ -49,7 +49,10 @@ Samples = Iterable[dict[str, Any]]
 
 
 class Stage(NamedTuple):
-    """A stage, the name of its function or class without underscores around it, and the options of the function."""
+    """A stage of a pipeline, with the name, module and arguments of its function or class.
+
+    The name has no leading or trailing underscores.
+    """
 
     run: Any
     name: str
@@ -64,14 +67,14 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline whose stages can be applied to each sample.
+    """A pipeline whose stages can be applied to one sample at a time.
 
     - `urls`: The shards, in order.
-    - `select`, `rename`: The user's functions for the names of members, if any.
-    - `group`: Groups members into samples.
+    - `select`, `rename`: User functions that select and rename members by name, if any.
+    - `group`: Groups members into samples. `group_options` are its keyword arguments.
     - `download`: Downloads a remote shard to the cache folder of the pipeline, and returns its path.
-    - `has_local_path`: Whether the pipeline knows the path of a shard.
-    - `stages`: The stages after that.
+    - `has_local_path`: Whether samples contain the local path of their shard.
+    - `stages`: The remaining stages, which are applied to each sample.
     """
 
     urls: Sequence[str]
@@ -87,7 +90,9 @@ class Pipeline:
 def parse_pipeline(label: str, dataset: Any) -> Pipeline:
     """Return the parsed pipeline. Raises UsageError if it has a stage that can't be applied to one sample at a time."""
     if dataset.repetitions != 1:
-        raise UsageError(f"{label}: repeats its samples (with_epoch or repeat); remove it, and set epochs= or steps=")
+        raise UsageError(
+            f"{label}: repeats its samples; remove with_epoch or repeat, and set epochs= or steps= of the run"
+        )
     first, *stages = map(_parse_stage, dataset.pipeline)
     if first.name != _SHARD_LIST or first.run.seed is not None:
         raise _refusal(label, first, _REMEDIES.get(first.name, "pass webdataset.WebDataset(urls, shardshuffle=False)"))
@@ -136,7 +141,7 @@ def _parse_stage(stage: Any) -> Stage:
 
 
 def _take(stages: list[Stage], names: Iterable[str]) -> Stage | None:
-    """Remove the first stage and return it if it has one of these names."""
+    """Remove and return the first stage if it is a webdataset stage in `names`. Otherwise, return None."""
     if stages and stages[0].name in names and _is_of_library(stages[0]):
         return stages.pop(0)
     return None
@@ -147,7 +152,10 @@ def _is_of_library(stage: Stage) -> bool:
 
 
 def _is_dropped(stage: Stage) -> bool:
-    """Return whether a stage only distributes shards, or shuffles in a buffer of at most one sample."""
+    """Return whether a stage can be dropped: it only distributes or checks shards, or its shuffle buffer is too small.
+
+    A shuffle with a buffer of at most one sample has no effect.
+    """
     if not _is_of_library(stage):
         return False
     if stage.name in ("shuffle", "detshuffle"):
@@ -157,14 +165,14 @@ def _is_dropped(stage: Stage) -> bool:
 
 
 def _check_errors_are_raised(label: str, stage: Stage) -> None:
-    """Raise UsageError if a stage skips samples that fail, because the number of samples must be known."""
+    """Raise UsageError if a stage skips samples on errors, because the number of samples must be known in advance."""
     values = chain(stage.args, [stage.options.get(_ON_ERROR), getattr(stage.run, _ON_ERROR, None)])
     names = [getattr(value, "__name__", "") for value in values if callable(value)]
-    own = stage.options.get(_ON_ERROR)
-    if _SKIPPERS.isdisjoint(names) and (own is None or getattr(own, "__name__", "") == _RAISES):
+    option = stage.options.get(_ON_ERROR)
+    if _SKIPPERS.isdisjoint(names) and (option is None or getattr(option, "__name__", "") == _RAISES):
         return
     raise UsageError(
-        f"{label}: the stage {stage.name} skips samples that fail ({_ON_ERROR}=); remove it, and drop these "
+        f"{label}: the stage {stage.name} skips samples that fail; remove its option {_ON_ERROR}=, and drop such "
         f"samples with .select"
     )
 
@@ -173,13 +181,13 @@ def _check_local(label: str, pipeline: Pipeline) -> None:
     remote = [url for url in pipeline.urls if not is_local(url)]
     if remote and pipeline.download is None:
         raise UsageError(
-            f"{label}: {list_some(remote, 1)}: not a local file, so its samples can't be read at their positions; pass "
-            f"cache_dir= to webdataset.WebDataset, or copy the shards to a local or shared disk"
+            f"{label}: {list_some(remote, 1)}: not a local file, so samples can't be read by position; pass cache_dir= "
+            f"to webdataset.WebDataset, or copy the shards to a local or shared disk"
         )
 
 
 def _no_archives(label: str, stages: Sequence[Stage]) -> str:
-    """Return the error for a pipeline whose first stages aren't those that read archives."""
+    """Return the error message for a pipeline that doesn't begin with the stages that read archives."""
     if not stages:
         return f"{label}: the pipeline doesn't read archives; use webdataset.WebDataset(urls, shardshuffle=False)"
     advice = _REMEDIES.get(stages[0].name, _SPLITTER_ADVICE)

@@ -12,11 +12,11 @@ from lockstep.data.streams.stages import SourceShard, is_one_to_one, replace_inp
 
 @final
 class RowStages:
-    """The stages of a dataset, for rows of one kind of source.
+    """Applies the stages of a dataset to rows from one type of source.
 
-    Setting up the stages takes about a millisecond, which is more than most rows take. Therefore the stages are set up
-    once, and read from a queue of rows. They never read ahead. If a stage drops a row, or returns several, the stages
-    are set up again for the next row.
+    Setting up the stages takes about a millisecond, which is longer than most rows take. Therefore, the stages are set
+    up once, and read rows from a queue, never in advance. If a stage drops a row, or may return several samples for it,
+    the stages are set up again for the next row.
     """
 
     def __init__(self, dataset: Any, shard: SourceShard, stages: Sequence[Any]) -> None:
@@ -26,11 +26,11 @@ class RowStages:
         self._is_one_to_one = is_one_to_one(stages)
         self._queue: deque[Any] = deque()
         self._samples: Iterator[dict[str, Any]] | None = None
-        self.current = -1  # the number of the row that `kept` has read last
+        self.current = -1  # the index of the row that `iterate_kept_rows` has read most recently
 
     def run(self, row: Any) -> list[dict[str, Any]]:
         """Return the samples for a row, which is a table with a single row, or a dict."""
-        self._queue.clear()  # a stage that failed may have left a row
+        self._queue.clear()  # a stage that failed may have left a row in the queue
         self._queue.append(row)
         samples, self._samples = self._samples or self._run(self._rows()), None
         results = []
@@ -42,7 +42,7 @@ class RowStages:
         return results
 
     def kept(self, rows: Iterable[Any]) -> Iterator[int]:
-        """Yield the index of the row of each sample, for all rows of a shard."""
+        """Apply the stages to all rows of a shard, and yield the row index of each sample."""
         for _ in self._run(self._number(rows)):
             yield self.current
 
@@ -70,7 +70,10 @@ class RowStages:
 
 @contextmanager
 def _outside_loader_process() -> Iterator[None]:
-    """Hide that this is a loader process. The library would read a part of the shards, which it checks once."""
+    """Hide from `datasets` that this is a loader process, in which it would read only some of the shards.
+
+    This is only necessary for the first sample, because `datasets` doesn't check it again.
+    """
     info, worker._worker_info = worker._worker_info, None
     try:
         yield
@@ -79,7 +82,7 @@ def _outside_loader_process() -> Iterator[None]:
 
 
 def copy_dataset(dataset: Any) -> Any:
-    """Return a copy of a dataset. copy.copy would return a dataset that shares all attributes with the original."""
+    """Return a shallow copy of a dataset. copy.copy would share the attribute dict with the original."""
     result = object.__new__(type(dataset))
     vars(result).update(vars(dataset))
     return result

@@ -1,4 +1,4 @@
-"""Reads rows of shards that can only be read from their start, and keeps the parts that were read last in memory."""
+"""Reads rows by index from shards that only support sequential reads, with a cache of recently read rows."""
 
 import os
 from bisect import bisect_right
@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple, final
 
 from lockstep.errors import DataError
 
-_CACHE_BYTES: Final = 256 << 20  # per dataset and process
-_MAX_OPEN: Final = 8  # shards
+_CACHE_BYTES: Final = 256 << 20  # maximum size of the cache, per dataset and process
+_MAX_OPEN: Final = 8  # maximum number of open shards
 
 
 class Part(NamedTuple):
-    """Consecutive rows of a shard, and the memory that they take."""
+    """Consecutive rows of a shard, as a table or a list, with their number and memory size."""
 
     rows: Any
     size: int
@@ -22,34 +22,35 @@ class Part(NamedTuple):
 
 @final
 class SequentialReader:
-    """Returns rows of shards by index. `open_shard` returns an iterator over the parts of a shard, and its name.
+    """Reads rows of shards by index.
 
-    Reading a row that comes after the last row of an open shard continues there. Reading an earlier row that isn't in
-    memory starts again at the beginning of the shard.
+    `open_shard` returns an iterator over the chunks of a shard, and `name` returns its display name. If a row comes
+    after the position of an open shard, reading continues from there. To read an earlier row that isn't cached, the
+    shard is opened again and read from the start.
     """
 
     def __init__(self, open_shard: Callable[[int], Iterator[Part]], name: Callable[[int], str]) -> None:
         self._open_shard = open_shard
         self._name = name
-        self._ends: dict[int, list[int]] = {}  # the number of rows up to the end of each known part, by shard
+        self._ends: dict[int, list[int]] = {}  # by shard, the number of rows up to the end of each known chunk
         self._parts: OrderedDict[tuple[int, int], Part] = OrderedDict()
         self._bytes = 0
-        # The iterator of each open shard, and the number of the next part. A forked process can't share an iterator,
-        # because it would also share the position of the file.
+        # The iterator of each open shard, and the index of its next chunk. A forked process can't reuse an iterator,
+        # because both processes would share its file position.
         self._open: OrderedDict[int, tuple[Iterator[Part], int]] = OrderedDict()
         self._pid = os.getpid()
 
     def row(self, shard: int, row: int) -> tuple[Part, int]:
-        """Return the part that contains a row, and the index of the row in the part.
+        """Return the chunk that contains a row, and the index of the row in this chunk.
 
-        Raises DataError if the shard has fewer rows, or different parts than before.
+        Raises DataError if the row is missing, or if the chunks differ from those read earlier.
         """
         ends = self._ends.setdefault(shard, [])
         number = bisect_right(ends, row)
         part = self._parts.get((shard, number))
         if part is None:
             part = self._read(shard, row, number, ends)
-            number = bisect_right(ends, row)  # the part may come after parts that weren't known before
+            number = bisect_right(ends, row)  # the chunk may come after other chunks that weren't known yet
         self._parts.move_to_end((shard, number))
         return part, row - (ends[number - 1] if number else 0)
 
@@ -74,8 +75,8 @@ class SequentialReader:
                     self._open.popitem(last=False)
                 return part
         raise DataError(
-            f"{self._name(shard)}: changed after it was indexed: row {row:,} isn't there; keep the shards unchanged "
-            f"during a run, and start it again"
+            f"{self._name(shard)}: changed after it was indexed: row {row:,} is missing; start the run again, and "
+            f"don't change the shards while it is running"
         )
 
     def _keep(self, key: tuple[int, int], part: Part) -> None:

@@ -1,4 +1,4 @@
-"""A map-style dataset over the samples of shards, which are numbered by shard and by their offset in the shard."""
+"""A map-style dataset of the samples in several shards, in the order of the shards."""
 
 import hashlib
 from collections.abc import Container, Sequence
@@ -11,11 +11,11 @@ from lockstep.errors import UsageError, UserCodeError, os_error_as
 
 
 class Shards(Protocol):
-    """The shards of an iterable dataset, and the stages that turn what a shard contains into samples.
+    """The shards of an iterable dataset, and the stages that convert their content to samples.
 
-    - `label`: The name of the dataset for messages.
+    - `label`: The name of the dataset for error messages.
     - `names`: The display name of each shard, in order.
-    - `unordered`: The names of the positions in an index that don't change the samples, such as byte offsets.
+    - `ignored_positions`: The positions in a ShardIndex that don't affect the samples, such as byte offsets.
     """
 
     label: str
@@ -23,15 +23,15 @@ class Shards(Protocol):
     unordered: Sequence[str]
 
     def window(self, samples: int) -> range:
-        """Return the samples that the dataset keeps of the `samples` samples of all shards."""
+        """Return the range of samples in the dataset, out of the `num_samples` samples in all shards."""
 
     def index(self, shard: int) -> ShardIndex:
         """Index a shard, or return its cached index. Raises UsageError if the shard can't be read."""
 
     def read(self, shard: int, index: ShardIndex, offset: int) -> Any:
-        """Return a sample. `index.files` are the files in the state in which this process found them at the start.
+        """Return the sample at `offset` in a shard. `index.files` is the state of the files when this process started.
 
-        Raises DataError if the shard has changed since, and UserCodeError if a stage fails.
+        Raises DataError if the files have changed since then, and UserCodeError if a stage fails.
         """
 
     def sample_name(self, shard: int, index: ShardIndex, offset: int) -> str:
@@ -40,12 +40,12 @@ class Shards(Protocol):
 
 @final
 class Sharded:
-    """The samples of all shards, in order. `indexes` has the index of each shard.
+    """The samples of all shards, in order. `indexes` contains the index of each shard.
 
-    `digest` describes the shards and their samples. It is the same for the same samples in the same shards, wherever
-    the files are. `indexed_here` are the shards that this process has indexed, which are all shards by default. The
-    public attributes of `dataset` are copied, because a recipe reads some of them. Raises UsageError if a file has a
-    different size than on the rank that indexed it.
+    `digest` identifies the shards and their samples, and doesn't depend on the paths of the files. `indexed_here`
+    contains the shards that this process indexed, and defaults to all shards. The public attributes of `dataset` are
+    copied, because a recipe reads some of them. Raises UsageError if the size of a file differs from its size on the
+    rank that indexed it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Sharded:
         return self.shards.sample_name(shard, self._indexes[shard], offset)
 
     def _locate(self, number: int) -> tuple[int, int]:
-        if not 0 <= number < len(self._window):  # an IndexError ends a loop over the items
+        if not 0 <= number < len(self._window):  # an IndexError ends an iteration over the dataset
             raise IndexError(f"sample {number} of {len(self._window)}")
         position = self._window[number]
         shard = int(np.searchsorted(self._ends, position, side="right")) - 1
@@ -90,20 +90,20 @@ class Sharded:
 
 
 def only_sample(samples: Sequence[Any], name: str, unit: str, filter_stage: str) -> Any:
-    """Return the only sample that the stages of a dataset return for a row or a sample, whose display name is `name`.
+    """Return the single sample that the stages of a dataset returned for the row or sample `name`.
 
-    Raises UserCodeError if there is no sample, or if there are several samples.
+    Raises UserCodeError if the stages returned no sample, or several samples.
     """
     if len(samples) != 1:
         raise UserCodeError(
-            f"{name}: the stages of the dataset return {len(samples)} samples for this {unit}, expected 1; drop "
-            f"{unit}s with {filter_stage}, by a function of the {unit} only"
+            f"{name}: the stages of the dataset return {len(samples)} samples for this {unit}, expected 1; to drop "
+            f"{unit}s, use {filter_stage} with a function that depends only on the {unit}"
         )
     return samples[0]
 
 
 def _with_local_marks(label: str, index: ShardIndex) -> ShardIndex:
-    """Return the index with the state of local files on this host, where copies may have a different time."""
+    """Return the index with the state of the files on this host, whose modification times may be different."""
     return ShardIndex(index.samples, [_local_mark(label, mark) for mark in index.files], index.positions, index.names)
 
 

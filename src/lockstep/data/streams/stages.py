@@ -1,4 +1,4 @@
-"""The stages of a Hugging Face IterableDataset: its shards, and the stages that can be applied to one row at a time."""
+"""Splits a Hugging Face IterableDataset into its shards, and the stages that are applied to one row at a time."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ _FUNCTIONS: Final = frozenset({"MappedExamplesIterable", _FILTER})
 _WINDOWS: Final = frozenset({"SkipExamplesIterable", "TakeExamplesIterable"})
 _PER_ROW: Final = _FUNCTIONS | {
     *("RebatchedArrowExamplesIterable", "SelectColumnsIterable", "FormattedExamplesIterable"),
-    "TypedExamplesIterable",  # of earlier versions
+    "TypedExamplesIterable",  # in earlier versions of datasets
 }
 _SHUFFLE: Final = ("shuffle", "remove it: the order= of the run shuffles all samples by default")
 _INTERLEAVE: Final = (
@@ -36,7 +36,7 @@ _REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "RandomlyCyclingMultiSourcesExamplesIterable": _INTERLEAVE,
     "HorizontallyConcatenatedMultiSourcesExamplesIterable": (
         "concatenate_datasets(axis=1)",
-        "join the columns before, or in map",
+        "join the columns beforehand, or in map",
     ),
     "RepeatExamplesIterable": ("repeat", "remove it, and set epochs= or steps="),
     "StepExamplesIterable": ("a step over samples", "pass the whole dataset: Lockstep distributes the samples"),
@@ -46,7 +46,7 @@ _BATCH_FUNCTIONS: Final = frozenset({"batch_fn", "batch_arrow_table", "batch_acc
 
 @dataclass(frozen=True)
 class SourceShard:
-    """A shard: its source, the arguments of the source for it, and the stages from the source to the sample."""
+    """A shard: its source, the arguments with which the source generates its rows, and the stages to apply to a row."""
 
     source: Any
     arguments: Mapping[str, Any]
@@ -64,7 +64,7 @@ class SourceShard:
 
     @property
     def table(self) -> Any:
-        """The dataset in memory or on disk that the shard consists of, or None."""
+        """The `datasets.Dataset` in memory or on disk that the shard consists of, or None."""
         match self.arguments.get("shards"):
             case [dataset] if type(dataset).__name__ == "Dataset":
                 return dataset
@@ -72,23 +72,23 @@ class SourceShard:
 
     @property
     def files(self) -> list[str]:
-        """The files of the shard. Empty for a shard that a function of the user generates."""
+        """The files of the shard, or an empty list for a shard that a user function generates."""
         if self.table is not None:
             return [entry["filename"] for entry in self.table.cache_files]
         return [*dict.fromkeys(path for value in self.arguments.values() for path in _paths(value))]
 
     @property
     def filters(self) -> Sequence[Any]:
-        """The stages up to the last one that drops rows."""
+        """The stages up to and including the last filter."""
         ends = [number for number, stage in enumerate(self.stages, 1) if type(stage).__name__ == _FILTER]
         return self.stages[: max(ends, default=0)]
 
 
 def split_windows(label: str, node: Any) -> tuple[list[Any], Any]:
-    """Split off the `skip` and `take` stages above the sources. Return these, the innermost first, and the other nodes.
+    """Remove the `skip` and `take` stages from a dataset. Return them, the innermost first, and the new outermost node.
 
-    `skip` and `take` count the rows that the stages below them return. The stages above them return the same number of
-    rows. Raises UsageError if they don't.
+    A `skip` or `take` stage counts the rows that the stages before it return. Raises UsageError if a later stage is a
+    filter, which would change the number of rows.
     """
     windows: list[Any] = []
     stages: list[Any] = []
@@ -136,7 +136,7 @@ def replace_input(stage: Any, node: Any) -> Any:
 
 
 def is_one_to_one(stages: Sequence[Any]) -> bool:
-    """Return whether each row gives one sample, or none if there is a filter."""
+    """Return whether the stages return at most one sample per row."""
     return not any(type(stage).__name__ in _FUNCTIONS and stage.batched for stage in stages)
 
 
@@ -153,7 +153,7 @@ def _check_function(label: str, stage: Any) -> None:
         problem, advice = "batch", "remove it, and set the batch of the run"
     elif stage.batched and stage.batch_size != 1:
         problem = f"{method}(batched=True, batch_size={stage.batch_size})"
-        advice = "set batch_size=1 if the function handles each row alone, or use collate="
+        advice = "set batch_size=1 if the function processes rows independently, or use collate="
     elif stage.with_indices:
         problem, advice = f"{method}(with_indices=True)", "store the index in a column"
     elif inspect.iscoroutinefunction(function) or name == "async_add_mask":

@@ -1,4 +1,4 @@
-"""Finds the members of a tar archive in WebDataset format: the key of each sample, and where its files are."""
+"""Indexes a tar archive in WebDataset format: the key of each sample, and the positions of its files."""
 
 import os
 import re
@@ -18,14 +18,14 @@ from lockstep.errors import LockstepError, UsageError
 _BLOCK: Final = tarfile.BLOCKSIZE
 _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
 _COPY_AGAIN: Final = "use a complete tar archive without compression"
-LOCAL_PATH: Final = "__local_path__"  # the path of the archive in a sample, which newer versions of webdataset add
+LOCAL_PATH: Final = "__local_path__"  # newer versions of webdataset add the path of the archive to each sample
 
 
 def scan_members(label: str, path: str, pipeline: Pipeline) -> ShardIndex:
     """Read the headers of an archive and return its index. The content of members isn't read.
 
     The grouping stage of the pipeline gets an (offset, size) pair instead of the content of each member. Nothing is
-    unpacked, so paths in names have no effect. Raises UsageError if the file isn't a complete archive.
+    extracted, so paths in member names are harmless. Raises UsageError if the file isn't a complete archive.
     """
     try:
         with plainfile.open_reader(Path(path), links=True) as stream:
@@ -37,14 +37,14 @@ def scan_members(label: str, path: str, pipeline: Pipeline) -> ShardIndex:
     except LockstepError:
         raise
     except (OSError, ValueError, OverflowError, tarfile.TarError) as error:
-        # The library adds objects to the arguments of an exception. The first one is its message.
+        # webdataset appends objects to the arguments of an exception. The first argument is the message.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else (error.args or (error,))[0]
         raise UsageError(f"{label}: cannot read {path} as a tar archive: {reason}; {_COPY_AGAIN}") from error
     return _index(samples, mark)
 
 
 def _members(label: str, archive: tarfile.TarFile, path: str, pipeline: Pipeline) -> Iterator[dict[str, Any]]:
-    """Yield the regular members of an archive as the file expander of webdataset does, with their positions."""
+    """Yield the regular members of an archive like webdataset's tar_file_expander, with positions instead of data."""
     local_path = {LOCAL_PATH: path} if pipeline.has_local_path else {}
     for member in archive:
         name = member.name
@@ -53,7 +53,9 @@ def _members(label: str, archive: tarfile.TarFile, path: str, pipeline: Pipeline
         if _METADATA.match(name):
             continue
         if member.issparse():
-            raise UsageError(f"{label}: {path}: {name} is a sparse file, which has no single position; pack it again")
+            raise UsageError(
+                f"{label}: {path}: {name} is a sparse file, which isn't supported; pack it without --sparse"
+            )
         with UserCode(f"{label}: {path}: {name}"):
             name = name if pipeline.rename is None else pipeline.rename(name)
             if pipeline.select is not None and not pipeline.select(name):
@@ -93,7 +95,7 @@ def _index(samples: list[dict[str, Any]], mark: FileMark) -> ShardIndex:
 
 
 def spans(index: ShardIndex, sample: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the suffix, the offset and the size in bytes of each file of a sample."""
+    """Yield the suffix of each file in a sample, and its offset and size in bytes."""
     first, end = index.positions["firsts"][sample : sample + 2].tolist()
     columns = (index.positions[name][first:end].tolist() for name in ("suffixes", "offsets", "sizes"))
     for suffix, offset, size in zip(*columns, strict=True):
@@ -101,12 +103,12 @@ def spans(index: ShardIndex, sample: int) -> Iterator[tuple[str, int, int]]:
 
 
 def select_samples(index: ShardIndex, kept: list[int]) -> ShardIndex:
-    """Return the index of only some samples of a shard."""
+    """Return an index that contains only the samples `kept` of a shard."""
     firsts = index.positions["firsts"]
     ranges = [np.arange(firsts[sample], firsts[sample + 1]) for sample in kept]
     rows = np.concatenate([*ranges, np.arange(0)])
     positions = {name: array[rows] for name, array in index.positions.items() if name != "firsts"}
-    positions["firsts"] = np.cumsum([0, *(len(part) for part in ranges)])
+    positions["firsts"] = np.cumsum([0, *(len(sample_rows) for sample_rows in ranges)])
     keys = index.names["keys"]
     names = {**index.names, "keys": [keys[sample] for sample in kept]}
     return ShardIndex(len(kept), index.files, positions, names)

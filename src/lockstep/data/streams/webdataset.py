@@ -1,4 +1,4 @@
-"""The shards of a WebDataset pipeline. A sample is read at the positions of its files."""
+"""The shards of a WebDataset pipeline. Samples are read by position, without scanning the archive."""
 
 import hashlib
 import os
@@ -17,11 +17,11 @@ from lockstep.data.streams.sharded import only_sample
 from lockstep.data.streams.tar_members import LOCAL_PATH, scan_members, select_samples, spans
 from lockstep.errors import DataError, UsageError, error_as, os_error_as
 
-_MAX_OPEN: Final = 128  # archives
+_MAX_OPEN: Final = 128  # maximum number of open archives
 
 
 def webdataset_shards(dataset: Any) -> "WebDatasetShards | None":
-    """Return the shards of a WebDataset pipeline, or None if `dataset` is a different object.
+    """Return the shards of a WebDataset pipeline, or None if `dataset` is any other object.
 
     Raises UsageError if the pipeline has a stage that Lockstep can't apply to one sample at a time.
     """
@@ -43,7 +43,7 @@ class WebDatasetShards:
         self._pipeline = pipeline = parse_pipeline(self.label, dataset)
         self.names: Sequence[str] = pipeline.urls
         ends = [number for number, stage in enumerate(pipeline.stages, 1) if stage.name == "select"]
-        self._filters = pipeline.stages[: max(ends, default=0)]  # the stages up to the last one that drops samples
+        self._filters = pipeline.stages[: max(ends, default=0)]  # the stages up to and including the last select
         # The descriptors of open archives. Forked processes share them, because pread doesn't use the file position.
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
@@ -52,7 +52,7 @@ class WebDatasetShards:
         return range(samples)
 
     def index(self, shard: int) -> ShardIndex:
-        """See Shards. The index of all samples is cached next to the archive. A `select` stage is applied each time."""
+        """See Shards. The index of all samples is cached next to the archive. `select` stages are applied each time."""
         path = self._path(shard)
         with os_error_as(UsageError, f"{self.label}: cannot read {path}", "; pass the paths of existing archives"):
             mark = mark_file(path)
@@ -75,7 +75,7 @@ class WebDatasetShards:
             return bool(self._run(self._filters, shard, index, sample))
 
     def _run(self, stages: Sequence[Stage], shard: int, index: ShardIndex, offset: int) -> list[Any]:
-        """Return the results of stages for a sample of a shard."""
+        """Apply stages to a sample of a shard, and return the results."""
         name, [mark] = self.sample_name(shard, index, offset), index.files
         sample: dict[str, Any] = {"__key__": index.names["keys"][offset], "__url__": self.names[shard]}
         sample |= {suffix: self._content(name, mark, *span) for suffix, *span in spans(index, offset)}
@@ -114,7 +114,7 @@ class WebDatasetShards:
             return self._pipeline.download(url)
 
     def _cache(self, path: str) -> Path | None:
-        """Return the path of the cached index, or None if the user's functions decide what a sample is."""
+        """Return the path of the cached index, or None if the index depends on user functions or on chosen keys."""
         pipeline = self._pipeline
         options = {name: value for name, value in pipeline.group_options.items() if name in ("lcase", "suffixes")}
         if pipeline.select is not None or pipeline.rename is not None or "keys" in pipeline.group_options:

@@ -29,7 +29,7 @@ class Number:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the properties of the column to save in a checkpoint."""
+        """The properties of the column that are saved in a checkpoint."""
         return {"name": self.name, "mean": self.mean, "std": self.std}
 
     def encode(self, column: Any) -> NDArray[Any]:
@@ -53,7 +53,7 @@ class Category:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the properties of the column to save in a checkpoint."""
+        """The properties of the column that are saved in a checkpoint."""
         return {"name": self.name, "values": list(self.values)}
 
     def encode(self, column: Any) -> NDArray[Any]:
@@ -88,7 +88,7 @@ def check_input_column(name: str, column: Any, means: bool) -> None:
 
 
 def check_numeric_column(name: str, column: Any, means: bool) -> None:
-    """Raise UsageError if a numeric column has infinite values or, unless `means` is set, missing values."""
+    """Raise UsageError if a numeric column has infinite values or, unless `fill_missing` is True, missing values."""
     values = _to_floats(name, column)
     invalid = np.isinf(values) if means else ~np.isfinite(values)
     if invalid.any():
@@ -100,7 +100,7 @@ def check_numeric_column(name: str, column: Any, means: bool) -> None:
 
 
 def reject_mixed_column(name: str, column: Any, advice: str) -> None:
-    """Raise UsageError if a text column contains numbers, because some values are formatted or aren't numbers."""
+    """Raise UsageError if a text column seems to be numeric, except for formatted numbers and a minority of texts."""
     if get_column_kind(column) != "name":  # pyarrow can't find the unique values of lists
         return
     values = [value for value in column.unique().to_pylist() if isinstance(value, str)]
@@ -110,14 +110,15 @@ def reject_mixed_column(name: str, column: Any, advice: str) -> None:
         row, text = next((row, value) for row, value in enumerate(column.to_pylist()) if value in texts)
         fix = "write only digits and a decimal point" if text in formatted_numbers else "remove such rows"
         raise UsageError(
-            f"dataset table: column '{name}' has numbers, but {text!r} in 0-based row {row:,}; {fix}, {advice}"
+            f"dataset table: column '{name}' is mostly numeric, but has {text!r} in 0-based row {row:,}; {fix}, "
+            f"{advice}"
         )
 
 
 def fit_column(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
     """Create the encoding of a column from its values in the training split.
 
-    Text and boolean columns are always categorical. Integer columns are categorical if `is_category` is set.
+    Text and boolean columns are always categorical. All other columns are categorical only if `is_category` is True.
     """
     kind = get_column_kind(column)
     if kind == "number" and not is_category:
@@ -144,7 +145,7 @@ def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
         case {"name": str(name), "values": list(values)} if all(isinstance(value, str) for value in values):
             return Category(name, tuple(values))
     raise UsageError(
-        f"dataset table: expected name, mean and std, or name and values, for a column of the checkpoint, got "
+        f"dataset table: the checkpoint has an invalid column: expected name, mean and std, or name and values, got "
         f"{', '.join(facts) or 'nothing'}; restore the checkpoint"
     )
 
@@ -152,7 +153,7 @@ def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
 def _fit_number(name: str, column: Any, means: bool) -> Number:
     values = _to_floats(name, column)
     finite = values[np.isfinite(values)]
-    # Compute the statistics in float64 over all rows in order, so that they are bit-identical on all ranks.
+    # Compute the statistics in float64 over all rows in file order, so that they are bit-identical on all ranks.
     mean, std = (float(finite.mean()), float(finite.std())) if len(finite) else (0.0, 0.0)
     return Number(name, mean, std or 1.0, means)
 
@@ -165,7 +166,7 @@ def _to_floats(name: str, column: Any) -> NDArray[np.float64]:
         example = next(
             (f", such as {text!r} in 0-based row {row:,}" for row, text in texts if not _is_number(text)), ""
         )
-        problem = f"'{name}' has numbers in training, but type {column.type} here{example}; use the same type"
+        problem = f"'{name}' is numeric in training, but has type {column.type} here{example}; use the same type"
         raise UsageError(f"dataset table: column {problem}") from error
     return values
 

@@ -1,4 +1,4 @@
-"""Opens datasets that were saved with `save_to_disk` of the Hugging Face library `datasets`."""
+"""Opens datasets that were saved with `save_to_disk` of Hugging Face's `datasets`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Options:
     - `validation`: The fraction of rows for validation if there is no `held_out` split. 0 means no validation.
 
     The inputs of a sample are a dict from column name to value. If `inputs` is a single name, or if there is a target
-    and only one input column, the inputs are the value itself.
+    and only one input column, the inputs are the value of that column.
     """
 
     inputs: Text | Names | None = None
@@ -51,7 +51,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         validation = _select_columns(held_out, np.arange(len(held_out)), options)
     if not len(numbers):
         raise UsageError(
-            f"dataset datasets: {request.root} has {len(train):,} rows, and none is left for training; add rows, or "
+            f"dataset datasets: {request.root} has {len(train):,} rows, and none are left for training; add rows, or "
             f"set a smaller recipe.data.options.validation"
         )
     names = getattr(train.features.get(options.target), "names", None)
@@ -91,15 +91,15 @@ def _load_splits(root: str, options: Options) -> tuple[Any, Any]:
     try:
         plainfile.check_folder(Path(root))
         dataset = datasets.load_from_disk(root)
-    except Exception as error:  # the readers of the library may raise any exception
+    except Exception as error:  # datasets may raise any exception while reading
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         advice = "set recipe.data.root to a folder that save_to_disk wrote"
         raise UsageError(f"dataset datasets: cannot open {root}: {message}; {advice}") from error
     if isinstance(dataset, datasets.Dataset):
         return dataset, None
-    for part in (options.train, options.held_out):
-        if part not in dataset and part != Options.held_out:
-            raise UsageError(f"dataset datasets: {root} has no split '{part}'{format_choices(part, dataset)}")
+    for name in (options.train, options.held_out):
+        if name not in dataset and name != Options.held_out:
+            raise UsageError(f"dataset datasets: {root} has no split '{name}'{format_choices(name, dataset)}")
     return dataset[options.train], dataset.get(options.held_out)
 
 

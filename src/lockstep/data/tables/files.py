@@ -38,5 +38,7 @@ def read_table(file: Path) -> Any:
 def select_same_columns(file: Path, train: Any, validation: Any) -> tuple[Any, Any]:
     """Return both tables with the columns of `train`. Raises UsageError if a column is missing in `validation`."""
     if missing := [name for name in train.column_names if name not in validation.column_names]:
-        raise UsageError(f"dataset table: {file} has no columns {', '.join(missing)}, as training has; add them")
+        raise UsageError(
+            f"dataset table: {file} lacks columns of the training table: {', '.join(missing)}; add these columns"
+        )
     return train, validation.select(train.column_names)

@@ -25,8 +25,8 @@ from lockstep.tasks.classification import compute_skip_mask
 if TYPE_CHECKING:
     import pyarrow
 
-# Integer targets with more classes require options.kind. The second limit applies if there are fewer than ten rows per
-# class on average.
+# Integer targets with more distinct values require options.kind. The second limit applies if there are fewer than ten
+# rows per value on average.
 _MAX_CLASSES: Final = 1000
 _MAX_SPARSE_CLASSES: Final = 20
 
@@ -37,13 +37,13 @@ class Options:
 
     - `target`: The target column, or a list of columns for regression.
     - `kind`: Defaults to regression for floats and for several targets, and to classification otherwise. You must set
-      it if the target has many different integers, or integers with gaps.
+      `kind` if the target has many distinct integers, or integers with gaps.
     - `categories`: The integer columns that are categories and not amounts. Text columns are always categories.
     - `ignore`: The columns to ignore.
-    - `missing`: If "refuse", missing numbers are an error. If "mean", they are replaced with the mean of the training
+    - `missing`: If "refuse", missing numbers raise an error. If "mean", they are replaced with the mean of the training
       split.
-    - `codes`: If False, categories are one-hot encoded and appended to the numbers. If True, they are integers in a
-      separate input.
+    - `codes`: If False, categories are one-hot encoded and appended to the numbers. If True, they are integer codes in
+      a separate input.
     - `validation`: The fraction of rows for validation if there is no validation file.
     """
 
@@ -71,38 +71,38 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
             f"dataset table: {request.root} has no input columns in addition to the target {', '.join(targets)}; add "
             f"columns, or remove columns from recipe.data.options.ignore"
         )
-    means = options.missing == "mean"
+    fill_missing = options.missing == "mean"
     for table in files:  # check full files, so that row numbers in errors match the files
         for name in input_names:
             if name not in categories:
-                check_input_column(name, table[name], means)
+                check_input_column(name, table[name], fill_missing)
         _check_targets(table, targets, options.kind)
-    train, validation, rows = _split_rows(files, options.validation)
-    columns = [fit_column(name, train[name], name in categories, means) for name in input_names]
+    train, validation, row_indices = _split_rows(files, options.validation)
+    columns = [fit_column(name, train[name], name in categories, fill_missing) for name in input_names]
     classes = _find_classes(train, targets, options.kind)
     question = "" if options.kind or classes is None else _ask_about_kind(train, targets[0], classes)
-    parts = [
-        Rows(columns, part, _encode_targets(part, targets, classes, question), options.codes)
-        for part in (train, validation)
-        if part is not None
+    splits = [
+        Rows(columns, table, _encode_targets(table, targets, classes, question), options.codes)
+        for table in (train, validation)
+        if table is not None
     ]
-    facts: dict[str, Any] = {"shape": parts[0].shape, "columns": [column.facts for column in columns]}
+    dataset_info: dict[str, Any] = {"shape": splits[0].shape, "columns": [column.facts for column in columns]}
     scales = [] if classes is not None else [_measure_target_scale(name, train) for name in targets]
     if classes is None:
-        facts |= {
+        dataset_info |= {
             "outputs": len(targets),
             "targets": targets,
             "target_scale": [[mean, std or 1.0] for mean, std in scales],
         }
     else:
-        facts["classes"] = list(map(str, classes))
+        dataset_info["classes"] = list(map(str, classes))
     return DataSet(
-        train=parts[0],
-        validation=parts[1] if len(parts) > 1 else None,
-        facts=facts,
+        train=splits[0],
+        validation=splits[1] if len(splits) > 1 else None,
+        facts=dataset_info,
         skipped=None if classes is None else compute_skip_mask,
-        name=lambda number: f"row {rows[0][number]}",
-        validation_name=lambda number: f"row {rows[1][number]}",
+        name=lambda number: f"row {row_indices[0][number]}",
+        validation_name=lambda number: f"row {row_indices[1][number]}",
         question=question,
     )
 
@@ -134,15 +134,15 @@ def _read_files(root: Path) -> list[pyarrow.Table]:
 def _split_rows(
     files: Sequence[pyarrow.Table], share: float
 ) -> tuple[pyarrow.Table, pyarrow.Table | None, list[NDArray[np.int64]]]:
-    """Return the training rows, the validation rows or None, and the row indices of both in their files."""
+    """Return the training rows, the validation rows or None, and the row indices in the file for both splits."""
     if len(files) > 1:
         return files[0], files[1], [np.arange(len(file)) for file in files]
     table = files[0]
     is_held_out = rows_in_share(len(table), share)
     if share and (not is_held_out.any() or is_held_out.all()):
         raise UsageError(
-            f"dataset table: recipe.data.options.validation: {share} of {len(table):,} rows leaves training or "
-            f"validation without rows; use a different fraction, or 0"
+            f"dataset table: recipe.data.options.validation: {share} of {len(table):,} rows leaves the training or "
+            f"validation split without rows; use a different fraction, or 0"
         )
     rows = [np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)]
     return table.filter(~is_held_out), table.filter(is_held_out) if share else None, rows
@@ -159,8 +159,8 @@ def _find_classes(table: pyarrow.Table, targets: list[str], kind: str | None) ->
     import pyarrow.types as types
 
     column = table[targets[0]]
-    floating = all(types.is_floating(table[name].type) or types.is_decimal(table[name].type) for name in targets)
-    if kind == "regression" or (kind is None and (floating or len(targets) > 1)):
+    is_floating = all(types.is_floating(table[name].type) or types.is_decimal(table[name].type) for name in targets)
+    if kind == "regression" or (kind is None and (is_floating or len(targets) > 1)):
         return None
     if len(targets) > 1:
         raise UsageError(
@@ -181,8 +181,12 @@ def _ask_about_kind(table: pyarrow.Table, target: str, classes: list[Any]) -> st
     """
     import pyarrow.types as types
 
-    several = types.is_integer(table[target].type) and len(classes) > _MAX_SPARSE_CLASSES
-    return _format_kind_question(table, target, classes) if several and classes[-1] - classes[0] >= len(classes) else ""
+    has_many_integers = types.is_integer(table[target].type) and len(classes) > _MAX_SPARSE_CLASSES
+    return (
+        _format_kind_question(table, target, classes)
+        if has_many_integers and classes[-1] - classes[0] >= len(classes)
+        else ""
+    )
 
 
 def _format_kind_question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:

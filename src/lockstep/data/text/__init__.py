@@ -1,1 +1,1 @@
-"""Text datasets from text files, token files, or the text included in Lockstep. A sample is a window of tokens."""
+"""Text datasets: windows of tokens from text files, token files or an included text, and conversations."""

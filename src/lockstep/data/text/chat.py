@@ -1,4 +1,4 @@
-"""Datasets of conversations, and of pairs of answers, from JSON lines."""
+"""Datasets of conversations or preference pairs from JSON Lines files."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from lockstep.data.text.packing import pack
 from lockstep.data.text.windows import IGNORED
 from lockstep.errors import UsageError
 
-_MAX_SHOWN: Final = 3  # the maximum number of invalid rows in a message
+_MAX_SHOWN: Final = 3  # maximum number of rows in a message
 
 Item = Tokens | Pair
 Variables = Annotated[dict[str, Any], Field(description="a mapping")]
@@ -30,14 +30,14 @@ Variables = Annotated[dict[str, Any], Field(description="a mapping")]
 
 @dataclass(frozen=True)
 class Options:
-    """The settings to turn rows into samples.
+    """The settings for converting rows to samples.
 
-    - `tokenizer`: A tokenizer file, such as the tokenizer.json of a model. The chat template is next to it.
+    - `tokenizer`: A tokenizer file, such as the tokenizer.json of a model. The chat template is read from its folder.
     - `context`: The maximum number of tokens of a conversation, or of a sequence of packed conversations.
     - `chat_template`: The file of a Jinja template that replaces the template of the tokenizer.
     - `template_options`: Variables of the template.
     - `pack`: Whether to pack several conversations into a sequence.
-    - `truncate`: Whether to cut longer conversations after `context` tokens. By default, they are an error.
+    - `truncate`: Whether to truncate longer conversations to `context` tokens. By default, they are an error.
     - `validation`: The fraction of rows for validation. 0 means no validation.
     """
 
@@ -51,7 +51,7 @@ class Options:
 
 
 class _Rows(NamedTuple):
-    """The rows of a file that can be used, the line of each row, and the problems of the other rows by line."""
+    """The valid rows of a file with their line numbers, and the error of each invalid row by line number."""
 
     kind: Kind
     items: list[Item]
@@ -60,7 +60,7 @@ class _Rows(NamedTuple):
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Open the rows at `root`, which is a file of JSON lines, or a folder with train.jsonl and val.jsonl."""
+    """Open the rows at `root`, which is a JSON Lines file, or a folder with train.jsonl and optionally val.jsonl."""
     root = Path(request.root)
     train_file, validation_file = (root / "train.jsonl", root / "val.jsonl") if root.is_dir() else (root, None)
     chat = read_format(Path(options.tokenizer), options.chat_template, options.template_options or {})
@@ -71,12 +71,13 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         files.append((validation_file, _read_rows(validation_file, tokenizer, options)))
         if files[1][1].kind != rows.kind:
             raise UsageError(
-                f"dataset chat: {train_file} has {rows.kind}, but {validation_file} has {files[1][1].kind}"
+                f"dataset chat: {train_file} has {rows.kind}, but {validation_file} has {files[1][1].kind}; use the "
+                f"same kind of rows in both files"
             )
     warnings = tuple(_report_problems(files, skip=request.on_error == "skip"))
     held_out = rows_in_share(len(rows.items), options.validation if len(files) == 1 else 0.0)
     if rows.kind == "pairs" and options.pack:
-        raise UsageError("dataset chat: recipe.data.options.pack: pairs of answers cannot be packed; remove it")
+        raise UsageError("dataset chat: recipe.data.options.pack: preference pairs cannot be packed; remove it")
     numbers = np.flatnonzero(~held_out)
     bins = _bins(rows, numbers, options)
     validation = files[1][1] if len(files) > 1 else rows
@@ -111,10 +112,11 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 @final
 class ConversationSplit:
-    """The split of conversations. A batch has `input_ids` and `labels`, both int64 of shape [n, t].
+    """A split of conversations. A batch has `input_ids` and `labels`, both int64 of shape [n, t].
 
-    Sequences are padded to the longest sequence of the batch. The label of a token is the token itself if it is a
-    target, and IGNORED otherwise. If conversations are `packed`, `position_ids` start at 0 in each conversation.
+    Sequences are padded to the longest sequence in the batch. The label of a token is the token itself if it is a
+    target, and IGNORED otherwise. If `packed` is True, a batch also has `position_ids`, which start at 0 in each
+    conversation.
     """
 
     in_memory: bool = True
@@ -166,7 +168,7 @@ def _split_class(kind: Kind, packed: bool) -> Callable[[Any, Sequence[Sequence[i
 
 
 def _bins(rows: _Rows, numbers: NDArray[np.int64] | None, options: Options) -> list[list[int]]:
-    """Return the indices of the rows in each sample. `numbers` are the rows to use, or None for all of them."""
+    """Return the row indices of each sample. `row_indices` contains the rows to use, or is None to use all rows."""
     selected = list(range(len(rows.items))) if numbers is None else numbers.tolist()
     if not options.pack:
         return [[number] for number in selected]
@@ -175,11 +177,11 @@ def _bins(rows: _Rows, numbers: NDArray[np.int64] | None, options: Options) -> l
 
 
 def _joined(rows: Sequence[Tokens]) -> Tokens:
-    return Tokens(np.concatenate([each.ids for each in rows]), np.concatenate([each.counted for each in rows]))
+    return Tokens(np.concatenate([tokens.ids for tokens in rows]), np.concatenate([tokens.counted for tokens in rows]))
 
 
 def _padded(rows: Sequence[Tokens]) -> dict[str, Tensor]:
-    """Return tokens and labels of sequences, padded on the right. A causal model needs no mask for such padding."""
+    """Pad sequences on the right, and return their tokens and labels. A causal model needs no mask for the padding."""
     width = max((len(tokens.ids) for tokens in rows), default=1)
     ids = np.zeros((len(rows), width), np.int64)
     labels = np.full((len(rows), width), IGNORED, np.int64)
@@ -190,11 +192,11 @@ def _padded(rows: Sequence[Tokens]) -> dict[str, Tensor]:
 
 
 def _positions(rows: Sequence[Sequence[Tokens]], width: int) -> Tensor:
-    """Return the position of each token in its conversation. Padding continues the last conversation."""
+    """Return the position of each token in its conversation. Padding tokens continue the last conversation."""
     positions = torch.arange(width).repeat(len(rows), 1)
     for row, tokens in enumerate(rows):
         start = 0
-        for length in [len(each.ids) for each in tokens[:-1]]:
+        for length in [len(conversation.ids) for conversation in tokens[:-1]]:
             start += length
             positions[row, start:] = torch.arange(width - start)
     return positions
@@ -210,7 +212,7 @@ def _read_rows(file: Path, tokenizer: ChatTokenizer, options: Options) -> _Rows:
             row = _parse_json(text)
             kind = kind or kind_of_row(row)
             if kind_of_row(row) != kind:
-                raise RowError(f"the rows before it are {kind}; use a separate file")
+                raise RowError(f"has a different kind than the rows before, which are {kind}; use a separate file")
             parse = parse_conversation if kind == "conversations" else parse_pair
             items.append(_fit(parse(row, tokenizer), options))
             lines.append(line)
@@ -222,14 +224,17 @@ def _read_rows(file: Path, tokenizer: ChatTokenizer, options: Options) -> _Rows:
 
 
 def _fit(item: Item, options: Options) -> Item:
-    """Return an item of at most `context` tokens. Raises RowError if it is longer, or if nothing is left to learn."""
+    """Truncate an item to `context` tokens if this is enabled.
+
+    Raises RowError if the item is too long and truncation is disabled, or if the truncated item has no targets.
+    """
     longest = max(len(tokens.ids) for tokens in (item if isinstance(item, Pair) else [item]))
     if longest <= options.context:
         return item
     if not options.truncate:
         raise RowError(
             f"has {longest:,} tokens, more than context={options.context:,}; set recipe.data.options.context={longest} "
-            f"or recipe.data.options.truncate=true to cut it"
+            f"or recipe.data.options.truncate=true"
         )
     if isinstance(item, Pair):
         pair = Pair(*(_first_tokens(tokens, options.context) for tokens in item))
@@ -253,8 +258,8 @@ def _read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, line
     except OSError as error:
         raise UsageError(
-            f"dataset chat: cannot read {file}: {error.strerror}; set recipe.data.root to a file of JSON lines, or to "
-            f"a folder with train.jsonl"
+            f"dataset chat: cannot read {file}: {error.strerror}; set recipe.data.root to a JSON Lines file, or to a "
+            f"folder with train.jsonl"
         ) from None
 
 
@@ -266,7 +271,10 @@ def _parse_json(line: bytes) -> Any:
 
 
 def _report_problems(files: Sequence[tuple[Path, _Rows]], *, skip: bool) -> Iterator[str]:
-    """Yield a warning for each file with skipped rows. Without `skip`, raise UsageError instead."""
+    """Yield a warning for each file with invalid rows, which are skipped.
+
+    Raises UsageError instead if `skip_invalid` is False, or if a file has no valid rows.
+    """
     for file, rows in files:
         if not rows.problems:
             continue

@@ -1,4 +1,4 @@
-"""Parses rows of chat data: conversations, completions of a prompt, and pairs of a chosen and a rejected answer."""
+"""Parses rows of chat data: conversations, prompts with a completion, and pairs of a chosen and a rejected answer."""
 
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple
@@ -16,14 +16,14 @@ _KEYS: Final = "messages, prompt and completion, or chosen and rejected"
 
 
 class Pair(NamedTuple):
-    """Two answers to the same prompt."""
+    """A chosen and a rejected answer to the same prompt. Both include the prompt."""
 
     chosen: Tokens
     rejected: Tokens
 
 
 def kind_of_row(row: Any) -> Kind:
-    """Return the kind of a row. Raises RowError if it has none of the known keys."""
+    """Return the kind of a row. Raises RowError if the kind can't be determined from its keys."""
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object with {_KEYS}, got {type_name(row)}")
     if "chosen" in row and "rejected" in row:
@@ -34,7 +34,7 @@ def kind_of_row(row: Any) -> Kind:
 
 
 def parse_conversation(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Tokens:
-    """Encode a conversation, or a prompt and its completion. Raises RowError if no token is a target."""
+    """Encode a conversation, or a prompt and its completion. Raises RowError if it has no targets."""
     if "messages" in row:
         tokens = tokenizer.encode_messages(_messages("messages", row["messages"]), 0, row.get("tools"))
     else:
@@ -45,9 +45,9 @@ def parse_conversation(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Toke
 
 
 def parse_pair(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Pair:
-    """Encode the chosen and the rejected answer, each with the prompt before it. Raises RowError if they are equal.
+    """Encode the chosen and the rejected answer, both including the prompt. Raises RowError if they are equal.
 
-    If there is no `prompt`, the prompt consists of the messages that both answers begin with.
+    If the row has no `prompt`, the prompt consists of the messages that both answers begin with.
     """
     chosen, rejected = row["chosen"], row["rejected"]
     if "prompt" in row:
@@ -66,7 +66,7 @@ def parse_pair(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Pair:
 
 
 def check_pair(pair: Pair) -> None:
-    """Raise RowError if the answers are equal, or if one of them has no tokens."""
+    """Raise RowError if the answers are equal, or if an answer has no tokens."""
     for name, tokens in pair._asdict().items():
         if not tokens.counted.any():
             raise RowError(f"{name}: has no tokens of the assistant; add an answer, or remove the row")
@@ -89,18 +89,18 @@ def _completion(row: Mapping[str, Any], key: str, prompt: Any, answer: Any, toke
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    """Check a list of messages, and return it without keys that are null. Raises RowError if a message is invalid."""
+    """Validate a list of messages, and return it without null values. Raises RowError if a message is invalid."""
     if not isinstance(value, list) or not value:
         raise RowError(f"{key}: expected a list of messages, got {type_name(value)}")
     messages: list[Message] = []
     for number, message in enumerate(value):
-        where = f"{key}[{number}]"
+        location = f"{key}[{number}]"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(f"{where}: expected an object with role and content, got {type_name(message)}")
+            raise RowError(f"{location}: expected an object with role and content, got {type_name(message)}")
         role, content = message["role"], message.get("content")
         if role not in _ROLES:
-            raise RowError(f"{where}.role: unknown role {role!r}{format_choices(role, _ROLES)}")
+            raise RowError(f"{location}.role: unknown role {role!r}{format_choices(role, _ROLES)}")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise RowError(f"{where}.content: expected a string, got {type_name(content)}")
+            raise RowError(f"{location}.content: expected a string, got {type_name(content)}")
         messages.append({name: item for name, item in message.items() if item is not None})
     return messages

@@ -29,11 +29,11 @@ Spans = Sequence[tuple[int, int]]  # start and end in characters
 
 
 class RowError(ValueError):
-    """A row of the data can't be used. The message has the reason, and what to do."""
+    """Raised if a row of the data is invalid. The message contains the reason and the remedy."""
 
 
 class Tokens(NamedTuple):
-    """The tokens of a text, and for each token whether it is a target. Both have the shape [length]."""
+    """The token IDs of a text, and a mask of the tokens that are targets. Both have shape [length]."""
 
     ids: NDArray[np.int64]
     counted: NDArray[np.bool_]
@@ -44,7 +44,7 @@ class ChatFormat:
     """A chat template, and the special tokens and variables that it can use.
 
     - `template`: The Jinja template, or None if there is none.
-    - `special`: The special tokens by name, such as `eos_token`.
+    - `special_tokens`: The special tokens by name, such as `eos_token`.
     - `variables`: Additional variables of the template.
     """
 
@@ -54,7 +54,7 @@ class ChatFormat:
 
     @property
     def sha256(self) -> str:
-        """The hash of everything that determines the text of a conversation."""
+        """The hash of the template, the special tokens and the variables."""
         parts = [self.template, dict(self.special), dict(self.variables)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -62,15 +62,15 @@ class ChatFormat:
 def read_format(tokenizer: Path, template: str | None, variables: Mapping[str, Any]) -> ChatFormat:
     """Read the chat template and the special tokens from the files next to a tokenizer file.
 
-    `template` is the file of a Jinja template that replaces the template of the tokenizer.
+    If `template_file` is set, this file contains the Jinja template, which replaces the template of the tokenizer.
     """
     config = _read_config(tokenizer.parent / _CONFIG)
     special = {name: text for name, value in config.items() if name.endswith("_token") and (text := _token_text(value))}
-    beside = tokenizer.parent / _TEMPLATE
+    default_file = tokenizer.parent / _TEMPLATE
     if template is not None:
         return ChatFormat(_read(Path(template)).decode(), special, variables)
-    if beside.is_file():
-        return ChatFormat(_read(beside).decode(), special, variables)
+    if default_file.is_file():
+        return ChatFormat(_read(default_file).decode(), special, variables)
     return ChatFormat(_template_text(config.get("chat_template")), special, variables)
 
 
@@ -91,7 +91,7 @@ class ChatTokenizer:
         self._marks_assistant = chat.template is not None and bool(_GENERATION.search(chat.template))
 
     def encode_messages(self, messages: Sequence[Message], first: int = 0, tools: Any = None) -> Tokens:
-        """Encode a conversation. The tokens of assistant messages from message `first` on are targets.
+        """Encode a conversation. The targets are the tokens of assistant messages, from message `first` on.
 
         Raises RowError if the template rejects the conversation, or if the tokens of the assistant can't be found.
         """
@@ -121,7 +121,7 @@ class ChatTokenizer:
         return self._encode(text, [(len(prompt), len(text))], add_special_tokens=True)
 
     def _prefix(self, text: str, messages: Sequence[Message], tools: Any, *, prompt: bool) -> str:
-        """Render the first messages of a conversation. Raises RowError if they aren't a prefix of its `text`."""
+        """Render the first messages of a conversation. Raises RowError if the result isn't a prefix of `text`."""
         prefix, _ = self._render(messages, tools, prompt=prompt)
         if not text.startswith(prefix):
             raise RowError(
@@ -134,7 +134,7 @@ class ChatTokenizer:
     def _render(
         self, messages: Sequence[Message], tools: Any, *, marked: bool = False, prompt: bool = False
     ) -> tuple[str, Spans]:
-        """Return the text of a conversation. If `marked` is set, also return the spans that the template marks."""
+        """Render a conversation. Return its text and, if `return_spans` is True, the spans that the template marks."""
         if self._chat.template is None:
             raise UsageError(
                 f"dataset chat: {self._file}: the tokenizer has no chat template: neither {_TEMPLATE} nor a "
@@ -142,7 +142,7 @@ class ChatTokenizer:
                 f"Jinja template"
             )
         rendering = import_extra("transformers.utils.chat_template_utils", "transformers", "dataset chat")
-        # The date of a run must not change its data. As a string, the function of this name can't be called.
+        # The data must not depend on the date of the run. Replace the function with a string, so that calls fail.
         variables = {**self._chat.special, _TODAY: "", **self._chat.variables}
         try:
             texts, spans = rendering.render_jinja_template(
@@ -155,22 +155,22 @@ class ChatTokenizer:
             )
         except ImportError as error:
             raise UsageError(f"dataset chat: {' '.join(str(error).split())}") from error
-        except Exception as error:  # a template can fail in any way
+        except Exception as error:  # a template may raise any exception
             message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
             if _TODAY in self._chat.template and "not callable" in message:
                 raise UsageError(
                     f"dataset chat: the chat template writes today's date with {_TODAY}, so the data would change from "
                     f"day to day; set the date in recipe.data.options.template_options, such as date_string"
                 ) from error
-            raise RowError(f"the chat template rejects it: {message}") from error
+            raise RowError(f"the chat template rejects the conversation: {message}") from error
         return texts[0], spans[0] if marked else ()
 
     def _encode(self, text: str, spans: Spans, *, add_special_tokens: bool) -> Tokens:
         encoding = self._library.encode(text, add_special_tokens=add_special_tokens)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         counted = np.zeros(len(offsets), np.bool_)
-        # A token that begins before a span contains a part of the prompt. A special token that the library adds is
-        # empty.
+        # Exclude tokens that begin before a span, because they contain a part of the prompt, and empty tokens, which
+        # are special tokens that the library adds.
         for begin, end in spans:
             counted |= (offsets[:, 0] >= begin) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
         counted[:1] = False  # nothing predicts the first token
@@ -195,14 +195,14 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """Return the text of a special token, which is a string, or an object with its content."""
+    """Return the text of a special token, which is a string, or an object with the key `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
 
 def _template_text(value: Any) -> str | None:
-    """Return the template of a config, or its template `default` if it has several."""
+    """Return the chat template of a tokenizer config, or the template named `default` if there are several."""
     if isinstance(value, list):
-        named = {each.get("name"): each.get("template") for each in value if isinstance(each, Mapping)}
-        value = named.get("default")
+        templates = {item.get("name"): item.get("template") for item in value if isinstance(item, Mapping)}
+        value = templates.get("default")
     return value if isinstance(value, str) else None

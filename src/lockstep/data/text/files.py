@@ -19,8 +19,8 @@ class Options:
     """The settings for tokenizing a text and splitting it into samples.
 
     - `context`: The number of tokens per sample.
-    - `stride`: The distance between the starts of two training samples, in tokens. Defaults to `context`.
-    - `by`: The unit of a token, if no `tokenizer` is set.
+    - `stride`: The number of tokens between the starts of consecutive training samples. Defaults to `context`.
+    - `by`: Whether a token is a character or a byte if no `tokenizer` is set.
     - `tokenizer`: A tokenizer file, such as the tokenizer.json of a model.
     - `validation`: The fraction of characters at the end of the text for validation. 0 means no validation.
     """
@@ -35,8 +35,8 @@ class Options:
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Open the text at `root`, which is a file or a folder.
 
-    The files in a folder are concatenated in the order of their names. If the folder contains folders `train` and
-    `val`, or files train.txt and val.txt, these are the two splits, and the option `validation` has no effect.
+    The files in a folder are concatenated in the order of their names. If the folder contains the subfolders train/ and
+    val/, or the files train.txt and val.txt, they are the two splits, and the option `validation` has no effect.
     """
     return make_text_dataset(request.name, *_read_splits(Path(request.root), options.validation), options)
 
@@ -53,7 +53,7 @@ def make_text_dataset(name: str, train: str, validation: str, options: Options) 
 
 
 def split_text(text: str, share: float) -> tuple[str, str]:
-    """Split a text into training and validation. The validation part is the fraction `share` at the end."""
+    """Split a text into a training and a validation text. The fraction `share` at the end is for validation."""
     end = int(len(text) * (1 - share))
     return text[:end], text[end:]
 

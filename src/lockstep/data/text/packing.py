@@ -1,4 +1,4 @@
-"""Packs sequences of different lengths into bins, each of which becomes a single sequence."""
+"""Packs sequences of different lengths into bins. The sequences in a bin are concatenated later."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Return the indices of the sequences in each bin, by best-fit decreasing.
 
-    Sequences are placed in decreasing length, each into the fullest bin that has enough space (Johnson 1973). Ties are
-    broken by index, so the bins only depend on the lengths. `size` must be at least the longest length.
+    In the order of decreasing length, each sequence is placed in the fullest bin with enough space (Johnson 1973). Ties
+    are broken by index, so the bins depend only on the lengths. `bin_size` must be at least the longest length.
     """
     bins: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # the free space and the index of each bin that isn't full, sorted

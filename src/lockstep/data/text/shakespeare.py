@@ -1,4 +1,4 @@
-"""The dataset tiny Shakespeare with 1,115,394 characters, included in Lockstep. For credits, see SHAKESPEARE.md."""
+"""The Tiny Shakespeare dataset with 1,115,394 characters, included in Lockstep. For credits, see SHAKESPEARE.md."""
 
 import bz2
 import hashlib

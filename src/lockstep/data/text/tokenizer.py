@@ -22,11 +22,11 @@ class Tokenizer(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """The vocabulary size. Token IDs are integers from 0 to `vocabulary` - 1."""
+        """The vocabulary size. Token IDs are integers from 0 to `vocab_size` - 1."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The properties that are saved in checkpoints, from which `tokenizer_of` restores the tokenizer."""
+        """The properties that are saved in checkpoints. `tokenizer_of` restores the tokenizer from them."""
 
     @property
     def library(self) -> Any:
@@ -126,12 +126,12 @@ class FileTokenizer:
         read_errors = os_error_as(UsageError, f"tokenizer {file}: cannot be read", "; pass a tokenizer file")
         with read_errors, plainfile.open_reader(Path(file), links=True) as stream:
             content = stream.read(_MAX_BYTES)
-        # If the file is invalid, the library raises an instance of Exception itself.
+        # If the file is invalid, the library raises a plain Exception.
         with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
             self.library = tokenizers.Tokenizer.from_str(content.decode())
         self.vocabulary: int = self.library.get_vocab_size(with_added_tokens=True)
-        # Only save the hash of the file, which can have several megabytes. To decode tokens later, the user must pass
-        # the file again.
+        # The file can have several megabytes, so only its hash is saved. To decode tokens later, the user must pass the
+        # file again.
         self.facts = {"by": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
 
     def encode(self, text: str) -> NDArray[Any]:
@@ -146,9 +146,9 @@ class FileTokenizer:
 
 
 def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
-    """Restore a tokenizer from its properties `facts` in a checkpoint.
+    """Restore a tokenizer from the properties that were saved in a checkpoint.
 
-    `file` is the tokenizer file, if the run used one. Raises UsageError if the hash of the file is different.
+    `file` is the tokenizer file, if the run used one. Raises UsageError if its hash differs from the saved hash.
     """
     if facts["by"] == "byte":
         return ByteTokenizer()

@@ -17,7 +17,7 @@ from lockstep.data.text.windows import make_window_dataset
 from lockstep.errors import DataError, TrainingError, UsageError, error_as, os_error_as
 
 _MAX_META_BYTES: Final = 1 << 26  # maximum size of meta.json
-_CHECKS: Final = 16  # number of positions in a file that are checked before a run
+_CHECKS: Final = 16  # number of positions that are checked when a file is opened
 _CHECK_LENGTH: Final = 64  # number of tokens that are checked at each position
 
 

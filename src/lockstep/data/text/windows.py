@@ -40,7 +40,7 @@ class TokenArray:
         return len(self._tokens)
 
     def get_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """See Tokens."""
+        """See TokenSequence."""
         windows: NDArray[np.int64] = self._tokens[starts[:, None] + np.arange(length)].astype(np.int64)
         return windows
 
@@ -49,7 +49,7 @@ class TokenArray:
 class TrainingWindows:
     """A split of windows of `context` tokens that start at multiples of `stride`.
 
-    A batch is (inputs, targets), both int64 of shape [n, context]. A window needs a token after it as its last target.
+    A batch is (inputs, targets), both int64 of shape [n, context]. The last target is the token after the window.
     """
 
     def __init__(self, tokens: TokenSequence, context: int, stride: int) -> None:
@@ -71,7 +71,7 @@ class TrainingWindows:
 class ValidationWindows:
     """A split of adjacent windows, in which each token except for the first is a target exactly once.
 
-    If the last window is shorter, it is padded with token 0 and target IGNORED.
+    If the last window is shorter, its inputs are padded with token 0, and its targets with IGNORED.
     """
 
     def __init__(self, tokens: TokenSequence, context: int) -> None:
@@ -113,10 +113,10 @@ def make_window_dataset(
 ) -> DataSet:
     """Return a dataset of windows. Raises UsageError if a split has too few tokens.
 
-    - `stride`: The distance between the starts of two training windows. If None, training windows don't overlap.
-    - `facts`: The dataset properties, which must contain the `vocabulary` size. The property `context` is added.
-    - `decode`: Converts tokens to text, which is used as the name of a sample. If None, the name is the index of the
-      first token.
+    - `stride`: The number of tokens between the starts of consecutive training windows. Defaults to `context`.
+    - `dataset_info`: The dataset properties, which must contain the `vocabulary` size. The property `context` is added.
+    - `decode`: Converts tokens to text, to name a sample after its text. If None, a sample is named after the index of
+      its first token.
     """
     step = stride or context
 
@@ -128,13 +128,14 @@ def make_window_dataset(
             else repr(decode(train.get_windows(starts, min(context, _MAX_SHOWN))[0]))
         )
 
-    for name, part, minimum, advice in (
+    for name, tokens, minimum, advice in (
         ("training", train, context + 1, "use more text, or a smaller recipe.data.options.context"),
         ("validation", validation, 2, "use more text"),
     ):
-        if part is not None and len(part) < minimum:
+        if tokens is not None and len(tokens) < minimum:
             raise UsageError(
-                f"dataset {label}: the {name} part has {len(part):,} tokens, but a window needs {minimum:,}; {advice}"
+                f"dataset {label}: the {name} split has {len(tokens):,} tokens, but a window needs {minimum:,}; "
+                f"{advice}"
             )
     return DataSet(
         train=TrainingWindows(train, context, step),
