@@ -279,7 +279,7 @@ class ShardedModel:
         self._gradients.advance(unit)
 
     def _check_graph_task(self, _gradient: Tensor) -> None:
-        """Raise UsageError in a nested backward pass, at whose end fully_shard would collect all gradients."""
+        """Raise UsageError in a nested backward pass: fully_shard would collect all gradients at its end."""
         if not self._in_step_backward:
             raise _foreign_backward_error()
         task = torch._C._current_graph_task_id()
@@ -287,8 +287,8 @@ class ShardedModel:
             self._graph_task = task
         if self._graph_task != task:
             raise make_refusal(
-                "a nested backward pass, such as of torch.utils.checkpoint with use_reentrant=True, reached the placed "
-                "model, whose weights are sharded",
+                "nested backward passes, such as those of torch.utils.checkpoint with use_reentrant=True, are not "
+                "supported if the weights of the placed model are sharded",
                 "pass use_reentrant=False, use placement.recompute instead, or use strategy ddp or zero1",
             )
 
@@ -347,7 +347,7 @@ class ShardedModel:
             raise make_refusal(
                 f"{self.names[unit]} is called more often than in the first forward, or the first backward did not "
                 f"reach it, so the other processes do not gather it",
-                "call it the same number of times in every forward and let every loss depend on it (add 0 * "
+                "call it the same number of times in every forward, and let every loss depend on it (add 0 * "
                 "output.sum() for a detached output), or use strategy zero2, zero1 or ddp",
             )
 

@@ -67,7 +67,7 @@ class SampleOrder:
         if len(indices) != self.length:
             raise UsageError(
                 f"{self.label}: the order has {len(indices)} samples in epoch {epoch}, but {self.length} in epoch 0; "
-                f"return the same number for each epoch, by repeating or omitting some"
+                f"return the same number for each epoch, for example by repeating or omitting samples"
             )
         return indices.__getitem__
 

@@ -26,7 +26,7 @@ def check_weights(label: str, weights: Mapping[Any, Any]) -> dict[str, Any]:
     invalid = next((name for name in weights if not isinstance(name, str) or not name.isidentifier()), None)
     if invalid is not None:
         raise UsageError(
-            f"{label} returned the name {invalid!r}; name losses by letters, digits and underscores, such as "
+            f"{label} returned the name {invalid!r}; name losses with letters, digits and underscores, such as "
             f"second_head"
         )
     return {name: weights[name] for name in sorted(weights)}
