@@ -84,7 +84,7 @@ def test_metrics_are_divided_by_the_samples() -> None:
         ),
         (changed(weight={"odd": 1}), "loss returned the names odd, right, but weight returned the name odd"),
         (changed(weight={}), "task a:B: weight returned an empty mapping; return an integer for the name of each loss"),
-        (changed(weight={"a/b": 1}), "task a:B: weight returned the name 'a/b'; name losses by letters, digits and"),
+        (changed(weight={"a/b": 1}), "task a:B: weight returned the name 'a/b'; name losses with letters, digits and"),
         (changed(weight={"odd": 0.5, "right": 1}), "weight returned 0.5 of type float for odd; return an integer"),
         (changed(loss={"odd": 1.0, "right": torch.ones(())}), "loss returned float for odd; return the sum"),
         (changed(loss={"odd": torch.tensor(0.0), "right": torch.tensor(0.0)}), "the loss for odd has no gradient"),

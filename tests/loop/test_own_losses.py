@@ -293,7 +293,7 @@ NAMES = r"the names first, second"
             r"the loss first is a mean .*mean=\{'first': loss\}",
         ),
         (lambda batch: {}, None, "weight: returned an empty mapping"),
-        (lambda batch: {"a b": 1}, None, "weight: returned the name 'a b'; name losses by letters"),
+        (lambda batch: {"a b": 1}, None, "weight: returned the name 'a b'; name losses with letters"),
         (
             lambda batch: {"first": 1.5},
             None,

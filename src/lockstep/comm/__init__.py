@@ -1,4 +1,4 @@
-"""Communication between ranks: reductions, exchanges of rows, and point-to-point transfers.
+"""Communication between ranks: reductions, all-to-all exchanges, and point-to-point transfers.
 
 Only comm/ and ranks/ use torch.distributed.
 """

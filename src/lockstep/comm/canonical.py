@@ -1,7 +1,8 @@
-"""The reduction tree across processes: sums over ranks with the same order of additions as in a single process.
+"""The reduction tree across processes: an all-reduce with the same order of additions as in a single process.
 
-Each rank starts with the pieces of its data rank (core/mesh.py). It can have one piece, several pieces or none.
-1. At each level of the reduction tree, the ranks divide the vector into smaller parts and add their parts
+Each rank starts with zero or more *pieces*: the partial sums of its micro-batches (core/tree.py).
+
+1. At each level of the reduction tree, the ranks split the vector into smaller parts, and each rank adds its parts
    (core/reduction.py).
 2. At the root, each of W ranks holds one of W parts of the sum.
 3. The ranks all-gather the parts in log2(W) rounds.
@@ -32,13 +33,13 @@ def add_(left: Tensor, right: Tensor) -> Tensor:
 
 
 class Sum(Protocol):
-    """Sums a flat vector over ranks. CanonicalSum and its replacements implement this protocol."""
+    """The protocol of functions that sum a flat vector over ranks, such as CanonicalSum."""
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor, /) -> Tensor: ...
 
 
 def local_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
-    """Return the sum of a rank's pieces, added from left to right in place, or zeros if there are no pieces."""
+    """Add a rank's pieces in place, from left to right, and return the sum. Returns zeros if there are no pieces."""
     if not pieces:
         return torch.zeros_like(like)
     first, *rest = (pieces[block] for block in sorted(pieces))
@@ -50,11 +51,11 @@ def local_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
 @final
 @dataclass(eq=False)
 class CanonicalSum:
-    """Sums flat vectors over the ranks of `carrier`. All ranks must call it in the same order with the same lengths.
+    """Sums flat vectors over ranks. All ranks must call it in the same order with vectors of the same length.
 
-    `_data_ranks` contains the data rank of each rank, and `_rank` is the index of this rank, both in the numbering of
-    the carrier. A single rank needs no carrier. If sequences are split into `chunks`, each chunk of a micro-batch is a
-    separate leaf of the reduction tree (core/mesh.py).
+    `_data_ranks` contains the data rank of each rank, and `_rank` is the index of this rank, both in the rank order of
+    `_carrier`. A single rank needs no carrier. If sequences are split into `_chunks` chunks, each chunk of a
+    micro-batch is a separate leaf of the reduction tree (core/mesh.py).
     """
 
     _rank: int
@@ -64,13 +65,13 @@ class CanonicalSum:
 
     def __post_init__(self) -> None:
         self._size = len(self._data_ranks)
-        self.is_single_rank = self._size == 1  # there is no other rank
+        self.is_single_rank = self._size == 1
         self._rank_shares = Shares(tuple(range(self._size)))
         self._schedules: dict[int, Reduction] = {}  # by number of leaves
         self._holder_sums: dict[int, CanonicalSum] = {}
 
     def for_holders(self, num_leaves: int) -> CanonicalSum:
-        """Return a CanonicalSum over the ranks that hold leaves of a tree of this size. This rank must hold a leaf."""
+        """Return a CanonicalSum over the ranks that hold any of the leaves. This rank must be one of them."""
         if num_leaves not in self._holder_sums:
             holders = [
                 rank
@@ -83,10 +84,10 @@ class CanonicalSum:
         return self._holder_sums[num_leaves]
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor) -> Tensor:
-        """Return the sum over all leaves of the reduction tree, on every rank.
+        """Return the sum over all leaves of the reduction tree, on all ranks.
 
-        `pieces` are the flat pieces of this rank, which may be overwritten. `like` is a flat tensor of the same length,
-        dtype and device, for ranks without pieces.
+        `pieces` are this rank's partial sums as flat vectors, and may be overwritten. `like` is a flat tensor of the
+        same length, dtype and device, for ranks without pieces.
         """
         if self.is_single_rank:
             return total(pieces, num_leaves, add_)
@@ -95,8 +96,8 @@ class CanonicalSum:
         values = {block.first: _Share(range(len(like)), pieces[block], is_received=False) for block in blocks}
         for sums, moves in rounds:
             for left, right, _ in sums:
-                # Add in place to a share that this rank computed itself, if there is one. Swapping the two operands
-                # doesn't change the bits, because b + a = a + b in floating point.
+                # Prefer to add in place to a share that wasn't received. Swapping the operands doesn't change the bits,
+                # because floating-point addition is commutative.
                 accumulator, addend = sorted((values.pop(left), values.pop(right)), key=attrgetter("is_received"))
                 values[left] = accumulator._replace(tensor=add_(accumulator.tensor, addend.tensor))
             self._reshard(moves, values, like)
@@ -108,17 +109,16 @@ class CanonicalSum:
         return result
 
     def sum_over_ranks(self, vector: Tensor) -> Tensor:
-        """Return the sum of one flat vector per rank, in rank order, on every rank. `vector` is this rank's vector.
+        """All-reduce a flat vector. The order of the additions is fixed by a reduction tree with one leaf per replica.
 
-        The reduction tree of this sum has one leaf per replica. Therefore the bits are the same in each run on the same
-        number of ranks, but differ from those of a single process.
+        The result has the same bits in every run on the same number of ranks, but not the bits of a single process.
         """
         rank = self._data_ranks[self._rank]
         [block] = rank.own_blocks(rank.replicas)
         return self({block: vector}, rank.replicas, vector)
 
     def stack_ranks(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks stacked by rank along a new dim 0. All ranks must pass the same shape."""
+        """All-gather a tensor of the same shape on all ranks. Stacks the results along a new dim 0 in rank order."""
         if self.is_single_rank:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self._size, *tensor.shape)
@@ -127,14 +127,14 @@ class CanonicalSum:
         return gathered
 
     def _get_schedule(self, num_leaves: int) -> Reduction:
-        """Return the part of the reduction schedule in which this rank participates."""
+        """Return this rank's part of the reduction schedule."""
         if num_leaves not in self._schedules:
             blocks = [data_rank.own_blocks(num_leaves, self._chunks) for data_rank in self._data_ranks]
             self._schedules[num_leaves] = plan_reduction(blocks, num_leaves).for_rank(self._rank)
         return self._schedules[num_leaves]
 
     def _reshard(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
-        """Send shares of blocks to the ranks that add them next, and receive the shares that this rank adds next."""
+        """Send this rank's shares to the ranks that add them next, and receive the shares that this rank adds."""
         sent: list[Addressed] = []
         received: list[Addressed] = []
         for move in moves:
@@ -173,12 +173,12 @@ class CanonicalSum:
 
 @final
 class HalfPrecisionSum:
-    """Sums flat vectors over ranks like CanonicalSum, but rounds vectors to `dtype` before sending.
+    """Sums flat vectors over ranks like CanonicalSum, but rounds them to `dtype` before sending.
 
-    A 16-bit dtype halves the communication of fp32, but the bits differ from those of a single process. The equivalent
-    hooks in torch (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) let the backend choose the order of the
-    sum. Here, runs on the same number of ranks always have the same bits. Each rank first adds all of its pieces in
-    their own dtype and not in the order of the tree, because it sends a single vector.
+    Each rank first adds its pieces in their own dtype, and then sends a single vector. With a 16-bit dtype, ranks send
+    half as much data as in fp32. The bits differ from those of a single process, but all runs on the same number of
+    ranks have the same bits. With the similar hooks of torch (torch.distributed.algorithms.ddp_comm_hooks), the backend
+    chooses the order of the additions.
     """
 
     def __init__(self, canonical_sum: CanonicalSum, dtype: torch.dtype) -> None:
@@ -186,18 +186,18 @@ class HalfPrecisionSum:
         self._dtype = dtype
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor) -> Tensor:
-        """Return the sum over all leaves of the reduction tree, on every rank. See CanonicalSum."""
+        """Return the sum over all leaves of the reduction tree, on all ranks. See CanonicalSum."""
         if self._canonical_sum.is_single_rank:
             return self._canonical_sum(pieces, num_leaves, like)
         return self._canonical_sum.sum_over_ranks(local_sum(pieces, like).to(self._dtype)).to(like.dtype)
 
 
 def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor, holders: int) -> list[Tensor]:
-    """Exchange the vectors of a round (core/mesh.py) among `members`: a reduce-scatter without the reduction.
+    """Exchange the vectors of a round (core/mesh.py): a reduce-scatter without the reduction.
 
-    `vector` consists of one part per member, in member order. All parts have the same length. Returns new tensors with
-    this `member`'s part of the vectors of members 0 to `holders` - 1, in order. The vectors of members with a higher
-    index aren't used. All members must call this function in the same order with vectors of the same length.
+    `vector` is the concatenation of one part for each of the `members` members, all of the same length. Returns the
+    parts for this `member` in the vectors of members 0 to `holders` - 1, as new tensors. The vectors of members with a
+    higher index aren't used. All members must call this function in the same order with vectors of the same length.
     """
     parts = vector.view(members, -1)
     peers = [peer for peer in range(members) if peer != member]
@@ -212,9 +212,9 @@ def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor,
 
 
 class _Share(NamedTuple):
-    """A rank's share of a block: the range `part` of the vector, as a tensor.
+    """A rank's share of the sum of a block: the range `part` of the vector, as a tensor.
 
-    `is_received` is whether the tensor was received from other ranks, into separate memory.
+    `is_received` is True if the tensor was received from a different rank, into separate memory.
     """
 
     part: range
@@ -222,16 +222,19 @@ class _Share(NamedTuple):
     is_received: bool
 
     def view(self, part: range) -> Tensor:
-        """Return the elements of the share in `part`, a range within the share."""
+        """Return a view of the elements in the range `part` of the full vector."""
         return self.tensor[part.start - self.part.start : part.stop - self.part.start]
 
     def narrow(self, part: range) -> _Share:
-        """Return the share narrowed to the range `part`."""
+        """Return a share with only the elements in the range `part` of the full vector."""
         return self._replace(part=part, tensor=self.view(part))
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
-    """Transfer the non-empty tensors, and make the current stream wait. Raises PeerLostError if a peer is lost."""
+    """Send and receive the non-empty tensors, and make the current stream wait for them.
+
+    Raises PeerLostError if a peer is lost.
+    """
     with translate_peer_errors():
         carrier(
             [transfer for transfer in sent if transfer[0].numel()],

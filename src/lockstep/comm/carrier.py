@@ -1,9 +1,9 @@
 """Carriers transfer tensors between ranks, either directly through the backend or staged through host memory.
 
 comm/world.py selects the carrier by backend and device. NCCL transfers CUDA tensors, and gloo transfers CPU tensors.
-gloo's send and recv use the address of a tensor without checking its device (torch, ProcessGroupGloo::send). gloo's
-all-gather, which fully_shard uses, copies CUDA tensors to pinned memory and back by itself. Carriers never add, so the
-bits don't depend on the carrier.
+CUDA tensors must be staged for gloo, because its send and recv read the address of a tensor without checking its device
+(torch, ProcessGroupGloo::send). gloo's all-gather, which fully_shard uses, stages CUDA tensors by itself. Carriers
+never add, so the bits don't depend on the carrier.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Addressed = tuple[Tensor, int]  # a contiguous tensor, and the group rank of the
 
 @final
 class Transfer:
-    """A pending transfer. Keeps sent tensors alive, and copies received staged tensors to the device on `wait`."""
+    """A pending transfer. Keeps the sent tensors alive until it is released."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Transfer:
         self.on_arrival: Callable[[], None] | None = None  # called when all tensors have arrived
 
     def wait(self) -> None:
-        """Make received tensors ready to read, and sent tensors ready to overwrite, for work on the current stream.
+        """Wait until the current stream can read the received tensors and overwrite the sent tensors.
 
-        With gloo, this blocks the calling thread. With NCCL, only the stream waits.
+        With gloo, the calling thread blocks. With NCCL, only the stream waits.
         """
         for work in self._works:
             work.wait()
@@ -46,23 +46,26 @@ class Transfer:
             self.on_arrival()
 
     def is_done(self) -> bool:
-        """Return whether the transfer is known to be complete, so that its memory can be freed. Doesn't block."""
+        """Return whether the transfer is complete, so that its memory can be freed. Doesn't block.
+
+        Returns False for transfers that receive staged tensors.
+        """
         return not self._staged_receives and all(work.is_completed() for work in self._works)
 
 
-# Transfers tensors point to point between the ranks of a group. The arguments are the tensors to send and the tensors
-# to receive into. The transfer starts once the current stream reaches this point. Between two ranks, tensors arrive in
-# the order in which they were sent. Within a call, sends and receives never block each other.
+# Starts point-to-point transfers between the ranks of a group. The arguments are the tensors to send and the tensors to
+# receive into. The transfers start once the current stream reaches this point. Between two ranks, tensors arrive in the
+# order in which they were sent. Within a call, sends and receives never block each other.
 Carrier = Callable[[Sequence[Addressed], Sequence[Addressed]], Transfer]
 
 
 def direct_carrier(group: dist.ProcessGroup) -> Carrier:
-    """Return a carrier that passes tensors directly to the backend: CUDA tensors to NCCL, CPU tensors to gloo."""
+    """Return a carrier that passes tensors to the backend without copies: CUDA tensors to NCCL, CPU tensors to gloo."""
     return lambda sent, received: Transfer(_start(group, sent, received), [tensor for tensor, _ in sent], [])
 
 
 def staged_carrier(group: dist.ProcessGroup) -> Carrier:
-    """Return a carrier that stages tensors in host memory, for gloo with several ranks on a device.
+    """Return a carrier that stages CUDA tensors in host memory, for gloo with several ranks on a device.
 
     This is slow, because the calling thread waits for the copies.
     """
@@ -70,8 +73,8 @@ def staged_carrier(group: dist.ProcessGroup) -> Carrier:
     def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
         host_sends = [(empty_host_tensor(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
         for device in {tensor.device for tensor, _ in sent if tensor.device.type == "cuda"}:
-            # The copies run on the current stream, after the kernels that compute the tensors. gloo must not read the
-            # copies before they are complete.
+            # The copies run on the current stream, after the kernels that compute the tensors. gloo reads the copies as
+            # soon as the transfer starts.
             torch.cuda.current_stream(device).synchronize()
         host_receives = [(empty_host_tensor(tensor), peer) for tensor, peer in received]
         staged_receives = [(tensor, host) for (tensor, _), (host, _) in zip(received, host_receives, strict=True)]

@@ -1,7 +1,7 @@
-"""Imports and initializes DeepSpeed for the device of a rank, in the process group of the run.
+"""Imports DeepSpeed for the device of a rank, and initializes it in the process group of the run.
 
-DeepSpeed uses the existing process group and creates its own groups from it. A run with a single rank has no process
-group yet, so one is created.
+DeepSpeed uses the existing default process group and creates its own groups from it. A run with a single rank has no
+process group, so one is created.
 """
 
 import logging
@@ -16,25 +16,24 @@ from lockstep.comm.peer_errors import find_peer_error, translate_peer_errors
 from lockstep.comm.world import World, open_single_rank_group
 
 _LOGGER: Final = "DeepSpeed"
-_SHARED_MEMORY: Final = "deepspeed_shm_comm"  # an inference operation that DeepSpeed would compile on startup
+_SHARED_MEMORY: Final = "deepspeed_shm_comm"  # a DeepSpeed operation for inference, which it would compile on startup
 
 
 def import_deepspeed(device: Literal["cpu", "cuda"]) -> Any:
-    """Return the module `deepspeed` for a device type. The first import takes several seconds."""
+    """Import DeepSpeed for a device type and return the module. The first import takes several seconds."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DeepSpeed's own code uses distutils and deprecated names of torch
+        warnings.simplefilter("ignore")  # DeepSpeed's code uses distutils and deprecated torch names
         module: Any = import_module("deepspeed")
     module.ops.__compatible_ops__[_SHARED_MEMORY] = False
-    logging.getLogger(_LOGGER).setLevel(logging.ERROR)  # DeepSpeed warns about settings that Lockstep chooses
+    logging.getLogger(_LOGGER).setLevel(logging.ERROR)  # DeepSpeed warns about settings that Lockstep makes
     return module
 
 
 def init_deepspeed(world: World) -> Any:
-    """Return the module `deepspeed`, initialized in the process group of the run. All ranks must call this function.
+    """Initialize DeepSpeed in the process group of the run, and return the module. All ranks must call this function.
 
-    In a run with a single rank, the group exists until the process ends, because DeepSpeed keeps references to the
-    group.
+    In a run with a single rank, the process group is never destroyed, because DeepSpeed keeps references to it.
     """
     module = import_deepspeed("cuda" if world.on_gpu else "cpu")
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
@@ -47,7 +46,7 @@ def init_deepspeed(world: World) -> Any:
 
 @contextmanager
 def translate_deepspeed_errors() -> Iterator[None]:
-    """Translate errors of DeepSpeed's collectives in the `with` block to PeerLostError."""
+    """Raise PeerLostError in place of the errors of DeepSpeed's collectives in the `with` block."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The edges of a pipeline: carriers between a rank and each of its neighbors, one for each direction."""
+"""The edges of a pipeline: carriers between a rank and its neighbors, one for each direction."""
 
 from collections.abc import Collection
 from typing import NamedTuple, final
@@ -12,9 +12,9 @@ from lockstep.comm.process_groups import ProcessGroups
 
 
 class Edge(NamedTuple):
-    """The carriers to a neighbor (`outbound`) and from the neighbor (`inbound`).
+    """The carriers that send to a neighbor (`outbound`) and receive from it (`inbound`).
 
-    The two directions are independent. `peer` is the group rank of the neighbor.
+    The two directions never block each other. `peer` is the group rank of the neighbor.
     """
 
     outbound: Carrier
@@ -34,7 +34,7 @@ class Edges:
         self._edges: dict[int, Edge] = {}
 
     def connect(self, neighbors: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to the ranks `neighbors`. All ranks must call this, and neighbors must list each other."""
+        """Return the edge to each rank in `neighbors`. All ranks must call this. Neighbors must list each other."""
         missing = set(neighbors) - self._edges.keys()
         if self._groups.backend == "nccl":
             self._edges |= self._create_one_way_edges(missing)
@@ -44,17 +44,17 @@ class Edges:
         return {rank: self._edges[rank] for rank in neighbors}
 
     def _create_one_way_edges(self, neighbors: Collection[int]) -> dict[int, Edge]:
-        """Create a separate group for each direction, and return the edges to `neighbors`.
+        """Create a separate process group for each direction, and return the edge to each rank in `neighbors`.
 
         NCCL runs the operations of a group in order, and a send only completes after its receive has started. If both
-        directions shared a group, two ranks that both send first would deadlock. (torch's pipelines do the same with
-        torch.distributed.config.pipeline_per_edge_p2p.)
+        directions shared a group, two ranks that both send first would deadlock. torch's pipelines also use separate
+        groups with torch.distributed.config.pipeline_per_edge_p2p.
         """
         own_rank = self._rank
         adjacency = torch.zeros(self._size, self._size, dtype=torch.uint8)
         adjacency[own_rank, list(neighbors)] = 1
-        # All ranks create all groups, including groups that they aren't a member of. Otherwise, torch could assign
-        # different names to the same group on different ranks.
+        # All ranks create all groups, including groups that they aren't members of. Otherwise, the names that torch
+        # assigns to a group could differ between ranks.
         directions = [(int(source), int(target)) for source, target in self._groups.add_(adjacency).nonzero()]
         carriers = {direction: carrier for direction in directions if (carrier := self._connect_one_way(*direction))}
         return {
@@ -62,10 +62,10 @@ class Edges:
         }
 
     def _connect_one_way(self, source: int, target: int) -> Carrier | None:
-        """Create a group of two ranks. If this rank is a member, connect it to the peer and return the carrier.
+        """Create a process group of two ranks. If this rank is a member, connect it to its peer and return the carrier.
 
-        Connecting blocks until the peer connects too. Therefore connect now: in the middle of a step, the peer might be
-        waiting for this rank.
+        Connecting blocks until the peer also connects. A lazy connection in the middle of a step could deadlock,
+        because the peer might be waiting for this rank.
         """
         ranks = sorted((source, target))
         group = self._groups.new_group(ranks)

@@ -1,4 +1,4 @@
-"""Intercepts collectives of user code before they begin, regardless of how the code imported the functions."""
+"""Intercepts collectives in user code before they start, no matter how the code imported them."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,25 +10,24 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
 _OWN_MODULES: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in forward hooks
-DTENSOR_COLLECTIVE: Final = "an operation with weights in rows"  # the name that is used for all collectives of DTensor
+DTENSOR_COLLECTIVE: Final = "an operation on sharded weights"  # name reported for all collectives that DTensor calls
 _DTENSOR_MODULES: Final = "torch.distributed.tensor."
 _QUERY_PREFIXES: Final = ("get_", "_get_", "set_", "__")  # functions that don't communicate, such as get_rank
 
 
 @contextmanager
 def intercept_collectives(on_collective: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_collective` before each collective in the `with` block that Lockstep didn't call, with its name.
+    """Call `on_collective(name)` before each collective that user code starts in the `with` block.
 
-    `on_collective` may be called twice for a collective. If `on_collective` raises an exception, it propagates to the
-    caller of the collective.
+    `on_collective` may be called twice for the same collective. Its exceptions propagate to the collective's caller.
     """
-    # Each collective in these modules first looks up its group, by calling a function of the module by name. Therefore
-    # it doesn't matter how the caller imported the collective. ProcessGroup.register_pre_hook of torch 2.15 only sees
-    # calls in a single group, and no calls if there is only one process.
+    # Each collective in these modules first looks up its group with a function of its module, which can be patched.
+    # This works no matter how the caller imported the collective. In contrast, ProcessGroup.register_pre_hook (torch
+    # 2.15) only intercepts a single group, and does nothing if there is only one process.
     with ExitStack() as stack:
         for lookup in ("_rank_not_in_group", "_get_default_group"):
             stack.enter_context(_patch_lookup(c10d, lookup, on_collective))
-        # Remove at torch >= 2.12: older versions look up the group in functional collectives by a different name.
+        # Remove at torch >= 2.12: in older versions, this function has a different name.
         resolver = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
         stack.enter_context(_patch_lookup(functional, resolver, on_collective))
         yield
@@ -51,7 +50,7 @@ def _patch_lookup(module: ModuleType, name: str, on_collective: Callable[[str], 
 
 
 def _collective_name(frame: FrameType | None) -> str:
-    """Return the name of the called collective, or "" if Lockstep calls it or if it isn't a collective."""
+    """Return the name of the collective that is being called, or "" if it is Lockstep's or isn't a collective."""
     name = ""
     while frame is not None:
         match str(frame.f_globals.get("__name__")):

@@ -1,6 +1,6 @@
 """The interface to torch's fully_shard (FSDP2).
 
-Replaces its reduce-scatter, so that Lockstep receives each rank's unreduced gradients and sums them in its own order.
+Replaces its reduce-scatter, so that Lockstep gets the unreduced gradients of each rank and sums them in its own order.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,15 +29,15 @@ from lockstep.common.own_code import make_refusal
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
 
-# Called during the backward pass with the index of a unit, the flat gradients of its parameters (one part per member),
-# the flat tensor that its sharded gradients are views of, and whether the call may wait for other members. All members
-# make the calls for the same units in the same order.
+# Called for each unit in the backward pass, in the same order on all members. The arguments are the index of the unit,
+# the flat gradients of its parameters (one part per member), the flat tensor that its sharded gradients are views of,
+# and whether the call may wait for other members.
 Receive = Callable[[int, Tensor, Tensor, bool], None]
 
 
 @dataclass(frozen=True)
 class GatherDtype:
-    """The dtype in which parameters are gathered. `unconverted_parameters` are gathered in their own dtype."""
+    """The dtype in which parameters are gathered, except `unconverted_parameters`, which keep their own dtype."""
 
     dtype: torch.dtype
     unconverted_parameters: frozenset[nn.Parameter] = frozenset()
@@ -46,11 +46,11 @@ class GatherDtype:
 @final
 @dataclass(eq=False)
 class ShardedModel:
-    """A model whose tensors are sharded by rows over the members of `mesh`, unit by unit.
+    """A model whose parameters are sharded by rows over the ranks of `mesh`, the members.
 
-    The parameters that aren't in any unit form the last unit. The parameters of a unit are gathered before its forward
-    pass and again before its backward pass. If `keep_gathered` is set, they are gathered once for both. `narrow` sets
-    the dtype of the gathered parameters. Gradients have the dtype of the shards.
+    Each of the `units` is gathered as a whole. The parameters that aren't in any of these units form the last unit. A
+    unit is gathered before its forward pass and again before its backward pass or, if `keep_gathered` is set, once for
+    both. `narrow` sets the dtype of the gathered parameters. Gradients have the dtype of the shards.
 
     Members may call different units in the same forward pass (comm/gathers.py). If a unit isn't called, its gradients
     are zeros, as in a single process. Once the backward pass of a unit is complete (comm/unit_calls.py), its gradients
@@ -83,7 +83,7 @@ class ShardedModel:
             partial(_exchange_units, mesh), self._unshard, self._reshard, self._gradients.advance, self._check_schedule
         )
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-        # Inputs of a unit aren't cast, because a single process has no units.
+        # Don't cast the inputs of units, because a single process has no units.
         precision = _make_mp_policy(narrow)
         is_older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.unconverted_parameters
         for number, unit in enumerate((*units, model)):
@@ -112,46 +112,46 @@ class ShardedModel:
             setattr(unit, "__deepcopy__", _raise_on_copy)  # noqa: B010 - takes precedence over fully_shard's
         if keep_gathered:
             self._units[-1].set_reshard_after_backward(False)
-        # Whether parameters that stay gathered during a step are freed after the current backward pass.
+        # Whether to free the parameters after the current backward pass, if they stay gathered during a step.
         self._reshards_after_backward = False
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
-        # Keep the sharded parameters, because gathering a unit replaces the parameters of its modules.
+        # Save the sharded parameters, because gathering a unit replaces the parameters of its modules.
         self._sharded_parameters = list(model.parameters())
         numbers = [number for number, unit in enumerate(self._units) if _sharded_parameters(unit)]
         self._forward_order = sorted(numbers, key=lambda number: (number + 1) % len(self._units))  # the last unit first
         self._all_gathered = False  # whether all units are gathered
-        # Whether, in all backward passes so far, all members requested units in the same order.
+        # Whether all members have requested units in the same order in all backward passes so far.
         self._same_order = True
 
     def begin_step(self) -> None:
-        """Discard the unit calls since the last backward pass. Call this before the first forward pass of a step."""
+        """Forget the unit calls since the last backward pass. Call this before the first forward pass of a step."""
         self._calls.forget_calls()
 
     def begin_round(self, last: bool) -> None:
-        """Prepare for a backward pass. Call this before each backward pass of a step, with `last=True` for the last."""
+        """Prepare for a backward pass. Call this before each backward pass. Set `last` for the last one of a step."""
         self._in_step_backward = True
         self._outputs.clear()
         self._reshards_after_backward = self.keep_gathered and last
         if not self.keep_gathered:
             order = sorted(self._forward_order, reverse=True)
             self._gathers.begin(f"backward of {self._calls.passes}", order)
-            self._unshard(order[0])  # the last unit, even if this member didn't call any of the last blocks
+            self._unshard(order[0])  # the last unit, even if this member called none of the last blocks
         self._all_gathered = self._all_gathered and not last
         if self._calls.several_threads:
             self._count_parameters()
         self._gradients.begin()
 
     def end_backward(self) -> None:
-        """Complete all units. Call this method after each backward pass."""
+        """Mark all units as complete, and submit their gradients. Call this method after each backward pass."""
         self._calls.end_backward()
         if not self.keep_gathered:
             self._gathers.end(call_flags=self._calls.call_flags())
             self._same_order = self._same_order and not self._gathers.differed
         self._gradients.end()
         _check_gradients(self._units, self.names)
-        # Free parameters only after the backward pass of all units. If a weight is used outside its unit, autograd
-        # would otherwise read freed memory.
+        # Free parameters only after the full backward pass. Otherwise, autograd would read freed memory if a weight is
+        # used outside its unit.
         if self._reshards_after_backward:
             for module in self._units:
                 module.reshard()
@@ -161,15 +161,15 @@ class ShardedModel:
         self._graph_task = -1
 
     def end_round(self) -> None:
-        """Clear the partial gradients. Call this method after each backward pass of a step except the last."""
+        """Set the gradients to None. Call this method after each backward pass of a step except the last."""
         for parameter in self._sharded_parameters:
             parameter.grad = None
 
     def copy_sums(self) -> None:
-        """Copy the gradient sums of a step to the offloaded shards. Call this method when the sums are complete.
+        """Copy the gradient sums of a step to the offloaded shards. Call this method once the sums are complete.
 
-        fully_shard has already copied the gradients to the CPU, but before the sums were complete. If shards aren't
-        offloaded, this is a no-op.
+        This is necessary because fully_shard copies the gradients to the CPU before the sums are complete. No-op if
+        shards aren't offloaded.
         """
         for unit, output in self._outputs.items():
             offset = 0
@@ -187,7 +187,7 @@ class ShardedModel:
             unit.reshard()
 
     def state_dict(self, primary: bool) -> dict[str, MaybeSharded]:
-        """Return the state dict of the model. `primary` is whether this rank reports its rows (core/shard.py)."""
+        """Return the state dict of the model. Set `primary` if this rank reports its rows (core/shard.py)."""
         items = self.model.state_dict().items()
         return {
             name: _make_shard(tensor, self.mesh, primary) if isinstance(tensor, DTensor) else tensor
@@ -195,15 +195,12 @@ class ShardedModel:
         }
 
     def trained_shards(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
-        """Return this rank's rows and the DTensor of each parameter that requires a gradient, in model order."""
+        """Return a shard with this rank's rows, and the DTensor, of each trainable parameter, in model order."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         return {name: (_make_shard(cast(Any, p), self.mesh, primary), cast(Any, p)) for name, p in parameters.items()}
 
     def gathered_tensors(self) -> dict[Tensor, Tensor]:
-        """Return a map from the unsharded tensors that the model computes with to their shards.
-
-        Tensors that haven't been gathered yet are missing.
-        """
+        """Return a map from the unsharded parameters that have been gathered so far to their shards."""
         shards = {}
         for group in filter(None, map(_param_group, self._units)):
             for parameter in group.fsdp_params:
@@ -241,8 +238,9 @@ class ShardedModel:
             return
         if not self._active_forwards:
             raise make_refusal(f"{self.names[unit]} {CALLED_ALONE}", CALL_THE_MODEL)
-        # In a call without gradients, autocast also caches the casts of weights with their autograd nodes. These nodes
-        # are older than the nodes of the later call, so autograd only reaches them after all units in between.
+        # Calls without gradients also count under autocast, because autocast caches the casts of weights with their
+        # autograd nodes. A later call reuses these older nodes, so autograd only reaches them after all units in
+        # between.
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.mesh.device_type):
             self._calls.begin_call(unit)
 
@@ -261,18 +259,18 @@ class ShardedModel:
         return outputs
 
     def _on_output_gradient(self, call: int, gradient: Tensor) -> None:
-        """Complete the units that were first called after this call, because the gradient of its output is ready."""
+        """Complete the units that were first called after call `call`, whose output gradient is ready."""
         self._check_graph_task(gradient)
         for unit in self._calls.completed_by(call):
             self._finish(unit)
 
     def _before_backward(self, unit: int, pre_backward: Callable[[bool], None], prefetch: bool, *_: Any) -> None:
-        """Gather a unit for its backward pass. No-op if the unit is complete, e.g. if it returns an older input."""
+        """Gather a unit for its backward pass. No-op if the unit is already complete."""
         if not self._calls.is_complete(unit):
             pre_backward(prefetch)
 
     def _finish(self, unit: int) -> None:
-        """Collect the gradients of a unit whose backward pass is complete, and free its gathered parameters."""
+        """Collect a unit's gradients after its backward pass, and free its gathered parameters."""
         self._calls.complete(unit)
         if (
             group := _param_group(self._units[unit])
@@ -281,7 +279,7 @@ class ShardedModel:
         self._gradients.advance(unit)
 
     def _check_graph_task(self, _gradient: Tensor) -> None:
-        """Raise UsageError in a nested backward pass, because fully_shard would collect all gradients when it ends."""
+        """Raise UsageError in a nested backward pass: fully_shard would collect all gradients at its end."""
         if not self._in_step_backward:
             raise _foreign_backward_error()
         task = torch._C._current_graph_task_id()
@@ -289,13 +287,13 @@ class ShardedModel:
             self._graph_task = task
         if self._graph_task != task:
             raise make_refusal(
-                "a nested backward pass, such as of torch.utils.checkpoint with use_reentrant=True, reached the placed "
-                "model, whose weights are sharded",
+                "nested backward passes, such as those of torch.utils.checkpoint with use_reentrant=True, are not "
+                "supported if the weights of the placed model are sharded",
                 "pass use_reentrant=False, use placement.recompute instead, or use strategy ddp or zero1",
             )
 
     def _count_parameters(self) -> None:
-        """Complete each unit when all of its parameters have gradients. Used if forward passes had several threads."""
+        """Complete each unit once all of its parameters have gradients, for forward passes on several threads."""
         if self._counts_parameters:
             return
         self._counts_parameters = True
@@ -322,7 +320,7 @@ class ShardedModel:
         self._gradients.put(unit, gradients, output)
 
     def _make_zeros(self, unit: int) -> None:
-        """Make fully_shard reduce zeros for a unit that wasn't called."""
+        """Make fully_shard reduce zero gradients for a unit that wasn't called."""
         if not self.keep_gathered:
             self._gathers.join_through(unit)
         _param_group(self._units[unit]).post_backward()
@@ -331,10 +329,10 @@ class ShardedModel:
         return self._same_order and not self._gathers.differed
 
     def _deliver(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
-        """Call `receive` on fully_shard's reduce-scatter stream.
+        """Call `receive` on fully_shard's reduce-scatter stream, so that this stream owns the memory of the sums.
 
-        The memory of the sums is then allocated on this stream, no matter when they are computed. Memory of the compute
-        stream could be reused as soon as it is freed, even if the reduce-scatter stream hasn't read it yet.
+        Memory of the compute stream could be reused as soon as it is freed, even if the reduce-scatter stream hasn't
+        read it yet.
         """
         group = _param_group(self._units[unit])
         side_stream, current_stream = group.comm_ctx.reduce_scatter_stream, group.device_handle.current_stream()
@@ -344,12 +342,12 @@ class ShardedModel:
         current_stream.wait_stream(side_stream)
 
     def _check_schedule(self, unit: int, remaining: Sequence[int]) -> None:
-        """Raise UsageError if the remaining schedule of this phase doesn't contain the unit."""
+        """Raise UsageError if `remaining`, the rest of the schedule, doesn't contain the unit."""
         if unit not in remaining:
             raise make_refusal(
                 f"{self.names[unit]} is called more often than in the first forward, or the first backward did not "
                 f"reach it, so the other processes do not gather it",
-                "call it the same number of times in every forward and let every loss depend on it (add 0 * "
+                "call it the same number of times in every forward, and let every loss depend on it (add 0 * "
                 "output.sum() for a detached output), or use strategy zero2, zero1 or ddp",
             )
 
@@ -379,12 +377,12 @@ def _make_mp_policy(narrow: GatherDtype | None) -> MixedPrecisionPolicy:
 
 
 def to_full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, or the tensor itself. All ranks that hold a shard must call this."""
+    """Return the full tensor of a DTensor. All ranks that hold a shard must call this. Returns other tensors as is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(parameter: DTensor) -> Tensor:
-    """Return the rows of a parameter's gradient that this rank holds."""
+    """Return this rank's rows of a parameter's gradient."""
     if parameter.grad is None:
         return torch.zeros_like(parameter._local_tensor)
     return cast(DTensor, parameter.grad)._local_tensor
@@ -437,7 +435,7 @@ def _raise_on_copy(_memo: object) -> NoReturn:
 
 
 def _param_group(unit: FSDPModule) -> Any:
-    """Return fully_shard's parameter group of a unit, or None if the unit has no direct parameters."""
+    """Return the FSDPParamGroup of a unit, or None if the unit has no parameters of its own."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 
@@ -447,10 +445,9 @@ def _sharded_parameters(unit: FSDPModule) -> list[Any]:
 
 
 def _add_zeros(unit: FSDPModule) -> None:
-    """Make fully_shard reduce zeros for the parameters of a unit that this rank didn't use.
+    """Make fully_shard reduce zeros for the unused parameters of a unit, which other members may have used.
 
-    Other members may have used these parameters. This is like set_reduce_scatter_unused_params, which is missing in
-    torch 2.11.
+    Like set_reduce_scatter_unused_params, which is missing in torch 2.11.
     """
     if (group := _param_group(unit)) is None:
         return
@@ -468,7 +465,7 @@ def _add_zeros(unit: FSDPModule) -> None:
 
 @final
 class _AllGatherHook(DefaultAllGather):
-    """The all-gather of a unit. Calls `before` before each gather."""
+    """Replaces the all-gather of a unit. Calls `before` before each all-gather."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
@@ -482,7 +479,7 @@ class _AllGatherHook(DefaultAllGather):
 
 @final
 class _ReduceScatterHook(DefaultAllocMixin, ReduceScatter):
-    """Replaces the reduce-scatter of a unit: passes the unreduced gradients to `enqueue_gradients`, without sending."""
+    """Replaces the reduce-scatter of a unit. Passes the unreduced gradients to `enqueue_gradients`."""
 
     def __init__(self, enqueue_gradients: Callable[[Tensor, Tensor], None]) -> None:
         self._enqueue_gradients = enqueue_gradients
@@ -495,7 +492,7 @@ class _ReduceScatterHook(DefaultAllocMixin, ReduceScatter):
 
 
 def _skip_input_hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace fully_shard's hook that adds an autograd node before the inputs of a unit (see comm/unit_calls.py)."""
+    """Replaces fully_shard's hook that adds an autograd node before a unit's inputs (comm/unit_calls.py)."""
     return args, kwargs
 
 

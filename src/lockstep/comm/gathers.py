@@ -1,18 +1,18 @@
 """Keeps the all-gathers of a sharded model in the same order on all ranks, even if ranks call different units.
 
 Collectives in a process group must be issued in the same order on all ranks. However, the order in which a model calls
-its units can depend on the input or on random numbers, as in a hand-written mixture of experts, and each rank has
-different inputs. Therefore all ranks follow the same schedule, which the ranks record during the first forward pass and
-the first backward pass:
-1. Before a rank gathers a unit, all ranks tell each other which unit they need next. A rank that has finished reports
-   that it needs no unit.
-2. All ranks gather the first of the requested units. The ranks that requested this unit continue, and the other ranks
+its units can depend on the input or on random numbers, as in a hand-written mixture of experts. Therefore all ranks
+follow the same schedule, which they record in the first forward pass and the first backward pass:
+
+1. Before a rank gathers a unit, all ranks exchange the index of the unit that they need next. A rank that has finished
+   reports that it needs no unit.
+2. All ranks gather the first of the requested units. The ranks that requested this unit continue, and all other ranks
    go back to step 1.
 
-Units that no rank requested are added to the schedule in their usual place. Once the schedule is complete, ranks no
-longer need to communicate about the order. Before a rank gathers a unit, it joins all gathers that come earlier in the
-schedule. At the end, it joins the gathers that are left. If a rank joined the gather of a unit before calling it, the
-unit stays gathered until the rank calls it, or until the end of the phase.
+Units that no rank requested are added to the schedule in their usual order. Once the schedule is complete, ranks no
+longer communicate about the order. Before a rank gathers a unit, it takes part in all gathers that come earlier in the
+schedule. At the end of a phase, it takes part in the remaining gathers. If a rank takes part in the gather of a unit
+before it calls the unit, the unit stays gathered until the call or until the end of the phase.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 _NO_UNIT: Final = -1
-# The error for a unit that is called outside of the forward pass of the placed model.
+# The cause in the error for a unit that is called outside the forward pass of the placed model.
 CALLED_ALONE: Final = (
     "is called on its own, but its weights are sharded by rows, and only the placed model gathers them"
 )
@@ -32,14 +32,14 @@ CALL_THE_MODEL: Final = (
 @final
 @dataclass(eq=False)
 class ScheduledGathers:
-    """Issues the all-gathers of a rank in scheduled order. All ranks must make the same calls to `begin` and `end`.
+    """Issues the all-gathers of a rank in scheduled order. All ranks must make the same calls of `begin` and `end`.
 
-    - `exchange` sends integers to all ranks and returns the integers of each rank.
-    - `gather` gathers a unit if it isn't gathered yet. Before the collective, it calls `join_before` for the unit.
+    - `exchange` all-gathers a list of integers.
+    - `gather` gathers a unit if it isn't gathered yet. Before the collective, it must call `join_before` for the unit.
     - `scatter` frees the gathered parameters of a unit.
-    - `on_join` is called after this rank has joined a gather for other ranks.
-    - `check` is called before this rank gathers a unit, with the unit and the rest of the schedule. It raises an error
-      if the unit can't be gathered.
+    - `on_join` is called after this rank has taken part in a gather for other ranks.
+    - `check` is called with a unit and the rest of the schedule before this rank gathers the unit. It must raise an
+      error if the unit can't be gathered.
     """
 
     exchange: Callable[[Sequence[int]], Sequence[Sequence[int]]]
@@ -47,31 +47,31 @@ class ScheduledGathers:
     scatter: Callable[[int], None]
     on_join: Callable[[], None]
     check: Callable[[int, Sequence[int]], None]
-    differed: bool = False  # whether ranks requested different units at the same time while this phase was recorded
+    differed: bool = False  # whether ranks requested different units while this phase was recorded
     _schedules: dict[str, list[int]] = field(default_factory=dict)
     _phase: str | None = None
     _usual_order: Sequence[int] = ()
     _schedule: list[int] = field(default_factory=list)
     _position: int = 0
     _gathered_for_peers: list[int] = field(default_factory=list)  # units gathered for other ranks
-    _joining: bool = False  # whether this rank is joining a gather for other ranks
+    _joining: bool = False  # whether this rank is taking part in a gather for other ranks
     _gather_issued: bool = False  # whether the last `gather` issued a collective
 
     def begin(self, phase: str, usual_order: Sequence[int]) -> Sequence[int]:
         """Begin a phase, such as a forward pass. Returns its schedule, or [] if the schedule isn't recorded yet.
 
-        Each phase has a separate schedule. `usual_order` is the order in which the units are likely to be called.
+        Each phase has a separate schedule. `usual_order` is the order in which units are expected to be called.
         """
         self._phase, self._usual_order, self._position, self.differed = phase, usual_order, 0, False
         self._schedule = self._schedules.get(phase, [])
         return self._schedule
 
     def remaining(self) -> Sequence[int]:
-        """Return the units that all ranks will still gather, in order, or () if the schedule isn't recorded yet."""
+        """Return the rest of the schedule of this phase, or () if the schedule isn't recorded yet."""
         return self._schedule[self._position :] if self._phase in self._schedules else ()
 
     def join_before(self, unit: int) -> None:
-        """Take part in the gathers that come before `unit` in the schedule. Called right before `unit` is gathered."""
+        """Take part in the gathers that come before that of `unit`. Call this right before the collective."""
         if self._joining:
             self._gather_issued = True
             return
@@ -83,16 +83,16 @@ class ScheduledGathers:
             self._join(next_unit)
 
     def join_through(self, unit: int) -> None:
-        """Take part in all gathers up to the last gather of `unit`, which this rank doesn't call."""
+        """Take part in all gathers up to the last gather of `unit`. Call this if this rank doesn't call `unit`."""
         while unit in self.remaining() if self._phase in self._schedules else unit not in self._schedule:
             self._join(self._next_unit(unit))
 
     def end(self, keep_gathered: bool = False, call_flags: Sequence[int] | None = None) -> Sequence[int]:
-        """End a phase: take part in the remaining gathers, and return the schedule of the phase.
+        """Take part in the remaining gathers of a phase, and return the schedule of the phase.
 
         Frees the units that were gathered for other ranks, unless `keep_gathered` is set. `call_flags` contains 1 for
-        each unit that this rank called, and 0 for all other units. If it is set, units that a rank called without
-        requesting a gather are left out of the schedule.
+        each unit that this rank called, and 0 for all other units. If it is set, units that any rank called without
+        gathering them are left out of the schedule.
         """
         assert self._phase is not None
         is_new = self._phase not in self._schedules
@@ -108,7 +108,7 @@ class ScheduledGathers:
         return self._schedule
 
     def _next_unit(self, requested: int) -> int:
-        """Return the unit that all ranks gather next, or -1 if no unit remains."""
+        """Return the unit that all ranks gather next, or -1 if there are no more units to gather."""
         if self._phase in self._schedules:
             if self._position == len(self._schedule):
                 return _NO_UNIT

@@ -1,9 +1,9 @@
-"""Keeps the gradients of gathered weights in the dtype that autograd computes in.
+"""Keeps the gradients of gathered weights in the dtype in which autograd computes them.
 
-If a weight is used twice, autograd adds two gradients before any hook sees them. In a single process, this addition is
+If a weight is used twice, autograd adds the two gradients before any hook sees them. In a single process, it adds them
 in the dtype of the weight copy that the model computes with (parallel/weights.py). From torch 2.15, fully_shard sets
-`grad_dtype` to the reduction dtype outside of the backward pass of a unit. A gradient that arrives before this backward
-pass (such as the gradient of a weight penalty) would be converted first, and the sum would be rounded differently.
+`grad_dtype` to the reduction dtype except in the backward pass of the unit. A gradient that arrives before this
+backward pass, such as that of a weight penalty, would be converted first, and the sum would be rounded differently.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from lockstep.comm import older_fsdp
 
 
 def keep_computed_dtype(group: Any) -> None:
-    """Allow gathered weights of a unit to have gradients of any dtype. `group` is its fully_shard parameter group."""
+    """Allow gradients of any dtype for the gathered weights of a unit. `group` is the unit's FSDPParamGroup."""
     for parameter in group.fsdp_params:
         parameter.init_unsharded_param = partial(_init_unsharded_param, parameter, parameter.init_unsharded_param)
     if not older_fsdp.is_older():

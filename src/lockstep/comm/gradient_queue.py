@@ -1,4 +1,4 @@
-"""A queue for the gradients of the units of a sharded model. All ranks hand over the gradients in the same order."""
+"""A queue that submits the gradients of a sharded model's units in the same order on all ranks."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,15 +13,16 @@ from lockstep.errors import UsageError
 @final
 @dataclass(eq=False)
 class GradientQueue:
-    """Holds the gradients of units whose backward pass is complete, and hands them over in the order of the units.
+    """Queues the gradients of units whose backward pass is complete, and submits them in a fixed order of the units.
 
     - `is_under_way` returns whether the gradients of a unit are still being computed.
-    - `make_zeros` adds zeros to the queue for a unit that wasn't called.
-    - `pass_on` is called with a unit, its flat gradients, the flat tensor that its sharded gradients are views of, and
-      whether the call may wait for other ranks, as returned by `may_wait`.
+    - `make_zeros` puts zeros into the queue for a unit that wasn't called.
+    - `pass_on` submits the gradients of a unit, for example to a reduce-scatter. Its arguments are the unit, its flat
+      gradients, the flat tensor that its sharded gradients are views of, and the result of `may_wait`: whether the call
+      may wait for other ranks.
 
-    If `pass_on` waits, it only waits for other ranks to hand over units up to the current unit in the order. By then,
-    this rank has joined all gathers that the other ranks need to reach this unit, because gathers and units have the
+    If `pass_on` waits, it only waits for other ranks to submit units up to the current unit. By then, this rank has
+    taken part in all gathers that the other ranks need to reach this unit, because gathers and submissions have the
     same order on all ranks. Therefore no deadlock is possible.
     """
 
@@ -34,16 +35,16 @@ class GradientQueue:
     _remaining_units: deque[int] = field(default_factory=deque, init=False)
     _queued: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
     _added_units: set[int] = field(default_factory=set, init=False)  # units added in this backward pass
-    _late_gradients: list[Tensor] = field(default_factory=list, init=False)  # gradients that were submitted late
+    _late_gradients: list[Tensor] = field(default_factory=list, init=False)  # kept alive: submitted late
     _advancing: bool = field(default=False, init=False)
 
     def begin(self) -> None:
-        """Begin a backward pass, and submit gradients of zeros for units that weren't called."""
+        """Begin a backward pass. Submits zero gradients for units at the start of the order that weren't called."""
         self._remaining_units.extend(self.order)
         self.advance()
 
     def put(self, unit: int, gradients: Tensor, output: Tensor) -> None:
-        """Add the gradients of a unit, and submit all gradients that are next in order."""
+        """Put the gradients of a unit into the queue, and submit all gradients that are next in order."""
         if unit in self._added_units:  # autograd ran a node of this unit after its backward was considered complete
             raise UsageError(
                 f"{self.names[unit]} received another gradient after its backward was complete; use strategy ddp or "
@@ -54,9 +55,9 @@ class GradientQueue:
         self.advance(unit)
 
     def advance(self, last_unit: int | None = None) -> None:
-        """Submit the gradients of complete units in order, and zeros for units that weren't called.
+        """Submit the gradients of complete units in order. Submits zeros for units that weren't called.
 
-        `last_unit` is the unit whose gradients fully_shard passed to the reduce-scatter last.
+        `last_unit` is the unit whose gradients fully_shard has just reduced.
         """
         if self._advancing:
             return
@@ -69,19 +70,19 @@ class GradientQueue:
                 if unit not in self._queued:
                     self.make_zeros(unit)
                 self._remaining_units.popleft()
-                if unit != last_unit:  # fully_shard only keeps the last gradients that it reduced alive
+                if unit != last_unit:  # fully_shard keeps only the gradients of `last_unit` alive
                     self._late_gradients.append(self._queued[unit][0])
                 self.pass_on(unit, *self._queued.pop(unit), self.may_wait())
         finally:
             self._advancing = False
 
     def end(self) -> None:
-        """Hand over all remaining gradients after a backward pass."""
+        """Submit all remaining gradients at the end of a backward pass."""
         self.advance()
         for unit in sorted(self._queued):  # the order isn't known in the first backward pass
             self.pass_on(unit, *self._queued.pop(unit), True)
 
     def clear(self) -> None:
-        """Clear the state of a backward pass."""
+        """Reset the state after a backward pass."""
         self._late_gradients.clear()
         self._added_units.clear()

@@ -1,8 +1,8 @@
 """Horovod's all-reduce over the ranks of a world. All other communication uses the process groups of the world.
 
-horovodrun and mpirun tell Horovod the locations of its ranks. With any other launcher, rank 0 runs Horovod's rendezvous
-server, an HTTP store in which ranks find each other's addresses. If all ranks are on the same host, the server only
-listens on the loopback interface.
+horovodrun and mpirun tell Horovod where its ranks are. With all other launchers, rank 0 runs Horovod's rendezvous
+server: an HTTP key-value store in which ranks look up each other's addresses. If all ranks are on the same host, the
+server only listens on the loopback interface.
 """
 
 import os
@@ -30,7 +30,7 @@ _LAUNCHER_VARIABLES: Final = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # set by 
 
 @final
 class Horovod:
-    """Horovod, initialized on all ranks. All ranks must create this object at the same time."""
+    """The initialized Horovod library. All ranks must create this object at the same time."""
 
     def __init__(self, world: World) -> None:
         try:
@@ -62,13 +62,13 @@ class Horovod:
             self._horovod.broadcast_parameters(dict(tensors), root_rank=0)
 
     def make_sum(self, compression: Compression) -> Sum:
-        """Return a function that sums flat vectors like CanonicalSum (comm/canonical.py), but in Horovod's order."""
+        """Return a replacement of CanonicalSum (comm/canonical.py) that sums with Horovod's all-reduce."""
         compressor = getattr(self._horovod.Compression, compression)
 
         def add(pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
             vector = local_sum(pieces, like)
-            # Sums run one after the other, so vectors of the same length can share a name. Horovod keeps state for each
-            # name between steps.
+            # Horovod keeps state for each name between steps. Only one sum runs at a time, so vectors of the same
+            # length and dtype can share a name.
             name = f"gradients {len(like)} {like.dtype}"
             with translate_peer_errors(), torch.no_grad():
                 total: Tensor = self._horovod.allreduce(vector, name=name, op=self._horovod.Sum, compression=compressor)
@@ -84,7 +84,7 @@ class Horovod:
             self._server.server_close()
 
     def _set_environment(self, world: World) -> None:
-        """Set Horovod's environment variables: the locations of the ranks and the timeouts."""
+        """Set Horovod's environment variables for the locations of the ranks and for the timeouts."""
         timeout = str(int(min(world.timeout_s, 86400)))
         variables = {
             "HOROVOD_GLOO_TIMEOUT_SECONDS": timeout,
@@ -97,7 +97,7 @@ class Horovod:
             os.environ.setdefault(name, value)
 
     def _start_rendezvous(self, world: World) -> dict[str, str]:
-        """Start the rendezvous server on rank 0. Returns the environment variables for Horovod on this rank."""
+        """Start the rendezvous server on rank 0. Returns Horovod's environment variables for this rank."""
         is_single_host = world.local_size == world.size
         address = ""
         if not world.rank:

@@ -1,8 +1,8 @@
 """Measures latency and bandwidth between ranks.
 
-With few ranks, each pair is measured separately. With many ranks, hosts are paired in a round-robin tournament, so that
-each host has one partner at a time, and one rank per host measures. Within a host, each rank is paired with the next
-rank.
+With few ranks, each pair is measured separately. With many ranks, hosts are paired as in a round-robin tournament, so
+that each host is in one pair at a time. One rank on each host measures the link. Within a host, each rank is paired
+with the next rank.
 """
 
 import time
@@ -18,12 +18,12 @@ from torch import Tensor
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 
-_MAX_SEPARATE_PAIRS: Final = 66  # if there are more pairs, several are measured at a time; 12 ranks have 66 pairs
+_MAX_SEPARATE_PAIRS: Final = 66  # with more pairs than those of 12 ranks, measure several pairs at a time
 MAX_ROUNDS: Final = 100
 _PINGS: Final = 20
 _FIRST_BYTES: Final = 16 << 10
 _LAST_BYTES: Final = 16 << 20
-_MIN_MEASURED_S: Final = 0.03  # a transfer that takes longer is large enough to measure the bandwidth
+_MIN_MEASURED_S: Final = 0.03  # increase the transfer size until a transfer takes at least this long
 _REPEATS: Final = 3
 
 Pair = tuple[int, int]
@@ -31,7 +31,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks: the latency of a small message, and the bandwidth in MB/s (10^6 bytes per second)."""
+    """A link between two ranks: the latency of a small message, and the bandwidth in 10^6 bytes per second."""
 
     source: int
     target: int
@@ -40,7 +40,7 @@ class Link:
 
 
 def schedule_rounds(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return the pairs of ranks to measure in each round. `hosts` lists the host of each rank."""
+    """Return the pairs of ranks to measure in each round. `hosts` contains the host of each rank."""
     size = len(hosts)
     if size * (size - 1) // 2 <= _MAX_SEPARATE_PAIRS:
         return [[(source, target)] for source in range(size) for target in range(source + 1, size)]
@@ -57,8 +57,8 @@ def schedule_rounds(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def schedule_tournament(count: int) -> list[list[Pair]]:
-    """Return the rounds of a round-robin tournament in which each of `count` players meets each other player once."""
-    players = [*range(count), *([-1] if count % 2 else [])]  # the player who is paired with -1 pauses
+    """Return the pairs in each round of a round-robin tournament of `count` players. Each pair occurs once."""
+    players = [*range(count), *([-1] if count % 2 else [])]  # the player who is paired with -1 sits out
     schedule = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -71,9 +71,10 @@ def schedule_tournament(count: int) -> list[list[Pair]]:
 def measure_links(
     world: World, schedule: Sequence[Sequence[Pair]], on_round: Callable[[], None] = lambda: None
 ) -> list[Link]:
-    """Measure each pair of ranks in both directions, and return the links from this rank. All ranks must call this.
+    """Measure each pair of ranks in both directions, and return the links from this rank.
 
-    `schedule` contains the pairs of each round. `on_round` is called at the start of each round.
+    `schedule` contains the pairs of each round. `on_round` is called at the start of each round. All ranks must call
+    this function.
     """
     device = world.device if world.backend == "nccl" else torch.device("cpu")
     buffer = torch.ones(_LAST_BYTES, dtype=torch.uint8, device=device)
@@ -96,7 +97,7 @@ def _measure_link(world: World, target: int, buffer: Tensor) -> Link:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
     def round_trip(count: int) -> float:
-        """Send `count`, and `count` bytes if it is positive. Returns the seconds until the target has replied."""
+        """Send `count` and, if it is positive, `count` bytes. Return the seconds until the target's reply."""
         start = time.perf_counter()
         dist.send(header.fill_(count), target)
         if count > 0:

@@ -1,8 +1,8 @@
 """Digests of the messages that a rank sends and receives in a step, to find the first rank that sent a wrong message.
 
-Between two messages, the computation of a rank depends only on its role, its data and the messages that it received. If
-two ranks in the same role received the same messages but sent different messages, one of the two ranks is at fault,
-regardless of later messages.
+The computation of a rank depends only on its role, its data and the messages that it has received. If two ranks in the
+same role received the same messages but sent different messages, one of the two ranks is at fault, no matter which
+messages follow.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ SENT, RECEIVED = " to ", " from "
 
 
 def group_by_peer(messages: Mapping[str, str], direction: str) -> dict[int, list[str]]:
-    """Return the messages to (SENT) or from (RECEIVED) each peer, as text that is the same on both ranks."""
+    """Return the messages to each peer (SENT) or from each peer (RECEIVED). Sender and receiver get the same text."""
     messages_by_peer: dict[int, list[str]] = {}
     for name, digest in messages.items():
         label, separator, suffix = name.rpartition(direction)
@@ -31,7 +31,7 @@ def group_by_peer(messages: Mapping[str, str], direction: str) -> dict[int, list
 
 @final
 class MessageLog:
-    """Records the messages of the carriers that it watches, between `open` and `close`."""
+    """Records the digest of each message of the watched carriers between `open` and `close`."""
 
     def __init__(self) -> None:
         self._digests = Digests()
@@ -44,18 +44,18 @@ class MessageLog:
         self._counts.clear()
 
     def close(self) -> dict[str, str]:
-        """Stop recording, and return the digest of each message. Synchronizes with the device."""
+        """Stop recording, and return the digest of each message by name. Synchronizes with the device."""
         notes, self._notes = self._notes or {}, None
         return {name: note.to_text() for name, note in notes.items()}
 
     def record(self, name: str, tensor: Tensor) -> None:
-        """Record the current value of a tensor if the log is open."""
+        """Record the digest of a tensor if the log is open."""
         if self._notes is not None:
             self._counts[name] += 1
             self._notes[f"{name} #{self._counts[name]}"] = self._digests.make_tensor_digest(tensor)
 
     def watch(self, carrier: Carrier, label: str, ranks: Sequence[int]) -> Carrier:
-        """Return a carrier that also records the transferred tensors. `ranks` maps peers of the carrier to ranks."""
+        """Wrap a carrier to record the transferred tensors. `ranks` contains the rank of each peer of the carrier."""
 
         def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
             for tensor, peer in sent:

@@ -1,4 +1,4 @@
-"""Named sums over numbered batches on several ranks, with the same bits for every distribution of the batches."""
+"""Sums of named tensors over batches on several ranks. The bits don't depend on which rank has which batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from lockstep.comm.world import World
 
 @final
 class NamedSums:
-    """Adds up named tensors over batches.
+    """Sums named tensors over batches and ranks.
 
     Integers are added immediately, because their sum is exact in any order. Floating-point values are stored in a table
-    with one row per batch. The rows of other ranks' batches are zeros, so adding the tables of all ranks is exact. The
-    rows are then summed with a single rounding. If `enabled` is False, `total` returns an empty dict.
+    with one row per batch. In the table of a rank, the rows of other ranks' batches are zeros, so the sum of the tables
+    is exact. The rows are then summed with a single rounding. If `enabled` is False, `total` returns an empty dict.
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -25,7 +25,7 @@ class NamedSums:
         self._rows: dict[int, dict[str, Tensor]] = {}
 
     def add(self, number: int, sums: Mapping[str, Tensor]) -> None:
-        """Add the sums of batch `number`. Repeated calls for a batch, such as in recomputation, are ignored."""
+        """Add the sums of batch `number`. Further calls for the same batch, such as in recomputation, are ignored."""
         if number in self._rows:
             return
         self._rows[number] = {
@@ -38,16 +38,17 @@ class NamedSums:
                 )
 
     def total(self, world: World, count: int) -> dict[str, Tensor]:
-        """Return the sums over `count` batches, on the CPU. All ranks must call this and get the same result."""
+        """Return the sums over `count` batches, on the CPU of all ranks. All ranks must call this method."""
         return sum_batches_over_ranks(world, self._integer_sums, self._rows, count) if self.enabled else {}
 
 
 def sum_batches_over_ranks(
     world: World, integer_sums: Mapping[str, Tensor], rows: Mapping[int, Mapping[str, Tensor]], count: int
 ) -> dict[str, Tensor]:
-    """Return the sums of `integer_sums` and of `rows` over all ranks. `rows` contains the values of each batch.
+    """Return the sums of `integer_sums` and of `rows` over all ranks. All ranks must call this function.
 
-    Ranks without batches receive the names and shapes from the other ranks.
+    `rows` contains the values for each of this rank's batches, by batch number. `count` is the number of batches on all
+    ranks. Ranks without batches get the names and shapes from other ranks.
     """
     first = next(iter(rows.values()), {})
     own_shapes = [{name: list(tensor.shape) for name, tensor in group.items()} for group in (integer_sums, first)]
@@ -60,7 +61,7 @@ def sum_batches_over_ranks(
         if rows:
             table[list(rows)] = torch.stack([row[name] for row in rows.values()]).cpu()
         columns = world.add_(table).reshape(count, -1).T.tolist()
-        # math.fsum rounds only once. torch.sum adds in an order that depends on the shape.
+        # math.fsum rounds only once, while the order in which torch.sum adds depends on the shape.
         sums[name] = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64).reshape(shape)
     return sums
 
@@ -70,6 +71,6 @@ def _int_tensor(value: Tensor | None, shape: list[int]) -> Tensor:
 
 
 def sum_over_ranks(world: World, numbers: Sequence[int]) -> list[int]:
-    """Return the sum of each integer over all ranks. All ranks must pass the same number of integers."""
+    """Sum each integer over all ranks. All ranks must call this function with the same number of integers."""
     sums: list[int] = world.add_(torch.tensor(numbers, dtype=torch.int64)).tolist()
     return sums

@@ -1,7 +1,7 @@
-"""Adds features of fully_shard in torch 2.15 to the parameter groups of older versions. Remove at torch >= 2.15.
+"""Backports features of torch 2.15's fully_shard to older versions. Remove at torch >= 2.15.
 
-Older versions gather all parameters of a unit in the same dtype. They also round gradients to this dtype, even if an
-operation computes them in fp32, such as an LSTM of oneDNN.
+Older versions gather all parameters of a unit in the same dtype. They also round gradients to this dtype, even those
+that an operation computes in fp32, such as oneDNN's LSTM.
 """
 
 from collections.abc import Collection
@@ -20,7 +20,10 @@ def is_older() -> bool:
 
 
 def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> set[tuple[nn.Module, str]]:
-    """Return the module and the name of each parameter in a unit. Call this before fully_shard replaces parameters."""
+    """Return the module and the name of each of the `parameters` that is in a unit.
+
+    Call this function before fully_shard replaces the parameters.
+    """
     return {
         (module, name)
         for module in unit.modules()
@@ -32,8 +35,8 @@ def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> se
 def patch_group(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
     """Make fully_shard gather the parameters `wide` of a unit in their own dtype.
 
-    Gradients of the unit are all converted to the same dtype, as fully_shard requires. `group` is fully_shard's
-    parameter group of the unit.
+    The gradients of the unit are converted to a single dtype, as fully_shard requires. `group` is the unit's
+    FSDPParamGroup.
     """
     for parameter in group.fsdp_params:
         if (parameter._module_info.module, parameter._module_info.param_name) in wide:

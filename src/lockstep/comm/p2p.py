@@ -1,12 +1,12 @@
-"""Point-to-point transfers of tensors between pipeline stages. Sends don't wait for the receiver to be ready.
+"""Point-to-point messages between pipeline stages. Sends don't wait for the receiver to be ready.
 
-A parcel consists of a message and a list of tensors. The message is a vector of integers with a fixed length, and
-describes the tensors. Each tensor keeps its memory layout, because some kernels choose their algorithm by strides, and
-the receiver must make the same choice as a single process. gloo transfers the messages and all CPU tensors, such as
-generator states. The carriers of the world transfer the tensors on the device.
+A message is a list of tensors, integers and None. It is sent as a header, followed by its tensors. The header is a
+vector of integers of fixed length that describes the values. Each tensor keeps its memory layout, because some kernels
+select their algorithm by strides, and must select the same one as in a single process. gloo transfers the headers and
+all CPU tensors, such as generator states. The carriers of the world transfer the tensors on the device.
 
-Parcels between two ranks arrive in the order in which they were sent, because NCCL has no tags. Each parcel belongs to
-a numbered line. If a parcel arrives on a line that isn't being received yet, the receiving rank stores it.
+Messages between two ranks arrive in the order in which they were sent, because NCCL has no tags. Each message belongs
+to a numbered channel. The receiving rank stores messages of other channels until they are received.
 
 This module also wraps torch's functions for split backward passes.
 """
@@ -30,9 +30,9 @@ from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.errors import TrainingError
 
-_TAG: Final = 1  # tag of gloo messages; carriers use no tags
+_TAG: Final = 1  # tag of gloo's sends; carriers don't use tags
 _MESSAGE_LENGTH: Final = 512
-_NONE_CODE: Final = -1  # replaces the dtype index for None
+_NONE_CODE: Final = -1  # in place of a dtype index, stands for None
 _INT_CODE: Final = -2
 _DTYPES: Final = (
     torch.float32,
@@ -67,17 +67,17 @@ class _TensorSpec(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """The number of elements of memory that the tensor spans. Smaller than `elements` for expanded tensors."""
+        """The number of elements that the tensor spans in memory. Less than `elements` for expanded tensors."""
         steps = zip(self.shape, self.strides, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps) if self.elements else 0
 
 
 @final
 class PointToPoint:
-    """Sends and receives parcels: lists of tensors, integers and None.
+    """Sends and receives messages: lists of tensors, integers and None.
 
-    `neighbors` are the ranks that this rank sends to or receives from. All ranks must create this object at the same
-    time (see comm/edges.py).
+    `neighbors` are the ranks that this rank exchanges messages with. All ranks must create this object at the same time
+    (see comm/edges.py).
     """
 
     def __init__(self, world: World, neighbors: Collection[int]) -> None:
@@ -86,10 +86,10 @@ class PointToPoint:
         self._edges = world.connect(neighbors)
         self._messages: list[tuple[dist.Work, Tensor]] = []
         self._sent: deque[Transfer] = deque()
-        self._stored_parcels: dict[tuple[int, int], deque[Values]] = {}  # by rank and line
+        self._stored_parcels: dict[tuple[int, int], deque[Values]] = {}  # by rank and channel
 
     def send(self, values: Sequence[Value], peer: int, line: int) -> None:
-        """Start sending a message to rank `peer`. Don't modify the tensors before `finish`."""
+        """Start sending a message to rank `peer`. Don't modify its tensors before you call `finish`."""
         numbers = [line, len(values), *(number for value in values for number in _describe(value))]
         if len(numbers) > _MESSAGE_LENGTH:
             raise TrainingError(
@@ -105,9 +105,9 @@ class PointToPoint:
                     self._start_transfer(_flatten(value.detach()).view(torch.uint8), peer)
 
     def receive(self, peer: int, line: int) -> Values:
-        """Wait for the next parcel from rank `peer` on this line, and return its values.
+        """Wait for the next message from rank `peer` on this channel, and return its values.
 
-        A tensor that requires a gradient on the sending rank is returned as an autograd leaf that requires a gradient.
+        Tensors that require a gradient on the sending rank are returned as autograd leaves that require a gradient.
         """
         with translate_peer_errors():
             while not self._stored_parcels.get((peer, line)):
@@ -116,7 +116,7 @@ class PointToPoint:
         return self._stored_parcels[peer, line].popleft()
 
     def finish(self) -> None:
-        """Wait until you can modify all sent tensors again."""
+        """Wait until all sent tensors can be modified."""
         with translate_peer_errors():
             for work, _ in self._messages:
                 work.wait()
@@ -138,7 +138,7 @@ class PointToPoint:
             self._send_message(data, peer)
 
     def _next_parcel(self, peer: int) -> tuple[int, Values]:
-        """Return the line and the values of the next parcel from `peer` on any line."""
+        """Receive the next message from `peer` on any channel. Returns its channel and its values."""
         numbers = torch.empty(_MESSAGE_LENGTH, dtype=torch.int64)
         dist.recv(numbers, self._number(peer), tag=_TAG)
         line, *description = numbers.tolist()
@@ -152,7 +152,7 @@ class PointToPoint:
         flat = torch.empty(min(spec.elements, spec.extent), dtype=spec.dtype, device=device)
         if len(flat):
             self._receive_into(flat.view(torch.uint8), peer)
-        if spec.extent > spec.elements:  # the memory layout has gaps, which weren't sent
+        if spec.extent > spec.elements:  # the memory layout has gaps, which aren't sent
             gaps = flat.new_empty(spec.extent)
             gaps.as_strided(spec.shape, spec.strides).copy_(flat.view(spec.shape))
             flat = gaps
@@ -169,16 +169,16 @@ class PointToPoint:
 def backward_input(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Parameter]
 ) -> list[dict[str, Any]]:
-    """Run the part of a backward pass that computes the gradients of `inputs`. Returns input for `backward_weight`.
+    """Run the part of a backward pass that computes the gradients of `inputs`.
 
-    The gradients of `inputs` aren't returned, because hooks receive them during the backward pass. Gradients of
-    vectors, such as BatchNorm weights, are computed immediately. Deferring them would save nothing, and a CUDA kernel
-    that computes such a gradient without the gradient of the layer's input adds in a different order.
+    Returns the groups of graph nodes to pass to `backward_weight`. The gradients of `inputs` aren't returned, because
+    autograd functions store them. Gradients of vectors, such as BatchNorm weights, are also computed. Deferring them
+    would save no time, and a CUDA kernel that only computes such a gradient adds in a different order.
     """
     from torch.distributed.pipelining import _backward as torch_backward  # lazy import: takes half a second
 
-    # Like torch's stage_backward_input, but this function starts from graph edges. Up to torch 2.14, torch's function
-    # requires the outputs, which are already freed.
+    # Like torch's stage_backward_input, but starts from graph edges. Up to torch 2.14, torch's function requires the
+    # outputs, which are already freed here.
     starts, ends = ([get_gradient_edge(tensor).node for tensor in tensors] for tensors in (inputs, weights))
     groups: list[dict[str, Any]] = torch_backward.get_param_groups(
         starts, ends, torch_backward.construct_reverse_graph([edge.node for edge in edges])
@@ -200,10 +200,10 @@ def backward_input(
 
 
 def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) -> None:
-    """Run the rest of a backward pass, and store the gradients of `weights` in `grad`.
+    """Run the rest of a backward pass, and store the gradients of `weights` in their `grad`.
 
-    Like torch's stage_backward_weight. Before torch 2.13, torch's function counts a gradient that flows between two
-    intermediate nodes twice.
+    Like torch's stage_backward_weight, which before torch 2.13 counts a gradient twice if it flows between two
+    intermediate nodes.
     """
     owners = {get_gradient_edge(weight).node: weight for weight in weights}
 
@@ -223,13 +223,13 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
         if not arrived_edges:
             continue
         ends = list(group["params"])  # a list, so that the order is fixed
-        # The gradient that arrived at a node already includes the gradients from other nodes of its group. These
-        # gradients must not be added again.
+        # The gradient that has arrived at a node already includes the gradients from other nodes of its group. Don't
+        # add them again.
         with ExitStack() as hooks:
             for node, grads in node_gradients:
                 hooks.enter_context(node.register_prehook(partial(_replace_gradients, grads)))
-            # If weights join the graph of the inputs in several places, parts of the graph run again. The graph is
-            # freed together with `groups`.
+            # Retain the graph: if weights join the graph of the inputs in several places, parts of it run again. The
+            # graph is freed together with `groups`.
             computed = torch.autograd.grad(
                 [edge for edge, _ in arrived_edges],
                 [GradientEdge(node, 0) for node in ends],

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lockstep.device.ulimits import too_many_files
 from lockstep.errors import TransientError
 
-# Some errors of the backends are plain RuntimeErrors. They are recognized by their text, such as the name of a source
+# Some errors of the backends are plain RuntimeErrors. They are recognized by their text, such as the path of a source
 # file of gloo.
 _ERROR_MARKERS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
 # Text in the errors that gloo and NCCL raise if a collective times out.
@@ -18,26 +18,26 @@ _SLOW_HINT: Final = "another rank is slow or hangs; a collective times out after
 
 
 class PeerLostError(TransientError):
-    """Raised if a peer rank was lost during a collective. The failure was caused on the peer."""
+    """Raised if a peer rank was lost during a collective. Look for the cause on the peer."""
 
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """Translate errors of torch.distributed in the `with` block to PeerLostError."""
+    """Raise PeerLostError in place of errors of torch.distributed in the `with` block."""
     try:
         yield
     except RuntimeError as error:
-        if "DataLoader worker" in str(error):  # torch can raise this error anywhere in the main thread
+        if "DataLoader worker" in str(error):  # raised anywhere in the main thread, so not by the collective
             raise
         raise _make_peer_lost(error) from error
 
 
 def find_peer_error(error: BaseException) -> PeerLostError | None:
-    """Return the PeerLostError that an error results from, or None if no peer was lost.
+    """Return the PeerLostError that caused an error, or None if no peer was lost.
 
     Follows the chain of causes, because user code can fail again in a `finally` block or raise its own error after a
-    failed collective. Returns None if this process can't open more files, because the collective then failed for this
-    reason.
+    failed collective. Returns None if this process is out of file descriptors, because this is then why the collective
+    failed.
     """
     if too_many_files(error):
         return None

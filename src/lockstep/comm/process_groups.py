@@ -16,10 +16,10 @@ from lockstep.comm.peer_errors import translate_peer_errors
 @final
 @dataclass(eq=False)
 class ProcessGroups:
-    """Two process groups of all ranks of a world, and groups of subsets of the ranks, which are cached.
+    """Two process groups of all ranks of a world, and a cache of groups of subsets of the ranks.
 
-    The main thread uses `main` and a side stream uses `side`, so both can communicate at the same time. If user code
-    created the default process group, the default group isn't used, and `backends` sets the backends of new groups.
+    The main thread uses the group `main`, and a side stream uses `side`, so both can communicate at the same time. If
+    user code created the default process group, Lockstep doesn't use it, and creates new groups with these `backends`.
     """
 
     main: dist.ProcessGroup
@@ -28,8 +28,8 @@ class ProcessGroups:
     make_carrier: Callable[[dist.ProcessGroup], Carrier] = direct_carrier
     backend: Literal["nccl", "gloo"] = "gloo"
     backends: str | None = None
-    numbers: Sequence[int] = ()  # maps ranks of the world to ranks in torch.distributed, if they differ
-    log: MessageLog | None = None  # records the messages in all groups except the groups of `split`
+    numbers: Sequence[int] = ()  # rank in torch.distributed of each rank of the world, if they differ
+    log: MessageLog | None = None  # records the messages in all groups except those of `split`
     _subgroups: dict[tuple[bool, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
 
     def new_group(self, ranks: Sequence[int]) -> Any:
@@ -37,7 +37,10 @@ class ProcessGroups:
         return dist.new_group([self.to_torch_rank(rank) for rank in ranks], timeout=self.timeout, backend=self.backends)
 
     def get_subgroup(self, parts: list[list[int]], ranks: list[int], side_stream: bool) -> dist.ProcessGroup:
-        """Return the group of `ranks`, this rank's entry in `parts`, for a side stream or for the main thread."""
+        """Return the process group of `ranks`, this rank's entry in `parts`. Creates it on first use.
+
+        If `side_stream` is set, the group is for a side stream. Otherwise, it is for the main thread.
+        """
         if len(parts) == 1:
             return self.side if side_stream else self.main
         key = side_stream, str(parts)
@@ -46,12 +49,12 @@ class ProcessGroups:
         return self._subgroups[key]
 
     def split(self, parts: list[list[int]], ranks: list[int]) -> Self:
-        """Return new process groups for `ranks`, this rank's entry in `parts`. All ranks must call this method."""
+        """Create process groups for a world of `ranks`, this rank's entry in `parts`. All ranks must call this."""
         group = self._create_subgroups(parts, ranks)
         return replace(self, main=group, side=group, numbers=self._group_ranks(ranks), log=None)
 
     def _create_subgroups(self, parts: list[list[int]], own_ranks: list[int]) -> dist.ProcessGroup:
-        """Create the groups of all parts, because all ranks must create all groups. Returns the group of this rank."""
+        """Create the groups of all `parts`, as torch requires on each rank. Returns the group of this rank."""
         groups = [self.new_group(ranks) for ranks in parts]
         group = groups[parts.index(own_ranks)]
         assert isinstance(group, dist.ProcessGroup)
@@ -62,14 +65,14 @@ class ProcessGroups:
         return self.numbers[rank] if self.numbers else rank
 
     def make_group_carrier(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
-        """Return a carrier for the group of `ranks`. Peers are numbered by their position in `ranks`."""
+        """Return a carrier for the process group of `ranks`. Its peers are indices into `ranks`."""
         carrier = self.make_carrier(group)
         if order := self._group_ranks(ranks):
             carrier = renumber_ranks(carrier, order)
         return carrier if self.log is None else self.log.watch(carrier, label, ranks)
 
     def _group_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Return the torch group rank of each rank in `ranks`, or [] if the numbering is the same."""
+        """Return the group rank of each rank in `ranks`, or [] if these are 0, 1, 2, ... in order."""
         numbers = [self.numbers[rank] for rank in ranks] if self.numbers else []
         positions = {number: position for position, number in enumerate(sorted(numbers))}
         return [positions[number] for number in numbers]

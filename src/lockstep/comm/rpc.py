@@ -1,8 +1,8 @@
 """Calls to rank 0 over torch's RPC, for a parameter server.
 
-RPC unpickles the data that arrives at its ports, so anyone who can connect to a port can run code as your user. No
-other communication between ranks allows this (docs/security.md). Therefore RPC is only started for a strategy that
-requires it, and it listens on the same interface as gloo.
+RPC unpickles the data that arrives at its ports, so anyone who can connect to these ports can run code as your user. No
+other communication between ranks allows this (docs/security.md). Therefore RPC is only started for strategies that
+require it. It listens on the same interface as gloo.
 """
 
 import os
@@ -18,16 +18,16 @@ from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.errors import UsageError
 
-# A call only contains the name of a function, and runs in a separate thread. Therefore functions are stored globally.
+# The functions that ranks can call, by name. Global, because a call only contains a name and runs in its own thread.
 _functions: Final[dict[str, Callable[..., Any]]] = {}
 
 
 @final
 class Rpc:
-    """The RPC connection of this rank to rank 0. All ranks must create it and close it together."""
+    """The RPC connection of this rank to rank 0. All ranks must create and close this object at the same time."""
 
     def __init__(self, world: World, *functions: Callable[..., Any]) -> None:
-        """On rank 0, register the functions that ranks can call. They must return tensors or futures of tensors."""
+        """Connect to rank 0, which serves these functions. They must return tensors or futures of tensors."""
         if not rpc.is_available():
             raise UsageError(
                 "strategy parameter_server: this torch was built without RPC; install a build with RPC, or use "
@@ -35,7 +35,7 @@ class Rpc:
             )
         if not world.rank:
             _functions.update({function.__name__: function for function in functions})
-        # gloo's variable selects the interface. TensorPipe reads a different variable.
+        # Use gloo's interface also for TensorPipe, which reads a different variable.
         if (interface := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
         # The ranks are already connected, so RPC uses their store instead of a new rendezvous.
@@ -48,11 +48,11 @@ class Rpc:
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"{scheme}://",
             rpc_timeout=world.timeout_s,
-            _transports=["uv"],  # all other transports open one port per lane
+            _transports=["uv"],  # other transports open one port per lane
             _channels=["basic"],
         )
         with warnings.catch_warnings(), translate_peer_errors():
-            # In torch 2.15, torch's own code triggers this deprecation warning.
+            # torch 2.15 itself triggers this deprecation warning.
             warnings.filterwarnings("ignore", message="You are using a Backend")
             rpc.init_rpc(  # type: ignore[no-untyped-call]
                 f"rank{world.rank}", rank=world.rank, world_size=world.size, rpc_backend_options=options

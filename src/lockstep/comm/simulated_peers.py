@@ -1,10 +1,10 @@
-"""A world in which this process is one of many ranks and its peers are simulated. Nothing is sent.
+"""A world in which this process is one of many ranks, and all other ranks are simulated. Nothing is sent.
 
-The rank computes, stores and counts as sent the same amount of data as in a real run, but no other process is needed.
-Received tensors contain zeros, or the rank's own tensors. They arrive with the delay of a link of the given bandwidth,
-which determines how much memory pending transfers hold. You can therefore measure memory, time and traffic, but the
-results of the computation are meaningless. Ranks whose behavior depends on received data, such as pipeline stages,
-can't be simulated.
+The rank computes and stores the same amount of data as in a real run, and counts what it would send. Received tensors
+contain zeros, or copies of the rank's own tensors. They arrive with the delay of a link of a given bandwidth, which
+determines how much memory pending transfers hold. Use this world to measure memory, time and traffic. The results of
+the computation are meaningless. Ranks whose behavior depends on received data, such as pipeline stages, can't be
+simulated.
 """
 
 import random
@@ -29,7 +29,7 @@ from lockstep.core.batch import tensors_of
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message that arrives at time `due` of the monotonic clock. Has the methods of dist.Work that Transfer uses."""
+    """A simulated message, which arrives at the monotonic time `due`. Has those methods of dist.Work that are used."""
 
     due: float
 
@@ -44,14 +44,13 @@ class Delivery:
 
 @final
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the `messages` and `bytes` that this rank would send. `link_bytes_per_s` is its bandwidth.
+    """Counts the `messages` and `bytes` that this rank would send over a link of bandwidth `link_bytes_per_s`.
 
-    If `mean_delay_factor` is set, each send takes this many times as long on average, with random variation, and
+    If `mean_delay_factor` is set, the duration of each send is multiplied by a random number with this mean, and
     collectives don't block. Transfers then complete at different times in each step, as on a busy network.
 
-    To count torch's collectives, use this object as a context manager. Collectives are counted as ring algorithms: the
-    number of rounds is the group size minus one, and in each round a rank sends a part to its neighbor. The calling
-    thread blocks, as with gloo.
+    To count torch's collectives, use this object as a context manager. Collectives are counted as ring algorithms: in
+    each of n - 1 rounds, each of the n ranks sends a part to its neighbor. The calling thread blocks, as with gloo.
     """
 
     def __init__(self, link_bytes_per_s: float) -> None:
@@ -65,7 +64,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
 
     def send(self, messages: int, size: int) -> Delivery:
-        """Record `messages` messages of `size` bytes in total. The link sends them after all earlier messages."""
+        """Count `messages` messages of `size` bytes in total. They are sent after all earlier messages."""
         with self._lock:
             self.messages += messages
             self.bytes += size
@@ -77,7 +76,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count an operation if it is a collective, and run the operation."""
         name = str(func)
         if name.startswith("c10d."):
-            # The largest argument has the full size, and the other arguments have the size of a rank's part.
+            # The largest argument has the full size. The other arguments have the size of a rank's part.
             total_bytes = max(sum(tensor.nbytes for tensor in tensors_of(argument)) for argument in args)
             [size] = [dist.ProcessGroup.unbox(argument).size() for argument in args if _is_group(argument)]
             rounds = 2 if "allreduce" in name else 1
@@ -104,7 +103,7 @@ def _is_group(value: Any) -> bool:
 
 @contextmanager
 def simulated_world(rank: int, size: int, device: torch.device, link: float) -> Iterator[tuple[World, Traffic]]:
-    """Yield a world in which this process is rank `rank` of `size`, and the traffic counter of this rank.
+    """Yield a world in which this process is rank `rank` of `size`, and the Traffic of this rank.
 
     `link` is the bandwidth of the simulated link in bytes per second.
     """

@@ -1,4 +1,4 @@
-"""Compares a few numbers across ranks after each step, in a single all-reduce that runs in the background."""
+"""Compares a few numbers across ranks after each step, in a single background all-reduce."""
 
 import zlib
 from typing import Any, Final, final
@@ -14,11 +14,11 @@ _NO_VALUE: Final = -1 << 40  # less than any number in the all-reduce
 
 @final
 class StepAgreement:
-    """Compares numbers across ranks after each step in an all-reduce, and uses the result one step later.
+    """Compares numbers across ranks after each step in an all-reduce. The result is available one step later.
 
-    All other communication between two steps starts with a blocking all-reduce of the same shape. If a rank has already
-    started its next step, the shapes still match, and the rank is detected. Collectives of different shapes would abort
-    the process instead.
+    All other communication between two steps starts with a blocking all-reduce of the same shape. If a rank is ahead
+    and has started its next step, the two all-reduces match, and the mismatch is detected. Collectives of different
+    shapes would abort the process.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -27,21 +27,21 @@ class StepAgreement:
         self._size = size
         self._sent: tuple[Tensor, Any] | None = None
         self._level = 0  # the highest level in the last completed all-reduce
-        self.facts: dict[str, Any] = {}  # must be the same on all ranks
-        self.where = ""  # the line of user code that set the facts
-        self.compared, self.compared_where = self.facts, ""  # the facts in the last all-reduce
+        self.facts: dict[str, Any] = {}  # values that must be the same on all ranks
+        self.where = ""  # the line of user code that set these values
+        self.compared, self.compared_where = self.facts, ""  # the values in the last all-reduce
         self.metrics: dict[str, float] = {}  # should be the same on all ranks that report metrics
         self.metrics_differ = False  # whether the metrics differed in the last completed all-reduce
 
     def exchange(self, level: int) -> int:
-        """Start the all-reduce of this step, and return the highest level of the previous step. Call `settle` first."""
+        """Start the all-reduce of this step, and return the highest level of the previous one. Call `settle` first."""
         agreed, self._level = self._level, 0
         self.compared, self.compared_where = self.facts, self.where
         self._sent = self._reduce(level, 0)
         return agreed
 
     def settle(self) -> bool:
-        """Wait for the all-reduce of the last step. Returns whether the facts were the same on all ranks."""
+        """Wait for the all-reduce of the last step. Returns whether `facts` was the same on all ranks."""
         self.metrics_differ = False
         if (numbers := self.wait()) is None:
             return True
@@ -54,16 +54,16 @@ class StepAgreement:
         return bool(facts == -negated_facts)
 
     def compare_places(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks. Returns the position in the program and the rank of a rank at another position, or None.
+        """Wait for all ranks, and check that they are at the same position in the program. Call `settle` first.
 
-        Call `settle` first.
+        Returns the position and rank of one of the ranks at a different position, or None.
         """
         numbers, work = self._reduce(0, place)
         work.wait()
         return self._find_mismatch(numbers, place)
 
     def wait(self) -> Tensor | None:
-        """Wait for the all-reduce of the last step, and return its numbers. A second call returns None."""
+        """Wait for the all-reduce of the last step, and return its result. A second call returns None."""
         if self._sent is None:
             return None
         (numbers, work), self._sent = self._sent, None
@@ -71,7 +71,7 @@ class StepAgreement:
         return numbers
 
     def _reduce(self, level: int, place: int) -> tuple[Tensor, Any]:
-        """Start an all-reduce of the maximum level, and of the maximum and minimum of all other numbers."""
+        """Start an all-reduce that computes the maximum level, and the maximum and minimum of all other numbers."""
         values = [place * self._size + self._rank, _digest(self.facts), _digest(self.metrics)]
         negated = [-value for value in values]
         if not self.metrics:

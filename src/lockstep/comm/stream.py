@@ -1,8 +1,8 @@
-"""A second stream for communication, which runs concurrently with the compute stream.
+"""Side streams for communication, which run concurrently with the compute stream.
 
-On the CPU, a stream is a thread in which gloo waits without holding the GIL while the backward pass runs. On CUDA, it
-is a CUDA stream: NCCL calls return immediately, and the stream orders them relative to the kernels. Functions run in
-the order of submission.
+On the CPU, a side stream is a thread. While gloo waits in this thread, it doesn't hold the GIL, so the backward pass
+can run. On CUDA, it is a CUDA stream: NCCL calls return immediately, and the stream orders them relative to the
+kernels. Functions run in the order of submission.
 """
 
 from collections import deque
@@ -17,13 +17,13 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol[Result]):
-    """Waits for a result and returns it. On the CPU, raises TimeoutError if this takes longer than `timeout_s`."""
+    """Waits for a result and returns it. On the CPU, raises TimeoutError after `timeout_s`."""
 
     def __call__(self, timeout_s: float | None = None) -> Result: ...
 
 
 class CommStream(Protocol):
-    """Runs functions in the order of submission. `submit` returns a callable that waits for and returns the result."""
+    """Runs functions in the order of submission. `submit` returns a callable that waits for the result."""
 
     def submit(self, function: Callable[[], T]) -> Pending[T]: ...
 
@@ -32,7 +32,7 @@ class CommStream(Protocol):
 
 @final
 class InlineStream:
-    """Runs each function immediately. Used in a world of size 1."""
+    """Runs each function immediately in `submit`. Used in a world of size 1."""
 
     def submit(self, function: Callable[[], T]) -> Pending[T]:
         result = function()
@@ -47,8 +47,7 @@ class ThreadStream:
     """Runs functions on a single background thread.
 
     If a function fails, all functions submitted after it fail with the same error and don't run. Otherwise, a peer
-    could mistake the next transfer for the transfer that failed. If their sizes differ, gloo would abort the process of
-    the peer.
+    could match the next transfer with the failed one, and if their sizes differ, gloo would abort the peer's process.
     """
 
     def __init__(self) -> None:
@@ -78,12 +77,12 @@ class ThreadStream:
 
 @final
 class CudaStream:
-    """Runs functions on a CUDA stream. Each function waits for the work on the compute stream before its submission.
+    """Runs functions on a CUDA stream. Each function waits for the work that is already on the compute stream.
 
-    When a function is released, torch's allocator returns its tensors to the compute stream, even if this stream hasn't
-    read them yet. Therefore each function is kept alive, with everything it refers to, until it is known to be complete
-    or the compute stream waits for it. Tensors that this stream allocates are safe: before it allocates new memory, it
-    waits for the compute stream.
+    If a function were released early, torch's allocator could reuse the memory of its tensors on the compute stream
+    before this stream has read them. Therefore each function and its tensors are kept alive until the function is known
+    to be complete or the compute stream waits for it. Tensors that this stream allocates are safe: before it allocates
+    new memory, it waits for the compute stream.
 
     This stream and the compute stream use two NCCL process groups, which could deadlock if they waited for each other.
     Therefore all ranks submit functions in the same order, and after a step, the compute stream only communicates after

@@ -1,13 +1,14 @@
-"""Tracks the calls of a sharded model's units, and when the backward pass of each unit is complete.
+"""Tracks the calls of a sharded model's units, and detects when the backward pass of each unit is complete.
 
-fully_shard detects this with an autograd node before the inputs of a unit. This node adds the unit's own gradients of
-an input before the gradients from other users of the input. Therefore the gradient of an activation that two units use
-would differ from a single process. Lockstep adds no such node, so the graph is the same as in plain PyTorch.
+fully_shard detects this with an autograd node before the inputs of a unit. This node adds up the gradients of an input
+within the unit before the gradients from other units are added. Therefore the gradient of an activation that two units
+use would have different bits than in a single process. Lockstep adds no such node, so the graph is the same as in plain
+PyTorch.
 
-Autograd runs the nodes of a thread's graph from newest to oldest. Once the gradient of the output of a unit is ready,
-all units whose first call came later are therefore complete. Their gradients are handed over, regardless of which
-parameters a micro-batch used. The first unit is complete at the end of the backward pass. If a backward pass covers
-forward passes from several threads, a unit is complete once all of its parameters have a gradient, or at the end.
+Autograd runs the nodes of a thread's graph from newest to oldest. Therefore, once the gradient of the output of a unit
+is ready, all units that were first called later are complete. This doesn't depend on which parameters a micro-batch
+used. The first unit is complete at the end of the backward pass. If a backward pass covers forward passes on several
+threads, a unit is complete once all of its parameters have a gradient, or at the end.
 """
 
 import threading
@@ -16,9 +17,9 @@ from typing import final
 
 @final
 class UnitCalls:
-    """Records the calls of units since the last backward pass, and which units have completed their backward pass.
+    """Records the unit calls since the last backward pass, and which units have completed their backward pass.
 
-    Units are identified by index. The last unit is the rest of the model, and its call begins first.
+    Units are identified by index. The last unit is the rest of the model. Its call begins first.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -41,28 +42,28 @@ class UnitCalls:
         self._first.setdefault(unit, self._calls)
 
     def end_call(self) -> int:
-        """Record the end of a call of a unit, and return its index."""
+        """Record the end of the current unit call, and return the index of this call."""
         self._calls += 1
         return self._calls - 1
 
     @property
     def several_threads(self) -> bool:
-        """Whether forward passes ran in more than one thread."""
+        """Whether forward passes ran on more than one thread."""
         return len(self._threads) > 1
 
     def call_flags(self) -> list[int]:
-        """Return a list with 1 for each unit that was called, and 0 for all other units."""
+        """Return 1 for each unit that was called, and 0 for each unit that wasn't."""
         return [int(unit in self._first) for unit in range(self._num_units)]
 
     def completed_by(self, call: int) -> list[int]:
-        """Return the units that become complete once the gradient of the output of a call is ready."""
+        """Return the units that become complete once the output gradient of call `call` is ready."""
         if self.several_threads:
             return []
         units = [unit for unit, first in self._first.items() if first > call and unit not in self._complete]
         return sorted(units, key=lambda unit: -self._first[unit])
 
     def accumulate(self, unit: int) -> int:
-        """Record that the gradient of a parameter is ready. Returns the number of ready gradients of the unit."""
+        """Record that one more parameter of a unit has a gradient. Returns the number of these parameters."""
         self._accumulated[unit] += 1
         return self._accumulated[unit]
 
@@ -75,7 +76,7 @@ class UnitCalls:
         return unit in self._complete
 
     def is_under_way(self, unit: int) -> bool:
-        """Return whether a unit was called and its backward pass isn't complete."""
+        """Return whether a unit was called, and its backward pass isn't complete yet."""
         return unit in self._first and unit not in self._complete
 
     def end_backward(self) -> None:
@@ -83,7 +84,7 @@ class UnitCalls:
         self._complete.update(range(self._num_units))
 
     def forget_calls(self) -> None:
-        """Forget all calls so far, because they aren't part of the next backward pass."""
+        """Forget all calls so far. Call this if they aren't part of the next backward pass."""
         self._first.clear()
 
     def clear(self) -> None:

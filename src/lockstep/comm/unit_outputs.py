@@ -1,4 +1,4 @@
-"""Makes the outputs of units safe to use after fully_shard frees the units' gathered parameters."""
+"""Keeps the outputs of units valid after fully_shard has freed the units' gathered parameters."""
 
 from typing import Any, cast, final
 
@@ -11,9 +11,8 @@ def separate_outputs(outputs: Any, inputs: Any, freed_addresses: set[int]) -> An
     """Return outputs that share no memory with freed tensors and aren't autograd views.
 
     `freed_addresses` contains the addresses of memory that is freed after the forward pass of the unit. Outputs in this
-    memory, such as parameters or views of parameters, are copied. Views are also replaced, because fully_shard
-    registers a hook on each output, which gathers the unit for its backward pass. An in-place operation on a view would
-    remove the hook.
+    memory, such as parameters or views of parameters, are copied. Views are also replaced, because an in-place
+    operation on a view would remove the hook with which fully_shard gathers the unit for its backward pass.
     """
     grad_enabled = torch.is_grad_enabled()
     if not (grad_enabled or freed_addresses):
@@ -21,7 +20,7 @@ def separate_outputs(outputs: Any, inputs: Any, freed_addresses: set[int]) -> An
     input_ids = {id(leaf) for leaf in tree_leaves(inputs)} if grad_enabled else set()
 
     def separate(output: Tensor) -> Tensor:
-        if id(output) in input_ids:  # the unit returns an input, which must remain the same tensor
+        if id(output) in input_ids:  # if the unit returns an input, it must stay the same tensor
             return output
         has_memory = type(output) in (Tensor, nn.Parameter) and output.layout == torch.strided
         if has_memory and output.untyped_storage().data_ptr() in freed_addresses:
@@ -33,7 +32,7 @@ def separate_outputs(outputs: Any, inputs: Any, freed_addresses: set[int]) -> An
 
 @final
 class _Identity(torch.autograd.Function):
-    """Identity for a tensor and its gradient. Keeps the strides of both, which a torch view would change."""
+    """The identity for a tensor and its gradient. Unlike a torch view, keeps the strides of both."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

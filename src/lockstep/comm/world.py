@@ -1,8 +1,8 @@
 """The processes of a run and the small collectives between them. Only this module starts torch.distributed.
 
-Gradients are summed in the order of the reduction tree (comm/canonical.py) in a separate process group, so that a side
-stream can communicate while this thread communicates in the main group (comm/process_groups.py). A carrier transfers
-tensors on the device (comm/carrier.py). All other communication here is small, on the CPU and exact in any order.
+Gradients are summed in the order of the reduction tree (comm/canonical.py). They use a separate process group, so that
+a side stream and this thread can communicate at the same time (comm/process_groups.py). Carriers transfer tensors on
+the device (comm/carrier.py). All other communication is small, on the CPU, and exact in any order.
 docs/how-a-step-runs.md lists all communication.
 """
 
@@ -48,11 +48,11 @@ from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError
 
-# If a rank is lost, the heartbeat (ranks/heartbeat.py) ends the other ranks within seconds and reports the reason. By
-# default, torch would abort the process as soon as NCCL detects the broken connection, before the reason is known. A
-# collective that exceeds placement.timeout_s still ends the process (the second variable is new in torch 2.15).
+# If a rank is lost, the heartbeat (ranks/heartbeat.py) stops the other ranks within seconds and reports the reason. By
+# default, torch would abort the process as soon as NCCL detects the broken connection, before the reason is known.
+# Collectives that exceed placement.timeout_s still abort the process (the second variable is new in torch 2.15).
 _NCCL_ENV: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
-# A counter in the store. Each rank increments it at the end of each `without_timeout` block.
+# The store's counter of `without_timeout` blocks that ranks have left.
 _ARRIVALS_KEY: Final = "arrived"
 _POLL_PAUSES_S: Final = 0.002, 0.2  # the shortest and the longest pause between two polls of the counter
 
@@ -82,10 +82,10 @@ class World:
         self._edges = Edges(groups, self.rank, self.size, self.device) if groups is not None else None
 
     def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
-        """Return the canonical sum over the ranks of `mesh` that differ from this rank only along these axes.
+        """Return a CanonicalSum over the ranks of `mesh` that differ from this rank only along these axes.
 
-        If `side_stream` is set, use the sum on a side stream. Otherwise, use the sum only on this thread. `chunks` is
-        the number of chunks that sequences are split into. All ranks must call this method with the same arguments.
+        If `side_stream` is set, call it on a side stream. Otherwise, call it on this thread. `chunks` is the number of
+        chunks that sequences are split into. All ranks must call this method with the same arguments.
         """
         data_ranks, order = mesh.data_ranks_along(*axes)
         ranks = self._find_own_group(mesh.groups(*axes))
@@ -95,7 +95,7 @@ class World:
         return CanonicalSum(order.index(ranks.index(self.rank)), data_ranks, carrier, chunks)
 
     def make_carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
-        """Return the carrier between the ranks that differ only along these axes. See `canonical` for the arguments."""
+        """Return a carrier between the ranks that differ from this rank only along these axes. See `canonical`."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
         ranks = self._find_own_group(parts)
@@ -104,7 +104,7 @@ class World:
         )
 
     def make_device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
-        """Return a torch DeviceMesh of the ranks that differ from this rank only along these axes, for this thread."""
+        """Return a DeviceMesh of the ranks that differ from this rank only along these axes. Use it on this thread."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
         group = self._groups.get_subgroup(parts, self._find_own_group(parts), side_stream=False)
@@ -112,9 +112,9 @@ class World:
         return DeviceMesh.from_group(group, self.device.type)
 
     def own_store(self, use: str) -> Any:
-        """Return a separate store for a single purpose, with its own key prefix.
+        """Return a store with its own key prefix, for a single purpose.
 
-        If several ranks share the store, they must all make the same calls in the same order.
+        Ranks that share the store must make the same calls of this method in the same order.
         """
         assert self._store is not None
         self._store_count += 1
@@ -137,7 +137,7 @@ class World:
         return self.device.type == "cuda"
 
     def connect(self, neighbors: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to the ranks `neighbors`. All ranks must call this, and neighbors must list each other."""
+        """Return the edge to each rank in `neighbors`. All ranks must call this. Neighbors must list each other."""
         return self._edges.connect(neighbors) if self._edges is not None else {}
 
     def to_torch_rank(self, rank: int) -> int:
@@ -150,10 +150,11 @@ class World:
         return ranks
 
     def rotate_shard_groups(self, mesh: Mesh, distance: int, log: MessageLog) -> Self:
-        """Return a world of the same processes in which each shard group takes the ranks of a different shard group.
+        """Return a world of the same processes, with the ranks rotated between the shard groups.
 
-        The new ranks are those of the shard group `distance` positions later, wrapping around. The order within a shard
-        group is kept. `log` records the messages of the new world. Don't close the returned world.
+        Each shard group takes the ranks of the shard group `distance` positions later, wrapping around. The order
+        within a shard group stays the same. `log` records the messages of the new world. Don't close the returned
+        world.
         """
         numbers, shards = [*range(self.size)], mesh.groups("shard")
         for index, members in enumerate(shards):
@@ -166,19 +167,19 @@ class World:
         return replace(self, info=info, _groups=groups)
 
     def stream(self) -> CommStream:
-        """Return a second stream for communication. Close the stream after use."""
+        """Return a side stream for communication. Close it after use."""
         if self.size == 1:
             return InlineStream()
         return CudaStream(self.device) if self.device.type == "cuda" else ThreadStream()
 
     def get_generators(self) -> list[torch.Generator]:
-        """Return the random number generators that a model draws from: the CPU's, and on CUDA also the device's."""
+        """Return the default generators that a model draws from: the CPU generator, and on CUDA, the device's."""
         if self.device.type == "cuda":
             return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
         return [torch.default_generator]
 
     def set_device(self, device: torch.device) -> None:
-        """Compute on `device` from now on. A process with several devices switches for each micro-batch."""
+        """Compute on `device` from now on. For processes with several devices, which switch between micro-batches."""
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -191,12 +192,10 @@ class World:
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
 
     def add_(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks in place.
+        """All-reduce a tensor in place, and return it.
 
-        The order of the additions isn't fixed. Therefore only use this method for integers, or if at most one rank has
-        a nonzero value in each element.
-
-        A CUDA tensor is summed on its device, and this process doesn't wait for the result.
+        The order of the additions isn't fixed. Therefore only use this method for integers, or if each element is
+        nonzero on at most one rank. CUDA tensors are summed on their device, without blocking this process.
         """
         if self.size == 1:
             return tensor
@@ -204,17 +203,17 @@ class World:
         return self._groups.add_(tensor)
 
     def exchange_all(self, local: Sequence[Tensor], remote: Mapping[int, Sequence[Tensor]]) -> None:
-        """Send `local` to all other ranks, and receive the tensors of each other rank into `remote`.
+        """All-gather the tensors `local`. Receives the tensors of every other rank into `remote`, by rank.
 
-        All ranks must call this method with the same number of tensors. The tensors must be contiguous. The sizes of a
-        rank's tensors must be the same in `local` on this rank and in `remote` on the other ranks.
+        All ranks must call this method with the same number of contiguous tensors. Their sizes can differ between
+        ranks, so the tensors in `remote` must have the sizes of the tensors that the sending rank passes as `local`.
         """
         sent = [(tensor, rank) for rank in remote for tensor in local]
         received = [(tensor, rank) for rank, tensors in remote.items() for tensor in tensors]
         self.exchange(sent, received)
 
     def exchange(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
-        """Send the tensors `sent` to ranks, and receive tensors from ranks into `received`.
+        """Send tensors to ranks, and receive tensors from ranks. `sent` and `received` contain (tensor, rank) pairs.
 
         All ranks must call this method. The tensors must be contiguous. Between two ranks, tensors arrive in the order
         in which they are sent.
@@ -223,9 +222,9 @@ class World:
             move(self._groups.make_group_carrier(self._groups.main, range(self.size), "rows"), [*sent], [*received])
 
     def agree_on_stop_level(self, level: int) -> int:
-        """Return the highest stop level that any rank passed in the previous call (0: none), on all ranks.
+        """Return the highest stop level that any rank passed in the previous call. 0 means not to stop.
 
-        The levels of this call are exchanged in the background during the next step.
+        The levels of this call are exchanged in the background during the next step. All ranks must call this method.
         """
         if self._agreement is None:
             return level
@@ -234,9 +233,9 @@ class World:
             return self._agreement.exchange(level)
 
     def set_compared_facts(self, facts: dict[str, Any], where: str = "") -> None:
-        """Set the facts that must be the same on all ranks. `where` is the line of user code that set them, if any.
+        """Set values that must be the same on all ranks. `where` is the line of user code that set them, if any.
 
-        `agree_on_stop_level` compares the facts. If they differ, the next call to `agree_on_stop_level` or
+        `agree_on_stop_level` compares these values. If they differ, the next call of `agree_on_stop_level` or
         `compare_places` raises UsageError.
         """
         if self._agreement is not None:
@@ -256,10 +255,10 @@ class World:
         return self._agreement is not None and self._agreement.metrics_differ
 
     def compare_places(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks, and check that they are at the same place in the program.
+        """Wait for all ranks, and check that they are at the same position in the program.
 
-        Returns the place and the rank of a rank at a different place, or None if all ranks are at this place. Places
-        are numbered from 1. A rank that calls `agree_on_stop_level` instead also takes part, and is at place 0.
+        Returns the position and rank of one of the ranks at a different position, or None if all positions are equal.
+        Positions are numbered from 1. A rank that calls `agree_on_stop_level` instead is at position 0.
         """
         if self._agreement is None:
             return None
@@ -278,7 +277,7 @@ class World:
     def compare(
         self, facts: dict[str, Any], advice: str = "start all ranks with the same value", where: str = ""
     ) -> None:
-        """Raise UsageError with the ranks whose `facts` differ from rank 0. All ranks must call this method."""
+        """Raise UsageError if values differ between ranks. All ranks must call this method."""
         if self.size == 1:
             return
         facts_by_rank = dict(enumerate(self.all_gather_json(facts)))
@@ -286,17 +285,17 @@ class World:
             raise UsageError(lines[0])
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the bytes of each rank, in rank order. All ranks must call this with bytes of the same length."""
+        """All-gather bytes, and return them in rank order. All ranks must call this with bytes of the same length."""
         table = torch.zeros(self.size, len(data), dtype=torch.uint8)
         table[self.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return [row.numpy().tobytes() for row in self.add_(table)]
 
     def broadcast_text(self, text: str) -> str:
-        """Return the `text` of rank 0 on every rank. All ranks must call this method."""
+        """Broadcast the `text` of rank 0, and return it. All ranks must call this method."""
         return self.all_gather_text(text)[0]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return the `text` of each rank, in rank order, on every rank. All ranks must call this method."""
+        """All-gather a string, and return the strings in rank order. All ranks must call this method."""
         if self.size == 1:
             return [text]
         encoded = text.encode()
@@ -305,7 +304,7 @@ class World:
         return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Return the JSON `value` of each rank, in rank order, on every rank. All ranks must call this method."""
+        """All-gather a JSON value, and return the values in rank order. All ranks must call this method."""
         return [parse_json(text) for text in self.all_gather_text(json.dumps(value))]
 
     def barrier(self) -> None:
@@ -316,9 +315,9 @@ class World:
     def without_timeout(self) -> Iterator[None]:
         """Wait for all ranks at the end of the `with` block, without a timeout. All ranks must enter the block.
 
-        A collective would time out if a rank spends a long time in the block. This wait uses the store instead, so it
-        can last as long as all ranks send heartbeats. If the block raises an exception, the rank doesn't wait, and the
-        other ranks don't wait for this rank.
+        A collective would time out if a rank spends a long time in the block. This method waits on the store instead,
+        as long as all ranks send heartbeats. A rank whose block raises an exception doesn't wait, and no rank waits for
+        it.
         """
         self._untimed_count += 1
         try:
@@ -331,21 +330,21 @@ class World:
                 self._wait_for_arrivals(self._untimed_count * self.size)
 
     def _wait_for_arrivals(self, count: int) -> None:
-        """Poll the store. A blocking wait would time out, and would block all other users of the connection."""
+        """Poll the store until `count` blocks have ended. A blocking wait would time out, and block the connection."""
         pause_s, longest_s = _POLL_PAUSES_S
         while int(self._store.get(_ARRIVALS_KEY)) < count:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
 
     def duplicate(self) -> Self:
-        """Return a world of the same ranks with its own process group, for use on a different thread.
+        """Return a world of the same ranks with its own process groups, for use on a different thread.
 
         All ranks must call this method. Don't close the returned world.
         """
         return self.split([list(range(self.size))])
 
     def split(self, groups: list[list[int]]) -> Self:
-        """Return a world of the ranks that are in the same entry of `groups` as this rank, with its own process group.
+        """Return a world of the ranks in this rank's entry of `groups`, with its own process groups.
 
         Each rank must be in exactly one entry. All ranks must call this method. Don't close the returned world.
         """
@@ -389,8 +388,9 @@ def open_world(
 ) -> World:
     """Create the process groups after a rendezvous, and return the world of this rank. All ranks must call this.
 
-    `timeout_s` is the timeout of collectives, and defaults to the timeout of the rendezvous. If a process group of the
-    same ranks is already open, as in a worker of Ray Train, it is left unchanged and new groups are created.
+    `timeout_s` is the timeout of collectives, and defaults to the timeout of the rendezvous. If the default process
+    group already exists, as in a Ray Train worker, it must have the same ranks. It isn't used, and new groups are
+    created.
     """
     info = rendezvous.info
     on_gpu = device.type == "cuda"
@@ -428,12 +428,12 @@ def open_world(
 
 
 def _format_backends(device: torch.device, backend: str) -> str:
-    """Return the backends in torch's notation."""
+    """Return the backends in torch's format, such as `cpu:gloo,cuda:nccl`."""
     return f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo"
 
 
 def open_single_rank_group(world: World) -> None:
-    """Create a process group with a single rank, for code that requires a group. It is never destroyed."""
+    """Create a process group with a single rank, for code that requires one. It is never destroyed."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_format_backends(world.device, world.backend), store=store, rank=0, world_size=1)
@@ -445,9 +445,9 @@ def process_group() -> tuple[int, int] | None:
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backend: Backend = "auto") -> torch.device:
-    """Select the device of this rank and return it.
+    """Select the device of this rank, and return it.
 
-    Raises UsageError if there is no such device, or if `backend` can't use the device.
+    Raises UsageError if there is no such device, or if `backend` doesn't support it.
     """
     count = torch.cuda.device_count()
     check_cuda(device, count)
@@ -464,10 +464,10 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
 
 
 def _use_loopback_interface(launched: bool) -> None:
-    """Make gloo, NCCL and RPC listen on the loopback interface. Called if all ranks are on this host.
+    """Make gloo, NCCL and RPC use the loopback interface. Called if all ranks are on this host.
 
-    If `launched`, Lockstep's own launcher started the ranks, and environment variables that select an interface are
-    overwritten, because the user must have set them for other jobs. Otherwise, values that the user has set are kept.
+    If Lockstep's own launcher started the ranks (`launched`), overwrites the environment variables that select an
+    interface, because the user must have set them for other jobs. Otherwise, keeps the values that the user has set.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ[name] = ports.loopback() if launched else os.environ.get(name, ports.loopback())
@@ -476,9 +476,8 @@ def _use_loopback_interface(launched: bool) -> None:
 def _find_sharing_ranks(world: World, backend: str) -> list[list[int]]:
     """Return the groups of ranks that share a device.
 
-    If ranks share a device with the NCCL backend, raises UsageError on all ranks, because NCCL's own error would be
-    unclear. The error isn't raised if NCCL_HOSTID makes NCCL treat these ranks as different hosts, which works but is
-    slow.
+    With the NCCL backend, raises UsageError on all ranks if any ranks share a device, because NCCL's own error is
+    unclear. Doesn't raise if NCCL_HOSTID makes NCCL treat these ranks as separate hosts, which works but is slow.
     """
     uuid = str(torch.cuda.get_device_properties(world.device).uuid)
 

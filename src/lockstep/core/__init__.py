@@ -1,1 +1,4 @@
-"""Arithmetic: order, randomness, trees and learning rates. No torch.distributed, files, clocks or logging."""
+"""Pure functions: sample order, random numbers, reduction trees and learning rates.
+
+No torch.distributed, files, clocks or logging.
+"""

@@ -1,4 +1,4 @@
-"""The schedule of recomputation audits: which micro-batches are recomputed, and by which ranks.
+"""The schedule of recomputation audits: which ranks recompute which micro-batches, and when.
 
 The schedule depends only on the step number, the mesh and the number of micro-batches.
 """
@@ -11,10 +11,10 @@ from lockstep.core.order import Step
 
 @dataclass(frozen=True)
 class AuditSchedule:
-    """Assigns a micro-batch to recompute to each rank.
+    """Determines the micro-batch that each rank recomputes in an audit.
 
-    Every `every` steps, each rank recomputes one micro-batch of a different rank. A single rank recomputes one of its
-    own micro-batches. The pairs of ranks and the micro-batches rotate from audit to audit.
+    There is an audit every `every` steps. Each rank recomputes one micro-batch of a different rank. A single rank
+    recomputes one of its own micro-batches. The pairs of ranks and the micro-batches rotate from audit to audit.
     """
 
     every: int
@@ -26,7 +26,7 @@ class AuditSchedule:
         return is_due(step.number, self.every)
 
     def get_audited_microbatch(self, rank: int, step: Step) -> int:
-        """Return the micro-batch of `rank` that is recomputed. Defaults to the last micro-batch of the step."""
+        """Return the micro-batch of `rank` that is recomputed. If `rank` has none, returns the last of the step."""
         leaves = min(self.microbatches, step.samples)
         own_indices = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
         return own_indices[self._audit_index(step) // self._peer_count % len(own_indices)][0]

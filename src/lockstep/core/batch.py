@@ -1,4 +1,4 @@
-"""Batches: a tensor, or nested tuples, lists, mappings and dataclasses of tensors. Dim 0 is the sample dimension.
+"""Batches: tensors, or nested tuples, lists, mappings and dataclasses of tensors. Dim 0 is the sample dimension.
 
 A dataclass, a SimpleNamespace or a UserDict (such as the encodings of transformers) is treated as a container of its
 attributes. Functions that replace tensors return a shallow copy and don't modify the original object.
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# optree doesn't know the types that transformers registers with torch's pytrees, which have no public API.
+# Use torch's private pytree module, because transformers registers its output types there, and not with optree.
 from torch.utils import _pytree as pytree
 
 Batch = Any
@@ -25,7 +25,7 @@ def tensors_of(batch: Batch) -> list[Tensor]:
     if isinstance(batch, Tensor):
         return [batch]
     if type(batch) in (list, tuple) and all(isinstance(tensor, Tensor) for tensor in batch):
-        return [*batch]  # fast path for the most common batches: pytree.tree_leaves takes 5 us
+        return [*batch]  # fast path for common batches: pytree.tree_leaves takes 5 us
     tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -36,7 +36,7 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the batch with `change` applied to each tensor. Other values stay the same."""
+    """Return a batch with `change` applied to each tensor. Other values stay the same."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -54,7 +54,7 @@ def replace_tensors(batch: Batch, leaves: Iterable[Any]) -> Batch:
 
 
 def leaves_with_paths(batch: Batch) -> list[tuple[str, Any]]:
-    """Return the path and the value of each pytree leaf. Paths are like `['input']` or `[0]`, or "" at the root."""
+    """Return the path and the value of each pytree leaf. Paths look like `['input']` or `[0]`; the root is ""."""
     leaves: list[tuple[str, Any]] = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
@@ -65,7 +65,7 @@ def leaves_with_paths(batch: Batch) -> list[tuple[str, Any]]:
 
 
 def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
-    """Return the batch with `change(path, leaf)` applied to each pytree leaf, with paths as in `leaves_with_paths`."""
+    """Return a batch with `change(path, leaf)` applied to each pytree leaf. Paths are as in `leaves_with_paths`."""
 
     def convert(path: Any, leaf: Any) -> Any:
         attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
@@ -78,7 +78,7 @@ def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
 
 
 def get_batch_size(batch: Batch) -> int:
-    """Return the number of samples of a batch."""
+    """Return the number of samples in a batch."""
     return len(tensors_of(batch)[0])
 
 
@@ -97,5 +97,5 @@ def _attributes(leaf: Any) -> dict[str, Any]:
 def _with_attributes(leaf: Any, attributes: Mapping[str, Any]) -> Any:
     result = copy(leaf)
     for name, value in attributes.items():
-        object.__setattr__(result, name, value)  # works for frozen dataclasses; nothing else refers to the copy yet
+        object.__setattr__(result, name, value)  # setattr would raise for a frozen dataclass
     return result

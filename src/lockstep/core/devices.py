@@ -11,7 +11,7 @@ GLOO_NOTE: Final = "gloo communicates through host memory: the same bits, at a d
 
 
 def check_cuda(device: Literal["auto", "cpu", "cuda"], device_count: int) -> None:
-    """Raise UsageError if `device` is cuda and there are no CUDA devices."""
+    """Raise UsageError if `device` is cuda, but there is no CUDA device."""
     if device == "cuda" and not device_count:
         raise UsageError(
             "placement.device: cuda is not available, because torch finds no CUDA device; use cpu or auto, or run "
@@ -20,7 +20,7 @@ def check_cuda(device: Literal["auto", "cpu", "cuda"], device_count: int) -> Non
 
 
 def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
-    """Return the backend that transfers tensors between ranks. Raises UsageError for NCCL if the run is on the CPU."""
+    """Return the backend that transfers tensors between ranks. Raises UsageError for nccl on the CPU."""
     if backend == "nccl" and not on_gpu:
         raise UsageError(
             "placement.backend: nccl does not support CPU tensors, and this run is on the CPU; use auto or gloo"
@@ -31,7 +31,7 @@ def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
 
 
 def describe_backend(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
-    """Return a description of the communication backend. Doesn't query the devices."""
+    """Describe the communication backend for the user. Doesn't query the devices."""
     if device == "cpu":
         return "with gloo"
     if backend == "gloo":
@@ -45,10 +45,10 @@ def choose_device_index(
 ) -> int:
     """Return the index of the device of this process. `visible_count` is the number of visible devices, at least 1.
 
-    Usually all processes on a host see the same devices, and each process uses a separate device. If `sharing` is set,
+    Usually, all processes on a host see the same devices, and each process uses a separate device. If `sharing` is set,
     devices are assigned round-robin, so several processes can use the same device. If the launcher hides devices from
-    the process (`is_hidden`) and only one device is visible, the process uses this device. Raises UsageError on all
-    ranks if there are too few devices.
+    the process (`is_hidden`) and only one is visible, the process uses it. Raises UsageError on all ranks if there are
+    too few devices.
     """
     if visible_count >= local_size or sharing:
         return local_rank % visible_count
@@ -63,7 +63,7 @@ def choose_device_index(
 
 
 def find_shared_devices(owners: dict[int, str]) -> list[list[int]]:
-    """Return each group of ranks that share a device. `owners` maps each rank to the name of its device."""
+    """Return the groups of ranks that share a device. `owners` maps each rank to the name of its device."""
     by_device: dict[str, list[int]] = {}
     for rank, device in sorted(owners.items()):
         by_device.setdefault(device, []).append(rank)

@@ -2,10 +2,10 @@
 
 The digest is a multilinear hash (Lemire and Kaser 2014, "Strongly universal string hashing is fast"). Each word is
 multiplied by an odd key for its position, and the products are added modulo 2^64, which is exact in any order.
-Therefore the digests of the shards of a tensor add up to the digest of the full tensor, however the tensor is sharded,
-as long as the offset of each shard is known. A single flipped bit always changes the digest. Two different tensors have
-the same digest with a probability of about 2^-32. The keys are public, so the digest detects faults but does not
-protect against forgery.
+Therefore the digests of the shards of a tensor add up to the digest of the full tensor, no matter how it is sharded, as
+long as the offset of each shard is known. A single flipped bit always changes the digest. Two different tensors have
+the same digest with a probability of about 2^-32. The keys are public, so the digest detects faults but doesn't protect
+against tampering.
 """
 
 import math
@@ -20,11 +20,11 @@ from torch import Tensor
 from lockstep.core import random
 from lockstep.core.shard import NamedTensors, Shard
 
-_BLOCK: Final = 1 << 15  # words that share a block key; fits into a CPU cache
-_BLOCKS_PER_PRODUCT: Final = {"cpu": 1}  # blocks per multiplication; a GPU needs large kernels
+_BLOCK: Final = 1 << 15  # number of words that share a block key; they fit into a CPU cache
+_BLOCKS_PER_PRODUCT: Final = {"cpu": 1}  # number of blocks per multiplication; GPUs need large kernels
 _BLOCKS_PER_PRODUCT_ON_GPU: Final = 128
-_MAX_SMALL_ELEMENTS: Final = _BLOCK  # tensors up to this size are digested together, with cached keys
-# By element size in bytes. Larger elements are split into int32 words.
+_MAX_SMALL_ELEMENTS: Final = _BLOCK  # tensors of at most this size are digested together, with cached keys
+# The dtype of words by element size in bytes. Larger elements are split into int32 words.
 _WORD_DTYPES: Final = {1: torch.uint8, 2: torch.int16}
 
 
@@ -37,14 +37,14 @@ class _Piece(NamedTuple):
 
 
 class TensorDigest(NamedTuple):
-    """The digest of a tensor, with its dtype and shape, which are needed to locate a flipped bit."""
+    """The digest of a tensor, with the dtype and shape that are needed to locate a flipped bit."""
 
     digest: Tensor
     dtype: torch.dtype
     shape: torch.Size
 
     def to_text(self) -> str:
-        """Return the digest, dtype and shape as text that can be sent to other ranks. Synchronizes with the device."""
+        """Return the digest, dtype and shape as a string to send to other ranks. Synchronizes with the device."""
         return f"{int(self.digest):x} {str(self.dtype).removeprefix('torch.')} {'x'.join(map(str, self.shape))}"
 
 
@@ -54,7 +54,7 @@ class Digests:
 
     def __init__(self) -> None:
         self._block_keys: dict[torch.device, Tensor] = {}
-        self._small_keys: dict[Any, Tensor] = {}  # concatenated word keys of each group of small tensors
+        self._small_keys: dict[Any, Tensor] = {}  # concatenated word keys for each group of small tensors
 
     def digest(self, tensor: Tensor, first: int = 0) -> Tensor:
         """Return the digest of a tensor as a 0-dim int64 tensor on the same device.
@@ -83,11 +83,11 @@ class Digests:
         return TensorDigest(self.digest(tensor), tensor.dtype, tensor.shape)
 
     def digest_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
-        """Return this rank's part of the digest of named tensors. Add up the parts of all ranks to get the digest.
+        """Return this rank's part of the digest of named tensors. The digest is the sum of all ranks' parts.
 
-        Each unsharded tensor is only included on one rank: `owned` contains the names of this rank's tensors. A shard
-        is included on the primary rank among the ranks that hold it. The result is on the device of the tensors, or on
-        any of their devices if some tensors are offloaded.
+        Each unsharded tensor is only included on one rank. `owned` contains the names of the tensors to include on this
+        rank. Shards are included if they are `primary`. The result is on the device of the tensors, or on any of their
+        devices if some tensors are offloaded.
         """
         parts = []
         small: dict[tuple[torch.dtype, torch.device], list[_Piece]] = {}
@@ -102,7 +102,7 @@ class Digests:
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
     def _digest_small(self, pieces: Sequence[_Piece]) -> Tensor:
-        """Return the sum of the digests of `pieces`. All pieces must have the same dtype and device."""
+        """Return the sum of the digests of `pieces`, which must have the same dtype and device."""
         words, _ = _to_words(torch.cat([piece.tensor.reshape(-1) for piece in pieces]))
         layout = (words.dtype, words.device, *((piece.name, piece.first, piece.tensor.numel()) for piece in pieces))
         if layout not in self._small_keys:
@@ -124,19 +124,19 @@ class Digests:
 
 
 def find_flipped_bit(first_text: str, second_text: str) -> str:
-    """Describe the flipped bit that explains two different digests of a tensor. Returns "" if no single bit does.
+    """Describe the single flipped bit that explains two different digests of a tensor, or return "" if there is none.
 
     The arguments are results of `TensorDigest.to_text`. A flipped bit adds or subtracts the key of its word times a
     power of two. Keys are odd, so this power is the largest power of two that divides the difference, and the quotient
-    is the key of very few words, usually of a single word. Any other change looks like a flipped bit with the same
-    probability with which two digests collide.
+    is the key of very few words, usually of a single word. The probability that any other change looks like a flipped
+    bit is that of a hash collision.
     """
     (first, *tensor), (second, *second_tensor) = first_text.split(" "), second_text.split(" ")
     difference = int(second, 16) - int(first, 16)
     if not difference or tensor != second_tensor or len(tensor) != 2:
         return ""
     dtype, shape = getattr(torch, tensor[0]), tuple(map(int, filter(None, tensor[1].split("x"))))
-    # Number of words per element, and index of the bit within its word.
+    # The number of words per element, and the index of the bit within its word.
     words, bit = max(1, dtype.itemsize // 4), (difference & -difference).bit_length() - 1
     if bit >= 8 * min(dtype.itemsize, 4):
         return ""
@@ -159,18 +159,18 @@ def _keys_within_block(device: torch.device) -> Tensor:
 
 @cache
 def _name_key(name: str) -> int:
-    """Return the odd key of a tensor name, reinterpreted as int64."""
+    """Return the odd 64-bit key of a tensor name, as int64."""
     return int(np.uint64(random.key(random.DIGEST, 2, *name.encode(errors="surrogateescape")) | 1).astype(np.int64))
 
 
 def _make_keys(stream: int, count: int) -> Tensor:
-    """Return `count` odd keys from random stream `stream`."""
+    """Return `count` odd keys from the random stream `stream`."""
     counters = np.arange(count, dtype=np.uint64)
     return torch.from_numpy((random.bits(random.key(random.DIGEST, stream), counters) | np.uint64(1)).view(np.int64))
 
 
 def _iterate_pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
-    """Yield the pieces whose digests are included on this rank."""
+    """Yield the pieces of tensors to include on this rank."""
     for name, value in tensors.items():
         if not isinstance(value, Shard):
             if name in owned:

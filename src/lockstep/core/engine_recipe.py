@@ -14,7 +14,7 @@ BatchNorm = Literal["local", "sync", "frozen"]
 
 
 class LossScale(Protocol):
-    """The section `loss_scale`."""
+    """The keys of the recipe's section `loss_scale`."""
 
     @property
     def initial(self) -> float: ...
@@ -25,14 +25,14 @@ class LossScale(Protocol):
 
 
 class Ema(Protocol):
-    """The section `ema`."""
+    """The keys of the recipe's section `ema`."""
 
     @property
     def decay(self) -> float: ...
 
 
 class SequenceChunks(Protocol):
-    """The key of the section `model` that engines read."""
+    """The only key of the recipe's section `model` that engines read."""
 
     @property
     def sequence_chunks(self) -> int: ...
@@ -112,7 +112,7 @@ class PlainRecipe:
 
 
 def nonfinite_advice(recipe: EngineRecipe | None) -> str:
-    """Return the advice for a nonfinite loss. If `recipe` is None, the advice is for a custom training loop."""
+    """Return the advice to give if a loss isn't finite. If `recipe` is None, the advice is for custom loops."""
     if recipe is None:
         return "lower the learning rate, clip with step.update(clip=...), or check the loss for log(0) and x/0"
     clip = "" if recipe.clip_norm else "set recipe.clip_norm, "

@@ -1,4 +1,4 @@
-"""Identifies faulty ranks by majority vote when results that should be identical differ."""
+"""Identifies faulty ranks by majority vote if results that should be identical differ."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterable
 def find_minority(votes: Iterable[tuple[int, Hashable]]) -> list[int] | None:
     """Return the ranks with at least one result that differs from the most frequent result, or [] if all ranks agree.
 
-    `votes` contains (rank, result) pairs. A rank can have several results. Returns None if the vote is inconclusive: if
-    two results tie for the most frequent, or if more than half of the ranks have a different result. The most frequent
-    result doesn't need an absolute majority, because two faulty ranks almost never produce the same bits.
+    `votes` contains (rank, result) pairs. A rank can have several results. Returns None if the vote is inconclusive
+    because several results are equally frequent, or because more than half of the ranks have a result that differs. The
+    most frequent result doesn't need an absolute majority, because two faulty ranks almost never produce the same bits.
     """
     results_by_rank = list(votes)
     results = Counter(result for _, result in results_by_rank).most_common(2)

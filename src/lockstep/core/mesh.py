@@ -17,13 +17,13 @@ Axis = Literal["replicate", "pipe", "shard", "expert", "context", "tensor"]
 class Mesh(NamedTuple):
     """The number of ranks along each axis. Consecutive ranks are neighbors along the last axis.
 
-    - `replicate`: replicas of the model. Each replica has a contiguous part of the micro-batches of a step.
+    - `replicate`: replicas of the model. Each replica has a contiguous range of the micro-batches of a step.
     - `pipe`: pipeline stages. Each rank sends the activations of its micro-batches to the next stage.
-    - `shard`: the members of a replica. The members gather the parameters from each other. Therefore they process the
-      micro-batches of the replica together, in rounds of one micro-batch per member.
-    - `expert`: ranks with different experts of a mixture, which exchange the rows that are routed to their experts.
-      Like a replica, each rank has a contiguous part of the micro-batches. The ranks process their parts in lockstep,
-      in rounds of one micro-batch per rank.
+    - `shard`: the members of a replica. Each member holds a shard of the parameters. Because members gather the
+      parameters from each other, they process the replica's micro-batches in rounds of one micro-batch per member.
+    - `expert`: ranks with different experts of a mixture, which exchange the rows that are routed to these experts.
+      Like a replica, each rank has a contiguous range of the micro-batches. The ranks run in lockstep, in rounds of one
+      micro-batch per rank.
     - `context`: ranks with different chunks of the same sequences, which exchange the tensors that attention needs.
     - `tensor`: ranks that each compute a part of every matrix product, for the same micro-batches and sequence chunks.
     """
@@ -41,7 +41,7 @@ class Mesh(NamedTuple):
         return prod(self)
 
     def get_coordinates(self, rank: int) -> Mesh:
-        """Return the coordinates of a rank along each axis, counted from 0."""
+        """Return the coordinate of a rank along each axis, counted from 0."""
         coordinates = []
         for length in reversed(self):
             rank, position = divmod(rank, length)
@@ -64,9 +64,9 @@ class Mesh(NamedTuple):
         return list(groups.values())
 
     def data_ranks_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
-        """Return the data ranks of a group along these axes, sorted by tree leaves, and their indices in the group."""
+        """Return the data ranks of a group along these axes, in leaf order, and their indices in the group."""
         lengths = {axis: getattr(self, axis) for axis in axes}
-        shard = lengths.pop("shard", 1)  # ranks along this axis have alternating leaves, not contiguous leaves
+        shard = lengths.pop("shard", 1)  # the leaves of a rank along this axis aren't contiguous
         context = lengths.pop("context", 1)
         group_mesh = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
         data_ranks = [group_mesh.data_rank(index) for index in range(group_mesh.size)]
@@ -78,11 +78,11 @@ class Mesh(NamedTuple):
 
     @property
     def sequence_mesh(self) -> Mesh:
-        """The mesh for layers whose matrix products aren't split. There, tensor-parallel ranks split the sequences."""
+        """The mesh for layers that aren't tensor-parallel, in which the `tensor` ranks split the sequences."""
         return self._replace(context=self.context * self.tensor, tensor=1)
 
     def data_rank(self, rank: int) -> DataRank:
-        """Return the data rank of `rank`."""
+        """Return the micro-batches and sequence chunks of a rank."""
         coordinates = self.get_coordinates(rank)
         replica, replicas = coordinates.replicate * self.expert + coordinates.expert, self.replicate * self.expert
         first = not (coordinates.pipe or coordinates.tensor)
@@ -94,15 +94,15 @@ class Mesh(NamedTuple):
 class DataRank(NamedTuple):
     """The micro-batches and sequence chunks of a rank, which is member `member` of replica `replica`.
 
-    Each replica has a contiguous part of the micro-batches of a step, so that a replica can add up its own part first.
-    The members of a replica process this part in rounds. In round k, they have micro-batches k * members,
-    k * members + 1, ..., and they add the gradients across members before the next round.
+    Each replica has a contiguous range of the micro-batches of a step, so that it can add its own gradients first. The
+    members of a replica process this range in rounds. In round k, they have micro-batches k * members,
+    k * members + 1, ... of the range, and they add the gradients across members before the next round.
 
-    - `first`: whether this rank reports the results, if several ranks have the same results.
+    - `first`: whether this rank reports the results on behalf of all ranks with the same results.
     - `lockstep_replicas`: the number of replicas that run in lockstep. All of these replicas run as many rounds as the
       replica with the most micro-batches.
-    - `sequence_index`, `sequence_ranks`: `sequence_ranks` ranks have the same data. Each of these ranks computes a part
-      of the sequence chunks, in the order of their `sequence_index`, and evaluates separate batches.
+    - `sequence_index`, `sequence_ranks`: `sequence_ranks` ranks have the same data. Each of them computes a part of the
+      sequence chunks, in the order of their `sequence_index`, and evaluates separate batches.
     - `spans`: the number of replicas whose sums this rank holds, starting with its own replica.
     """
 
@@ -117,10 +117,10 @@ class DataRank(NamedTuple):
     spans: int = 1
 
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
-        """Return this rank's micro-batch in each round of a step of `leaves` micro-batches, and whether it is a dummy.
+        """Return this rank's micro-batch in each round of a step, and whether it is a dummy.
 
-        All members take part in every round. A member without a micro-batch in a round computes the last micro-batch
-        of the step as a dummy.
+        `leaves` is the number of micro-batches in the step. A member without a micro-batch in a round still takes part,
+        and computes the last micro-batch of the step as a dummy.
         """
         return [
             (first + self.member, False) if self.member < holders else (leaves - 1, True)
@@ -128,22 +128,22 @@ class DataRank(NamedTuple):
         ]
 
     def rounds(self, leaves: int) -> list[tuple[int, int]]:
-        """Return the first micro-batch of each round of the replica, and the number of members with a micro-batch."""
+        """Return, for each round, the replica's first micro-batch and its number of members with a micro-batch."""
         own_range = get_subrange(leaves, self.replicas, self.replica)
         # Among the replicas in lockstep, the first replica has the most micro-batches.
         longest = get_subrange(leaves, self.replicas, self.replica // self.lockstep_replicas * self.lockstep_replicas)
-        # Unless a rank is independent, it must join at least one round, even without a micro-batch.
+        # Ranks that depend on each other must take part in at least one round, even without a micro-batch.
         is_independent = self.members == self.lockstep_replicas == 1
         rounds = max(-(-len(longest) // self.members), 0 if is_independent else 1)
         first_indices = (min(own_range.start + number * self.members, own_range.stop) for number in range(rounds))
         return [(first, min(self.members, own_range.stop - first)) for first in first_indices]
 
     def own_blocks(self, leaves: int, chunks: int = 1) -> list[LeafBlock]:
-        """Return the blocks of the reduction tree (core/tree.py) that this rank holds after adding its leaves.
+        """Return the blocks of the reduction tree (core/tree.py) that this rank holds after it has added its leaves.
 
-        If sequences are split into `chunks`, the leaves of the tree are chunk 0 of all micro-batches, then chunk 1 of
-        all micro-batches, and so on. Therefore a rank that computes one chunk can accumulate its gradients, and doesn't
-        need to keep the gradients of each micro-batch.
+        `leaves` is the number of leaves. If sequences are split into `chunks` chunks, the leaves are chunk 0 of all
+        micro-batches, then chunk 1 of all micro-batches, and so on. Therefore a rank that computes a single chunk can
+        accumulate its gradients over micro-batches.
         """
         microbatches = leaves // chunks
         own_range = get_subrange(microbatches, self.replicas, self.replica)
@@ -163,14 +163,13 @@ class DataRank(NamedTuple):
 
     @property
     def primary(self) -> bool:
-        """Whether this rank counts the micro-batches on behalf of all ranks that have the same micro-batches."""
+        """Whether this rank counts its micro-batches, among all ranks with the same micro-batches."""
         return self.first and self.sequence_index == 0
 
     def get_evaluation_batches(self, batches: int) -> list[int | None]:
-        """Return the indices of the batches that this rank evaluates in an evaluation of `batches` batches.
+        """Return the indices of the batches that this rank evaluates, out of `batches` batches.
 
-        The list is padded with None, because all ranks that run in lockstep must take part in the same number of
-        rounds.
+        Padded with None, because all ranks that run in lockstep must take part in the same number of rounds.
         """
         rank = (self.replica * self.members + self.member) * self.sequence_ranks + self.sequence_index
         ranks = self.replicas * self.members * self.sequence_ranks

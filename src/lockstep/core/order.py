@@ -1,7 +1,7 @@
 """The samples of each step, and how they are split into micro-batches.
 
-All results of this module depend only on the step number and on the settings of the run. There is no random generator
-state, so a run can resume at any step, on any number of processes, without a sampler state.
+All results depend only on the step number and on the settings of the run. A run can therefore resume at any step, on
+any number of processes, without the state of a sampler or of a random number generator.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import NamedTuple
 def split_range(length: int, count: int) -> list[range]:
     """Split range(length) into `count` contiguous ranges whose sizes differ by at most one. Longer ranges come first.
 
-    If there are fewer elements than parts, the last ranges are empty.
+    If `length` is less than `count`, the last ranges are empty.
     """
     return [get_subrange(length, count, index) for index in range(count)]
 
@@ -26,26 +26,26 @@ def get_subrange(length: int, count: int, index: int) -> range:
 
 
 class Step(NamedTuple):
-    """One optimizer update: its samples, as positions in the sample order of the epoch, and the progress of the run."""
+    """One optimizer step: its samples, as positions in the sample order of the epoch, and the progress of the run."""
 
     number: int  # step number in the run, from 0
     epoch: int  # from 0
     first: int  # position in the sample order of the epoch
     samples: int
-    samples_seen: int  # before this step, in the run
+    samples_seen: int  # number of samples of the run before this step
     last_of_epoch: bool
     counted: int | None = None  # total sample weight, if it differs from the number of samples
     weights: Mapping[str, int] | None = None  # total weight by name, in sorted order, if there are several losses
 
     @property
     def weight(self) -> int:
-        """The divisor of the summed loss. With several losses, it is only 0 if all of their weights are 0."""
+        """The divisor of the summed loss. With several losses, this is 0 only if all of their weights are 0."""
         return self.samples if self.counted is None else self.counted
 
     def microbatches(self, count: int) -> list[range]:
         """Split the step into at most `count` micro-batches, as positions in the sample order of the epoch.
 
-        A step with fewer samples than `count` has one micro-batch per sample. Empty micro-batches are omitted, which
+        If the step has fewer samples than `count`, there is one micro-batch per sample. Leaving out empty micro-batches
         doesn't change the bits of the sums.
         """
         parts = split_range(self.samples, min(count, self.samples))
@@ -89,7 +89,7 @@ class Steps:
         return self[self.total].samples_seen
 
     def __getitem__(self, number: int) -> Step:
-        """Return step `number`. `self[self.total]` marks the end of the run."""
+        """Return step `number`. `steps[steps.total]` is valid, and marks the end of the run."""
         epoch, step_of_epoch = divmod(number, self.per_epoch)
         first = step_of_epoch * self.batch
         last = step_of_epoch == self.per_epoch - 1

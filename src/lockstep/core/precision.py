@@ -11,7 +11,7 @@ SCALED: Final[frozenset[Precision]] = frozenset({"fp16", "fp16-compute", "fp16-t
 # The optimization levels of NVIDIA apex. Many existing recipes use these names.
 APEX: Final[Mapping[str, Precision]] = {"O0": "fp32", "O1": "fp16", "O2": "fp16-compute", "O3": "fp16-true"}
 
-# Names of precisions in other frameworks, and the corresponding names in Lockstep.
+# The names of precisions in other frameworks, with their Lockstep names.
 _FOREIGN_NAMES: Final = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "16-true": "fp16-true"}
 
 
@@ -28,10 +28,10 @@ _UNSUPPORTED: Final = {
 
 
 def translate_precision(name: object) -> object:
-    """Return the Lockstep name of the precision `name`. Optimization levels of apex are translated.
+    """Translate optimization levels of apex to Lockstep precisions. All other values are returned unchanged.
 
-    Raises ValueError for an unsupported precision. Other frameworks' names are also errors, which suggest the Lockstep
-    name. All other values are returned unchanged.
+    Raises ValueError for precisions that Lockstep doesn't support. Also raises it for other frameworks' names of
+    precisions, with the Lockstep name in the message.
     """
     text = str(name)
     if text in APEX:

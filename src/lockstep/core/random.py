@@ -1,6 +1,6 @@
-"""Random numbers that depend only on their purpose, never on the process that draws the numbers.
+"""Random numbers that depend only on what they are for, never on the process that draws them.
 
-Each number is a hash of (key, index, draw number), so a sample gets the same numbers in any process, in any loader
+Each number is a hash of (key, index, draw number), so a sample gets the same numbers in any process, in any data loader
 worker and after any resume. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable
 pseudorandom number generators", figure 16), applied twice to a Weyl sequence.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 UInt64 = NDArray[np.uint64]
 
-# One stream number per purpose, so that no two purposes share a stream.
+# The number of the random stream for each purpose.
 ORDER: Final = 1
 AUGMENT: Final = 2
 FORWARD: Final = 3
@@ -32,36 +32,36 @@ _MASK: Final = 0xFFFFFFFFFFFFFFFF
 
 
 def key(*words: int) -> int:
-    """Fold integers (a stream, a seed, an epoch, a step, ...) into one 64-bit key. Their order matters."""
+    """Hash integers (such as stream, seed, epoch and step) to a 64-bit key. Their order matters."""
     return extend_key(0, *words)
 
 
 def extend_key(key: int, *words: int) -> int:
-    """Fold more integers into a key. `extend_key(key(a), b)` equals `key(a, b)`."""
+    """Hash a key and more integers to a new key. `extend_key(key(a), b)` equals `key(a, b)`."""
     for word in words:
         key = _mix((key + _WEYL + word) & _MASK)
     return key
 
 
 def bits(key: int, counters: UInt64) -> UInt64:
-    """Hash each counter with `key`: uint64 of the same shape."""
+    """Return 64 random bits for each counter: uint64 of the same shape."""
     start = np.uint64(key)
     with np.errstate(over="ignore"):
         return _mix_array(_mix_array(counters * np.uint64(_WEYL) + start) + start)
 
 
 def uniform(key: int, indices: NDArray[np.int64], draws: int) -> NDArray[np.float64]:
-    """Draw `draws` numbers in [0, 1) for each index: float64 of shape [len(indices), draws]."""
+    """Return `draws` uniform random numbers in [0, 1) for each index: float64 of shape [len(indices), draws]."""
     counters = indices.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
     top = bits(key, np.asarray(counters, np.uint64)) >> np.uint64(11)
     return np.asarray(top.astype(np.float64) * 2.0**-53)
 
 
 def below(key: int, counters: UInt64, bound: int) -> UInt64:
-    """Draw a number from 0 to `bound` - 1 for each counter: uint64 of the same shape. `bound` must be at most 2**32.
+    """Return a random integer in [0, bound) for each counter: uint64 of the same shape. `bound` is at most 2**32.
 
-    The probabilities of two numbers differ by at most `bound` / 2**32. This function applies the hash once, while
-    `bits` applies it twice. Use it if several draws are chained.
+    The probabilities of any two integers differ by at most `bound` / 2**32. The hash is only applied once, not twice as
+    in `bits`. This is sufficient if several draws are chained.
     """
     words = _mix_array(counters * np.uint64(_WEYL) + np.uint64(key))
     words >>= np.uint64(32)
@@ -71,7 +71,7 @@ def below(key: int, counters: UInt64, bound: int) -> UInt64:
 
 
 def torch_seed(key: int) -> int:
-    """Return a 63-bit seed, which `torch.Generator.manual_seed` accepts on every device."""
+    """Convert a key to a 63-bit seed, which torch.Generator.manual_seed accepts on every device."""
     return key >> 1
 
 
@@ -82,7 +82,7 @@ def _mix(word: int) -> int:
 
 
 def _mix_array(words: UInt64) -> UInt64:
-    """Apply `_mix` to each word in place, which takes half the time of a copy, and return the array."""
+    """Apply `_mix` to each word in place, and return the array. A copy would take twice as long."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

@@ -1,7 +1,7 @@
 """The learning rate as a function of the number of samples seen, not of the number of optimizer steps.
 
 The learning rate follows one of five curves or a custom function. During warm-up, it is multiplied by a factor that
-rises linearly from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). Time is measured in epochs: samples seen
+increases linearly from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). Time is measured in epochs: samples seen
 divided by samples per epoch. If the recipe sets one learning rate per epoch, the time is rounded down.
 """
 
@@ -16,7 +16,7 @@ Shape = Callable[[float, float], float]  # (epoch, number of epochs) -> nonnegat
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A learning rate schedule. `compute_rate(samples_seen)` returns the learning rate.
+    """A learning rate schedule.
 
     - `epochs`: the length of the run in epochs, which can be a fraction.
     - `minimum`: the final learning rate of a decreasing curve, or the learning rate of a `Shape` when its factor is 0.
@@ -67,5 +67,5 @@ class Rate:
 
 
 def scale_rate(value: float, reference_batch_size: int | None, batch: int) -> float:
-    """Return the base learning rate: `value`, scaled linearly with the batch size if a reference batch size is set."""
+    """Return the base learning rate. Scales it linearly with the batch size if a reference batch size is set."""
     return value if reference_batch_size is None else value * batch / reference_batch_size

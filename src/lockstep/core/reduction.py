@@ -1,15 +1,15 @@
 """The communication schedule for adding tensors over ranks in the order of the reduction tree.
 
-If a single rank holds all leaves of a block (core/tree.py), the rank holds the sum of the block as a full vector. If
-several ranks hold the leaves, the sum is sharded: each of these ranks has an equal *share*. To add two blocks, both are
-resharded over the union of their ranks, in an order in which each rank keeps most of its share. Therefore the shares
-get smaller at each level of the tree. Each rank sends about the same amount of data as in a reduce-scatter, and the
-number of its receivers only grows with the number of levels. If the number of ranks is a power of two and all ranks
-hold one block of the same size, the schedule is recursive halving.
+If all leaves of a block (core/tree.py) are on a single rank, this rank has the sum of the block as a full vector. If
+the leaves are on several ranks, the sum is sharded, and each of these ranks has an equal *share*. To add two blocks,
+both are resharded over the union of their ranks, such that each rank keeps most of its share. Therefore the shares get
+smaller at each level of the tree. Each rank sends about the same amount of data as in a reduce-scatter, and the number
+of its receivers only grows with the number of levels. If the number of ranks is a power of two, and each rank has one
+block of the same size, the schedule is recursive halving.
 
 Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", describe recursive
-halving for reductions with arbitrary operators. If the number of ranks is not a power of two, some ranks in their
-algorithm first send their full vector to a different rank. Here, all ranks take part in the same way.
+halving for reductions with arbitrary operators. If the number of ranks isn't a power of two, some ranks in their
+algorithm first send their full vectors to other ranks. Here, all ranks take part in the same way.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Final, NamedTuple, final
 
 from lockstep.core.tree import LeafBlock
 
-# A block on a single rank is sent to at most this number of ranks at once. More ranks receive it in several hops.
+# The maximum number of ranks that a block on a single rank is sent to at once. More ranks get it in several hops.
 FAN_OUT: Final = 16
 
 
 class Part(NamedTuple):
-    """A part of a vector, and the rank that holds or receives the part."""
+    """A range of a vector, and the rank that holds, sends or receives it."""
 
     rank: int
     part: range
@@ -35,20 +35,21 @@ class Part(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Shares:
-    """The ranks over which a vector is sharded, in the order of their parts. The parts have about the same length."""
+    """The ranks over which a vector is sharded, in the order of their parts, which have about the same length."""
 
     ranks: tuple[int, ...]
 
     def part_of(self, rank: int, length: int) -> range:
-        """Return the part of a vector of this length that `rank` holds. The range is empty if it holds no part."""
+        """Return the range of a vector of this length that `rank` holds. It is empty if `rank` holds no part."""
         position = self.positions.get(rank)
         return range(0) if position is None else self._parts(position, 1, length)
 
     def gather_rounds(self, rank: int, length: int) -> Iterator[tuple[list[Part], list[Part]]]:
-        """Yield the parts that `rank` sends and receives in each round of an all-gather.
+        """Yield the parts that `rank` sends and the parts that it receives, for each round of an all-gather.
 
         Bruck et al. 1997, "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems"
-        (IEEE TPDS 8 (11)): each rank holds consecutive parts, starting with its own. Their number doubles per round.
+        (IEEE TPDS 8 (11)): each rank holds consecutive parts, starting with its own, and their number doubles in each
+        round.
         """
         position, size, held_parts = self.positions[rank], len(self.ranks), 1
         while held_parts < size:
@@ -63,17 +64,17 @@ class Shares:
             held_parts += count
 
     def _split_wrapped(self, position: int, count: int, length: int) -> list[range]:
-        """Return the parts of `count` ranks starting at `position`, as two ranges, because they can wrap around."""
+        """Return the parts of `count` ranks from `position` on, as two ranges, because they can wrap around."""
         parts = self._parts(position, count, length)
         return [range(parts.start, min(parts.stop, length)), range(max(parts.stop - length, 0))]
 
-    # The parts differ from order.part. With this formula, `parts_over` finds the part of an element in constant time.
+    # Not the same split as order.get_subrange: here, `parts_over` can find the part of an element in constant time.
     def _parts(self, position: int, count: int, length: int) -> range:
         size = len(self.ranks)
         return range(length * position // size, length * (position + count) // size)
 
     def parts_over(self, part: range, length: int) -> Iterator[Part]:
-        """Yield each rank that holds elements of the range `part` of a vector, with the range of these elements."""
+        """Yield the parts that overlap the range `part` of a vector, limited to this range."""
         size = len(self.ranks)
         if part:
             first, last = (((element + 1) * size - 1) // length for element in (part.start, part.stop - 1))
@@ -83,7 +84,7 @@ class Shares:
                     yield Part(self.ranks[position], overlap)
 
     def union(self, other: Shares) -> Shares:
-        """Return shares over the ranks of both, in an order in which each rank keeps most of its previous share."""
+        """Return shares over the ranks of both, ordered such that each rank keeps most of its current share."""
         smaller, larger = sorted((self, other), key=lambda shares: len(shares.ranks))
         centers = smaller.centers | larger.centers
         if len(centers) == len(larger.ranks):
@@ -91,7 +92,7 @@ class Shares:
         return Shares(tuple(sorted(centers, key=lambda rank: (centers[rank], rank))))
 
     def evenly_spaced(self, limit: int) -> Shares:
-        """Return at most `limit` of the ranks, evenly spaced."""
+        """Return shares over at most `limit` of the ranks, evenly spaced."""
         size = len(self.ranks)
         return (
             self if size <= limit else Shares(tuple(self.ranks[size * position // limit] for position in range(limit)))
@@ -99,17 +100,17 @@ class Shares:
 
     @cached_property
     def centers(self) -> dict[int, float]:
-        """The position of the middle of each rank's part, from 0 to 1."""
+        """The center of each rank's part of the vector, from 0 to 1."""
         return {rank: (2 * position + 1) / (2 * len(self.ranks)) for position, rank in enumerate(self.ranks)}
 
     @cached_property
     def positions(self) -> dict[int, int]:
-        """The position of each rank in the order."""
+        """The index of each rank's part."""
         return {rank: position for position, rank in enumerate(self.ranks)}
 
 
 class Sum(NamedTuple):
-    """The addition of two sibling blocks, which are identified by their first leaves. `right` is added to `left`."""
+    """The addition of block `right` to its sibling `left`. Blocks are identified by their first leaves."""
 
     left: int
     right: int
@@ -117,30 +118,30 @@ class Sum(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The resharding of a block, which is identified by its first leaf."""
+    """The resharding of a block from `source` to `target`. The block is identified by its first leaf."""
 
     block: int
     source: Shares
     target: Shares
 
     def sent(self, rank: int, length: int) -> list[Part]:
-        """Return the parts of a vector of this length that `rank` sends, with their receivers."""
+        """Return the parts of a vector of this length that `rank` sends, each with its receiver."""
         return [part for part in self.target.parts_over(self.source.part_of(rank, length), length) if part.rank != rank]
 
     def received(self, rank: int, length: int) -> list[Part]:
-        """Return the parts that `rank` holds after the move, each with its sender. The sender can be `rank` itself."""
+        """Return the parts that `rank` holds after the move, each with its sender, which can be `rank` itself."""
         return [*self.source.parts_over(self.target.part_of(rank, length), length)]
 
 
 class Round(NamedTuple):
-    """A round of the schedule: all sums, followed by all moves. The moves are independent of each other."""
+    """A round of the schedule. All sums come before all moves, and the moves are independent of each other."""
 
     sums: list[Sum]
     moves: list[Move]
 
 
 class Reduction(NamedTuple):
-    """The schedule of a sum over ranks, and the shares of the result. All ranks hold a share of the result."""
+    """The schedule of a reduction over ranks, and the shares of the result. Every rank has a share."""
 
     rounds: list[Round]
     shares: Shares
@@ -158,14 +159,13 @@ class Reduction(NamedTuple):
 
 
 def plan_reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], num_leaves: int) -> Reduction:
-    """Return the schedule for summing all leaves across the ranks, given the blocks that each rank holds.
+    """Return the schedule that adds all leaves over the ranks, given the blocks that each rank holds.
 
     `num_leaves` is the number of leaves of the reduction tree. A block is sent as soon as its sum is complete, even if
-    the sum of its sibling isn't. Therefore all initial blocks are sent in round 0. Raises KeyError if a leaf is
-    missing.
+    that of its sibling isn't. Therefore all initial blocks are sent in round 0. Raises KeyError if a leaf is missing.
     """
     shares = {block.first: Shares((rank,)) for rank, rank_blocks in enumerate(blocks_by_rank) for block in rank_blocks}
-    next_rounds = dict.fromkeys(shares, 0)  # the first round in which a block can be sent or added
+    next_rounds = dict.fromkeys(shares, 0)  # the first round in which each block can be sent or added
     rounds: list[Round] = []
 
     def round_for(block: int) -> Round:

@@ -1,8 +1,8 @@
 """The order in which each epoch visits the samples: shuffled, sequential, or a function of the epoch.
 
-A custom order is a user function that returns the sample indices of an epoch. It must return the same number of indices
-for each epoch, and can repeat or omit samples. The result must depend only on the epoch, so that every rank and every
-resumed run gets the same order.
+A custom order is a user function that returns the sample indices of an epoch. It can repeat or omit samples, but must
+return the same number of indices for each epoch. The result must depend only on the epoch, so that all ranks and all
+resumed runs get the same order.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SEQUENTIAL: Final = "sequential"
 @final
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which a dataset of `samples` samples is visited, as set by `order`. Errors start with `label`."""
+    """The order in which each epoch visits `samples` samples, as set by `order`. Errors start with `label`."""
 
     order: str | IndexFunction
     seed: int
@@ -44,7 +44,7 @@ class SampleOrder:
 
     @property
     def is_function(self) -> bool:
-        """Whether the order comes from a user function, so that ranks must compare their orders."""
+        """Whether the order comes from a user function. If so, ranks must compare their orders."""
         return not isinstance(self.order, str)
 
     @cached_property
@@ -54,7 +54,7 @@ class SampleOrder:
 
     @cached_property
     def name(self) -> str:
-        """The name of the order, or a digest of the indices that the function returns for epoch 0."""
+        """The name of the order. For a user function, a digest of the sample indices of epoch 0."""
         return f"a function, {self.digest(0)} in epoch 0" if self.is_function else str(self.order)
 
     def for_epoch(self, epoch: int) -> Order:
@@ -67,7 +67,7 @@ class SampleOrder:
         if len(indices) != self.length:
             raise UsageError(
                 f"{self.label}: the order has {len(indices)} samples in epoch {epoch}, but {self.length} in epoch 0; "
-                f"return the same number for each epoch, by repeating or omitting some"
+                f"return the same number for each epoch, for example by repeating or omitting samples"
             )
         return indices.__getitem__
 

@@ -1,4 +1,4 @@
-"""Support for several named losses in a task or training loop: names, weights, totals and means."""
+"""Names, weights, totals and means of several losses in a task or training loop."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -8,47 +8,47 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 
-Loss = Tensor | Mapping[str, Tensor]  # the sum of a loss over a batch (0-dim), or several such sums by name
+Loss = Tensor | Mapping[str, Tensor]  # 0-dim sum of a loss over a batch, or several such sums by name
 Weight = int | Mapping[str, int]  # the divisor of the loss, or the divisor of each loss by name
 
 LOSS: Final = "loss"
-_LOSS_PREFIX: Final = "loss/"  # prefix of the name of a loss in the sums and metrics of a task
+_LOSS_PREFIX: Final = "loss/"  # prefix of the names of losses in the sums and metrics of a task
 _WEIGHT_PREFIX: Final = "weight/"
 
 
 def check_weights(label: str, weights: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the weights of several losses, sorted by name. Only the names are checked.
+    """Return the weights of several losses, sorted by name.
 
-    Raises UsageError if a name isn't a valid identifier. The message begins with `label`.
+    Raises UsageError if a name isn't a valid identifier. The message begins with `label`. The values aren't checked.
     """
     if not weights:
         raise UsageError(f"{label} returned an empty mapping; return an integer for the name of each loss")
     invalid = next((name for name in weights if not isinstance(name, str) or not name.isidentifier()), None)
     if invalid is not None:
         raise UsageError(
-            f"{label} returned the name {invalid!r}; name losses by letters, digits and underscores, such as "
+            f"{label} returned the name {invalid!r}; name losses with letters, digits and underscores, such as "
             f"second_head"
         )
     return {name: weights[name] for name in sorted(weights)}
 
 
 def loss_names(value: Loss | Weight) -> tuple[str, ...] | None:
-    """Return the sorted names of several losses or weights, or None for a single loss or weight without a name."""
+    """Return the sorted names of several losses or weights, or None for a single unnamed loss or weight."""
     return tuple(sorted(value)) if isinstance(value, Mapping) else None
 
 
 def describe_names(names: tuple[str, ...] | None, single: str) -> str:
-    """Return a description of the names of losses for an error. `single` describes a single loss."""
+    """Describe the names of losses for an error message. `single` describes a single unnamed loss."""
     return single if names is None else f"the names {', '.join(names)}" if len(names) > 1 else f"the name {names[0]}"
 
 
 def sum_of_losses(loss: Loss) -> Tensor:
-    """Return the sum of the losses. Only use this function to examine a task, because it ignores the weights."""
+    """Return the sum of the losses. Ignores their weights, so only use it to examine a task."""
     return torch.stack(list(loss.values())).sum() if isinstance(loss, Mapping) else loss
 
 
 def loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
-    """Return the losses and the weights of a batch, by their names among the sums of a task (`loss/NAME`)."""
+    """Return the losses and the weights of a batch under their names in the sums of a task (`loss/NAME`)."""
     if isinstance(loss, Mapping) and isinstance(weight, Mapping):
         losses = {f"{_LOSS_PREFIX}{name}": value for name, value in loss.items()}
         return losses | {f"{_WEIGHT_PREFIX}{name}": torch.tensor(value) for name, value in weight.items()}
@@ -68,9 +68,9 @@ def check_same_names(loss: Loss, weight: Weight, task: str = "task") -> None:
 
 
 def add_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return `sums`, with the total loss added under the name `loss` if there are several losses.
+    """Return `sums`, the sums of a task over all batches. Adds the total loss as `loss` if there are several losses.
 
-    `sums` are the sums over all batches. The total is the sum of the mean losses.
+    The total loss is the sum of the mean losses.
     """
     means = loss_means(sums)
     if not means:
@@ -80,9 +80,9 @@ def add_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def loss_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the mean of each loss over all batches, by its name in the metrics (`loss/NAME`).
+    """Return the mean of each loss over all batches under its name in the metrics (`loss/NAME`).
 
-    If the weight of a loss is 0, its mean is 0. Returns {} if there is only a single loss without a name.
+    The mean of a loss with weight 0 is 0. Returns {} if there is only a single unnamed loss.
     """
     names = sorted(key.removeprefix(_WEIGHT_PREFIX) for key in sums if key.startswith(_WEIGHT_PREFIX))
     return {
@@ -94,5 +94,5 @@ def loss_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a name of a sum or a metric is reserved for a loss or its weight."""
+    """Return whether the name of a sum or a metric is reserved for a loss or its weight."""
     return name.startswith((_LOSS_PREFIX, _WEIGHT_PREFIX))

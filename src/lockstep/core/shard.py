@@ -1,4 +1,4 @@
-"""Sharded tensors. Each rank holds some rows of a tensor, or of a rearranged tensor."""
+"""Sharded tensors: each rank holds some rows of a tensor, or of a rearranged tensor."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """A range of elements that are consecutive both in the shard and in the full tensor, in row-major order."""
+    """A range of elements that is contiguous in both the shard and the full tensor, in row-major order."""
 
     offset: int  # offset in the full tensor
     local_offset: int  # offset in the shard
@@ -19,7 +19,7 @@ class Segment(NamedTuple):
 
 
 class Chunked(NamedTuple):
-    """The rearrangement of a tensor of shape `shape` in which tensor-parallel chunks are consecutive rows.
+    """A rearrangement of a tensor of shape `shape` in which each tensor-parallel chunk is a range of rows.
 
     The tensor is viewed with shape `view`, dim `dim` is moved to the front, and all dims except the last are flattened
     into rows. A 1-dim tensor stays 1-dim, and each of its elements is a row.
@@ -35,18 +35,18 @@ class Chunked(NamedTuple):
         return len(self.shape) == 1
 
     def to_rows(self, full_tensor: Tensor) -> Tensor:
-        """Return the tensor with its chunks as rows. Copies the tensor unless it already has this order."""
+        """Rearrange a full tensor. Returns a copy unless the order of its elements stays the same."""
         rearranged = full_tensor.reshape(self.view).movedim(self.dim, 0)
         return rearranged.reshape(-1) if self.flat else rearranged.reshape(-1, self.view[-1])
 
     def from_rows(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its original shape. This is the inverse of `to_rows`."""
+        """Restore the original shape of a rearranged tensor. This is the inverse of `to_rows`."""
         first = self.view[self.dim]
         remaining_lengths = [length for dim, length in enumerate(self.view) if dim != self.dim]
         return tensor.reshape(first, *remaining_lengths).movedim(0, self.dim).reshape(self.shape)
 
     def starts(self, rows: slice) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the offset of each of these rows in the original tensor."""
+        """Return the offset in the original tensor of the first element of each of these rows."""
         width = 1 if self.flat else self.view[-1]
         view = self.view if self.flat else self.view[:-1]
         offsets = np.arange(np.prod(view, dtype=np.int64), dtype=np.int64).reshape(view)
@@ -57,8 +57,8 @@ class Chunked(NamedTuple):
 class Shard:
     """Consecutive rows of a tensor of shape `shape`, starting at row `first`. A shard can be empty.
 
-    Rows run along dim 0 of the tensor, or of the rearranged tensor if `chunked` is set. A 0-dim tensor is one row. If
-    several ranks hold the same rows, the `primary` rank among them reports on behalf of all of them.
+    Rows are along dim 0 of the tensor or, if `chunked` is set, of the rearranged tensor. A 0-dim tensor is one row. If
+    several ranks hold the same rows, only the `primary` rank reports them.
     """
 
     tensor: Tensor
@@ -83,12 +83,12 @@ class Shard:
             yield Segment(int(starts[begin]), begin * width, (end - begin) * width)
 
 
-MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor is unsharded: all ranks hold the full tensor
+MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor isn't sharded: all ranks hold the full tensor
 NamedTensors: TypeAlias = Mapping[str, MaybeSharded]
 
 
 def make_shard(flat: Tensor, first: int, shape: torch.Size) -> Shard:
-    """Return a shard of individual elements: `flat` contains elements of a tensor of shape `shape` from `first` on.
+    """Return a shard with the elements `flat` of a tensor of shape `shape`, starting at element `first`.
 
     The tensor must have at least one dim. Each element is treated as a row.
     """
@@ -98,12 +98,12 @@ def make_shard(flat: Tensor, first: int, shape: torch.Size) -> Shard:
 
 
 def local_tensor(value: MaybeSharded) -> Tensor:
-    """Return the tensor that this rank holds."""
+    """Return the local tensor of a shard, or an unsharded tensor itself."""
     return value.tensor if isinstance(value, Shard) else value
 
 
 def select_rows(full_tensor: Tensor, like: MaybeSharded) -> Tensor:
-    """Return the rows of `full_tensor` that `like` holds. The result is a view unless `like` has rearranged rows."""
+    """Return the rows of `full_tensor` that `like` holds. Returns a view unless the rows of `like` are rearranged."""
     if not isinstance(like, Shard) or not like.shape:
         return full_tensor
     rows = full_tensor if like.chunked is None else like.chunked.to_rows(full_tensor)

@@ -1,9 +1,8 @@
-"""Shuffled sample orders with random access, in memory that doesn't grow with the number of samples.
+"""Shuffled sample orders with random access, in constant memory.
 
-Integers below an arbitrary length are permuted as in ciphers (Black and Rogaway 2002, "Ciphers with arbitrary finite
-domains"). Small datasets are sorted by a hash, so all orders are equally likely. For large datasets, each integer goes
-through a Feistel network on the smallest rectangle that holds all integers. If the result is outside of the range, it
-goes through the network again.
+The methods are those of Black and Rogaway 2002, "Ciphers with arbitrary finite domains". The indices of a small dataset
+are sorted by a hash, so all orders are equally likely. For a large dataset, each index goes through a Feistel network
+on the smallest rectangle that holds all indices. If the result is out of range, it goes through the network again.
 """
 
 import math
@@ -20,11 +19,11 @@ from lockstep.core.random import UInt64
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # positions in an epoch -> sample indices of the same shape
 
-# Larger datasets are shuffled by a network. A network on a small rectangle shuffles poorly, while a permutation array
-# of this size takes just 32 KiB.
+# Larger datasets are shuffled with a network. On a small rectangle, a network shuffles poorly. A permutation array of
+# this size only takes 32 KiB.
 MAX_SORTED_SAMPLES: Final = 4096
-# With 4 rounds, neighbors in the order are measurably closer than by chance. With 6 rounds, this is only measurable
-# below 1,000 samples.
+# With 4 rounds, consecutive indices are measurably closer than by chance. With 6 rounds, this is only measurable below
+# 1,000 samples.
 _ROUNDS: Final = 8
 
 
@@ -37,7 +36,7 @@ def shuffle(seed: int, epoch: int, length: int) -> Order:
 
 
 def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
-    """Return the integers below `length` sorted by their hashes: int64 of shape [length]."""
+    """Return the integers in [0, length) sorted by their hashes: int64 of shape [length]."""
     keys = random.bits(random.key(random.ORDER, seed, epoch), np.arange(length, dtype=np.uint64))
     return np.argsort(keys)
 
@@ -45,12 +44,12 @@ def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
 @final
 @dataclass(frozen=True)
 class Network:
-    """A permutation of the integers below `length`, with a pair of keys for every two rounds.
+    """A permutation of the integers in [0, length), with a pair of keys for every two rounds.
 
-    Each number is a cell of a rectangle. One round rotates each row by a hash of the row number, and the next round
+    Each integer is a cell of a rectangle. One round rotates each row by a hash of the row number, and the next round
     rotates each column by a hash of the column number. Rotations are invertible, so the network is a permutation. The
-    rectangle exceeds `length` by less than one row. Its rows have an even length, so that the rotation of a row is an
-    odd permutation as often as an even permutation.
+    rectangle has less than one row of unused cells. Its rows have an even length, so that the rotation of a row is
+    equally often an odd and an even permutation.
     """
 
     length: int  # below 2**63
@@ -80,7 +79,7 @@ class Network:
 
 
 def _rotate(numbers: UInt64, offsets: UInt64, end: int) -> UInt64:
-    """Return `(numbers + offsets) % end`. Both inputs must be below `end`. Overwrites `offsets`."""
+    """Return `(numbers + offsets) % end`. Both inputs must be less than `end`. Overwrites `offsets`."""
     offsets += numbers
     # If a sum is below `end`, the unsigned difference wraps around and is larger than the sum.
     return np.asarray(np.minimum(offsets, offsets - np.uint64(end)))

@@ -1,4 +1,4 @@
-"""Tolerances for strategies with close results: how much two correct computations of the same sums can differ.
+"""Tolerances for strategies without bitwise equal results: how far two correct computations of sums can differ.
 
 If each addition has a relative rounding error of at most the unit roundoff u, the error of a sum of n terms is at most
 gamma_n = n u / (1 - n u) times the sum of the magnitudes of the terms, for any order of addition (Higham 2002, ISBN
@@ -22,8 +22,8 @@ SIGNIFICAND_BITS: Final = {
     "bf16-compute": 8,
 }
 
-# The bound for a sum of n terms fails with a probability of at most 2 n exp(-LAMBDA**2 / 2). For 10**9 terms, this is
-# 3e-5.
+# The probability that the bound for a sum of n terms doesn't hold is at most 2 n exp(-LAMBDA**2 / 2): 3e-5 for 10**9
+# terms.
 LAMBDA: Final = 8.0
 
 
@@ -45,11 +45,12 @@ def probabilistic_bound(roundoff: float, length: int) -> float:
 
 
 def comm_tolerance(roundoff: float, ranks: int, steps: int) -> float:
-    """Return the additional tolerance between two runs if ranks send gradients in a different precision.
+    """Return the additional tolerance between two runs if ranks send gradients in lower precision.
 
-    Each rank rounds the gradients that it sends, and `ranks` gradients are added. Therefore the error of the gradient
-    of a step is gamma_n with n = `ranks`. As long as the learning rate times the curvature is below 2, which stable
-    training requires, the effect on the next gradient is less than twice this error. Hence the factor 2 x steps.
+    Each rank rounds the gradients that it sends, and the gradients of `ranks` ranks are added. Therefore the relative
+    error of the gradient of a step is gamma_n with n = `ranks`. As long as the learning rate times the curvature is
+    less than 2, which stable training requires, the next gradient changes by less than twice this error. Hence the
+    factor 2 x steps.
     """
     return 2 * steps * worst_case_bound(roundoff, ranks)
 
@@ -57,13 +58,13 @@ def comm_tolerance(roundoff: float, ranks: int, steps: int) -> float:
 def tolerance(roundoff: float, length: int, depth: int, steps: int) -> float:
     """Return the tolerance between two runs, relative to the largest magnitude of the compared values.
 
-    - `length`: the number of terms of the longest sum.
+    - `length`: the number of terms in the longest sum.
     - `depth`: the number of consecutive sums of this length in a forward pass or backward pass.
-    - `steps`: the number of updates.
+    - `steps`: the number of optimizer steps.
 
     To first order in u, the errors of consecutive sums add up (Higham 2002, section 3.5), and both runs have errors.
-    Hence the factor 2 x depth x steps. The bound of each sum is the smaller of the worst-case and the probabilistic
-    bound. The tolerance doesn't account for models that amplify small differences from step to step, so use it only for
+    Hence the factor 2 x depth x steps. The bound for each sum is the smaller of the worst-case and the probabilistic
+    bound. The tolerance doesn't account for models that amplify small differences from step to step, so only use it for
     a few steps.
     """
     return 2 * depth * steps * min(worst_case_bound(roundoff, length), probabilistic_bound(roundoff, length))

@@ -1,13 +1,13 @@
-"""The canonical sum: a binary tree over micro-batch numbers, independent of which process holds which micro-batch.
+"""The canonical sum: a binary tree over micro-batches that doesn't depend on their distribution over processes.
 
 Floating-point addition isn't associative, so the sum of M gradients depends on the order of the additions. In Lockstep,
 this order depends only on the micro-batch numbers. Leaf m is micro-batch m, and a node is an aligned block
 [k * 2^j, (k + 1) * 2^j) of leaves, truncated at M. If the right half of a block is beyond M, the block equals its left
 half.
 
-A process that holds a contiguous range of leaves first adds the leaves that form complete blocks. The resulting blocks,
+A process that holds a contiguous range of leaves first adds the leaves that form complete blocks. The resulting sums,
 at most two per level, are the *pieces* that it sends to other processes. A block is only ever added to its sibling.
-Therefore the order of the additions is the same for every distribution of the leaves, and the sum has the same bits.
+Therefore the order of the additions and the bits of the sum don't depend on the distribution of the leaves.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,11 +58,11 @@ class Counter(Generic[T]):
         self._partial_sums: dict[LeafBlock, T] = {}
 
     def push(self, leaf: int, value: T) -> None:
-        """Add a leaf, and merge all pairs of sibling blocks that become complete."""
+        """Add a leaf, and merge the sibling blocks that are now complete."""
         self.add_block(LeafBlock(leaf, 1), value)
 
     def add_block(self, block: LeafBlock, value: T) -> None:
-        """Add a block of leaves, and merge all pairs of sibling blocks that become complete."""
+        """Add a block of leaves, and merge the sibling blocks that are now complete."""
         while (sibling := block.sibling) in self._partial_sums:
             sibling_value = self._partial_sums.pop(sibling)
             value = self._add(sibling_value, value) if block.is_right else self._add(value, sibling_value)
@@ -70,23 +70,23 @@ class Counter(Generic[T]):
         self._partial_sums[block] = value
 
     def pieces(self) -> dict[LeafBlock, T]:
-        """Return the remaining blocks with their sums, from left to right, and clear the counter."""
+        """Return the remaining blocks with their partial sums, from left to right, and clear the counter."""
         blocks_by_position = {block: self._partial_sums[block] for block in sorted(self._partial_sums)}
         self._partial_sums.clear()
         return blocks_by_position
 
 
 def total(pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
-    """Return the sum of all pieces, added in the order of the tree. `leaves` is the number of leaves.
+    """Add all pieces in the order of the tree, and return the sum. `leaves` is the number of leaves.
 
-    The pieces must cover each leaf exactly once, like the `blocks` of any partition of the leaves. Raises KeyError if a
-    leaf is missing. `add(left, right)` may modify `left` in place.
+    The pieces must cover each leaf exactly once. Raises KeyError if a leaf is missing. `add(left, right)` may modify
+    `left` in place.
     """
 
     return _block_sum(LeafBlock(0, 1 << (leaves - 1).bit_length()), pieces, leaves, add)
 
 
-# Not a closure: a recursive closure is a reference cycle and would keep the pieces alive until garbage collection.
+# Not a nested function: if it were, a reference cycle would keep the pieces alive until garbage collection.
 def _block_sum(block: LeafBlock, pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
     if block in pieces:
         return pieces[block]

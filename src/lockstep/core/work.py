@@ -1,4 +1,4 @@
-"""The number of micro-batches of a step, and checks of the number of processes.
+"""The number of micro-batches in a step, and checks of the number of processes.
 
 This module has no heavy imports, because recipes are checked before torch is imported.
 """
@@ -7,11 +7,11 @@ from typing import Final
 
 from lockstep.errors import UsageError
 
-# The default micro-batch size. A batch of 32 is one micro-batch and trains as in an ordinary PyTorch loop. A batch of
-# 256 has eight micro-batches, which up to eight processes can share. The default is the same on every machine, so that
-# the results don't depend on the machine.
+# The default micro-batch size. A batch of 32 is a single micro-batch, and trains as in a plain PyTorch loop. A batch of
+# 256 has eight micro-batches, for up to eight processes. The default is the same on all machines, so that the results
+# don't depend on the machine.
 MICROBATCH: Final = 32
-_LEGACY_MICROBATCHES: Final = 8  # default number of micro-batches before MICROBATCH was introduced
+_LEGACY_MICROBATCHES: Final = 8  # the default number of micro-batches before MICROBATCH existed
 
 
 def check_microbatches(processes: int, microbatches: int) -> None:
@@ -33,7 +33,7 @@ def divisors(number: int) -> list[int]:
 
 
 def check_multiple_processes(processes: int, strategy: str) -> None:
-    """Raise UsageError if a strategy that shards the model would run with a single process."""
+    """Raise UsageError if a strategy that shards the model would run in a single process."""
     if processes == 1:
         raise UsageError(
             f"strategy {strategy}: requires at least 2 processes, got 1; use 2 or more, or strategy single"
@@ -41,9 +41,9 @@ def check_multiple_processes(processes: int, strategy: str) -> None:
 
 
 def describe_too_few(processes: int, microbatches: int, microbatch: int | None = None) -> str:
-    """Return the error text for a step with fewer micro-batches than processes. The text suggests a key to change.
+    """Return the message for a step with fewer micro-batches than processes. It suggests a key to change.
 
-    If the recipe sets `microbatch`, the text suggests a larger batch instead of more micro-batches.
+    If the recipe sets `microbatch`, the message suggests a larger batch instead of more micro-batches.
     """
     noun, limit_noun = ("micro-batch", "process") if microbatches == 1 else ("micro-batches", "processes")
     text = f"{processes} processes but only {microbatches} {noun}; use at most {microbatches} {limit_noun}, or set"
@@ -56,10 +56,10 @@ def describe_too_few(processes: int, microbatches: int, microbatch: int | None =
 
 
 def default_microbatches(batch: int, microbatch: int | None = None) -> int:
-    """Return the smallest number of micro-batches of at most `microbatch` samples, which defaults to 32."""
+    """Return the smallest number of micro-batches with at most `microbatch` samples, which defaults to 32."""
     return -(-batch // (microbatch or MICROBATCH))
 
 
 def legacy_default_microbatches(batch: int) -> int:
-    """Return the default number of micro-batches in earlier versions, to resume runs that started with this default."""
+    """Return the default number of micro-batches of earlier versions, to resume the runs that used it."""
     return min(_LEGACY_MICROBATCHES, batch)

@@ -35,7 +35,7 @@ def test_optimizers_that_work_on_one_parameter_at_a_time_are_taken(name: str) ->
 
 @pytest.mark.parametrize("dims", [(1,), (2, 4)])
 def test_an_optimizer_that_clips_is_refused(dims: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="optimizer Lamb updates a parameter depending on other parameters"):
+    with pytest.raises(UsageError, match="with optimizer Lamb, the update of a parameter depends on other parameters"):
         check_separable(partial(made, name="lambc", options={}), dims, "pipeline")
 
 

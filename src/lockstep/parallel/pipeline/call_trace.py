@@ -1,12 +1,12 @@
-"""Records the forward pass of a model as a sequence of module calls, by running its code with fake tensors.
+"""Records the forward pass of a model as a sequence of module calls, by running it with fake tensors.
 
-This is for models that torch.fx can't trace. Code between modules can use shapes, Python values and all values that
-only depend on the inputs, such as a padding mask. Each stage runs this code again. The code can't use the values of
-module outputs.
+This is for models that torch.fx can't trace. Each stage runs the forward method of the full model, with fake tensors in
+place of the outputs of modules on other ranks (replay.py). Therefore the code between modules can use shapes, Python
+values, and values that only depend on the model inputs, such as a padding mask. It can't use the values of module
+outputs.
 
-The code runs on a meta model, whose tensors have a shape, a dtype and a device, but no values. A stage of such a model
-runs the forward method of the full model, and calls modules of the meta model in place of the modules on other ranks
-(replay.py).
+The fake tensors come from a meta model: a copy of the model whose tensors have a shape, a dtype and a device, but no
+values.
 """
 
 import copy
@@ -32,18 +32,18 @@ from lockstep.parallel.pipeline.part import named_tensors, tensors_in_attributes
 
 @dataclass
 class _TracedCall:
-    """A call to a leaf module, which is never split, and the code that runs between this call and the next call."""
+    """A call to a leaf module, which is never split, and the code that runs after it until the next call."""
 
     name: str
     arguments: dict[str, int] = field(default_factory=dict)  # path -> id of each fake tensor in the arguments
-    produced: set[int] = field(default_factory=set)  # ids of the fake tensors that the call and the code create
-    read_after: set[int] = field(default_factory=set)  # ids of the fake tensors that the code after the call uses
+    produced: set[int] = field(default_factory=set)  # ids of the fake tensors created by the call and this code
+    read_after: set[int] = field(default_factory=set)  # ids of the fake tensors that this code uses
     operations: int = 0
 
 
 @final
 class CallTrace:
-    """A recorded forward pass, with the same methods as GraphTrace.
+    """A recorded forward pass, with the same interface as GraphTrace.
 
     The model is recorded in training mode if `training` is set, and in evaluation mode otherwise. Raises UsageError if
     the model's code can't run on fake tensors.
@@ -82,11 +82,11 @@ class CallTrace:
         return None
 
     def boundary_paths(self, position: int) -> tuple[str, ...]:
-        """Return the paths of the arguments that depend on earlier modules, for the call at this position."""
+        """Return the paths of the arguments of the call at `position` that depend on earlier modules."""
         return tuple(self._calls[position].arguments)
 
     def measure(self, example: Inputs) -> list[int]:
-        """See GraphTrace. The counts are from the recording of the forward pass, and `example` is not used."""
+        """See GraphTrace. The operations were counted when the forward pass was recorded. `example` is not used."""
         return [call.operations // 2 for call in self._calls]
 
     def _collect_tensors(self, call: _TracedCall) -> dict[int, Tensor]:
@@ -189,7 +189,7 @@ class MetaModel:
         self._outputs_by_key: dict[Any, Any] = {}
 
     def infer_outputs(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
-        """Return new fake tensors with the shapes of the outputs of module `name` for these arguments."""
+        """Return fake outputs of module `name` for these arguments."""
         key = name, training, torch.is_autocast_enabled(self._device.type), _make_cache_key((args, kwargs))
         if key not in self._outputs_by_key:
             with torch.no_grad(), torch.random.fork_rng([]):
@@ -212,7 +212,7 @@ class MetaModel:
 
 
 def intercept(module: nn.Module, replacement: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Call `replacement` instead of a module's forward method, with the original forward method and the arguments."""
+    """Replace a module's forward method by `replacement(forward, args, kwargs)`, with the original as `forward`."""
     module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
     module.forward = partial(_unpack, replacement, module.forward)
 
@@ -236,7 +236,7 @@ def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Itera
 
 
 def _make_cache_key(arguments: Any) -> Any:
-    """Return a cache key: calls with the same key have outputs of the same shapes.
+    """Return a cache key for the arguments of a call. Calls with the same key have outputs of the same shapes.
 
     Objects other than tensors and plain values are compared by identity.
     """

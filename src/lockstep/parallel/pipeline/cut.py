@@ -1,10 +1,10 @@
-"""Splits a model into stages, by cost or at given modules.
+"""Partitions a model into stages, by cost or at given modules.
 
 A model can be split before the first call of a module if only tensors and integers cross the split, and if no weight is
 used on both sides. The cost of a module is the mean of its fraction of the model's operations (for time) and its
-fraction of the model's parameters (for memory). A module is expanded into its submodules (graph_trace.py) only if this
-results in more stages or in more even stages. The sequence of modules is split into contiguous stages so that the cost
-of the most expensive stage is minimal.
+fraction of the model's parameters (for memory). The modules are split in call order into contiguous stages, so that the
+most expensive stage is as cheap as possible. A module is expanded into its submodules (graph_trace.py) only if this
+allows more stages or balances them better.
 """
 
 import copy
@@ -29,7 +29,7 @@ from lockstep.parallel.pipeline.part import empty_like, named_tensors, tensors_i
 from lockstep.parallel.pipeline.replay import ReplayStage
 from lockstep.parallel.tensor.plan import find_region_names
 
-ForwardTrace = CallTrace | GraphTrace  # a forward pass as a sequence of module calls and computations between them
+ForwardTrace = CallTrace | GraphTrace  # a forward pass as a sequence of module calls and other operations
 
 _MAX_IMBALANCE: Final = (
     1.2  # don't expand more modules if the most expensive stage costs at most this many times the mean
@@ -40,12 +40,13 @@ _MAX_FAILURES: Final = 8  # stop after this many expansions in a row that don't 
 def find_cut(
     model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str] = (), *, whole_blocks: bool = False
 ) -> PipelineCut:
-    """Return a cut of `model` into `stages` stages, by cost or before the modules `names`.
+    """Find where to split `model` into `stages` stages.
 
-    The model is never split within a region of tensor parallelism (parallel/tensor/chunks.py). If `whole_blocks` is
-    set, it isn't split within a block either (parallel/blocks.py). Operations are counted for the inputs `example`. If
-    `example` is None, the cost only depends on the parameters. `model` can be on the meta device and isn't modified.
-    Raises UsageError with the reason if there is no such cut.
+    If `names` is set, each stage except the first begins at one of these modules. Otherwise, the stages are balanced by
+    cost. Operations are counted for the inputs `example`. If it is None, the cost only depends on the parameters. The
+    model is never split within a region of tensor parallelism (parallel/tensor/chunks.py) or, with `whole_blocks`,
+    within a block (parallel/blocks.py). `model` can be on the meta device, and isn't modified. Raises UsageError with
+    the reason if the model can't be split.
     """
     with drop_new_tensors():
         return _find_cut(model, stages, example, names, whole_blocks)
@@ -90,14 +91,14 @@ def _find_cut(
 
 
 def trace_forward(model: nn.Module, cut: PipelineCut, training: bool) -> ForwardTrace:
-    """Return the forward pass of a model as a sequence of module calls. Modules in `cut.expanded` are traced."""
+    """Trace the forward pass of a model, including the code of the modules in `cut.expanded`."""
     if cut.replayed and cut.example is not None:
         return CallTrace(model, cut, training)
     return GraphTrace(model, cut, training)
 
 
 class Ownership(NamedTuple):
-    """Maps the name of each tensor to the owning stage and, if two stages use the tensor, to the borrowing stage."""
+    """The stage that owns each tensor and, for tensors that two stages use, the stage that borrows it, by name."""
 
     owner: dict[str, int]
     borrower: dict[str, int]
@@ -106,9 +107,8 @@ class Ownership(NamedTuple):
 def find_owners(model: nn.Module, cut: PipelineCut) -> Ownership:
     """Return the stages that own and borrow each parameter and buffer, by name.
 
-    Tensors that no stage uses belong to the last stage. A tensor with several names appears under each name.
-
-    Raises UsageError if two stages use a tensor that can't be lent (tied_weights.py).
+    The last stage owns the tensors that no stage uses. A tensor with several names appears under each name. Raises
+    UsageError if several stages use a tensor that can't be lent (tied_weights.py).
     """
     users: dict[int, list[int]] = {}
     names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
@@ -135,11 +135,11 @@ def find_owners(model: nn.Module, cut: PipelineCut) -> Ownership:
 
 
 def _find_lendable_weights(model: nn.Module, trace: ForwardTrace) -> set[int]:
-    """Return the ids of the weights that may be used on both sides of a cut.
+    """Return the ids of the weights that the stages on both sides of a split may use.
 
-    These are embedding weights that one module looks up and exactly one later module or computation uses. For each
-    micro-batch, two gradients of such a weight are added, and a sum of two terms has the same bits in any order. The
-    gradient of the look-up comes last in the backward pass, however often the later module uses the weight.
+    These are the weights of embeddings that are used at exactly one later position. In each micro-batch, such a weight
+    gets one gradient from each of the two stages, and the sum of two terms has the same bits in either order. The
+    gradient of the embedding comes last in the backward pass, however often the later module uses the weight.
     """
     positions: dict[int, list[int]] = {}
     for position, used in enumerate(trace.used):
@@ -161,7 +161,7 @@ def _find_lendable_weights(model: nn.Module, trace: ForwardTrace) -> set[int]:
 
 
 def _find_obstacle(model: nn.Module, trace: ForwardTrace, position: int) -> str | None:
-    """Return the reason why the forward pass can't be split before `position`, or None if it can."""
+    """Return why the forward pass can't be split before `position`, or None if it can."""
     keys_before = {key for used in trace.used[:position] for key in used}
     keys_after = {key for used in trace.used[position:] for key in used}
     shared = (keys_before & keys_after) - _find_lendable_weights(model, trace)
@@ -175,14 +175,14 @@ def _is_trainable(used: Mapping[int, Tensor]) -> bool:
 
 
 def build_stage_module(model: nn.Module, cut: PipelineCut, stage: int) -> fx.GraphModule:
-    """Return the module of a stage, for the current mode of the model. It maps incoming to outgoing values."""
+    """Return a module that maps the incoming values of a stage to its outgoing values, in the model's current mode."""
     trace = GraphTrace(model, cut, model.training)
     part = _stage_ranges(trace, cut)[stage]
     return trace.build_module(part.start, part.stop)
 
 
 def replay_stages(model: nn.Module, cut: PipelineCut, training: bool) -> list[ReplayStage]:
-    """Return the stages of a model whose code runs again in each stage (replay.py)."""
+    """Return all stages of a model that is run by replay (replay.py)."""
     trace = CallTrace(model, cut, training)
     names = {position: name for name, position in trace.calls.items()}
     ends = [(names[part.start], trace.boundary_paths(part.start)) for part in _stage_ranges(trace, cut)[1:]]
@@ -194,7 +194,7 @@ def replay_stages(model: nn.Module, cut: PipelineCut, training: bool) -> list[Re
 def _stage_ranges(trace: ForwardTrace, cut: PipelineCut) -> list[range]:
     positions = [0]
     for name in cut.stage_starts:
-        # The stage starts with the first call of the module itself or of one of its submodules.
+        # The stage begins with the first call of the module or of one of its submodules.
         inside = (
             position for called, position in trace.calls.items() if called == name or called.startswith(f"{name}.")
         )
@@ -247,7 +247,7 @@ def _cut_at_modules(
 
 
 class _CutResult(NamedTuple):
-    """A cut, the fraction of the cost in its most expensive stage, and whether some module couldn't be expanded."""
+    """A cut, the most expensive stage's share of the total cost, and whether any module couldn't be expanded."""
 
     cut: PipelineCut
     highest_cost: float = 0.0
@@ -255,8 +255,8 @@ class _CutResult(NamedTuple):
 
 
 def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs_on_meta: bool) -> _CutResult:
-    # Modules that can't be expanded. If stages run the model's code again, blocks aren't expanded, because code between
-    # the modules of a block reads values that would cross the cut.
+    # Modules that aren't expanded. If the model is replayed, these include the blocks, because the code between the
+    # modules of a block reads module outputs.
     opaque = {*start.unsplit, *(_get_module_names(model, find_units(model)) if start.replayed else ())}
     initially_opaque = len(opaque)
     best, lowest_cost, failures = None, float("inf"), 0
@@ -302,7 +302,7 @@ def _compute_costs(trace: ForwardTrace, example: Inputs | None) -> list[float]:
 
 
 def _count_parameters(trace: ForwardTrace) -> list[int]:
-    """Return the number of parameter elements at each position. A parameter only counts at its first use."""
+    """Return the number of parameter elements at each position. A parameter is only counted at its first use."""
     counted: set[int] = set()
     counts = []
     for used in trace.used:
@@ -319,7 +319,7 @@ def _normalize(amounts: list[int]) -> list[float]:
 def _find_most_expensive_module(
     model: nn.Module, trace: ForwardTrace, costs: list[float], opaque: set[str]
 ) -> str | None:
-    """Return the name of the most expensive module that may be expanded, or None. Never expands torch.nn modules."""
+    """Return the name of the most expensive module that may be expanded, or None. Skips modules of torch.nn."""
     modules = dict(model.named_modules())
     candidates = [
         (costs[position], name)
@@ -366,7 +366,7 @@ def _get_compiled_module_names(model: nn.Module) -> frozenset[str]:
 
 
 def _copy_to_meta(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
-    """Return a copy of the model on the meta device, and whether its forward pass can run on `example` there.
+    """Copy the model to the meta device. Returns the copy, and whether its forward pass can run on `example`.
 
     If the model can't be copied, returns the original model and False.
     """
@@ -388,11 +388,11 @@ def _copy_to_meta(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, 
 
 
 def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed: Sequence[bool]) -> list[int] | None:
-    """Return `parts` - 1 ascending positions from `allowed` at which to split, or None if there is no such split.
+    """Split a sequence of items into `parts` contiguous parts of balanced cost.
 
-    Position p is before item p. Each part contains at least one item that is `needed`. The split minimizes the cost of
-    the most expensive part. If several splits do, the one with the smallest sum of squared costs is returned, which
-    makes the other parts even too.
+    Returns `parts` - 1 ascending positions from `allowed`, or None if there is no such split. Position p is before item
+    p. Each part contains at least one item that is `needed`. The split minimizes the cost of the most expensive part.
+    Ties are broken by the smallest sum of the squared costs, which balances the other parts.
     """
     length = len(costs)
     sums, needed_before = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
@@ -400,11 +400,11 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
     ends = [*positions, length]
 
     def find_best_split(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
-        """Return the smallest total cost of a split whose parts cost at most `max_cost`, and its positions.
+        """Find the split with the smallest total cost, as combined by `add`. Each part costs at most `max_cost`.
 
-        `add` combines the costs of the parts.
+        Returns the total cost and the positions, or None if there is no such split.
         """
-        # best[end] is the best split of the items before `end`. Each iteration adds one part to all splits.
+        # best[end] is the best split of the items before `end`. Each iteration adds one part to each split.
         best: dict[int, tuple[float, tuple[int, ...]]]
         best = {end: (add(0.0, sums[end]), ()) for end in ends if needed_before[end] and sums[end] <= max_cost}
         for _ in range(parts - 1):
@@ -420,8 +420,8 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
             best = {end: min(row) for end, row in rows.items() if row}
         return best.get(length)
 
-    # Use two passes: first minimize the maximum, then the squares. A single pass would be wrong, because the first
-    # parts of an optimal split aren't always an optimal split of their items.
+    # First minimize the maximum, then the sum of squares. A single pass with both criteria would be wrong, because the
+    # first parts of an optimal split aren't always an optimal split of their items.
     minimal = find_best_split(math.inf, max)
     split = minimal and find_best_split(minimal[0], lambda total, cost: total + cost * cost)
     return None if split is None else list(split[1])

@@ -1,4 +1,4 @@
-"""Prepares the code of pipeline stages. Analyzes a model before a rank discards the tensors of other stages."""
+"""Builds the code of pipeline stages from a model that is analyzed before its tensors are discarded."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, final
@@ -13,13 +13,13 @@ from lockstep.parallel.pipeline.graph_trace import PipelineCut
 from lockstep.parallel.pipeline.placement import StagePlacement
 from lockstep.parallel.pipeline.replay import Replay
 
-# Computes a stage, given its incoming values (for the first stage, the tensors of the model inputs) and the model
-# inputs. Returns the outgoing values of the stage (for the last stage, the tensors of the model outputs).
+# Runs a stage on its incoming values (for the first stage, the tensors of the model inputs) and the model inputs.
+# Returns the outgoing values (for the last stage, the tensors of the model outputs).
 StageForward = Callable[[Sequence[Any], Inputs], Sequence[Any]]
 
 
 class StageCode(NamedTuple):
-    """The functions that compute a stage in training and in evaluation, and the module with the stage's parameters."""
+    """The functions that run a stage in training and in evaluation, and the module with the stage's parameters."""
 
     training: StageForward
     evaluation: StageForward
@@ -28,9 +28,10 @@ class StageCode(NamedTuple):
 
 @final
 class CutModel:
-    """A model that is cut into stages. Create it while `model` has all tensors, and call `build_code` afterwards.
+    """A model that is partitioned into stages.
 
-    `outputs` has the structure of the model outputs.
+    Create this object while `model` still has all of its tensors. Then discard the tensors of other ranks, and call
+    `build_code`. `outputs` has the structure of the model outputs.
     """
 
     def __init__(self, model: nn.Module, cut: PipelineCut, placement: StagePlacement, device: torch.device) -> None:
@@ -38,7 +39,7 @@ class CutModel:
         self._cut = cut
         self._placement = placement
         self.owner, self.borrower = find_owners(model, cut)
-        # The names of the tensors that the stages of this rank own, and of the tensors that they borrow.
+        # The names of the tensors that this rank's stages own, and of the tensors that they borrow.
         self.owned_names, self.borrowed_names = (
             {name for name, stage in stage_by_name.items() if stage in placement.stages}
             for stage_by_name in (self.owner, self.borrower)
@@ -46,16 +47,16 @@ class CutModel:
         self._meta = MetaModel(model, device) if cut.replayed else None
         self._parts = [replay_stages(model, cut, training) for training in (True, False) if cut.replayed]
         self.outputs = trace_forward(model, cut, training=False).outputs
-        model.train()  # restore training mode, because the analysis has changed it
+        model.train()  # tracing has left the model in evaluation mode
 
     def owned_by(self, stage: int) -> set[str]:
         """Return the names of the tensors that `stage` owns."""
         return {name for name, owner in self.owner.items() if owner == stage}
 
     def build_code(self, names: Collection[str]) -> dict[int, StageCode]:
-        """Return the code of this rank's stages.
+        """Return the code of each of this rank's stages, by stage number.
 
-        The tensors in `names` must have values. Call this method only once.
+        The tensors `names` must have values on this rank. Call this method only once.
         """
         model, cut = self._model, self._cut
         if self._meta is None:

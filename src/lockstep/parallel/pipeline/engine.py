@@ -1,14 +1,15 @@
 """The engine for pipeline parallelism. Each rank has one or more stages of the model.
 
-Each micro-batch passes through the stages in order, and is computed in the same way as in a single process:
+Each micro-batch passes through the stages in order, and its results have the same bits as in a single process:
 
-1. The first stage seeds the random number generators with (seed, step, micro-batch). Each following stage starts with
-   the generator states from the end of the previous stage. These states are only sent if random numbers were drawn.
-2. The last stage computes the loss. Gradients of the values that were sent between stages are sent back the same way.
-3. Each stage adds its gradients and its BatchNorm statistics over all micro-batches in the order of the reduction tree.
+1. The first stage seeds the random number generators with (seed, step, micro-batch). Each following stage continues
+   with the generator states from the end of the previous stage. The states are only sent if random numbers were drawn.
+2. The last stage computes the loss. In the backward pass, each stage sends the gradients of its inputs to the previous
+   stage.
+3. Each stage sums its gradients and its BatchNorm statistics over all micro-batches in the order of the reduction tree.
 
-If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), each leaf is sent
-separately, and seeded with its own number. The forward passes of these leaves run interleaved within a stage.
+If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), the leaves are sent
+separately, and each leaf has its own seed. Within a stage, the forward passes of these leaves are interleaved.
 
 The schedule (parallel/pipeline/schedule.py) determines the order in which a rank runs forward and backward passes. It
 doesn't change the results.
@@ -61,7 +62,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @dataclass(eq=False)
 class _InFlightLeaf:
-    """A leaf of the reduction tree during its forward pass. The RNG states are None if no random numbers were drawn."""
+    """A leaf of the reduction tree during its forward pass. RNG states are None if no random numbers were drawn."""
 
     leaf: MicroBatch
     model_inputs: Inputs
@@ -73,8 +74,8 @@ class _InFlightLeaf:
 class PipelineEngine:
     """An engine that distributes the stages of a model over the ranks of `world`.
 
-    Every rank must get all micro-batches of its pipeline. If the task has no example inputs for counting operations,
-    the cost of a stage only depends on its parameters.
+    Pass all micro-batches of a pipeline to each of its ranks. If the task has no example inputs to count operations
+    with, the cost of a stage only depends on its parameters.
     """
 
     def __init__(
@@ -87,25 +88,25 @@ class PipelineEngine:
         self._pipe = pipe
         self._placement = placement = StagePlacement(pipe, world)
         self._model = problem.build_model()
-        self._model.train()  # not chained, because a custom train() may return None
+        self._model.train()  # a separate statement, because a custom train() may return None
         self._generators = world.get_generators()
         self._cooperative = CooperativeScheduler(self._generators)
         self._leaves = make_work_units(
             problem, self._model, numerics.recipe.model.sequence_chunks, world, placement.mesh, self._cooperative
         )
-        # Cut the model and name the optimizer state first, because both need all tensors of the model.
+        # Find the stages and name the optimizer state first, because both need all tensors of the model.
         cut = find_cut(self._model, placement.last + 1, problem.example, pipe.cut, whole_blocks=numerics.recipe.compile)
         cut_model = CutModel(self._model, cut, placement, world.device)
         self._outputs = cut_model.outputs
         self._names = self._name_state(make_optimizer)
-        # From here on, tensors of other ranks have no memory.
+        # From here on, tensors of other ranks are on the meta device.
         own_slice = self._keep_own_tensors(cut_model)
         self._ties = TiedWeights(self._model, cut_model.owner, cut_model.borrower)
         self._stages = {number: self._make_stage(cut_model.owned_by(number), number) for number in placement.stages}
         numerics.prepare(self._model, world.device)
         self._code = cut_model.build_code(cut_model.owned_names | cut_model.borrowed_names)
         self._model.train()
-        # Sums over the ranks that have the same stages.
+        # The sum over the ranks that have the same stages.
         self._across = world.canonical(placement.mesh, "replicate", "context", chunks=self._leaves.count)
         part = extract_part(self._model, cut_model.owned_names)
         self._layout = StageLayout(world, self._model, part, placement, numerics.copy_dtype, own_slice)
@@ -127,7 +128,7 @@ class PipelineEngine:
     def _name_state(self, make_optimizer: MakeOptimizer) -> OptimizerNames:
         """Return the names of the full model's optimizer state.
 
-        Raises UsageError if stages can't be updated separately.
+        Raises UsageError if the optimizer can't update stages separately.
         """
         trained = trainable_parameters(self._model)
         if self._placement.last:
@@ -135,9 +136,9 @@ class PipelineEngine:
         return OptimizerNames(trained, make_optimizer(trained, full_norms))
 
     def _keep_own_tensors(self, cut_model: CutModel) -> Slice:
-        """Discard all tensors that this rank's stages neither own nor borrow.
+        """Discard the values of all tensors that this rank's stages neither own nor borrow.
 
-        Returns this rank's slice of the model.
+        Returns this rank's tensor-parallel slice of the model.
         """
         if self._pipe.tensor > 1:
             keep_local_chunks(self._model, self._world, self._placement.mesh)
@@ -200,7 +201,7 @@ class PipelineEngine:
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
-        """See Engine. All ranks must predict the same inputs in the same order, and all ranks get the outputs."""
+        """See Engine. All ranks must predict the same inputs in the same order. All of them get the outputs."""
         with evaluation_mode(self._model, self._ema, self._reload):
             yield self._predict
 
@@ -286,9 +287,9 @@ class PipelineEngine:
                 self._links.send([in_flight.outgoing_states, *outputs], number + 1, number + 1, index)
 
     def _compute(self, number: int, in_flight: _InFlightLeaf, step: Step, values: Values) -> Sequence[Tensor | int]:
-        """Run a stage on a leaf of the reduction tree.
+        """Run the forward pass of a stage on a leaf of the reduction tree.
 
-        Returns its outgoing values, or the losses for the last stage.
+        Returns the outgoing values of the stage. For the last stage, returns the losses.
         """
         leaf = in_flight.leaf
         initial_states = self._set_rng_states(step, leaf.index, in_flight.incoming_states)
@@ -301,7 +302,7 @@ class PipelineEngine:
                 outputs = self._compute_losses(leaf, step, outputs)
             else:
                 in_flight.outgoing_states = self._get_new_rng_states(initial_states, in_flight.incoming_states)
-            # Wait for all leaves before exiting autocast, because the exit clears the weight cache that they share.
+            # Wait for all leaves before leaving autocast, which clears the weight cache that the leaves share.
             self._cooperative.exchange("its end", list, None)
         return outputs
 
@@ -316,9 +317,9 @@ class PipelineEngine:
         return [root.loss for root in loss.roots] if isinstance(loss, Losses) else [loss]
 
     def _output_gradients(self, number: int, index: int, step: Step) -> Values:
-        """Return the gradients of a stage's outputs.
+        """Return the gradients of a stage's outputs, which the next stage has sent.
 
-        For the last stage, these are the initial gradients of the losses.
+        For the last stage, return the initial gradients of the losses.
         """
         if number != self._placement.last:
             return self._links.receive(self._links.gradient_line(number), number + 1, index)
@@ -329,7 +330,7 @@ class PipelineEngine:
         ]
 
     def _receive_lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Receive the gradients that borrowing stages computed for the parameters that stage `number` lends."""
+        """Receive the borrowers' gradients of the parameters that stage `number` lends."""
         arrived = [
             (tie, self._links.receive(self._links.tied_weight_line(tie), tie.borrower, index)[0])
             for tie in self._ties.lent_by(number)
@@ -341,9 +342,9 @@ class PipelineEngine:
         self._links.send_tied_weights()
 
     def _set_rng_states(self, step: Step, index: int, states: Value) -> list[Tensor]:
-        """Set the RNG states for the forward pass of leaf `index` in this stage, and return them.
+        """Set the generators for the forward pass of leaf `index` in a stage, and return their states.
 
-        `states` are the states from the previous stage, or None to seed the generators.
+        `states` are the states from the previous stage. If they are None, the generators are seeded.
         """
         if not isinstance(states, Tensor):
             self._world.seed(random.extend_key(self._forward_key, step.number, index))
@@ -354,20 +355,20 @@ class PipelineEngine:
         return [generator.get_state() for generator in self._generators]
 
     def _get_new_rng_states(self, before: list[Tensor], states: Value) -> Tensor | None:
-        """Return the RNG states for the next stage, or None if no stage has drawn random numbers so far."""
+        """Return the RNG states to send to the next stage, or None if no random numbers have been drawn so far."""
         current = [generator.get_state() for generator in self._generators]
         unchanged = all(torch.equal(first, second) for first, second in zip(before, current, strict=True))
         return None if states is None and unchanged else torch.cat(current)
 
     def _sum_losses(self, leaves: int, count: int) -> Tensor:
-        """Return the sums of the `count` losses on all ranks. Only ranks with the last stage have computed losses."""
+        """Return the sum of each of the `count` losses, on all ranks. Only the last stage has computed losses."""
         loss = torch.zeros(count, dtype=torch.float64, device=self._world.device)
         if self._placement.last in self._stages:
             pieces = self._losses.pieces()
             added = self._across(pieces, leaves, loss)
             if self._placement.whole_primary and not self._placement.coordinate.tensor:
                 loss = added
-        # Broadcast by adding as integers: all other ranks have zeros, and a float sum would change -0.0 to 0.0.
+        # Broadcast the sums with an integer sum, in which all other ranks have zeros. A float sum would change -0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64)
 
     def _predict(self, inputs: Inputs) -> Any:

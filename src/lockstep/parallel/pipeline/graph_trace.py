@@ -1,8 +1,7 @@
-"""Traces the forward pass of a model as a sequence of large modules, between which it can be split.
+"""Traces the forward pass of a model as a sequence of calls of large modules, between which it can be split.
 
-The model is traced coarsely with torch.fx. Only the code of the model itself, of nn.Sequential containers and of
-modules in `expanded` is traced. All other modules stay regular calls, so they can contain any code and support any
-batch size.
+torch.fx only traces the code of the model itself, of nn.Sequential containers and of the modules in `expanded`. All
+other modules stay regular calls, so they can contain any code and support any batch size.
 """
 
 import random as python_random
@@ -37,10 +36,10 @@ class UntraceableError(UsageError):
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """How to cut a model into stages.
+    """How to partition a model into stages.
 
-    `stage_starts` are the modules at which stages 1, 2, ... begin. `expanded` are the modules whose own code is traced
-    or run again, so that the model can be split between their submodules.
+    `stage_starts` are the names of the modules at which stages 1, 2, ... begin. `expanded` are the names of the modules
+    whose code is traced or replayed, so that the model can be split between their submodules.
     """
 
     stage_starts: tuple[str, ...] = ()
@@ -52,7 +51,7 @@ class PipelineCut:
 
 @final
 class GraphTrace:
-    """A traced forward pass as a sequence of module calls and computations between two calls.
+    """A traced forward pass: a sequence of module calls and of the operations between them.
 
     - `body`: The nodes in order, without inputs, outputs and weights.
     - `used`: The parameters and buffers that each node uses, by id.
@@ -81,7 +80,7 @@ class GraphTrace:
                 self.calls.setdefault(_module_name(node), position)
         self._unsupported: frozenset[str] = (
             frozenset()
-        )  # names of nodes whose result is neither a tensor nor an integer
+        )  # names of the nodes whose results are neither tensors nor integers
         self._output_nodes = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
         if any(
             node.target is getattr for node in self._output_nodes
@@ -98,7 +97,7 @@ class GraphTrace:
         return pytree.tree_map_only(fx.Node, lambda _: empty, self._output.args[0])
 
     def find_obstacle(self, position: int) -> str | None:
-        """Return why the values that cross a split before `position` can't be sent, or None if they can."""
+        """Return why the forward pass can't be split before `position`, or None if the values there can be sent."""
         unsupported_names = [node.name for node in self._boundary_nodes(position) if node.name in self._unsupported]
         return (
             f"'{unsupported_names[0]}', which would cross the split, is neither a tensor nor an integer"
@@ -109,7 +108,7 @@ class GraphTrace:
     def measure(self, example: Inputs) -> list[int]:
         """Return the number of operations at each position of the forward pass on `example`.
 
-        The model must be on the meta device. After this call, `find_obstacle` also checks the types of values.
+        The model must be on the meta device. After this call, `find_obstacle` also checks the types of the values.
         """
         run = _FlopCounter(self._root, self._graph)
         run.run(*batches.tensors_of(example))
@@ -117,10 +116,10 @@ class GraphTrace:
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
 
     def build_module(self, start: int, stop: int) -> fx.GraphModule:
-        """Return a module that runs positions `start` to `stop`, and maps incoming values to a list of outgoing values.
+        """Return a module that runs positions `start` to `stop` - 1, and returns a list of the outgoing values.
 
-        If `stop` is the end, the outgoing values are the tensors of the model outputs, in order. The module shares the
-        submodules and weights of the model.
+        Its arguments are the incoming values. If `stop` is the end, the outgoing values are the tensors of the model
+        outputs, in order. The module shares the submodules and weights of the model.
         """
         graph = fx.Graph()
         copied = {node: graph.placeholder(node.name) for node in self._boundary_nodes(start)}
@@ -153,7 +152,7 @@ class GraphTrace:
 
 @final
 class _FlatInputs(nn.Module):
-    """Wraps a model for tracing. Its only argument is a list of the tensors in `example`.
+    """Wraps a model for tracing, so that its forward method takes a list of the tensors in `example`.
 
     Without this wrapper, default arguments of the model's forward method would become inputs. If `example` is None, the
     list contains one tensor.
@@ -186,7 +185,7 @@ def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
 
 @final
 class _CoarseTracer(fx.Tracer):
-    """Traces only the model itself, containers and expanded modules. All other modules stay calls."""
+    """Traces only the code of the model itself, of containers and of expanded modules."""
 
     proxy_buffer_attributes = True  # otherwise, the trace would contain the current buffers as constants
 
@@ -204,7 +203,7 @@ class _CoarseTracer(fx.Tracer):
 
 @final
 class _FlopCounter(fx.Interpreter):
-    """Runs a graph, and records each node's operations and the nodes whose result can't be sent between stages."""
+    """Runs a graph and counts each node's operations. Also records nodes whose results can't be sent to a stage."""
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         super().__init__(root, graph=graph)
@@ -212,7 +211,7 @@ class _FlopCounter(fx.Interpreter):
         self.unsupported: set[str] = set()
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copy list arguments of a module to plain lists, as in a normal call. Lists in a graph are immutable."""
+        """Convert list arguments to plain lists, as in a normal call. Lists in a graph are immutable."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         return tuple(list(argument) if isinstance(argument, list) else argument for argument in args), kwargs
 
@@ -227,13 +226,13 @@ class _FlopCounter(fx.Interpreter):
 
 
 def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
-    """Trace the model. Raises UntraceableError for random numbers and new tensors, which would become constants."""
+    """Trace the model. Raises UntraceableError if its code draws random numbers or creates constant tensors."""
     states = get_rng_states()
     try:
         graph = _CoarseTracer(cut).trace(root)
     except LockstepError:
         raise
-    except Exception as error:  # user code can raise any exception if there are no real tensors
+    except Exception as error:  # user code can raise any exception when it gets fx proxies
         first = next(iter(str(error).splitlines()), "")
         raise UntraceableError(
             f"its code {_error_location(error)} depends on values or shapes of tensors ({type(error).__name__}: "

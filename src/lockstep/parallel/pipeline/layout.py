@@ -1,6 +1,6 @@
-"""The layout of a pipeline: each rank trains the parameters of its stages, or rows of these parameters.
+"""The layout of a pipeline: each rank updates the parameters of its stages, or some rows of these parameters.
 
-Ranks of different pipelines that have the same stages can shard the optimizer state by rows, as in ZeRO stage 1
+Ranks with the same stages of different pipelines can shard the optimizer state by rows, as in ZeRO stage 1
 (parallel/layouts/rows.py). Norms, such as the norm for gradient clipping, cover the stages of all ranks.
 """
 
@@ -25,8 +25,8 @@ from lockstep.parallel.weights import Weights
 class StageLayout:
     """The layout of `part`, the part of `model` on this rank. All other tensors of the model are on the meta device.
 
-    `placement` contains the stages of this rank, and `own_slice` is this rank's slice of these stages. Creating a
-    layout is a collective operation: all ranks must create it.
+    `placement` contains the stages of this rank, and `own_slice` is this rank's tensor-parallel slice of these stages.
+    All ranks must create this object at the same time.
     """
 
     def __init__(
@@ -78,10 +78,7 @@ class StageLayout:
         }
 
     def local_state(self) -> dict[str, MaybeSharded]:
-        """Return the parameters and buffers on this rank.
-
-        Slices and rows are returned as shards of the full tensors.
-        """
+        """Return this rank's parameters and buffers. Slices and rows are returned as shards of the full tensors."""
         return {name: self._slice.as_full_shard(name, value) for name, value in self._rank_layout.state().items()}
 
     def as_shard(self, name: str, tensor: Tensor) -> Shard:
@@ -89,7 +86,7 @@ class StageLayout:
         return self._as_part(name, self._rank_layout.as_shard(name, tensor.detach()))
 
     def gradient_shards(self) -> dict[str, MaybeSharded]:
-        """Return the gradient of each parameter of the model as a shard, which is empty for stages on other ranks."""
+        """Return the gradient of each parameter of the model as a shard. Shards of other ranks' stages are empty."""
         gradients = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
         return {name: gradients.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
 

@@ -1,9 +1,9 @@
 """Communication between stages: values, their gradients, and the gradients and new values of tied weights.
 
-Messages are sent on numbered lines (comm/p2p.py). With S stages, each pair of neighboring stages uses two lines, and
-each tied weight uses one line:
+Messages are sent on numbered channels (comm/p2p.py). With S stages, each pair of neighboring stages uses two channels,
+and each tied weight uses one channel:
 
-| line | from | to | data |
+| channel | from | to | data |
 |---|---|---|---|
 | s | stage s - 1 | stage s | the RNG states, then the outgoing values of stage s - 1 |
 | S + s | stage s + 1 | stage s | gradients of these values |
@@ -33,35 +33,35 @@ class Links:
         neighbors |= {tie.owner for tie in ties.all if tie.borrower in placement.stages}
         neighbors |= {tie.borrower for tie in ties.all if tie.owner in placement.stages}
         self._p2p = PointToPoint(world, placement.ranks_of(neighbors))
-        self.finish = self._p2p.finish  # waits until sent tensors may be overwritten
-        self._inbox: dict[tuple[int, int], Values] = {}  # values between stages of this rank, by line and micro-batch
+        self.finish = self._p2p.finish  # waits until sent tensors can be overwritten
+        self._inbox: dict[tuple[int, int], Values] = {}  # messages between stages of this rank, by channel and index
 
     def gradient_line(self, stage: int) -> int:
-        """Return the line on which `stage` receives the gradients of its outputs.
+        """Return the channel on which `stage` receives the gradients of its outputs.
 
-        It receives inputs on line `stage`.
+        Channel `stage` is for its inputs.
         """
         return self._placement.last + 1 + stage
 
     def tied_weight_line(self, tie: TiedWeight) -> int:
-        """Return the line for the gradients and values of a tied weight."""
+        """Return the channel for the gradients and the new values of a tied weight."""
         return 2 * (self._placement.last + 1) + tie.number
 
     def send(self, values: Values, line: int, stage: int, index: int) -> None:
-        """Send the values of micro-batch `index` to `stage`."""
+        """Send values of micro-batch `index` to `stage`."""
         if stage in self._placement.stages:
             self._inbox[line, index] = values
         else:
             self._p2p.send(values, self._placement.rank_of(stage), line)
 
     def receive(self, line: int, stage: int, index: int) -> Values:
-        """Receive the values of micro-batch `index` from `stage`."""
+        """Receive values of micro-batch `index` from `stage`."""
         if stage in self._placement.stages:
             return self._inbox.pop((line, index))
         return self._p2p.receive(self._placement.rank_of(stage), line)
 
     def share_outputs(self, outputs: Values) -> Values:
-        """Return the last stage's outputs on all ranks of a pipeline. Each rank forwards them to the previous rank."""
+        """Return the last stage's outputs on all ranks of the pipeline, by passing them back from rank to rank."""
         line, stages, previous = (
             self.gradient_line(self._placement.last),
             self._placement.stages,
@@ -76,7 +76,7 @@ class Links:
 
     @torch.no_grad()
     def send_tied_weights(self) -> None:
-        """Send tied weights to the ranks that borrow them. All ranks must call this after weights change."""
+        """Send tied weights to the ranks that borrow them. All ranks must call this after the weights change."""
         placement = self._placement
         crossing_ties = [
             tie for tie in self._ties.all if placement.rank_of(tie.owner) != placement.rank_of(tie.borrower)

@@ -1,4 +1,4 @@
-"""Splits off the part of a model that is on one rank. Tensors of other ranks are on the meta device."""
+"""Extracts the part of a model that a rank holds. Moves the tensors of other ranks to the meta device."""
 
 from collections.abc import Collection
 
@@ -9,10 +9,10 @@ from lockstep.core.shard import Shard
 
 
 def extract_part(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return a module with only the parameters and buffers `names` of `model`. Their names and order stay the same.
+    """Return a module with only the parameters and buffers `names` of `model`, in the same order.
 
-    A submodule whose tensors are all in `names` is included itself. A submodule with only some tensors in `names` is
-    replaced by an empty module with these tensors.
+    Submodules are shared if all of their tensors are in `names`. A submodule with only some tensors in `names` is
+    replaced by an nn.Module with these tensors.
     """
     part = _extract(model, names, "")
     return nn.Module() if part is None else part
@@ -42,16 +42,16 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
-    """Return the non-leaf tensors in module attributes, e.g. those of the old weight_norm.
+    """Return the tensors in module attributes that aren't autograd leaves, such as those of the old weight_norm.
 
-    They can't be deep-copied.
+    copy.deepcopy doesn't support these tensors.
     """
     values = (value for submodule in module.modules() for value in vars(submodule).values())
     return [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
 
 
 def absent_shard(tensor: Tensor) -> Shard:
-    """Return a shard without rows, for a tensor on other ranks. Only its shape and dtype are meaningful."""
+    """Return an empty shard for a tensor on other ranks. Only its shape and dtype are meaningful."""
     return Shard(torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype), 0, tensor.shape, False)
 
 
@@ -76,7 +76,7 @@ def _extract(module: nn.Module, names: Collection[str], prefix: str) -> nn.Modul
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a tensor or parameter with the same shape, strides and dtype on the meta device."""
+    """Return a tensor or parameter on the meta device with the same shape, strides and dtype as `tensor`."""
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 

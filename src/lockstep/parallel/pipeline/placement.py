@@ -1,4 +1,4 @@
-"""The placement of the stages of a pipeline on ranks."""
+"""The placement of pipeline stages on ranks."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from lockstep.parallel.pipeline.schedule import Schedule
 class PipelineShape:
     """The number and shape of the pipelines. In a pipeline of n ranks, stage s is on rank s mod n.
 
-    There are `replicas` times `sharers` pipelines. Each group of `sharers` consecutive pipelines shards the optimizer
-    state. Within a pipeline, `tensor` ranks split the layers of each stage, and `context` ranks split the sequences of
-    a micro-batch. `cut` contains the name of the first module of each stage, except for the first stage. If `cut` is
-    empty, the model is split by cost.
+    There are `replicas` * `sharers` pipelines. Groups of `sharers` consecutive pipelines shard the optimizer state.
+    Within a pipeline, `tensor` ranks split the layers of each stage, and `context` ranks split the sequences of a
+    micro-batch. `cut` contains the name of the first module of each stage except the first. If `cut` is empty, the
+    stages are balanced by cost.
     """
 
     schedule: Schedule = "1f1b"
@@ -40,10 +40,10 @@ class StagePlacement:
         self.coordinate = self.mesh.get_coordinates(world.rank)
         self.last = self.ranks * pipe.stages_per_rank - 1
         self.stages = range(self.coordinate.pipe, self.last + 1, self.ranks)
-        # Whether this rank reports its tensors, among all ranks with the same rows, or with the same full tensors.
+        # Whether this rank reports its tensors, among the ranks with the same rows, or with the same full tensors.
         self.rows_primary = self.coordinate.replicate < pipe.sharers and self.coordinate.context == 0
         self.whole_primary = self.coordinate.replicate == self.coordinate.context == 0
-        # The groups of ranks that shard the optimizer state of the same stages: the `pipe` axis of a helper mesh.
+        # The groups of ranks that shard the optimizer state of their stages: the `pipe` axis of a helper mesh.
         lengths = {"shard": self.ranks, "tensor": pipe.tensor, "context": pipe.context}
         self.sharers = Mesh(replicate=pipe.replicas, pipe=pipe.sharers, **lengths).groups("pipe")
 
@@ -52,6 +52,6 @@ class StagePlacement:
         return self.mesh.rank(self.coordinate._replace(pipe=stage % self.ranks))
 
     def ranks_of(self, stages: Collection[int]) -> set[int]:
-        """Return the ranks that have these stages, without this rank. Ignores stages that don't exist."""
+        """Return the other ranks that have these stages. Ignores stages that don't exist."""
         own_rank = self.rank_of(self.coordinate.pipe)
         return {self.rank_of(stage) for stage in stages if 0 <= stage <= self.last} - {own_rank}

@@ -1,8 +1,8 @@
 """Stages that run the forward method of the full model, with fake tensors before the first module of the stage.
 
-The incoming values of a stage are the arguments of its first module that depend on earlier modules. All other values,
-such as a mask, only depend on the model inputs. Each rank has the model inputs, and computes these values again in the
-same way as a single process.
+A stage receives those arguments of its first module that depend on earlier modules. All other values, such as a mask,
+only depend on the model inputs. Each rank has the model inputs, and computes these values in the same way as a single
+process.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,17 +24,17 @@ from lockstep.parallel.pipeline.graph_trace import PipelineCut
 
 @dataclass(frozen=True)
 class ReplayStage:
-    """A pipeline stage: the modules whose first calls mark its start and end, and the paths of the boundary values."""
+    """A pipeline stage: the modules whose first calls begin and end it, and the paths of their received arguments."""
 
-    begin: str | None  # None for the first stage
+    begin: str | None  # name of the first module of the stage; None for the first stage
     incoming_paths: tuple[str, ...]
-    end: str | None  # None for the last stage
+    end: str | None  # name of the first module of the next stage; None for the last stage
     outgoing_paths: tuple[str, ...]
 
 
 @dataclass
 class _Run:
-    """A forward pass of a stage. `received` maps the ids of fake tensors to the values that replace them."""
+    """A forward pass of a stage. `received` maps the id of each fake tensor to the value that replaces it."""
 
     part: ReplayStage
     values: list[Any]
@@ -52,7 +52,7 @@ class _ThreadState(local):
 
 
 class _StageEnd(BaseException):
-    """Raised to end a forward pass at the first module of the next stage. `values` are the outgoing values.
+    """Raised at the first module of the next stage to end a forward pass. `values` are the outgoing values.
 
     A BaseException, so that user code with `except Exception` doesn't catch it.
     """
@@ -64,9 +64,9 @@ class _StageEnd(BaseException):
 
 @final
 class Replay:
-    """Runs stages of `model`.
+    """Runs this rank's stages of `model`.
 
-    The tensors `local_names` have values on this rank. `meta` is a meta copy of the model.
+    `meta` is a copy of the model with fake tensors. `local_names` lists the tensors that have values on this rank.
     """
 
     def __init__(self, model: nn.Module, meta: MetaModel, cut: PipelineCut, local_names: Collection[str]) -> None:
@@ -96,13 +96,13 @@ class Replay:
         finally:
             current.run, current.inside = None, False
         if part.end is not None:
-            _raise_unsupported(f"the model did not call {part.end}, at which the next stage begins")
+            _raise_unsupported(f"the model did not call {part.end}, the first module of the next stage")
         return batches.tensors_of(batches.map_tensors(partial(_received_value, run), outputs))
 
     def _run_module(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run or skip a leaf module, or end the stage. Replaces the module's forward method.
+        """Run or skip a leaf module. Replaces the module's forward method.
 
-        Modules before the stage are skipped, and the first module after the stage ends it.
+        Modules before the stage are skipped, and the first module of the next stage ends the forward pass.
         """
         run = self._current.run
         if run is None or self._current.inside:
@@ -122,7 +122,7 @@ class Replay:
             self._current.inside = False
 
     def _hide_tensors(self, path: str, module: nn.Module, local_names: Collection[str]) -> None:
-        """Replace the tensors of other ranks with fake tensors, so that code between modules can use them."""
+        """Replace the tensors of other ranks with fake tensors, so that code between modules can refer to them."""
         meta_module = self._meta.model.get_submodule(path)
         for name in (*module._parameters, *module._buffers):
             if f"{path}.{name}".lstrip(".") not in local_names:
@@ -141,7 +141,7 @@ def _begin_stage(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _received_value(run: _Run, value: Any) -> Any:
-    """Return the received value that a fake tensor stands for. Other values are returned unchanged."""
+    """Return the received value that replaces a fake tensor. Values of other types are returned unchanged."""
     if not isinstance(value, FakeTensor):  # only the meta model creates fake tensors
         return value
     if id(value) not in run.received:

@@ -1,7 +1,7 @@
 """Pipeline schedules: the order in which each rank runs the forward and backward passes of its stages in a step.
 
-Stage s is on rank s mod n of n ranks. Receiving waits for the sender, but sending doesn't wait for the receiver.
-Therefore a schedule is free of deadlocks if, at any time, at least one rank has everything that its next action needs.
+Stage s is on rank s mod n of n ranks. A receive waits for the sender, but a send doesn't wait for the receiver.
+Therefore a schedule can't deadlock if, at any time, at least one rank has all inputs of its next action.
 
 - naive: one micro-batch at a time passes through all stages, while the other ranks wait.
 - gpipe: all forward passes, then all backward passes (Huang et al. 2019, "GPipe").
@@ -10,9 +10,9 @@ Therefore a schedule is free of deadlocks if, at any time, at least one rank has
   Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
 - interleaved: 1f1b with several stages on each rank, in rounds of micro-batches. With n stages per rank, the idle time
   at both ends of a step is divided by n (Narayanan et al. 2021, section 2.2.2).
-- zero_bubble: the backward pass is split in two. The input gradient is computed first, because the previous rank waits
-  for it. The weight gradient is computed later, when the rank would be idle (Qi et al. 2023, "Zero Bubble Pipeline
-  Parallelism", ZB-H1).
+- zero_bubble: the backward pass is split in two. The input gradients are computed first, because the previous rank
+  waits for them. The weight gradients are computed later, when the rank would be idle (Qi et al. 2023, "Zero Bubble
+  Pipeline Parallelism", ZB-H1).
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ _BOTH: Final[tuple[Kind, Kind]] = ("forward", "backward")
 
 
 class Action(NamedTuple):
-    """A forward or backward pass of a stage. `backward` is `backward_input` and `backward_weight` in one."""
+    """A forward or backward pass of a stage. `backward` combines `backward_input` and `backward_weight`."""
 
     kind: Kind
     stage: int
@@ -36,14 +36,14 @@ class Action(NamedTuple):
 
 
 def resolve_stages_per_rank(schedule: Schedule, stages_per_rank: int | None) -> int:
-    """Return `stages_per_rank`, or the default of the schedule if it is None."""
+    """Return `stages_per_rank`. If it is None, return the default of the schedule."""
     return stages_per_rank or (2 if schedule == "interleaved" else 1)
 
 
 def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, cut_modules: Sequence[str]) -> None:
     """Raise UsageError if the schedule doesn't support this number of stages per rank.
 
-    Also raises UsageError if `cut_modules` is set, but doesn't have one module for each stage except the first stage.
+    Also raises UsageError if `cut_modules` isn't empty, but doesn't list one module for each stage except the first.
     """
     if per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
         raise UsageError(
@@ -68,8 +68,8 @@ def schedule_actions(
 ) -> list[Action]:
     """Return the actions of `rank` in a step, in order.
 
-    Only the schedules interleaved and zero_bubble support several stages per rank. For each stage, actions of the same
-    kind are in micro-batch order.
+    Only the schedules `interleaved` and `zero_bubble` support several stages per rank. For each stage, actions of the
+    same kind are in micro-batch order.
     """
     if schedule in ("naive", "gpipe"):
         forwards, backwards = ([Action(kind, rank, number) for number in range(microbatches)] for kind in _BOTH)
@@ -80,8 +80,8 @@ def schedule_actions(
     rounds = split_range(microbatches, max(1, microbatches // ranks))
     forward_actions = list(_iterate_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
     backward_actions = list(_iterate_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
-    # With the interleaved schedule, warm up with two forward passes per following rank. The inputs of the next forward
-    # pass then arrive from the previous rank at the same time as the gradients arrive from the following rank.
+    # The interleaved schedule warms up with two forward passes for each following rank. The inputs from the previous
+    # rank then arrive at the same time as the gradients from the next rank.
     distance = (2 if schedule == "interleaved" else 1) * (ranks - 1 - rank)
     warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(forward_actions))
     order = _alternate(forward_actions, backward_actions, warm_up)
@@ -106,7 +106,7 @@ def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) ->
 
 
 def _delay_weight_gradients(order: Iterator[Action], delay: int) -> Iterator[Action]:
-    """Insert the weight gradient of each backward pass after `delay` more backward passes."""
+    """Insert the `backward_weight` action of each micro-batch after `delay` more backward passes."""
     delayed: list[Action] = []
     for action in order:
         yield action

@@ -1,11 +1,11 @@
 """The computation of a stage: forward passes, backward passes, and canonical sums of gradients and statistics.
 
-The inputs of a stage enter its autograd graph through a function that stores their gradients exactly as autograd
-computes them. Autograd leaf tensors can't be used as inputs: their `grad` can get a different memory layout, and a
-stage can't modify them in place.
+The inputs of a stage enter its autograd graph through an autograd function that stores their gradients exactly as
+computed. Autograd leaves can't be used as inputs, because autograd can change the memory layout of their `grad`, and
+because a stage can't modify them in place.
 
 If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), the forward passes of the
-leaves run interleaved, and a single backward pass goes through all of their graphs (parallel/cooperative.py,
+leaves are interleaved, and a single backward pass goes through all of their graphs (parallel/cooperative.py,
 parallel/isolated_grads.py).
 """
 
@@ -40,13 +40,13 @@ from lockstep.parallel.isolated_grads import IsolatedGradients
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
 Pairs = list[tuple[GradientEdge, Tensor]]
-LentGradients = Sequence[tuple[nn.Parameter, Tensor]]  # lent parameters, with the gradients of the borrowing stages
+LentGradients = Sequence[tuple[nn.Parameter, Tensor]]  # lent parameters with the gradients from the borrowers
 
-_SENT_BYTES: Final = 32 << 20  # bucket size, which limits the memory for flat copies of gradients
+_SENT_BYTES: Final = 32 << 20  # bucket size; limits the memory of the flat copies of gradients
 
 
 class Forward(NamedTuple):
-    """The forward pass of leaf `number` of the reduction tree. `compute` maps `inputs` to the outputs of the stage."""
+    """A forward pass of a stage on leaf `number` of the reduction tree. `compute` maps `inputs` to the outputs."""
 
     number: int
     inputs: Values
@@ -54,7 +54,7 @@ class Forward(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of a backward pass: the gradients of the stage's outputs, and the gradients of borrowing stages."""
+    """The inputs of a backward pass: the gradients of the stage's outputs, and the borrowers' gradients."""
 
     gradients: Values
     lent: LentGradients = ()
@@ -74,7 +74,7 @@ class _Leaf:
     number: int
     differentiable_inputs: list[Tensor]  # the inputs that require a gradient
     input_grads: dict[int, Tensor]  # by input index, filled in the backward pass
-    num_inputs: int  # number of inputs
+    num_inputs: int
     edges: list[GradientEdge | None]  # of the outputs; None if an output requires no gradient
 
     def list_input_gradients(self) -> Gradients:
@@ -83,7 +83,7 @@ class _Leaf:
 
 @dataclass(eq=False)
 class _InFlight:
-    """A micro-batch between its forward and backward pass. `isolated` is only set if it has several leaves."""
+    """A micro-batch between its forward and backward pass. `isolated` is None if the micro-batch is a single leaf."""
 
     leaves: list[_Leaf]
     isolated: IsolatedGradients | None
@@ -93,10 +93,10 @@ class _InFlight:
 @final
 @dataclass(eq=False)
 class Stage:
-    """A stage of a model with the tensors of `part`. If `recompute` is set, it saves inputs instead of activations.
+    """A stage of a model. `part` contains its tensors.
 
-    `borrowed` are parameters that another stage owns. Backward passes return their gradients, so that the engine can
-    send them to the owner.
+    If `recompute` is set, the stage saves its inputs instead of its activations. `borrowed` are the parameters that a
+    different stage owns. Backward passes return their gradients, so that the engine can send them to the owner.
     """
 
     part: InitVar[nn.Module]
@@ -119,9 +119,9 @@ class Stage:
     def forward(self, forwards: Sequence[Forward], samples: int, module: nn.Module) -> list[list[Tensor | int]]:
         """Run the forward passes of the leaves of a micro-batch, and return the detached outputs of each leaf.
 
-        `samples` is the number of samples in the micro-batch, and `module` has the parameters of the stage. In later
-        calls, the micro-batch is identified by the number of its first leaf. With recomputation, each forward pass runs
-        again before the backward pass, and must have the same results.
+        `samples` is the number of samples in the micro-batch, and `module` has the parameters of the stage. The other
+        methods identify the micro-batch by the number of its first leaf. With recomputation, each forward pass runs
+        again before the backward pass, and must return the same results.
         """
         number = forwards[0].number
         self.running.before_forward()
@@ -137,7 +137,7 @@ class Stage:
         return [[_detach(output) for output in leaf_outputs] for leaf_outputs in outputs]
 
     def backward(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
-        """Run the full backward pass of micro-batch `number`, and return the results for each leaf."""
+        """Run the backward pass of micro-batch `number`, and return the results for each leaf."""
         in_flight = self._in_flight.pop(number)()
         isolated = in_flight.isolated
         leaves_and_inputs = list(zip(in_flight.leaves, inputs, strict=True))
@@ -155,10 +155,10 @@ class Stage:
         return results
 
     def backward_input(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
-        """Like `backward`, but defer the computation of the weight gradients to `backward_weight`.
+        """Compute the input gradients of micro-batch `number`, and leave the weight gradients to `backward_weight`.
 
-        If the stage has borrowed parameters, nothing is deferred. The micro-batch must be a single leaf of the
-        reduction tree.
+        The micro-batch must be a single leaf of the reduction tree. If the stage has borrowed parameters, all gradients
+        are computed immediately.
         """
         in_flight = self._in_flight.pop(number)()
         [leaf], [(gradients, borrowed_gradients)] = in_flight.leaves, inputs
@@ -174,7 +174,7 @@ class Stage:
         return [BackwardResult(leaf.list_input_gradients(), self._pop_borrowed_gradients())]
 
     def backward_weight(self, number: int) -> None:
-        """Run the part of the backward pass that `backward_input` deferred."""
+        """Compute the weight gradients of micro-batch `number`, which `backward_input` deferred."""
         in_flight = self._deferred.pop(number)
         assert in_flight.finish is not None
         [leaf] = in_flight.leaves
@@ -198,9 +198,9 @@ class Stage:
             set_gradients(bucket, unflatten(across(flat, leaves, allocate_sum(bucket)), bucket))
 
     def average_statistics(self, leaves: int, samples: int, across: CanonicalSum) -> None:
-        """Set `observations` to the mean statistics over the samples of a step.
+        """Set `observations` to the BatchNorm statistics of a step, averaged over its samples.
 
-        All ranks with this stage must call it.
+        All ranks with this stage must call this method.
         """
         if self.running.size:
             like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
@@ -237,7 +237,7 @@ class Stage:
 
 @final
 class _Enter(torch.autograd.Function):
-    """The identity for an input of a stage. Its backward pass stores the gradient in `input_grads`, and ends there."""
+    """The identity. In the backward pass, stores the gradient in `input_grads` instead of propagating it."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, input_grads: dict[int, Tensor], index: int) -> Tensor:
@@ -312,7 +312,7 @@ def _start_split_backward(
 ) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
     groups = backward_input(edges, gradients, leaf.differentiable_inputs, parameters)
-    # Clone a weight gradient that shares memory with a tensor that is being sent, because gradients are added in place.
+    # Clone weight gradients that share memory with a tensor that is being sent, because gradients are added in place.
     pointers = {gradient.data_ptr() for gradient in [*gradients, *leaf.input_grads.values()]}
 
     def finish() -> list[Tensor]:
@@ -332,8 +332,8 @@ def _reaches_input(node: Node) -> bool:
 def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients) -> list[Tensor]:
     """Return the gradients of `parameters`, and set their `grad` to None. Missing gradients are zeros.
 
-    Each gradient has the strides of its parameter. For lent parameters, the gradients of the borrowing
-    stage are added in their own dtype, in autograd's order.
+    Each gradient has the strides of its parameter. The gradients of lent parameters include `borrowed_gradients`, which
+    are added in their own dtype and in autograd's order.
     """
     for parameter, gradient in borrowed_gradients:
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad

@@ -1,4 +1,4 @@
-"""Optimizer state in a pipeline, saved with the same parameter names and group numbers as in a single process."""
+"""The optimizer state of a pipeline, with the same parameter names and group numbers as in a single process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
@@ -18,10 +18,10 @@ from lockstep.parallel.optimizer_state import GROUP, NamedParameter, load_optimi
 
 
 def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy: str) -> None:
-    """Raise UsageError if the update of a parameter depends on other parameters, which are on other ranks.
+    """Raise UsageError if the update of a parameter depends on other parameters, which can be on other ranks.
 
-    Small parameters with these numbers of dims are updated together and one by one. The updates must be equal. The
-    gradients are large, so that an optimizer that clips them does so.
+    The check updates small parameters with these numbers of dims, once with a single optimizer and once with one
+    optimizer each, and compares the results. Their gradients are large enough for an optimizer with clipping to clip.
     """
     shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
     joint = [_make_small_parameter(*shape) for shape in shapes]
@@ -32,15 +32,15 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
         optimizer.step()
     if not all(torch.equal(first, second) for first, second in zip(joint, one_by_one, strict=True)):
         raise UsageError(
-            f"strategy {strategy}: optimizer {type(joint_optimizer).__name__} updates a parameter depending on other "
-            f"parameters, for example if it clips their gradients together; use recipe.clip_norm to clip, or use a "
-            f"different optimizer"
+            f"strategy {strategy}: with optimizer {type(joint_optimizer).__name__}, the update of a parameter depends "
+            f"on other parameters, for example because it clips all gradients together; clip with recipe.clip_norm, "
+            f"or use a different optimizer"
         )
 
 
 @final
 class OptimizerNames:
-    """The parameter names in each group of the full model's optimizer. Saves and loads the state of each rank."""
+    """Names the optimizer state of each rank as in the full model's optimizer, to save and load it."""
 
     def __init__(self, trained: Sequence[NamedParameter], optimizer: Optimizer) -> None:
         by_parameter = {parameter: name for name, parameter in trained}
@@ -53,9 +53,9 @@ class OptimizerNames:
     ) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         """Return the optimizer state of the full model, with tensors as shards. All ranks must call this method.
 
-        The result has the same form as `optimizer_state` in a single process. `optimizer` is the optimizer of this
-        rank, and `slots` is the layout of its tensors. If several ranks have the same tensors, set `primary` on one of
-        them.
+        The result has the same format as that of `optimizer_state` in a single process. `optimizer` is the optimizer of
+        this rank, and `slots` is the layout of its tensors. If several ranks have the same tensors, set `primary` on
+        exactly one of them.
         """
         tensors_here, scalars = optimizer_state(slots.trained, optimizer)
         groups = self._global_group_numbers(slots.trained, optimizer)
@@ -84,7 +84,7 @@ class OptimizerNames:
     def load(
         self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
-        """Load this rank's part of a state from `state`, given the full tensors."""
+        """Load this rank's part of an optimizer state that `state` has returned. `tensors` are full tensors."""
         groups = self._global_group_numbers(slots.trained, optimizer)
         names = {name for name, _ in slots.trained}
         own_tensors: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ class OptimizerNames:
         load_optimizer_state(slots.trained, optimizer, own_tensors, own_scalars)
 
     def _global_group_numbers(self, trained: Sequence[NamedParameter], optimizer: Optimizer) -> list[int]:
-        """Return the number of each of this rank's parameter groups in the full model's optimizer."""
+        """Return the group number in the full model's optimizer for each of this rank's parameter groups."""
         by_parameter = {parameter: name for name, parameter in trained}
         return [
             self._group_of[by_parameter[group["params"][0]]] if group["params"] else number

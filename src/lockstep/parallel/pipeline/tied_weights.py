@@ -1,8 +1,8 @@
-"""Weights that are tied between two stages of a pipeline. The stage with the embedding owns and lends these weights.
+"""Weights that are tied between two stages of a pipeline.
 
-The owner trains the weights. For each micro-batch, the borrower sends its gradient to the owner. The owner adds its own
-gradient, like autograd in a single process, before the sum over micro-batches. After each change of the weights, the
-owner sends the new values to the borrower.
+The stage with the embedding owns the weights and updates them. The other stage borrows them. For each micro-batch, the
+borrower sends its gradient to the owner. The owner adds its own gradient, as autograd does in a single process, before
+the sum over micro-batches. Whenever the weights change, the owner sends the new values to the borrower.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from lockstep.errors import TrainingError
 
 @dataclass(frozen=True, eq=False)
 class TiedWeight:
-    """A tensor that stage `owner` lends to stage `borrower`. All ranks use the same `number` for it."""
+    """A tensor that stage `owner` lends to stage `borrower`. Its `number` is the same on all ranks."""
 
     number: int
     name: str
@@ -30,9 +30,9 @@ class TiedWeight:
 
 @final
 class _LookupCounts(local):
-    """The number of look-ups in each embedding in a forward pass.
+    """The number of calls of each embedding in the current forward pass.
 
-    Thread-local, because forward passes can interleave.
+    Thread-local, because interleaved forward passes run on separate threads.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _LookupCounts(local):
 class TiedWeights:
     """The tied weights of `model`. `owner` and `borrower` map tensor names to stages (`Ownership` in cut.py).
 
-    A rank has the values of the weights that its stages own or borrow.
+    A rank holds the values of the weights that its stages own or borrow.
     """
 
     def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
@@ -62,16 +62,16 @@ class TiedWeights:
                     module.register_forward_pre_hook(self._count_lookup)
 
     def lent_by(self, stage: int) -> Iterator[TiedWeight]:
-        """Yield the trainable weights that `stage` lends. It receives their gradients from the borrowers."""
+        """Return the trainable weights that `stage` lends. It receives their gradients from the borrowers."""
         return (tie for tie in self.all if tie.owner == stage and tie.tensor.requires_grad)
 
     def borrowed_by(self, stage: int) -> Iterator[TiedWeight]:
-        """Yield the trainable weights that `stage` borrows. It sends their gradients to the owners."""
+        """Return the trainable weights that `stage` borrows. It sends their gradients to the owners."""
         return (tie for tie in self.all if tie.borrower == stage and tie.tensor.requires_grad)
 
     @torch.no_grad()
     def convert(self, stages: Mapping[int, object], dtype: torch.dtype) -> None:
-        """Convert borrowed weights to the compute dtype, as weights.py does for all other weights."""
+        """Convert this rank's borrowed weights to the compute dtype, as weights.py does for its own weights."""
         for tie in self.all:
             if tie.borrower in stages and tie.owner not in stages and isinstance(tie.tensor, nn.Parameter):
                 tie.tensor.data = tie.tensor.data.to(dtype)
@@ -79,7 +79,7 @@ class TiedWeights:
                     tie.tensor.grad_dtype = None
 
     def begin_forward(self) -> None:
-        """Reset the look-up counts of this thread. Call this method before each forward pass of a stage."""
+        """Reset the embedding call counts of this thread. Call this before each forward pass of a stage."""
         self._lookup_counts.count.clear()
 
     def end_forward(self) -> None:

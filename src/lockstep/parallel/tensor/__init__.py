@@ -1,4 +1,4 @@
-"""Tensor parallelism: matrix products are split into chunks of features, which are distributed over ranks.
+"""Tensor parallelism: splits matrix products into chunks of features, and distributes the chunks over ranks.
 
 Shape suffixes: `inputs_NI` has shape [n, i].
 
@@ -7,6 +7,6 @@ Shape suffixes: `inputs_NI` has shape [n, i].
     O   output features of a layer or a chunk    D   features of a table row, or of an expert
     K   experts selected for a row               P   pairs of a row and an expert of a group
 
-If the inputs of a layer are split, I is the number of input features of one chunk. Weights have torch's layout:
-weight_OI.
+If the inputs of a layer are split, I is the number of input features of one chunk. Weights have the layout of
+nn.Linear: weight_OI.
 """

@@ -1,4 +1,4 @@
-"""Built-in plans: by module class for timm and Lockstep models, and from the model's own plan for transformers."""
+"""Built-in plans: by module class for timm and Lockstep, and converted from the model's plan for transformers."""
 
 from fnmatch import fnmatchcase
 from typing import Final
@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.parallel.tensor.experts import takes_pairs
 
-# Maps each module class to the kinds of its layers, by name relative to the module. The name "" is the module itself.
+# The kinds of the layers of each module class, by name within the module. The name "" is the module itself.
 _MODULES: Final = {
     "timm.layers.attention.Attention": {
         "": "heads:num_heads,attn_dim",
@@ -21,12 +21,12 @@ _MODULES: Final = {
     "lockstep.models.gpt.Attention": {"": "heads:heads", "queries_keys_values": "colwise:3", "out": "rowwise"},
     "lockstep.models.gpt.Block": {"": "region:feed_forward", "up": "colwise", "down": "rowwise"},
 }
-# Maps the supported kinds of transformers plans to Lockstep kinds. Groups that contain any other kind aren't split.
+# The supported kinds in transformers plans and their Lockstep kinds. Groups that contain any other kind aren't split.
 _KINDS: Final = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "shared"}
 
 
 def built_in_plan(model: nn.Module) -> dict[str, str]:
-    """Return the built-in plan of a model by module name, or {} if Lockstep knows none of its layers."""
+    """Return the kind of each layer that the built-in plan of a model splits, by module name. Can be empty."""
     plan = {}
     for name, module in model.named_modules():
         for layer, kind in _MODULES.get(f"{type(module).__module__}.{type(module).__qualname__}", {}).items():
@@ -36,7 +36,7 @@ def built_in_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _convert_transformers_plan(model: nn.Module) -> dict[str, str]:
-    """Convert the plan of a transformers model. Leaves out groups of modules that contain an unsupported kind."""
+    """Convert the plan of a transformers model. Skips groups of modules that contain an unsupported kind."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     prefix_dot = f"{prefix}." if prefix and prefix in dict(model.named_children()) else ""

@@ -1,4 +1,4 @@
-"""An engine wrapper that saves and loads the state of a chunked model in the shapes of the unchunked model."""
+"""An engine wrapper that saves and loads the state of a chunked model in the layout of the original model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from lockstep.parallel.engine import Engine, State
 
 @final
 class CanonicalState:
-    """Wraps `engine`. Rearranges the tensors in `chunked` and their optimizer state to the unchunked layout."""
+    """Wraps `engine`. Converts the parameters in `chunked` and their optimizer state to the original layout."""
 
     def __init__(self, engine: Engine, chunked: Mapping[str, Chunked]) -> None:
         self._engine = engine
@@ -23,7 +23,7 @@ class CanonicalState:
 
     @property
     def audited(self) -> int:
-        """The number of steps that passed an audit."""
+        """The number of steps for which the engine's audits passed."""
         return getattr(self._engine, "audited", 0)
 
     def gradients(self) -> dict[str, MaybeSharded]:
@@ -59,7 +59,7 @@ class CanonicalState:
         return rows
 
     def _find_chunked(self, name: str) -> Chunked | None:
-        """Return how a parameter or its optimizer slot (`<parameter>/<slot>`) is chunked, or None if it isn't."""
+        """Return how a parameter or its optimizer slot (`PARAMETER/SLOT`) is chunked, or None if it isn't chunked."""
         return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])
 
 

@@ -1,11 +1,12 @@
 """Regions: parts of a model that are split into chunks of features and computed one chunk at a time.
 
-Shoeybi et al. 2019, "Megatron-LM", section 3: a layer with split outputs needs no communication, and a layer with split
-inputs computes partial sums. Unlike in Megatron-LM, the unit of computation is a chunk. The code from such a first
-layer to the last layer, a *region*, is called once for each chunk, on the rank that holds the chunk. Therefore matrix
-products, activations, attention and dropout always have the shape and the random numbers of one chunk. The reduction
-tree (core/tree.py) adds the partial sums, first within a rank and then over the ranks along the tensor axis of the
-mesh. This means that the results have the same bits for any number of ranks.
+As in Megatron-LM (Shoeybi et al. 2019, section 3), the outputs of the first layers and the inputs of the last layer are
+split. The first layers need no communication, and the last layer computes partial sums. Unlike in Megatron-LM, the unit
+of computation is a chunk. The code from the first layers to the last layer is a *region*. A region is called once for
+each chunk, on the rank that holds the chunk. Therefore matrix products, activations, attention and dropout always have
+the shape and the random numbers of one chunk. The reduction tree (core/tree.py) adds the partial sums, first within a
+rank and then over the ranks along the tensor axis of the mesh. This way, the results have the same bits for any number
+of ranks.
 
 For example, a rank with chunks 2 and 3 computes a region in these phases:
 
@@ -14,7 +15,7 @@ For example, a rank with chunks 2 and 3 computes a region in these phases:
 2. The last layer (`RowLinear`) stores its inputs and ends the call.
 3. It calls the region for chunk 3. The first layers return the stored outputs of chunk 3.
 4. Now the last layer has the inputs of all chunks of this rank, and returns the sum over all ranks. The generators
-   continue from their state before they were seeded for chunk 2, and the rest of the module is computed once.
+   are restored to their states from before chunk 2, and the rest of the module is computed once.
 """
 
 import threading
@@ -34,10 +35,10 @@ from lockstep.core.tree import Counter, LeafBlock
 
 
 class ForwardGroup(Protocol):
-    """The `count` forward passes that execute regions together. This rank runs those with `local_indices`.
+    """A group of `count` forward passes that execute regions together.
 
-    By default, there is one forward pass. If ranks split sequences outside regions (sequence_parallel.py), there is one
-    forward pass for each chunk of a sequence.
+    This rank runs the forward passes with `local_indices`. By default, there is only one forward pass. If ranks split
+    sequences outside regions (sequence_parallel.py), there is one forward pass for each chunk of a sequence.
     """
 
     @property
@@ -50,7 +51,7 @@ class ForwardGroup(Protocol):
     def in_progress(self) -> bool: ...
 
     def enter(self, region: "Region", call: partial[Any]) -> None:
-        """Announce that a forward pass of this rank calls `region`, so that other ranks can call the region too."""
+        """Announce that a forward pass of this rank calls `region`, so that all ranks call the region."""
 
     def exchange(self, label: str, joint: Callable[[Sequence[Any]], Sequence[Any]], inputs: Any) -> Any:
         """Call `joint` with the `inputs` of all forward passes, and return the result for this forward pass.
@@ -62,15 +63,15 @@ class ForwardGroup(Protocol):
         """Return the tensors of all forward passes. `local` contains this rank's tensors, all of the same shape."""
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], num_chunks: int) -> list[Tensor]:
-        """Return the sum over all chunks of a region, for each forward pass of this rank.
+        """Sum over all chunks of a region on all ranks. Returns the sum for each forward pass of this rank.
 
-        `pieces` contains this rank's partial sums for each forward pass, by block of the reduction tree.
+        `pieces` contains this rank's partial sums for all forward passes, by block of the reduction tree.
         """
 
 
 @final
 class Region:
-    """A region that is split into `num_chunks` chunks. This rank computes `local_chunks`: by default, all chunks."""
+    """A region with `num_chunks` chunks. This rank computes `local_chunks`, which defaults to all chunks."""
 
     def __init__(self, num_chunks: int, name: str) -> None:
         self.num_chunks = num_chunks
@@ -82,17 +83,17 @@ class Region:
         self._calls = _RegionCalls()
 
     def distribute(self, rank: int, ranks: int, canonical_sum: CanonicalSum) -> None:
-        """Distribute the chunks over `ranks` ranks. This rank is `rank`, and `canonical_sum` sums over the ranks."""
+        """Keep only the chunks of rank `rank` of `ranks`. From now on, sum over these ranks with `canonical_sum`."""
         self.local_chunks = get_subrange(self.num_chunks, ranks, rank)
         self._canonical_sum = canonical_sum
 
     def call_for_earlier_chunks(self, call: partial[Any]) -> None:
-        """Call the region for each chunk of this rank except the last, for which the caller must call the region."""
+        """Call the region for all chunks of this rank except the last. The caller must call it for the last chunk."""
         self.forward_group.enter(self, call)
         self._call(call, len(self.local_chunks) - 1)
 
     def visit(self, call: partial[Any]) -> None:
-        """Call the region for all chunks of this rank, for a forward pass on another rank (sequence_parallel.py)."""
+        """Call the region for all chunks of this rank, for a different rank's forward pass (sequence_parallel.py)."""
         self._call(call, len(self.local_chunks))
 
     def _call(self, call: partial[Any], times: int) -> None:
@@ -111,7 +112,7 @@ class Region:
 
     @property
     def forward_group(self) -> ForwardGroup:
-        """The forward passes that execute the region together."""
+        """The group of forward passes that currently execute the region."""
         return (
             self.sequence_forwards
             if self.sequence_forwards is not None and self.sequence_forwards.in_progress
@@ -126,8 +127,8 @@ class Region:
     def outputs_for_chunk(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the outputs of `layer` for the current chunk.
 
-        For the first chunk, `compute` is called. It must return the outputs for all chunks of this rank in chunk order,
-        with the same number of tensors for each chunk. Later chunks reuse these outputs.
+        In the first call, `compute` computes the outputs for all chunks of this rank. It must return them in chunk
+        order, with the same number of tensors for each chunk. The calls for later chunks reuse these outputs.
         """
         region_call = self._calls.active
         if region_call is None:
@@ -143,7 +144,10 @@ class Region:
         return region_call.outputs[layer][region_call.current * count : (region_call.current + 1) * count]
 
     def gather_inputs(self, inputs: Tensor) -> list[Tensor]:
-        """Store the last layer's inputs, and return those of all chunks. Raises ChunkDone before the last chunk."""
+        """Store the last layer's inputs for the current chunk. Raises ChunkDone until the last chunk.
+
+        For the last chunk, returns the inputs for all chunks of this rank.
+        """
         region_call = self._calls.active
         if region_call is None:
             raise RuntimeError(
@@ -158,7 +162,10 @@ class Region:
         return region_call.inputs
 
     def iterate_chunks(self, training: bool) -> Iterator[tuple[int, int]]:
-        """Yield the local and global index of each chunk of this rank. In training, seeds the generators for it."""
+        """Yield the local and the global index of each chunk of this rank.
+
+        If `training` is set, the generators are seeded for each chunk before it is yielded.
+        """
         rng = ChunkRng()
         for index, chunk in enumerate(self.local_chunks):
             if training:
@@ -167,32 +174,32 @@ class Region:
         rng.resume()
 
     def row_ranges(self, length: int) -> list[range]:
-        """Return the range of rows of each chunk of this rank, if `length` rows are split into all chunks."""
+        """Split `length` rows into chunks, and return the range of rows of each of this rank's chunks."""
         return [get_subrange(length, self.num_chunks, chunk) for chunk in self.local_chunks]
 
     def gather_all(self, tensor: Tensor) -> Tensor:
-        """Gather `tensor` from all ranks, and return the tensors of all chunks in chunk order along dim 0.
+        """All-gather one tensor per chunk. Returns the tensors of all chunks, stacked along dim 0 in chunk order.
 
-        `tensor` contains one tensor for each chunk of this rank, stacked along dim 0. All ranks must call this method.
+        `tensor` contains the tensors of this rank's chunks, stacked along dim 0. All ranks must call this method.
         """
         return self._canonical_sum.stack_ranks(tensor).flatten(0, 1)
 
     def sum_chunks(self, partials: Iterable[Tensor]) -> Tensor:
-        """Return the sum over all chunks of all ranks. `partials` yields one tensor for each chunk of this rank.
+        """Return the sum over the chunks of all ranks. `partials` yields one tensor for each chunk of this rank.
 
-        All tensors have the same shape, and may be overwritten. `partials` is consumed lazily, so that only a few
-        tensors are in memory at the same time. All ranks must call this method in the same order.
+        The tensors must have the same shape, and may be overwritten. They are consumed lazily, so that only a few are
+        in memory at the same time. All ranks must call this method in the same order.
         """
         return self.sum_pieces(self.reduce_locally(partials))
 
     def sum_pieces(self, pieces: Mapping[LeafBlock, Tensor]) -> Tensor:
-        """Return the sum over all chunks of all ranks, given this rank's partial sums from `reduce_locally`."""
+        """Return the sum over the chunks of all ranks, given this rank's partial sums from `reduce_locally`."""
         like = next(iter(pieces.values()))
         flat = {block: piece.reshape(-1) for block, piece in pieces.items()}
         return self._canonical_sum(flat, self.num_chunks, like.reshape(-1)).view(like.shape)
 
     def reduce_locally(self, partials: Iterable[Tensor]) -> dict[LeafBlock, Tensor]:
-        """Add the tensors as far as the reduction tree allows without communication. Returns partial sums by block."""
+        """Add the tensors of this rank's chunks. Returns the partial sums by block of the reduction tree."""
         counter: Counter[Tensor] = Counter(add_)
         for chunk, partial_sum in zip(self.local_chunks, partials, strict=True):
             counter.push(chunk, partial_sum)
@@ -201,7 +208,7 @@ class Region:
 
 @final
 class _SingleForward:
-    """A single forward pass, which needs no communication between forward passes."""
+    """A ForwardGroup with a single forward pass."""
 
     def __init__(self, region: Region) -> None:
         self.count, self.local_indices, self.in_progress = 1, range(1), True
@@ -215,7 +222,7 @@ class _SingleForward:
         return joint([inputs])[0]
 
     def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """See ForwardGroup. Returns contiguous tensors, as a gather does, because strides can change kernel results."""
+        """See ForwardGroup. Returns contiguous tensors, like a real gather, because strides can change the bits."""
         return [tensor.contiguous() for tensor in local]
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], num_chunks: int) -> list[Tensor]:
@@ -225,7 +232,7 @@ class _SingleForward:
 
 @dataclass(eq=False)
 class _RegionCall:
-    """The state of a call of a region: its RNG, the outputs of its first layers and the inputs of its last layer."""
+    """The state of a call of a region: its RNG, its first layers' outputs and its last layer's inputs."""
 
     rng: "ChunkRng"
     outputs: dict[nn.Module, Sequence[Tensor]] = field(default_factory=dict)  # for all chunks of this rank
@@ -234,19 +241,19 @@ class _RegionCall:
 
 
 class _RegionCalls(threading.local):
-    """The call in progress on this thread. Interleaved forward passes have separate threads (cooperative.py)."""
+    """The region call in progress on this thread. Interleaved forward passes run on separate threads."""
 
     active: _RegionCall | None = None
 
     def __reduce__(self) -> "tuple[type[_RegionCalls], tuple[()]]":
-        """Make deep copies of a model possible. The copy has no call in progress."""
+        """Allow deep copies of a model, in which no call is in progress."""
         return _RegionCalls, ()
 
 
 class ChunkDone(BaseException):
     """Raised to end the execution of a region for one chunk.
 
-    A BaseException, because the code of the region may catch any Exception.
+    A BaseException, so that user code with `except Exception` doesn't catch it.
     """
 
 
@@ -254,9 +261,9 @@ class ChunkDone(BaseException):
 class ChunkRng:
     """Seeds the default random number generators for each chunk of a region.
 
-    Between the first layers and the last layer of a region, the generators are seeded with `key` and the index of the
-    chunk. The key is drawn when the first chunk begins. After the last layer, the generators continue from their state
-    after this draw.
+    Between the first layers and the last layer of a region, the generators are seeded with `key` and the chunk index.
+    The key is drawn from the generators at the start of the first chunk. After the last layer, the generators are
+    restored to their states from right after this draw.
     """
 
     def __init__(self) -> None:
@@ -269,26 +276,26 @@ class ChunkRng:
         self._seeded_chunk: int | None = None
 
     def begin_chunk(self, chunk: int) -> None:
-        """Seed the generators for a chunk, unless they already have this seed."""
+        """Seed the generators for a chunk, unless this chunk has already begun."""
         if chunk != self._seeded_chunk:
             self._seeded_chunk = chunk
             self.seed_chunk(self.key, chunk)
 
     @property
     def key(self) -> int:
-        """The key for the seeds of this call of the region. Drawn on first access."""
+        """The key from which the seeds of all chunks are derived. Drawn on first access."""
         if self._key is None:
             self._key = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
             self._states_after_key = self._get_states()
         return self._key
 
     def seed_chunk(self, key: int, chunk: int) -> None:
-        """Seed the generators for `chunk` with this key."""
+        """Seed the generators with a seed that is derived from `key` and `chunk`."""
         for generator in self._generators:
             generator.manual_seed(random.torch_seed(random.extend_key(key, chunk)))
 
     def rewind(self) -> None:
-        """Restore the generator states from before the key was drawn, for the next call of the region."""
+        """Restore the generator states from before the key was drawn, so that the next call draws the same numbers."""
         self._set_states(self._saved_states)
 
     def resume(self) -> None:

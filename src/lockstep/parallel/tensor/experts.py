@@ -2,23 +2,23 @@
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer". The inputs of an
 expert module are rows of features and, for each row, the indices and weights of the experts that a gate selected. The
-unit of computation is a call of the module's own code for a *group* of experts. The inputs of this call are the pairs
-of a row and an expert that belong to this group, in row order. Therefore the call has the same shape and order on any
-rank. The reduction tree (chunks.py) sums the outputs of the groups, and the gradients of the rows and weights.
+module's own code is called once for each *group* of experts. The inputs of a call are all pairs of a row and an expert
+of the group, in row order. Therefore the call has the same shape and order on any rank. The reduction tree (chunks.py)
+sums the outputs of the groups, and the gradients of the rows and weights.
 
-With expert parallelism, each rank has different micro-batches and some of the groups of experts: Lepikhin et al. 2021,
-"GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding" (ICLR). In a call of the module, all
-ranks take part in these phases:
+With expert parallelism, each rank has different micro-batches and a part of the groups (Lepikhin et al. 2021, "GShard:
+Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR). All ranks call the module at the same
+time, in three phases:
 
 1. Each rank sends its rows, with the indices and weights of the selected experts, to the ranks that hold the experts.
-2. Each rank calls its groups, separately for the rows of each source rank, i.e. of each micro-batch. Therefore a call
-   has the same shape, order and random numbers as in a single process.
+2. Each rank calls each of its groups once for every source rank. Therefore a call only has rows of one micro-batch,
+   and the same shape, order and random numbers as in a single process.
 3. Each rank sends the outputs back to the source ranks.
 
-The backward pass takes the same route in reverse. Each rank keeps the gradients of its experts separate for each
-micro-batch, and the reduction tree sums these gradients.
+The backward pass reverses these phases. Each rank keeps a separate gradient of its experts for each micro-batch, and
+the reduction tree sums these gradients.
 
-Shapes: n rows, d features, k experts for each row, p pairs of a group.
+Shapes: n rows, d features, k experts for each row, p pairs of a row and an expert of a group.
 """
 
 import inspect
@@ -40,32 +40,32 @@ from lockstep.parallel.tensor.layers import align, copy_for_chunks, replaced_par
 
 
 class Pairs(NamedTuple):
-    """The inputs of a group: `rows` [p, d], `experts` [p] as indices within the group, and `weights` [p]."""
+    """The inputs of a group of experts: `rows` [p, d], `experts` [p] (indices within the group) and `weights` [p]."""
 
     rows: Tensor
     experts: Tensor
     weights: Tensor
 
 
-# Computes the outputs [p, d] of several groups of experts from the pairs of each group.
+# Computes the outputs [p, d] of each of several groups of experts.
 ComputeGroups = Callable[[Sequence[Pairs]], Sequence[Tensor]]
 
 
 def takes_pairs(module: nn.Module) -> bool:
-    """Return whether the forward method of a module has three arguments, as for rows, expert indices and weights."""
+    """Return whether a module's forward method takes three arguments, such as rows, expert indices and weights."""
     return len(inspect.signature(module.forward).parameters) == 3
 
 
 @final
 class Experts:
-    """Replaces the forward method of `module`, whose parameters must have one row along dim 0 for each expert.
+    """Replaces the forward method of an expert module. Its parameters must have one row of dim 0 for each expert.
 
-    By default, this rank computes the groups in `region.local_chunks`. To dispatch rows to other ranks, replace
-    `compute_groups` with a Dispatch.
+    By default, this rank computes the groups in `region.local_chunks`. To dispatch rows to other ranks, set
+    `compute_groups` to a Dispatch.
     """
 
     def __init__(self, module: nn.Module, region: Region, group_size: int) -> None:
-        """Replace the forward method of `module`. Each call of its original code computes `group_size` experts."""
+        """Create a forward method that calls the original one with groups of `group_size` experts."""
         self.module = module
         self.region = region
         self.compute_groups: ComputeGroups = self._compute_groups
@@ -73,7 +73,7 @@ class Experts:
         self._group_size = group_size
 
     def __call__(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the outputs [n, d] of `experts` [n, k] for `rows` [n, d], weighted by `weights` [n, k]."""
+        """Return the sum of the outputs of `experts` [n, k] for `rows` [n, d], weighted by `weights` [n, k]: [n, d]."""
         if rows.ndim != 2 or experts.ndim != 2:
             raise UsageError(
                 f"recipe.model.plan: {self.region.name} is experts, but was called with rows of shape {[*rows.shape]} "
@@ -99,13 +99,13 @@ class Experts:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters of the module, with this rank's experts."""
+        """The module's own parameters by name. They only contain this rank's experts."""
         return dict(self.module.named_parameters(recurse=False))
 
     def compute(self, parameters: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
-        """Return the outputs [p, d] of a group of experts for `pairs`, with the `parameters` of the group."""
+        """Return the outputs [p, d] of a group of experts with these `parameters`."""
         rows, experts, weights = pairs
-        if not len(rows):  # keep the graph connected to rows and weights, so that all ranks have the same backward pass
+        if not len(rows):  # keep rows and weights in the graph, so that the backward pass is the same on all ranks
             return rows * weights[:, None]
         with replaced_parameters(self.module, {**self.module._parameters, **parameters}):
             return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
@@ -123,8 +123,8 @@ class Experts:
 
 
 def _pair_indices(relative: Tensor, count: int) -> Tensor:
-    """Return the indices of the pairs whose `relative` expert index is in [0, count)."""
-    if not has_values(relative):  # select all pairs, because only shapes matter on the meta device
+    """Return the positions in `relative`, a list of expert indices relative to a group, of those in [0, count)."""
+    if not has_values(relative):  # on the meta device, only the shapes matter, so select all pairs
         return torch.arange(len(relative), device=relative.device)
     return ((relative >= 0) & (relative < count)).nonzero().squeeze(1)
 
@@ -138,7 +138,7 @@ Gradients = dict[str, Tensor]  # by parameter name
 
 @final
 class Dispatch:
-    """Dispatches rows to the ranks that hold their experts. Each of the `ranks` ranks holds consecutive groups."""
+    """Dispatches rows to the ranks with their experts. Each of the `ranks` ranks holds consecutive groups."""
 
     def __init__(self, experts: Experts, rank: int, ranks: int, carrier: Carrier) -> None:
         self._experts = experts
@@ -150,7 +150,7 @@ class Dispatch:
         self._gradients_by_source: dict[int, Gradients] = {}
 
     def __call__(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
-        """Return the outputs of all groups for this rank's pairs. `pairs_by_group` covers the groups of all ranks."""
+        """Return the outputs of all groups on all ranks for this rank's rows. `pairs_by_group` covers all groups."""
         rng = ChunkRng()
         training = self._experts.module.training
         counts = [len(pairs.rows) for pairs in pairs_by_group]
@@ -170,7 +170,7 @@ class Dispatch:
         [experts] = self.exchange(
             sent_counts, received_counts, [torch.cat([pairs.experts for pairs in pairs_by_group])]
         )
-        # Rows arrive and return in the order of source ranks, and for each source rank in the order of groups.
+        # Rows arrive and return sorted by source rank, and then by group.
         lengths = [length for source_counts in counts_by_source for length in source_counts[:-1]]
         parts = zip(
             _split_rows(lengths, rows), torch.split(experts, lengths), _split_rows(lengths, weights), strict=True
@@ -194,9 +194,9 @@ class Dispatch:
     def exchange(
         self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send `sent_counts[r]` rows of each tensor to rank r, and receive `received_counts[r]` rows from rank r.
+        """Send `sent_counts[r]` rows of each tensor to each rank r, and receive `received_counts[r]` rows from it.
 
-        Returns the received tensors. Rows from this rank to itself are copied.
+        Returns the received rows of each tensor, in rank order. Rows that stay on this rank are copied.
         """
         arrived = [tensor.new_empty(sum(received_counts), *tensor.shape[1:]) for tensor in tensors]
         sent, received = [], []
@@ -218,7 +218,7 @@ class Dispatch:
     def _exchange_rows(
         self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Call `exchange`. In the backward pass, the gradients are sent in the opposite direction."""
+        """Call `exchange`. In the backward pass, send the gradients in the opposite direction."""
         return linear_map(
             partial(self.exchange, sent_counts, received_counts),
             partial(self.exchange, received_counts, sent_counts),
@@ -226,7 +226,7 @@ class Dispatch:
         )
 
     def accumulate_gradients(self, source: int, gradients: Sequence[Tensor | None]) -> None:
-        """Accumulate the parameter gradients for the micro-batch of rank `source`. None means no gradient."""
+        """Accumulate parameter gradients of rank `source`'s micro-batch. A gradient can be None."""
         gradients_of_source = self._gradients_by_source.setdefault(source, {})
         for name, gradient in zip(self._experts.parameters, gradients, strict=True):
             if gradient is not None:
@@ -235,14 +235,14 @@ class Dispatch:
                 )
 
     def pop_gradients(self) -> Mapping[int, Gradients]:
-        """Return the parameter gradients of the current round by source rank, and start a new round."""
+        """Return the parameter gradients of the current round by source rank, and clear them."""
         received, self._gradients_by_source = self._gradients_by_source, {}
         return received
 
     def _exchange_counts(self, counts: Sequence[int], key: int) -> list[list[int]]:
-        """Send each rank the number of rows for each of its groups, and this rank's RNG key.
+        """Exchange the number of rows for each group, and the RNG keys.
 
-        Returns a list for each source rank: the number of rows for each group of this rank, then the key.
+        Returns a list for each source rank: the number of its rows for each group of this rank, followed by its key.
         """
         device = next(iter(self._experts.parameters.values())).device
         announcement = [
@@ -254,7 +254,7 @@ class Dispatch:
 
 
 class _GradientsBySource(torch.autograd.Function):
-    """Returns one alias of each parameter per source rank, and passes their gradients to `dispatch` without adding."""
+    """Returns one alias of each parameter per source rank. Passes the gradient of each alias to `dispatch`."""
 
     @staticmethod
     def forward(ctx: Any, dispatch: Dispatch, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -271,12 +271,12 @@ class _GradientsBySource(torch.autograd.Function):
 
 
 def _split_rows(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
-    """Split the rows of a tensor into parts with separate memory, so that each part is aligned (align in layers.py)."""
+    """Split the rows of a tensor, and copy each part, so that its memory is aligned (see align in layers.py)."""
     return linear_map(partial(_clone_parts, lengths), _concatenate, [tensor])
 
 
 def _join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the rows of `parts`. In the backward pass, each part gets a gradient with separate memory."""
+    """Concatenate the rows of `parts`. In the backward pass, the gradient of each part has its own memory."""
     [joined] = linear_map(_concatenate, partial(_clone_parts, [len(part) for part in parts]), parts)
     return joined
 

@@ -1,9 +1,9 @@
 """The layers of a region: linear layers with split outputs, a linear layer with split inputs, and shared layers.
 
-A first layer and a last layer have six matrix products in the forward and backward pass. Two of these products sum
-over the split dimension: the output of the last layer, and the input gradient of the first layer. They must be computed
-chunk by chunk. The other four are also computed chunk by chunk, although a single product for all chunks of a rank
-might have the same bits. This depends on the kernel, and would have to be verified for each shape.
+The forward and backward pass of a first and a last layer consist of six matrix products. Two of them sum over the split
+dimension, and must be computed chunk by chunk: the output of the last layer, and the input gradient of the first layer.
+The other four products are also computed chunk by chunk. A single product for all chunks of a rank might have the same
+bits, but this depends on the kernel and would have to be verified for each shape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ _ALIGNED: Final = 16  # bytes
 
 @final
 class ColumnLinear(nn.Module):
-    """A first layer of a region. The weight has the shape [chunks * outputs per chunk, inputs].
+    """A linear layer with split outputs: a first layer of a region.
 
-    This rank only has the rows of its own chunks.
+    The full weight has shape [chunks * outputs per chunk, inputs]. This rank only has the rows of its own chunks.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, region: Region) -> None:
@@ -45,9 +45,10 @@ class ColumnLinear(nn.Module):
 
 @final
 class RowLinear(nn.Module):
-    """The last layer of a region. The weight has the shape [chunks * outputs, inputs per chunk].
+    """A linear layer with split inputs: the last layer of a region.
 
-    This rank only has the rows of its own chunks. The full bias is added once, to the sum over all chunks.
+    The full weight has shape [chunks * outputs, inputs per chunk]. This rank only has the rows of its own chunks. The
+    bias isn't split, and is added to the sum over all chunks.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, region: Region) -> None:
@@ -57,21 +58,21 @@ class RowLinear(nn.Module):
         self.region = region
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs, which are the same on all ranks that share the chunks."""
+        """Return the sum over all chunks. It is the same on all ranks."""
         inputs_by_chunk = [tensor.reshape(-1, tensor.shape[-1]) for tensor in self.region.gather_inputs(inputs)]
         bias, weight, *inputs_by_chunk = _autocast(self.bias, self.weight, *inputs_by_chunk)
         label = f"the last layer of {self.region.name}"
         total: Tensor | None = self.region.forward_group.exchange(
             label, partial(_multiply_rows, self.region), (weight, inputs_by_chunk)
         )
-        if total is None:  # this forward pass belongs to another rank, which continues it
+        if total is None:  # this forward pass belongs to a different rank, and continues there
             raise ChunkDone
         outputs = total.view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
 
 
 def compute_columns(region: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
-    """Return the outputs of each chunk of this rank for `inputs` [n, i]. `weight` contains the rows of these chunks."""
+    """Return the outputs [n, o] for each chunk of this rank. `weight` contains the rows of these chunks."""
     operands = _autocast(bias, weight, inputs.contiguous())
     outputs: Sequence[Tensor] = region.forward_group.exchange(
         f"a layer of {region.name}", partial(_multiply_columns, region), operands
@@ -80,7 +81,7 @@ def compute_columns(region: Region, bias: Tensor | None, weight: Tensor, inputs:
 
 
 def share_parameters(layer: nn.Module, region: Region) -> None:
-    """Use `layer`, e.g. a norm of each head, in every chunk. Its gradients are summed over all chunks."""
+    """Let each chunk use `layer`, for example a norm of each head. Its gradients are summed over all chunks."""
     # Replace the method instead of the layer, so that parameter names don't change.
     layer.forward = partial(_forward_with_copies, layer, region, layer.forward)
 
@@ -102,7 +103,7 @@ def copy_for_chunks(region: Region, tensors: Sequence[Tensor]) -> Sequence[Tenso
 
 @contextmanager
 def replaced_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
-    """Context manager that temporarily replaces the direct parameters of `module` with `parameters`."""
+    """Replace the direct parameters of `module` with `parameters` in the `with` block."""
     original = module._parameters
     module._parameters = parameters
     try:
@@ -111,8 +112,8 @@ def replaced_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterat
         module._parameters = original
 
 
-# The functions below compute a layer for all forward passes that execute a region together (ForwardGroup in chunks.py).
-# This rank only has the first-layer inputs of its own forward passes, and only returns last-layer outputs for them.
+# The functions below compute a layer for all forward passes of a ForwardGroup (chunks.py). Each rank only has the
+# first layer's inputs, and only needs the last layer's outputs, of its own forward passes.
 
 
 def _multiply_columns(
@@ -173,7 +174,7 @@ def _copy_forwards(region: Region, tensors_by_forward: Sequence[Sequence[Tensor]
 
 
 def _split_by_forward(tensors: Sequence[Any], forwards: ForwardGroup) -> list[Sequence[Any]]:
-    """Split a flat list of tensors into one list of the same length for each forward pass."""
+    """Split a flat list of tensors into lists of equal length, one for each forward pass."""
     count = len(tensors) // forwards.count
     return [tensors[number * count : (number + 1) * count] for number in range(forwards.count)]
 
@@ -181,7 +182,7 @@ def _split_by_forward(tensors: Sequence[Any], forwards: ForwardGroup) -> list[Se
 class _ColumnMultiply(torch.autograd.Function):
     """Computes outputs_NO = inputs_NI @ weight_OI.T + bias_O for each forward pass and each chunk of this rank.
 
-    All forward passes use the same weight and bias, but each forward pass gets separate gradients for them.
+    All forward passes use the same weight and bias, but their gradients are returned separately.
     """
 
     @staticmethod
@@ -236,7 +237,7 @@ class _ColumnMultiply(torch.autograd.Function):
 
 
 class _RowMultiply(torch.autograd.Function):
-    """Computes inputs_NI @ weight_OI.T for each chunk, and returns the sum over all chunks of all ranks: outputs_NO."""
+    """Computes outputs_NO: the sum of inputs_NI @ weight_OI.T over the chunks of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, forwards: ForwardGroup, region: Region, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -272,22 +273,22 @@ class _RowMultiply(torch.autograd.Function):
 
 
 def split_by_chunk(tensor: Tensor, region: Region) -> tuple[Tensor, ...]:
-    """Split this rank's rows of a parameter at the boundaries of its chunks."""
+    """Split this rank's rows of a parameter at the chunk boundaries of `region`."""
     return tuple(align(part) for part in tensor.tensor_split(len(region.local_chunks)))
 
 
 def align(part: Tensor) -> Tensor:
     """Return `part`, or a copy of it if it isn't aligned to 16 bytes.
 
-    The result of a kernel can depend on the address. For example, a product with one row on a CPU has different bits if
-    the matrix isn't aligned to 16 bytes. A chunk that follows other chunks in memory may not be aligned, but the same
-    chunk is aligned on a rank that only has this chunk.
+    The result of a kernel can depend on the memory address. For example, multiplying one row by a matrix on a CPU gives
+    different bits if the matrix isn't aligned to 16 bytes. A chunk that follows other chunks in memory may not be
+    aligned, but on a rank that only has this chunk, it is.
     """
     return part.clone() if part.storage_offset() * part.itemsize % _ALIGNED else part
 
 
 def _autocast(bias: Tensor | None, weight: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
-    """Cast the operands to the autocast dtype, as autocast does for matrix products. No-op if autocast is disabled."""
+    """Cast the operands to the autocast dtype, as for matrix products. No-op if autocast is disabled."""
     kind = weight.device.type
     if not torch.is_autocast_enabled(kind):
         return bias, weight, *inputs

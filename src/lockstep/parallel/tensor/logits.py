@@ -1,13 +1,13 @@
 """Chunked logits, and a cross entropy that never gathers the logits.
 
-Shoeybi et al. 2019, "Megatron-LM", section 3. For each row of logits, three numbers are computed per chunk: the largest
-logit, the sum of the exponentials, and the logit of the target if this chunk contains the target. These numbers are
-gathered on all ranks, and the reduction tree adds the sums. The gradient of a chunk is its part of the softmax, minus
+Shoeybi et al. 2019, "Megatron-LM", section 3. For each row, each chunk of logits computes three numbers: the largest
+logit, the sum of the exponentials, and the logit of the target if the chunk contains the target. All ranks gather these
+numbers, and add the sums in the order of the reduction tree. The gradient of a chunk is its part of the softmax, minus
 one at the target.
 
 A head (vocab.py) returns a tensor subclass, because code between a model and its loss expects a tensor. The subclass
-has the shape of the full logits, but only contains the chunks of this rank. Operations that need the chunks of other
-ranks raise an error.
+has the shape of the full logits, but only contains this rank's chunks. Operations that need the chunks of other ranks
+raise an error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lockstep.parallel.tensor.chunks import Region
 
 @final
 class Logits(Tensor):
-    """Logits of shape [..., entries], of which this rank has the chunks `parts` of shape [..., entries per chunk]."""
+    """Logits of shape [..., entries]. Only contains `parts`, this rank's chunks of shape [..., entries per chunk]."""
 
     parts: tuple[Tensor, ...]
     region: Region
 
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], region: Region, entries: int, dtype: torch.dtype | None = None) -> Logits:
-        """Create logits from this rank's chunks. `dtype` is their apparent dtype, by default that of the chunks."""
+        """Create logits from this rank's chunks. The apparent `dtype` defaults to that of the chunks."""
         first = parts[0]
         logits: Logits = Tensor._make_wrapper_subclass(
             cls, (*first.shape[:-1], entries), dtype=dtype or first.dtype, device=first.device
@@ -49,7 +49,7 @@ class Logits(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Apply functions that work chunk by chunk. All other functions may only use the shape of the logits."""
+        """Apply supported functions chunk by chunk. All other functions can only use the shape of the logits."""
         if function is F.cross_entropy:
             return _cross_entropy(inspect.signature(function).bind(*args, **(kwargs or {})).arguments)
         if chunkwise := _CHUNKWISE_FUNCTIONS.get(function):
@@ -60,12 +60,12 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> NoReturn:
-        """Raise UsageError, because operations that read values would need the chunks of other ranks."""
+        """Raise UsageError, because the operation would read values of other ranks' chunks."""
         logits = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
         _raise_unsupported(logits, f"{function} computes with them")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Show the shape and the chunk indices, because this rank doesn't have all values."""
+        """Return the shape and the indices of this rank's chunks. The other chunks' values aren't available."""
         return f"Logits of shape {[*self.shape]}, chunks {self.region.local_chunks} of {self.region.num_chunks}"
 
 
@@ -110,7 +110,7 @@ def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
 
 
 def _register_hook(logits: Logits, hook: Any) -> Any:
-    """Register `hook` on each chunk. fully_shard needs this, because it registers hooks on module outputs."""
+    """Register `hook` on each chunk. Required by fully_shard, which registers hooks on module outputs."""
     return [part.register_hook(hook) for part in logits.parts][-1]  # type: ignore[no-untyped-call]
 
 
@@ -130,7 +130,7 @@ _CHUNKWISE_FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
 
 
 def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
-    """Compute F.cross_entropy with the `arguments` of the call, by name. All sums are in float32 or wider."""
+    """Compute F.cross_entropy for the `arguments` of a call, by name. All sums are in float32 or wider."""
     logits, targets = arguments["input"], arguments["target"]
     for name, value in arguments.items():
         default = inspect.signature(F.cross_entropy).parameters[name].default
@@ -155,7 +155,7 @@ def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     """Computes the cross entropy [n] of `targets` [n] from this rank's chunks [n, e] of logits.
 
-    The loss of a target that equals `ignored` is 0.
+    The loss for targets with the value `ignored` is 0.
     """
 
     @staticmethod
@@ -192,13 +192,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _locate_targets(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask of the targets in the chunk with these rows, and their positions in the chunk (0 outside)."""
+    """Return a mask of the targets in the chunk with `rows`, and their positions in the chunk (0 if outside)."""
     inside = (targets >= rows.start) & (targets < rows.stop)
     return inside, (targets - rows.start).where(inside, 0)
 
 
 def _compute_statistics(part: Tensor, inside: Tensor, positions: Tensor) -> Tensor:
-    """Return the largest logit m of a chunk, the sum of exp(logit - m), and the target logit: shape [3, n]."""
+    """Return [3, n]: for each row, the largest logit m of a chunk, the sum of exp(logit - m), and the target logit."""
     logits = part.to(torch.promote_types(part.dtype, torch.float32))
     row_max = logits.amax(1).clamp_min(torch.finfo(logits.dtype).min)  # finite even if all logits are minus infinity
     exp_sum = (logits - row_max[:, None]).exp_().sum(1)

@@ -6,15 +6,15 @@ A plan maps patterns of module names (common/patterns.py) to kinds:
 |---|---|---|
 | `colwise` | nn.Linear | split the outputs; `colwise:3` splits three concatenated outputs of the same size |
 | `rowwise` | nn.Linear | split the inputs, and sum the outputs of the chunks |
-| `heads:NAMES` | any | divide the attributes NAMES, which count heads or the features of all heads |
-| `shared` | any | each chunk uses the module, e.g. a norm of each head |
+| `heads:NAMES` | any | divide the attributes NAMES: the number of heads, or of the features of all heads |
+| `shared` | any | use the module in each chunk, e.g. a norm of each head |
 | `whole` | any | don't split: the module is only used before or after the split layers of a region |
 | `experts` | any | parameters have one row per expert; `num_experts` or `experts:NAME` is the number of experts |
-| `vocab` | nn.Embedding, nn.Linear | split the rows of an embedding, or of the head that computes the logits |
+| `vocab` | nn.Embedding, nn.Linear | split the rows of an embedding, or of the head that returns the logits |
 | `region:METHOD` | any | split the layers within this method, which must have no keyword arguments |
 
-The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that contains both this layer and
-colwise layers. If this module has the kind `region:METHOD`, its region is the method.
+The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that contains this layer and a colwise
+layer. If this module has the kind `region:METHOD`, the region is only this method.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ _MAX_SHOWN_CHUNKS: Final = 64  # maximum number of chunks suggested in a message
 
 
 class _Kind(NamedTuple):
-    """The kind of a module. For example, `colwise:3` has `label` `colwise` and `argument` `3`."""
+    """The kind of a module. For example, `colwise:3` has the label `colwise` and the argument `3`."""
 
     label: str
     argument: str
@@ -52,21 +52,21 @@ Kinds = Mapping[str, _Kind]  # by module name
 
 
 class _RegionSpec(NamedTuple):
-    """A module, or one of its methods, that is computed chunk by chunk. `inside` has the kinds of its submodules."""
+    """A module or a method that is computed chunk by chunk. `inside` maps its submodules to their kinds."""
 
     name: str
     method: str
     inside: Kinds
 
     def modules_of_kind(self, kind_name: str) -> list[tuple[str, str]]:
-        """Return the name and the kind argument of each module inside the region that has this kind."""
+        """Return the name and the kind argument of each module in the region that has this kind."""
         return [(name, kind.argument) for name, kind in self.inside.items() if kind.label == kind_name]
 
 
 def split_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
-    """Split the layers of a plan into `count` chunks, in place. Returns how each rearranged parameter is chunked.
+    """Split the layers of a plan into `count` chunks, in place.
 
-    Raises UsageError if a layer can't be split.
+    Returns how each rearranged parameter is chunked, by name. Raises UsageError if a layer can't be split.
     """
     kinds = _resolve_kinds(model, plan)
     regions = [_find_region(model, name, kinds) for name, kind in kinds.items() if kind.label == "rowwise"]
@@ -99,7 +99,7 @@ def split_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chu
 
 
 def find_region_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the modules that are computed chunk by chunk, entirely or in one method."""
+    """Return the names of the modules that are computed chunk by chunk, or that have such a method."""
     names = []
     for name, module in model.named_modules():
         calls = (*module._forward_pre_hooks.values(), *vars(module).values())
@@ -133,9 +133,9 @@ def _check_untied(model: nn.Module, kinds: Kinds) -> None:
 
 
 def _resolve_kinds(model: nn.Module, plan: Plan) -> Kinds:
-    """Return the kind of each module that the plan matches. If several patterns match, the first one applies.
+    """Return the kind of each module that the plan matches. If several patterns match a module, the first applies.
 
-    Raises UsageError for an unknown kind or a pattern that matches no module.
+    Raises UsageError for unknown kinds and for patterns that match no module.
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern, kind in plan.items():
@@ -150,13 +150,13 @@ def _resolve_kinds(model: nn.Module, plan: Plan) -> Kinds:
 
 
 def _find_region(model: nn.Module, last: str, kinds: Kinds) -> _RegionSpec:
-    """Return the region that ends with the rowwise layer `last`. Checks its parent modules from the innermost one."""
+    """Return the region of the rowwise layer `last`: its innermost parent module with a colwise layer."""
     for name in _iterate_parents(last):
         prefix = f"{name}." if name else ""
         inside = {path: kind for path, kind in kinds.items() if path.startswith(prefix)}
         region_kind = kinds.get(name)
         if region_kind is not None and region_kind.label == "region":
-            # Only consider layers of the module itself, because it isn't known which other modules the method calls.
+            # Only consider direct children, because it isn't known which other modules the method calls.
             inside = {path: kind for path, kind in inside.items() if "." not in path.removeprefix(prefix)}
             if not callable(getattr(model.get_submodule(name), region_kind.argument, None)):
                 raise UsageError(
@@ -189,7 +189,7 @@ def _iterate_parents(name: str) -> Iterator[str]:
 def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
     """Raise UsageError if the plan doesn't cover a parameter of the region.
 
-    The gradients of such a parameter wouldn't be summed over the chunks.
+    Otherwise, the gradients of this parameter wouldn't be summed over the chunks.
     """
     for path, _ in model.get_submodule(name).named_parameters():
         owner = f"{name}.{path}".removeprefix(".").rpartition(".")[0]
@@ -223,7 +223,7 @@ def _split_region(model: nn.Module, spec: _RegionSpec, count: int) -> dict[str, 
 @final
 @dataclass(frozen=True)
 class _RegionHook:
-    """Forward pre-hook that calls a module for all chunks of this rank except the last."""
+    """A forward pre-hook that calls a module for all chunks of this rank except the last."""
 
     region: Region
 
@@ -234,7 +234,7 @@ class _RegionHook:
 @final
 @dataclass(frozen=True)
 class _RegionMethod:
-    """Replaces a method with calls of the original method for each chunk of this rank."""
+    """Replaces a method. Calls the original method for each chunk of this rank."""
 
     method: Callable[..., Any]
     region: Region
@@ -245,7 +245,7 @@ class _RegionMethod:
 
 
 def _split_experts(module: nn.Module, name: str, attribute: str, count: int) -> None:
-    """Split the experts of `module` into `count` groups. Their order stays the same, so no parameter is rearranged."""
+    """Split the experts of `module` into `count` groups. Keeps the order, so no parameter is rearranged."""
     if not takes_pairs(module):
         raise UsageError(
             f"{_KEY}: {name} is experts, but its forward does not take exactly three arguments; let it take rows "
@@ -269,7 +269,7 @@ def _split_experts(module: nn.Module, name: str, attribute: str, count: int) -> 
 
 
 def _split_rows(module: nn.Module, name: str, count: int) -> None:
-    """Split an embedding or a head into `count` chunks of rows. The row order stays the same."""
+    """Split an embedding or a head into `count` chunks of rows. Keeps the row order."""
     forward: ChunkedLookup | ChunkedHead
     if type(module) is nn.Embedding:
         forward = ChunkedLookup(module, Region(count, name))
@@ -331,9 +331,10 @@ SplitResult = tuple[ColumnLinear | RowLinear, dict[str, Chunked]]
 
 
 def _split_outputs(layer: nn.Linear, name: str, parts: int, head_dim: int, region: Region) -> SplitResult:
-    """Split the outputs of `layer`, which consist of `parts` equal parts, e.g. queries, keys and values.
+    """Split the outputs of `layer` into chunks. Returns the split layer and how its parameters are chunked.
 
-    Heads, which have `head_dim` outputs each, are never split.
+    The outputs are the concatenation of `parts` equal parts, such as queries, keys and values. Each chunk contains
+    whole heads of `head_dim` outputs.
     """
     outputs, inputs, count = layer.out_features, layer.in_features, region.num_chunks
     length = outputs // parts

@@ -2,8 +2,8 @@
 
 Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section
 4.2. Outside regions (chunks.py), a rank only computes its own chunks of each sequence. Within regions, it computes its
-chunks of features for all chunks of the sequence. Therefore the first layers of a region gather their inputs from all
-ranks, and the last layer reduces the outputs for each chunk of the sequence to the rank that holds the chunk. The
+chunks of features for the full sequence. Therefore the first layers of a region all-gather their inputs, and the last
+layer reduce-scatters its outputs: the sum for each chunk of the sequence goes to the rank that holds the chunk. The
 backward pass does the opposite.
 
 The following example has two ranks, two chunks of each sequence (A on rank 0, B on rank 1), and two chunks of features
@@ -17,12 +17,12 @@ of each region that the forward pass on the other rank enters.
     enter ------------> visit                   visit <------------ enter
     ========= gather: both ranks have the inputs of A and of B, [n, i] each =========
     chunk 0 of A        chunk 0 of B            chunk 1 of A        chunk 1 of B
-    ========= scatter: chunks 0 and 1 of A are added on rank 0, those of B on rank 1 ==
+    ====== reduce-scatter: chunks 0 and 1 are added, for A on rank 0, for B on rank 1 =====
     continues with A    waits                   waits               continues with B
 
 The threads of a rank wait for each other at `=====`, and autograd records one node for all threads. Therefore all ranks
-communicate in the same order, also in the backward pass. At its end, a forward pass calls `leave`, which ends the
-visits on the other ranks.
+communicate in the same order, including in the backward pass. A forward pass ends with a call of `leave`, which ends
+the visits on the other ranks.
 
 The reduction tree computes the same sums as if each rank had all chunks of the sequence, so the bits are the same.
 """
@@ -72,9 +72,8 @@ def make_sequence_parallel_units(
 ) -> WorkUnits:
     """Return the work units of this rank: one for each chunk of a sequence.
 
-    `spread_mesh`, which MakeWorkUnits requires, is not used.
-
-    Sets `sequence_forwards` in all regions of the model. All ranks must call this function with the same arguments.
+    Sets `sequence_forwards` in all regions of the model. `spread_mesh` is only part of the MakeWorkUnits signature, and
+    isn't used. All ranks must call this function with the same arguments.
     """
     coordinate = mesh.get_coordinates(world.rank)
     carrier = world.make_carrier(mesh, "context", side_stream=False) if mesh.context > 1 else None
@@ -117,7 +116,7 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
 
 @final
 class _AttentionCheck(TorchFunctionMode):
-    """A torch function mode that raises UsageError if attention is called outside the regions of `layers`."""
+    """A TorchFunctionMode that raises UsageError if attention is called outside the regions of `layers`."""
 
     def __init__(self, layers: Iterable[SplitLayer]) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class _AttentionCheck(TorchFunctionMode):
 
 @final
 class SequenceParallelUnits:
-    """Work units for all chunks of a sequence. Chunks of other ranks are dummies, which only visit regions."""
+    """Work units for all chunks of a sequence. Units for other ranks' chunks are dummies that only visit regions."""
 
     def __init__(self, sequences: SequenceChunks, forwards: "SequenceForwards") -> None:
         self.count, self.forward_context = sequences.count, sequences.forward_context
@@ -160,7 +159,7 @@ class SequenceParallelUnits:
 
 
 class _Visit(NamedTuple):
-    """A call of a region, and the generator states at the start of the call."""
+    """A call of a region, with the generator states at its start."""
 
     region: Region
     call: partial[Any]
@@ -172,8 +171,8 @@ class _Visit(NamedTuple):
 class SequenceForwards:
     """The forward passes of the `count` chunks of a sequence, which execute regions together. See ForwardGroup.
 
-    This rank is `rank` of `ranks`. Each rank has the same number of consecutive chunks. `across` gathers over the
-    ranks, and `carrier` sends tensors to them. A single rank doesn't need a carrier.
+    Each of the `ranks` ranks has the same number of consecutive chunks, and this rank is `rank`. `across` gathers
+    tensors from all ranks, and `carrier` sends tensors to them. A single rank doesn't need a carrier.
     """
 
     count: int
@@ -191,11 +190,11 @@ class SequenceForwards:
 
     @property
     def in_progress(self) -> bool:
-        """Whether the forward passes are running. They never run in evaluation, which uses full sequences."""
+        """Whether the forward passes are running. Always False in evaluation, which uses full sequences."""
         return self.cooperative.in_progress
 
     def enter(self, region: Region, call: partial[Any]) -> None:
-        """Announce that a forward pass of this rank calls `region`, so that other threads visit the region."""
+        """Announce that a forward pass of this rank calls `region`, so that the threads of dummies visit it."""
         states = [generator.get_state() for generator in self.generators]
         self.cooperative.exchange(_NEXT, self._share_visits, _Visit(region, call, states))
 
@@ -204,7 +203,7 @@ class SequenceForwards:
         self.cooperative.exchange(_NEXT, self._share_visits, None)
 
     def visit_regions(self) -> None:
-        """Visit each region that the forward pass on another rank enters, until that forward pass leaves."""
+        """Visit all regions that a different rank's forward pass enters, until it calls `leave`."""
         while (visit := self.cooperative.exchange(_NEXT, self._share_visits, None)) is not None:
             for generator, state in zip(self.generators, visit.states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view with a storage offset
@@ -247,7 +246,7 @@ class SequenceForwards:
         return total(all_pieces, num_chunks, add_)
 
     def _share_visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
-        """Return the region call of each forward pass. Gathers the arguments of the calls from all ranks."""
+        """Return the region call of each forward pass, with arguments that are gathered from all ranks."""
         own_visits = [visits_by_forward[number] for number in self.local_indices]
         visits = [visit for visit in own_visits if visit is not None]
         if not visits:
@@ -268,9 +267,9 @@ class SequenceForwards:
         return all_visits
 
     def _gather_argument(self, local: Sequence[Any]) -> Sequence[Any]:
-        """Return one argument of the region call for all forward passes.
+        """Return one argument of a region call for all forward passes. `local` has the arguments on this rank.
 
-        If the argument requires a gradient, its values are replaced by zeros, because a visit only uses its shape.
+        Tensors that require a gradient are replaced by zeros, because a visit only uses their shape.
         """
         first = local[0]
         if not isinstance(first, Tensor):

@@ -1,4 +1,4 @@
-"""Model slices: the chunks of a model that a rank holds, and their location in the full model."""
+"""Model slices: the chunks of a model that a rank holds, and their locations in the full model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ from lockstep.tasks.base import Build
 class SplitLayer(NamedTuple):
     """A layer that is split into chunks. `parameters` are the names of its split parameters.
 
-    `rows` is the number of rows of the full parameters. It is only set if chunks can have different numbers of rows.
+    `rows` is the number of rows of the full parameters. If it is None, all chunks have the same number of rows.
     """
 
     module: nn.Module
@@ -45,7 +45,7 @@ class SplitLayer(NamedTuple):
 class RowLocation(NamedTuple):
     """The location of a rank's rows in a full parameter of shape `shape`.
 
-    `rows` has the rows of each rank along the axis, and `rank` is the index of this rank.
+    `rows` contains the range of rows of each rank along the tensor axis. `rank` is the index of this rank.
     """
 
     shape: Size
@@ -59,9 +59,9 @@ class RowLocation(NamedTuple):
 
 
 class SliceHolder(NamedTuple):
-    """A rank of the world: its position along the axis of the slices, and whether it reports its chunks.
+    """A rank of the world: its position along the tensor axis, and whether it is the primary rank for its chunks.
 
-    Of all ranks with the same chunks, one rank reports them.
+    Among the ranks with the same chunks, only the primary rank reports them.
     """
 
     position: int
@@ -99,7 +99,7 @@ def locate_rows(model: nn.Module, layers: Mapping[str, SplitLayer], rank: int, r
 
 
 def check_shared(layers: Mapping[str, SplitLayer], ranks: int, strategy: str = "tensor") -> None:
-    """Raise UsageError if the chunks of these layers can't be distributed evenly over `ranks` ranks."""
+    """Raise UsageError if the chunks of these layers can't be evenly distributed over `ranks` ranks."""
     if not layers and ranks > 1:
         raise UsageError(
             f"strategy {strategy}: recipe.model.chunks is 1, so there is nothing to share; set it to a multiple of "
@@ -115,7 +115,10 @@ def check_shared(layers: Mapping[str, SplitLayer], ranks: int, strategy: str = "
 
 
 def keep_local_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
-    """Keep only this rank's chunks along the tensor axis, in place. Returns the model. All ranks must call this."""
+    """Discard the chunks of other ranks along the tensor axis, in place. All ranks must call this function.
+
+    Returns the model.
+    """
     rank = mesh.get_coordinates(world.rank).tensor
     across = world.canonical(mesh, "tensor", side_stream=False)
     layers = split_layers(model)
@@ -127,7 +130,7 @@ def keep_local_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
 
 
 def keep_rows_of_rank(layers: Iterable[SplitLayer], rank: int, ranks: int) -> None:
-    """Keep only the rows of the split parameters that belong to rank `rank` of `ranks`, in place."""
+    """Discard the rows of split parameters that don't belong to rank `rank` of `ranks`, in place."""
     kept_parameters: dict[nn.Parameter, nn.Parameter] = {}  # by full parameter, so that tied weights stay tied
     for layer in layers:
         for key in layer.parameters:
@@ -140,19 +143,19 @@ def keep_rows_of_rank(layers: Iterable[SplitLayer], rank: int, ranks: int) -> No
 
 
 def _rows_of_rank(rows: int, layer: SplitLayer, rank: int, ranks: int) -> range:
-    """Return the range of rows that rank `rank` holds, out of `rows` rows."""
+    """Return the range of rows that rank `rank` of `ranks` holds, out of `rows` rows."""
     count = layer.region.num_chunks
     chunk_indices = get_subrange(count, ranks, rank)
     return range(get_subrange(rows, count, chunk_indices[0]).start, get_subrange(rows, count, chunk_indices[-1]).stop)
 
 
 def build_slice(build: Build, world: World, mesh: Mesh) -> nn.Module:
-    """Build a model and keep only this rank's chunks. All ranks must call this function."""
+    """Build a model, and discard the chunks of other ranks. All ranks must call this function."""
     return keep_local_chunks(build(), world, mesh)
 
 
 def make_slice_layout(world: World, mesh: Mesh, make_layout: MakeLayout) -> MakeLayout:
-    """Wrap `make_layout`, so that the layout of this rank's slice reports its tensors as rows of the full model."""
+    """Wrap `make_layout`, so that this rank reports its slice's tensors as rows of the full model."""
 
     def make_sliced_layout(
         model: nn.Module, stream: CommStream, dtype: torch.dtype | None
@@ -166,12 +169,12 @@ def make_slice_layout(world: World, mesh: Mesh, make_layout: MakeLayout) -> Make
 
 @final
 class Slice:
-    """The part of a model on one rank: some rows of the split parameters, and all replicated tensors."""
+    """The part of a model on one rank: its rows of the split parameters, and all replicated tensors."""
 
     def __init__(self, locations: Mapping[str, RowLocation], holders: Sequence[SliceHolder], rank: int) -> None:
-        """Create the slice of rank `rank` of the world. `holders` has all ranks of the world.
+        """Create the slice of rank `rank` of the world. `holders` lists all ranks of the world.
 
-        `locations` maps each split parameter to its rows on this rank.
+        `locations` contains the location of this rank's rows of each split parameter, by name.
         """
         self.first = not holders[rank].position  # whether this rank reports the replicated tensors
         self.primary = holders[rank].primary
@@ -204,9 +207,9 @@ class Slice:
         return replace(shard, first=location.first + shard.first, shape=location.shape)
 
     def spans(self, name: str, shape: Size, layout: Layout) -> Sequence[Span]:
-        """Return the rows of the full parameter by rank. `layout` is the layout of each rank's slice.
+        """Return the rows of a full parameter on each rank, or () if the parameter is neither split nor sharded.
 
-        Empty if the parameter is neither split nor sharded by `layout`.
+        `layout` is the layout of each rank's slice.
         """
         inner = layout if isinstance(layout, HasRowSpans) else None
         if name not in self._locations:
@@ -224,7 +227,7 @@ class Slice:
 
 @final
 class SlicedLayout:
-    """Wraps the layout of a rank's slice. Reports its tensors as rows of the full model."""
+    """Wraps the layout of a rank's slice, and reports its tensors as rows of the full model."""
 
     def __init__(self, world: World, model_slice: Slice, layout: Layout) -> None:
         self._slice = model_slice
@@ -242,7 +245,7 @@ class SlicedLayout:
         return self._slice.spans(name, shape, self._layout)
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """See GathersWeights. Empty if the layout of the slice doesn't shard parameters."""
+        """See GathersWeights. Returns {} if the layout of the slice doesn't shard parameters."""
         return self._layout.gathered_shards() if isinstance(self._layout, GathersWeights) else {}
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
@@ -250,7 +253,7 @@ class SlicedLayout:
         return self._slice.as_full_shard(name, self._layout.as_shard(name, tensor))
 
     def _to_shard(self, name: str, tensor: Tensor) -> Shard:
-        """Return a trained tensor as a Shard that also records whether this rank reports it."""
+        """Return a trained tensor as a Shard of the slice, with `primary` set if this rank reports it."""
         shard = self.as_shard(name, tensor)
         primary = self._slice.primary and self._slice.first
         return shard if isinstance(shard, Shard) else Shard(shard, 0, shard.shape, primary)

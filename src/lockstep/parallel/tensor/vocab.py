@@ -1,13 +1,12 @@
-"""Tables whose rows are split into chunks: embeddings, and heads that compute logits.
+"""Layers whose rows are split into chunks: embeddings, and heads that return logits.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3. The number of rows doesn't have to be a multiple of the number of chunks.
-Only the forward method of a module is replaced. The module keeps its name and weight, so two modules can still share a
-weight.
+Only the forward method of a module is replaced. The module keeps its name and weight, so weights can still be tied.
 
-- Embedding: each chunk returns the rows that it contains, and zeros for all other ids. The reduction tree adds the
-  results of all chunks.
+- Embedding: each chunk returns the embeddings of the ids that it contains, and zeros for all other ids. The reduction
+  tree adds the results of all chunks.
 - Head: each chunk returns the logits of its rows. In training, the logits stay in chunks (logits.py). In evaluation,
-  all ranks gather the full logits. The gradient of the inputs is summed over the chunks.
+  the full logits are gathered on all ranks. The gradient of the inputs is summed over the chunks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +53,7 @@ class ChunkedHead:
         self.rows = module.out_features  # number of rows of the full weight
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the logits: as chunks (Logits) in training, and in full in evaluation."""
+        """Return the logits: in training, this rank's chunks (Logits), and in evaluation, the full logits."""
         module = self.module
         flat = compute_columns(self.region, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
         parts = [logits.view(*inputs.shape[:-1], -1) for logits in flat]
@@ -67,7 +66,7 @@ class ChunkedHead:
 
 
 class _LookupFunction(torch.autograd.Function):
-    """Looks up the embeddings [n, d] of `ids` [n]. The embedding of the id `padding` gets no gradient."""
+    """Looks up the embeddings [n, d] of `ids` [n]. The embedding of the ID `padding` gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, region: Region, length: int, padding: int | None, ids: Tensor, weight: Tensor) -> Tensor:
@@ -98,7 +97,7 @@ def _look_up_chunks(row_ranges: list[range], weights: tuple[Tensor, ...], ids: T
 
 
 def _join_chunks(region: Region, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Gather and concatenate the chunks of all ranks: [..., entries]."""
+    """All-gather the chunks, and concatenate them: [..., entries]. `parts` are this rank's chunks."""
     if len(parts) == region.num_chunks:
         return [torch.cat([*parts], -1)]
     lengths = [len(rows) for rows in split_range(length, region.num_chunks)]
