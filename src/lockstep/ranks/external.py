@@ -108,7 +108,7 @@ def _failure_lines(info: RankInfo, failure: Failure, first: Failure) -> list[str
 
 
 def _failure_lines_without_store(rendezvous: Rendezvous, failure: Failure) -> list[str]:
-    """Return the lines that this rank prints about `failure` if the ranks can't coordinate, because the store is gone."""
+    """Return the lines that this rank prints about `failure` if the store is gone and the ranks can't coordinate."""
     info = rendezvous.info
     is_cause = failure.rank == info.rank and not failure.secondary
     on_host_of_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host
