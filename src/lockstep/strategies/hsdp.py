@@ -36,7 +36,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if `replicate` doesn't divide the processes, or leaves one process or no work per replica."""
+        """Raise UsageError if the replicas don't divide the processes, have one process, or have no micro-batches."""
         check_divides(f"strategy hsdp: replicate={self.replicate}", self.replicate, processes)
         check_microbatches(processes, microbatches)
         if processes == self.replicate:
