@@ -27,7 +27,7 @@ _SECRET_VARIABLES: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
 
 
 def get_host_facts() -> dict[str, Any]:
-    """Return the versions, devices and environment variables of this host, and what affects its numerical results.
+    """Return the versions, the fingerprint, the devices and the environment variables of this host.
 
     Takes about 100 ms, and initializes CUDA if there is a GPU.
     """

@@ -111,7 +111,7 @@ class Heartbeat:
 
     def find_cause(self) -> Failure | None:
         """Return the failure that caused a collective to fail, or None if no cause is found within a few heartbeats."""
-        extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # rank 0 usually detects the loss and reports it
+        extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # other ranks usually learn of a failure from rank 0
         if self._rendezvous.info.size > 1 + _CHILDREN:  # the lost rank may be one that this rank doesn't watch
             peers = [peer for peer in range(self._rendezvous.info.size) if peer != self._rendezvous.info.rank]
             self._polls_since_beat = {**dict.fromkeys(peers, 0), **self._polls_since_beat}

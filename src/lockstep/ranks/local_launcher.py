@@ -272,7 +272,7 @@ def _run_worker(
     os.setpgid(0, 0)
     for number in get_stop_signals():  # a forked process inherits the handlers of the agent
         signal.signal(number, signal.SIG_DFL)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # for user code
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # read by user code
     os.environ.update({name: str(number) for name, number in numbers.items()})
     info = RankInfo(rank, size, rank, size, "lockstep")
     rendezvous = Rendezvous(info, timeout_s, partial(_end, pipe), timing=timing)

@@ -104,7 +104,7 @@ class Rendezvous:
         key = self._next_key("compare")
         with self._store_errors():
             self._publish(key, _hash_long_facts(facts))
-            if self.info.rank == 0:  # only rank 0 compares, so the other ranks don't have to read the values of all
+            if self.info.rank == 0:  # only rank 0 compares, so that the other ranks don't have to read all values
                 verdict = "\n".join(describe_differences(dict(enumerate(self._read_all(key))), self.hosts))
                 self.store.set(f"{key} verdict", verdict, MAX_FACTS_BYTES)
             self._wait(f"{key} verdict", key)
@@ -115,8 +115,8 @@ class Rendezvous:
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Gather `value` from each rank to rank 0. Returns the values by rank on rank 0, and [] on all other ranks.
 
-        All ranks must call this method, which blocks until all of them have. `value` must be JSON-compatible. On a
-        timeout, the error names the missing ranks.
+        All ranks must call this method, and it blocks until they have. `value` must be JSON-compatible. On a timeout,
+        the error names the missing ranks.
         """
         if self.store is None:
             return [dict(value)]
@@ -429,8 +429,8 @@ def _open_store(rendezvous: Rendezvous, address: str) -> Store:
         path = Path(address.removeprefix("file://"))
         # Check the file first, because torch would retry for minutes if it can't open the file.
         with os_error_as(UsageError, f"rendezvous {address}", "; use a file that all ranks can read and write"):
-            # Mode 0600 prevents other users from writing values that ranks read. O_NONBLOCK prevents a FIFO from
-            # blocking.
+            # Mode 0600 prevents other users from writing values that ranks read. Without O_NONBLOCK, opening a FIFO
+            # would block.
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
             if not path.is_file():
                 raise UsageError(f"rendezvous {address}: not a file; use a file that all ranks can read and write")

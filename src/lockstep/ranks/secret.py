@@ -34,7 +34,7 @@ def job_secret(env: Mapping[str, str]) -> bytes:
         return b""
     path = Path(env[_FILE])
     as_usage_error = os_error_as(UsageError, f"{_FILE} {path}", f"; {_ADVICE}")
-    # O_NONBLOCK prevents a FIFO from blocking.
+    # Without O_NONBLOCK, opening a FIFO would block.
     with as_usage_error, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:

@@ -115,7 +115,7 @@ class StallDetector:
         self._stop_event.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(self._timing.sample_s)  # if the store is gone, the thread may never end
+                thread.join(self._timing.sample_s)  # times out if the store is gone, because the thread waits for it
 
     def _watch(self) -> None:
         """Sample the main thread. If it has waited for longer than the timeout, query the state of all ranks."""

@@ -42,8 +42,8 @@ class Timing:
     # is released, which takes seconds for many GB. On a shared host, older kills may belong to other jobs.
     memory_s: float = 10.0
 
-    # Time for which a rank of an external launcher that finds an error before the rendezvous waits for the other ranks,
-    # to report the error to them.
+    # If a rank of an external launcher finds an error before the rendezvous, time for which it waits for the other
+    # ranks, to report the error to them.
     refuse_s: float = 4.0
     # Timeouts when a rank of an external launcher ends: for reporting its failure, for leaving the job, and for both
     # together. Each may hang, for example if the process that hosts the store is gone, or if a terminal is stopped.

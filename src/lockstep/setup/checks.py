@@ -181,7 +181,7 @@ def check_cut(resolved: ResolvedConfig, ready: Setup) -> None:
 def needs_whole_updates(resolved: ResolvedConfig, ready: Setup) -> bool:
     """Return whether the optimizer needs full tensors, although the strategy shards tensors by rows.
 
-    Raises UsageError if it does, but the strategy can't provide full tensors.
+    Raises UsageError if the optimizer needs full tensors that the strategy can't provide.
     """
     stored = get_weight_dtype(ready.recipe.precision)
     dtypes = {stored}

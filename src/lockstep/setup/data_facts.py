@@ -50,8 +50,8 @@ def check_facts(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path
         if name in current and current[name] != before and name not in _RECIPE_FACTS:
             difference = _difference(before, current[name])
             raise UsageError(
-                f"{path}: {name} of its training data does not match: {difference}; set recipe.data.root to the data "
-                f"that it was trained on"
+                f"{path}: {name} of the dataset does not match: {difference}; set recipe.data.root to the data that "
+                f"this checkpoint was trained on"
             )
 
 

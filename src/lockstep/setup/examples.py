@@ -43,7 +43,7 @@ def load_example_batches(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
 
 def _fetch_few(split: Split) -> tuple[Request, Batch]:
-    """Return the request and the batch of a few samples. If any of them is unreadable, fetch a single readable sample.
+    """Fetch a few samples, or a single readable sample if any of them is unreadable. Returns the request and the batch.
 
     Unreadable samples aren't reported here, because training reports them later.
     """

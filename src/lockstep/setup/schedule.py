@@ -20,8 +20,8 @@ _CONTRACT: Final = "see docs/extend.md"
 def find_rate(recipe: Recipe, steps: Steps) -> Rate:
     """Return the learning rate as a function of the number of samples seen.
 
-    A custom schedule is a function `(epoch, epochs, **options) -> factor`, whose result the base learning rate is
-    multiplied by. If it raises an error or returns an invalid factor, `Rate.compute_rate` raises UsageError.
+    A custom schedule is a function `(epoch, epochs, **options) -> factor`. The base learning rate is multiplied by the
+    factor. If the function raises an error or returns an invalid factor, `Rate.compute_rate` raises UsageError.
     """
     name = recipe.schedule.name
     return planning.make_rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)

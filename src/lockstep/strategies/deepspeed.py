@@ -133,7 +133,7 @@ class Strategy:
         }
 
     def mesh(self, processes: int) -> Mesh:
-        """Return a mesh of shards, whose ranks compute in rounds, because each backward pass can run collectives."""
+        """Return a mesh of one sharded replica. Ranks compute in rounds, because backward passes run collectives."""
         return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
