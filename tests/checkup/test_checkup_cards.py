@@ -152,7 +152,11 @@ def test_torch_may_number_them_otherwise_and_they_may_not_reach_each_other() -> 
     ("name", "value", "warning"),
     [
         ("CUBLAS_WORKSPACE_CONFIG", ":0:0", "CUBLAS_WORKSPACE_CONFIG=:0:0: cuBLAS may compute"),
-        ("NVIDIA_TF32_OVERRIDE", "1", "recipe.precision: fp32, but NVIDIA_TF32_OVERRIDE=1 computes float32 products"),
+        (
+            "NVIDIA_TF32_OVERRIDE",
+            "1",
+            "recipe.precision: got fp32, but NVIDIA_TF32_OVERRIDE=1 computes float32 products",
+        ),
     ],
 )
 def test_variables_that_break_a_run_are_named(

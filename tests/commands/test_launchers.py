@@ -153,7 +153,7 @@ def test_all_ranks_hear_that_the_folder_is_refused(by_hand, run, port):
     commands = by_hand(2, port=port)
     assert [command.wait() for command in commands] == [2, 2]
     assert "seed: 1 in the run, 0 now" in commands[0].err
-    assert commands[1].err.startswith("rank 1 stops because of it: [rank 0 of 2, ")
+    assert commands[1].err.startswith("rank 1 stops because another rank failed: [rank 0 of 2, ")
     assert "run: contains a run of a different recipe" in commands[1].err
 
 
@@ -232,5 +232,5 @@ def test_an_exception_of_one_rank_is_told_by_all(by_hand, port):
         r"\[rank 1 of 2, \S+\] error: loss held:failing: ValueError: no such loss \(\S+held\.py:\d+\); fix it there"
     )
     assert re.fullmatch(rf"{failure}\n  its log: run/logs/rank-1\.log\n", commands[1].err)
-    assert re.fullmatch(rf"rank 0 stops because of it: {failure}\n", commands[0].err)
+    assert re.fullmatch(rf"rank 0 stops because another rank failed: {failure}\n", commands[0].err)
     assert "ValueError: no such loss" in (commands[1].folder / "run" / "logs" / "rank-1.log").read_text()

@@ -80,7 +80,7 @@ def test_every_placement_gives_one_hash_also_killed_and_resumed(run, start, reci
 def test_dpo_on_a_pipeline_is_refused_before_any_process_starts(run, recipe):
     words = ("placement.strategy=pipeline", "placement.processes=2")
     refused = run("train", recipe("dpo"), *words, code=2)
-    assert "strategy pipeline: not supported by task dpo, which runs the model and its reference" in refused.err
+    assert "strategy pipeline: not supported by task dpo, which runs the model and then its reference" in refused.err
 
 
 def test_a_trained_policy_is_loaded_and_exported_without_its_reference(run, recipe):

@@ -66,9 +66,9 @@ def test_the_first_recipe_of_the_docs_is_one_model_on_any_number_of_processes(ru
 def test_batchnorm_over_few_samples_is_warned_of_with_their_number(finished):
     few = finished("recipe.microbatches=8", "placement.processes=1")  # 29 samples are left for the last step
     assert few.err == (
-        "warning: recipe.microbatches: BatchNorm normalizes each micro-batch separately, and with 8 micro-batches in "
-        "the last step of an epoch, which has 29 samples, it sees only 3 of them; use fewer micro-batches or a larger "
-        "batch, or set recipe.last_batch=drop\n"
+        "warning: recipe.microbatches: BatchNorm normalizes each micro-batch separately, but the last step of an epoch "
+        "has 29 samples in 8 micro-batches, the smallest of 3 samples; use fewer micro-batches or a larger batch, or "
+        "set recipe.last_batch=drop\n"
     )
     usual = finished("recipe.microbatches=4", "placement.processes=1")
     assert usual.err == ""

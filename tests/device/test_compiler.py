@@ -32,10 +32,10 @@ def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         compiler.check_compiler(gpu=True)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="a C compiler to start its kernels, but none is found"):
+    with pytest.raises(UsageError, match="a C compiler to launch its kernels, but found none"):
         compiler.check_compiler(gpu=True)
     monkeypatch.setattr(compiler, "_triton_version", lambda: None)
-    with pytest.raises(UsageError, match="on CUDA requires Triton, which is not installed; pip install"):
+    with pytest.raises(UsageError, match="on CUDA requires Triton, which is not installed; install the version"):
         compiler.check_compiler(gpu=True)
 
 

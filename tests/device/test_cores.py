@@ -53,7 +53,7 @@ def seats(*nodes: frozenset[int], usable: frozenset[int] = ALL, host: str = "a")
             ["0-15"] * 2,
             "the kernel does not report the cores near its GPU",
         ),
-        (seats(LEFT, LEFT, usable=RIGHT), 1, ["4-7,12-15"] * 2, "it may not use any of the cores near its GPU"),
+        (seats(LEFT, LEFT, usable=RIGHT), 1, ["4-7,12-15"] * 2, "none of the cores near its GPU are available to it"),
     ],
 )
 def test_cores_of_made_up_hosts(placed: list[CpuLocality], least: int, cores: list[str], why: str | None) -> None:

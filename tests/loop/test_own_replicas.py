@@ -84,7 +84,7 @@ def test_the_start_says_which_replica_gets_which_micro_batches(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("strategy", "problem"),
     [
-        ({"name": "data_parallel", "device_ids": [0, 0]}, "device_ids has 0 more than once"),
+        ({"name": "data_parallel", "device_ids": [0, 0]}, "device_ids contains 0 more than once"),
         ({"name": "data_parallel", "output_device": 7}, "output_device=7 is not one of the 2 replicas"),
         ({"name": "data_parallel", "replicas": 2}, "strategy data_parallel has no such option"),
     ],

@@ -93,8 +93,8 @@ def test_each_failure_is_told_in_full_once_and_by_each_host_in_a_line() -> None:
     assert _failure_lines(on_host[1], FAILURE, FAILURE) == [FAILURE.message]
     said = [_failure_lines(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
     assert said == [
-        [f"rank 0 stops because of it: {FAILURE.line}"],
-        [f"rank 2 stops because of it: {FAILURE.line}"],
+        [f"rank 0 stops because another rank failed: {FAILURE.line}"],
+        [f"rank 2 stops because another rank failed: {FAILURE.line}"],
         [],
     ]
 

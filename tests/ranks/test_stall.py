@@ -147,7 +147,7 @@ def test_where_waiting_is_not_seen_the_rank_with_fewer_steps_is_named(tmp_path: 
     answers = worlds.run(3, behind_a_device, 1, (8, 5, 8), tmp_path)
     for asker, report in ((rank, text) for rank, texts in enumerate(answers) for text in texts[:1]):
         first, behind, *lines = report.splitlines()
-        assert first.startswith(f"stalled: rank {asker} has been at the same place for ")
+        assert first.startswith(f"stalled: rank {asker} has been at the same line for ")
         assert behind.startswith("  rank 1 (")
         assert " is behind: in step 6, " in behind
         assert any("behind_a_device" in line for line in lines[:8])

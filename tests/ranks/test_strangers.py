@@ -241,7 +241,7 @@ def test_a_failure_that_is_too_long_keeps_its_ends() -> None:
     assert len(long.text) == 8_000
     assert long.text.startswith("first\n\\x1b")
     assert long.text.endswith("\\x1b\nlast")
-    assert " characters ...\n" in long.text
+    assert " characters omitted ...\n" in long.text
     assert failure.parse_failure_json(long.to_json()) == long
 
 

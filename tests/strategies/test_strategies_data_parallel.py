@@ -27,7 +27,7 @@ def test_all_devices_have_a_replica_by_default_and_two_stand_for_them_on_a_cpu()
     [
         ({}, 2, "requires 1 process, which uses all devices, got 2; use placement.processes=1 or strategy ddp"),
         ({"device_ids": ()}, 1, "device_ids is empty"),
-        ({"device_ids": (0, 1, 0)}, 1, "device_ids has 0 more than once"),
+        ({"device_ids": (0, 1, 0)}, 1, "device_ids contains 0 more than once"),
         ({"device_ids": (0, 1), "output_device": 2}, 1, "output_device=2 is not one of the device_ids 0, 1"),
     ],
 )

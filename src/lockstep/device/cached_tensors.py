@@ -1,7 +1,7 @@
-"""Removes tensors that a model caches at module level during an inspection, such as masks in an `lru_cache`.
+"""Removes tensors that a model caches at module level while Lockstep inspects it, such as masks in an `lru_cache`.
 
-An inspection runs the model on the meta device, on the CPU or in float64. If the model caches a mask during the
-inspection, the training run would otherwise use this mask, with the wrong device or dtype.
+An inspection runs the model on the meta device, on the CPU or in float64. If the model caches a mask in an inspection,
+training would reuse this mask, which has the wrong device or dtype.
 """
 
 import gc
@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-# Packages that aren't searched, like the standard library: dependencies of torch and Lockstep, which don't cache
-# tensors of a model. Searching a package that is missing from this list only takes milliseconds.
+# Like the standard library, these packages aren't searched. They are dependencies of torch and Lockstep, and don't
+# cache tensors of a model. Searching a package that is missing from this list only takes milliseconds.
 _LIBRARIES: Final = frozenset(
     [
         *("PIL", "accelerate", "anyio", "boto3", "botocore", "charset_normalizer", "click", "cryptography", "cuda"),
@@ -28,7 +28,7 @@ _LIBRARIES: Final = frozenset(
         *("tqdm", "transformers", "triton", "typing_extensions", "urllib3", "wandb", "yaml"),
     ]
 )
-# Subclasses are excluded, because accessing an instance of a subclass can import modules.
+# Exact types without their subclasses, because accessing an instance of a subclass can import modules.
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict)
 _CONTAINER_TYPES: Final = frozenset(
     (*_MAPPINGS, list, tuple, set, frozenset, staticmethod, classmethod, FunctionType, _lru_cache_wrapper)
@@ -42,7 +42,7 @@ Tensors = Mapping[int, Tensor]  # by id, which is unique because the mapping kee
 def drop_new_tensors() -> Iterator[None]:
     """On exit, drop the tensors that code in the `with` block added to module-level caches.
 
-    Searches modules and their types, functions with their defaults and closures, and nested containers. Clears each
+    Searches modules and their classes, the defaults and closures of functions, and nested containers. Clears each
     `lru_cache` that holds a new tensor. If a variable was rebound to a new tensor, its old value is restored.
     """
     before = {id(tensor): tensor for tensor in _find_all_tensors()}
@@ -59,7 +59,7 @@ def _find_all_tensors() -> list[Tensor]:
 
 
 def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield each module and class of user code and third-party packages with its variables."""
+    """Yield each module and class of user code and third-party packages, with its variables by name."""
     for name, module in [*sys.modules.items()]:
         package = name.partition(".")[0]
         if package in _LIBRARIES or (package in sys.stdlib_module_names and package != "__main__"):
@@ -146,7 +146,7 @@ def _drop_nested(value: Any, previous: Tensors, depth: int, visited: set[int]) -
 
 
 def _is_new(value: Any, previous: Tensors) -> bool:
-    """Return whether an entry is a new tensor or an immutable container with a new tensor."""
+    """Return whether `value` is a new tensor, or an immutable container that holds one."""
     if type(value) in (tuple, frozenset):
         return _holds_new(value, previous)
     return isinstance(value, Tensor) and id(value) not in previous

@@ -1,4 +1,4 @@
-"""Queries the GPUs of this host from NVML, the device files of the driver and torch.
+"""Collects information about the GPUs of this host from NVML, the device files of the driver, and torch.
 
 This module follows the NVML documentation. It has not been tested on a host with GPUs yet.
 """
@@ -18,7 +18,7 @@ from lockstep.device.ports import get_command_line
 
 _ROOT: Final = Path("/")
 _MODES: Final = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
-# Reasons for reduced clocks. Idle GPUs and clocks that somebody set low aren't a problem, so they aren't in this list.
+# The NVML reasons for reduced clocks that are a problem. A GPU that is idle or whose clocks a user has limited isn't.
 _SLOWDOWN_REASONS: Final[Mapping[str, str]] = {
     "SwPowerCap": "power cap",
     "HwSlowdown": "slowdown by hardware",
@@ -30,9 +30,9 @@ _SLOWDOWN_REASONS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, as reported by NVML. `bus` is the PCI address in sysfs format.
+    """A GPU as reported by NVML. `bus` is its PCI address in sysfs format.
 
-    A field is None if the GPU or its driver doesn't report the value.
+    Fields are None if the GPU or its driver doesn't report them.
     """
 
     name: str
@@ -56,7 +56,10 @@ class Card:
 
 @dataclass(frozen=True)
 class Driver:
-    """The results of querying NVML, or its error as `problem`. `cuda` is the newest CUDA version that is supported."""
+    """The result of querying NVML. If the query failed, `problem` is the error.
+
+    `cuda` is the newest CUDA version that the driver supports.
+    """
 
     version: str = ""
     cuda: str = ""
@@ -66,7 +69,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA device, as reported by torch. It can access the memory of `peer_devices` directly."""
+    """A CUDA device as reported by torch. It can access the memory of the devices `peer_devices` directly."""
 
     name: str
     uuid: str
@@ -80,9 +83,11 @@ class GpuFacts:
     """The results of all GPU queries on this host.
 
     - `kernel`: the version line of the kernel driver, or "" if no driver is loaded.
+    - `libraries`: the versions of torch, CUDA, cuDNN and NCCL, or None for libraries that torch is built without.
     - `files`: whether the current user can open each device file of the driver.
-    - `library`: the error when loading libcuda, or "".
-    - `cuda_error`: the error of torch when starting CUDA, or "".
+    - `library`: the error that loading libcuda raised, or "".
+    - `visible`: the value of CUDA_VISIBLE_DEVICES, or None if it isn't set.
+    - `cuda_error`: the error that torch raised when it initialized CUDA, or "".
     """
 
     driver: Driver
@@ -96,7 +101,7 @@ class GpuFacts:
 
 
 def collect_evidence(driver: Driver, root: Path = _ROOT) -> GpuFacts:
-    """Run all other GPU queries, and return the results together with `driver`. Initializes CUDA."""
+    """Collect all other information about the GPUs, and return it together with `driver`. Initializes CUDA."""
     device_count, raised = _start_cuda()
     version = read_text_or_empty(root / "proc/driver/nvidia/version")
     return GpuFacts(
@@ -112,7 +117,7 @@ def collect_evidence(driver: Driver, root: Path = _ROOT) -> GpuFacts:
 
 
 def query_driver() -> Driver:
-    """Query NVML. Call this function with a time limit, because it blocks if the driver hangs."""
+    """Query the driver and its GPUs through NVML. Call this with a timeout, because it blocks if the driver hangs."""
     import pynvml as nvml  # imported here because most hosts have no GPU
 
     try:
@@ -181,7 +186,7 @@ def _query_card(nvml: Any, handle: Any) -> Card:
 
 
 def sysfs_address(bus: str) -> str:
-    """Return a PCI address in the format of sysfs: 0000:9d:00.0 for 00000000:9D:00.0."""
+    """Convert a PCI address to the format of sysfs, for example 00000000:9D:00.0 to 0000:9d:00.0."""
     domain, colon, remainder = bus.lower().partition(":")
     return f"{domain[-4:]}{colon}{remainder}"
 
@@ -195,7 +200,7 @@ def _query_device(index: int, device_count: int) -> Device:
 
 
 def _get_library_versions() -> dict[str, str | None]:
-    """Return the versions of torch and its GPU libraries. A version is None if torch is built without the library."""
+    """Return the versions of torch and its GPU libraries, or None for libraries that torch is built without."""
     built = torch.version.cuda is not None
     cudnn = torch.backends.cudnn.version() if built else None  # type: ignore[no-untyped-call]
     return {
@@ -207,7 +212,7 @@ def _get_library_versions() -> dict[str, str | None]:
 
 
 def _device_files(folder: Path) -> dict[str, bool]:
-    """Return whether the current user can open each device file of the driver."""
+    """Return a dict with each device file of the driver, and whether the current user can open it."""
     files = [folder / "nvidiactl", folder / "nvidia-uvm", *folder.glob("nvidia[0-9]*")]
     return {f"/dev/{file.name}": os.access(file, os.R_OK | os.W_OK) for file in sorted(files) if file.exists()}
 
@@ -221,7 +226,7 @@ def _libcuda_error() -> str:
 
 
 def _start_cuda() -> tuple[int, str]:
-    """Initialize CUDA. Returns the number of devices that torch finds, and the error if the initialization failed."""
+    """Initialize CUDA. Returns the number of devices that torch finds, and the error, or "" if there was none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.cuda.init below raises an error for the same problem
         count = torch.cuda.device_count()

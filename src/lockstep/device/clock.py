@@ -16,11 +16,11 @@ _PARTS: Final = ("computing", "waiting for a core", "waiting")
 
 @final
 class Clock:
-    """Measures the time that the creating thread spends on each activity, starting with the activity `first`.
+    """Measures the time that the current thread spends on each activity, starting with the activity `first`.
 
-    The time of the activity `split` is divided into `computing` on a core, `waiting for a core` in the run queue of the
-    kernel (only measured on Linux), and `waiting` for other ranks and their data. On CUDA, the time isn't divided,
-    because the thread spins while it waits for the GPU.
+    The time of the activity `split` is divided into three activities: `computing` on a core, `waiting for a core` in
+    the run queue of the kernel (only measured on Linux), and `waiting` for other ranks and their data. On CUDA, the
+    time isn't divided, because the thread spins while it waits for the GPU.
     """
 
     def __init__(self, device: torch.device, first: str, split: str) -> None:
@@ -35,7 +35,7 @@ class Clock:
         self._last_times = self._read()
 
     def start_activity(self, activity: str) -> None:
-        """Start measuring `activity`, until the next call."""
+        """End the current activity and start `activity`."""
         times = self._read()
         wall, on_core, for_core = (after - previous for after, previous in zip(times, self._last_times, strict=True))
         if self._activity == self._split:
@@ -47,7 +47,7 @@ class Clock:
 
     @contextmanager
     def track_activity(self, activity: str) -> Iterator[None]:
-        """Measure the `with` block as `activity`, and then continue with the previous activity."""
+        """Measure the `with` block as `activity`. On exit, return to the activity from before the block."""
         previous = self._activity
         self.start_activity(activity)
         try:
@@ -66,7 +66,7 @@ class Clock:
         return sum(seconds.get(part, 0.0) for part in self._parts)
 
     def close(self) -> None:
-        """Close the kernel statistics file. Repeated calls are no-ops."""
+        """Close the file with the kernel's scheduling statistics. Can be called more than once."""
         descriptor, self._schedstat = self._schedstat, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -19,7 +19,7 @@ import torch
 from lockstep.common.importing import version_of
 from lockstep.errors import UsageError
 
-# Disable selection by timing, because two ranks or two runs could select different kernels.
+# Disable autotuning, because it could select different kernels on each rank and in each run.
 OPTIONS: Final = {
     "deterministic": True,
     "max_autotune": False,
@@ -34,10 +34,10 @@ OPTIONS: Final = {
     "assume_aligned_inputs": True,
 }
 
-# Maximum number of compiled graphs per code object. Blocks of the same class share a code object, and each needs about
-# six shapes in two modes.
+# Maximum number of compiled graphs per code object. Blocks of the same class share a code object, and each block needs
+# a graph for each of about six shapes in training and in evaluation mode.
 _RECOMPILE_LIMIT: Final = 4096
-# With these variables, torch would run eagerly, which changes the bits.
+# If one of these variables is set, torch runs eagerly, which changes the bits.
 _DISABLING_VARIABLES: Final = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 _TRITON_VARIABLES: Final = ("TRITON_F32_DEFAULT", "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
 _PREPARED_SETTINGS: Final = ("force_non_lazy_backward_lowering", "suppress_errors")
@@ -66,7 +66,7 @@ def check_compiler(gpu: bool) -> None:
 
 
 def configure_compiler(fingerprint: Mapping[str, Any]) -> None:
-    """Configure torch.compile so that it never falls back to eager mode and never uses kernels of different runs.
+    """Configure torch.compile so that it never falls back to eager mode or reuses kernels of a different fingerprint.
 
     Each fingerprint has a separate cache folder for kernels, because torch's cache key contains neither the version of
     the C++ compiler nor the CPU model.
@@ -79,14 +79,15 @@ def configure_compiler(fingerprint: Mapping[str, Any]) -> None:
     config.recompile_limit = config.accumulated_recompile_limit = _RECOMPILE_LIMIT
     config.fail_on_recompile_limit_hit = True
     config.suppress_errors = False
-    autograd.force_non_lazy_backward_lowering = True  # raise compile errors in forward, where the block is known
+    # Compile the backward pass during the forward pass, when the block that a compile error is raised in is known.
+    autograd.force_non_lazy_backward_lowering = True
     cache_root = Path(cache_dir())
     cache_root = cache_root.parent if cache_root.name.startswith(_CACHE_PREFIX) else cache_root
     os.environ[_CACHE_VARIABLE] = str(cache_root / f"{_CACHE_PREFIX}{_digest(fingerprint)}")
 
 
 def compiler_facts(gpu: bool) -> dict[str, str]:
-    """Return the version of the compiler and a hash of its settings. Both change the bits of compiled blocks."""
+    """Return the fingerprint entries of the compiler: its version, and a hash of its settings."""
     from torch._dynamo import config as tracing
     from torch._functorch import config as autograd
     from torch._inductor import config as kernels
@@ -102,9 +103,9 @@ def compiler_facts(gpu: bool) -> dict[str, str]:
 
 
 def _portable_settings(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a torch config module that are independent of paths on this host.
+    """Yield the name and value of each setting of a torch config module that doesn't depend on paths of this host.
 
-    Settings that `configure_compiler` changes are skipped, because they are the same for all runs.
+    Settings that `configure_compiler` changes are skipped, because they are the same in all runs.
     """
     for name, value in module.save_config_portable().items():
         if "_dir" not in name and "limit" not in name and name not in _PREPARED_SETTINGS:
@@ -115,12 +116,12 @@ def _check_triton() -> None:
     advice = "or set recipe.compile=false"
     if _triton_version() is None:
         raise UsageError(
-            f"recipe.compile: torch.compile on CUDA requires Triton, which is not installed; pip install triton in the "
-            f"version that torch {torch.__version__} requires, {advice}"
+            f"recipe.compile: torch.compile on CUDA requires Triton, which is not installed; install the version of "
+            f"triton that torch {torch.__version__} requires, {advice}"
         )
     if not any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang", "cc")):
         raise UsageError(
-            f"recipe.compile: Triton requires a C compiler to start its kernels, but none is found on this host; "
+            f"recipe.compile: Triton requires a C compiler to launch its kernels, but found none on this host; "
             f"install gcc, set the environment variable CC to a different compiler, {advice}"
         )
     capability = torch.cuda.get_device_capability()

@@ -1,4 +1,4 @@
-"""CPU binding: each rank runs on cores near its GPU. Ranks whose GPUs are near the same cores share these cores."""
+"""CPU binding: each rank runs on cores near its GPU. Ranks whose GPUs are near the same cores divide these cores."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,11 @@ Cores = frozenset[int]
 
 @dataclass(frozen=True)
 class CpuLocality:
-    """The host of a rank, the cores near its GPU (empty if unknown), and the cores that the rank may use.
+    """The CPU cores that are relevant to binding a rank on `host`.
 
-    `limited` is whether some cores of the host aren't available to the rank.
+    - `near`: the cores near its GPU, or an empty set if they are unknown.
+    - `usable`: the cores that the rank is allowed to use.
+    - `limited`: whether there are cores on the host that the rank isn't allowed to use.
     """
 
     host: str
@@ -23,7 +25,7 @@ class CpuLocality:
 
 @dataclass(frozen=True)
 class Binding:
-    """The cores that a rank is bound to, and the reason."""
+    """The cores to bind a rank to, and the reason for this choice."""
 
     cores: Cores
     reason: str
@@ -56,8 +58,8 @@ def choose_cores(rank: int, localities: Sequence[CpuLocality], siblings: Mapping
     that a rank needs for its threads. If a rank would get fewer cores, the ranks share all of these cores instead.
 
     `siblings` maps each core of the host to the first logical core on the same physical core. Siblings are always
-    assigned to the same rank. A rank that was bound before it started keeps its cores. If several ranks of a host have
-    the same limited cores, the limit belongs to their container or job, and the ranks don't count as bound.
+    assigned to the same rank. A rank that the launcher has already bound keeps its cores. If all ranks of a host have
+    the same limited cores, the limit comes from their container or job, and the ranks don't count as bound.
     """
     own = localities[rank]
     host_ranks = [index for index, locality in enumerate(localities) if locality.host == own.host]
@@ -67,7 +69,7 @@ def choose_cores(rank: int, localities: Sequence[CpuLocality], siblings: Mapping
         return Binding(own.usable, "the kernel does not report the cores near its GPU")
     near_cores = own.near & own.usable
     if not near_cores:
-        return Binding(own.usable, "it may not use any of the cores near its GPU")
+        return Binding(own.usable, "none of the cores near its GPU are available to it")
     sharing_ranks = [index for index in host_ranks if localities[index].near == own.near]
     if len(sharing_ranks) == 1:
         return Binding(near_cores, "near its GPU")

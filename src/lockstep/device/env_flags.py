@@ -1,4 +1,4 @@
-"""Environment variables that change the results of kernels. Lockstep records all variables and rejects some of them."""
+"""Environment variables that change the results of kernels. They are part of the fingerprint, and some are rejected."""
 
 import os
 from typing import Final
@@ -18,7 +18,7 @@ _CUDA_VARIABLES: Final = (
 
 
 def read_switches(device: torch.device) -> str:
-    """Return the variables that are set and affect results on this device, as `NAME=value NAME=value`, or NONE."""
+    """Return the variables that are set and affect the results on `device`, as `NAME=value NAME=value`, or NONE."""
     names = (*_ALL_DEVICE_VARIABLES, *_CUDA_VARIABLES) if device.type == "cuda" else _ALL_DEVICE_VARIABLES
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NONE
 
@@ -27,14 +27,16 @@ def check_switches(precision: str) -> None:
     """Raise UsageError if an environment variable contradicts `precision` or makes torch select kernels by timing."""
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "0":
         raise UsageError(
-            "PYTORCH_TUNABLEOP_ENABLED is set: it selects kernels of matrix products by timing, so ranks may select "
+            "PYTORCH_TUNABLEOP_ENABLED is set, which selects matrix product kernels by timing, so ranks may select "
             "different kernels; unset it"
         )
     for name in _TF32_VARIABLES:
         if precision == "fp32" and os.environ.get(name, "0") != "0":
             raise UsageError(
-                f"recipe.precision: fp32, but {name}={os.environ[name]} computes float32 products with 10 of their 23 "
-                f"mantissa bits; unset {name}"
+                f"recipe.precision: got fp32, but {name}={os.environ[name]} computes float32 products with only 10 of "
+                f"the 23 mantissa bits; unset {name}"
             )
     if precision == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
-        raise UsageError("recipe.precision: tf32, but NVIDIA_TF32_OVERRIDE=0 disables it; unset it, or use fp32")
+        raise UsageError(
+            "recipe.precision: got tf32, but NVIDIA_TF32_OVERRIDE=0 disables TF32; unset the variable, or use fp32"
+        )

@@ -14,10 +14,10 @@ _SIZE_VARIABLES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """Make torch.distributed and the environment report that this process is rank `rank` of `size`.
+    """Simulate rank `rank` of `size` in torch.distributed and in the environment variables during the `with` block.
 
-    This applies during the `with` block. There must be no process group yet. Collectives return immediately without
-    communication, so their results are meaningless.
+    No process group may be initialized. Collectives return immediately without communicating, so their results are
+    meaningless.
     """
     # Importing this internal module of torch registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,6 +34,6 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 def remove_rank_variables() -> None:
-    """Remove the variables that describe a rank from the environment."""
+    """Remove RANK, WORLD_SIZE and the variables for the local rank and size from the environment."""
     for name in (*_RANK_VARIABLES, *_SIZE_VARIABLES):
         os.environ.pop(name, None)

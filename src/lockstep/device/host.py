@@ -1,4 +1,4 @@
-"""The facts of this host that a process reports as JSON: versions, devices, memory and environment variables."""
+"""Collects information about this host as JSON: versions, devices, memory and environment variables."""
 
 import os
 import platform
@@ -27,7 +27,10 @@ _SECRET_VARIABLES: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
 
 
 def get_host_facts() -> dict[str, Any]:
-    """Return the facts of this host. Takes about 100 ms, and initializes CUDA if there is a GPU."""
+    """Return the versions, the fingerprint, the devices and the environment variables of this host.
+
+    Takes about 100 ms, and initializes CUDA if there is a GPU.
+    """
     return {
         "host": socket.gethostname(),
         "versions": versions(),
@@ -38,7 +41,7 @@ def get_host_facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, Lockstep and its required and optional packages. None means not installed."""
+    """Return the versions of Python, Lockstep, and its required and optional packages (None if not installed)."""
     required = [requirement for requirement in metadata.requires(_PACKAGE) or [] if not _TEST_EXTRA.search(requirement)]
     names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in required} - {_PACKAGE}
     source = machine.hash_source()
@@ -47,25 +50,25 @@ def versions() -> dict[str, str | None]:
 
 
 def _numerics() -> dict[str, Any]:
-    """Return the facts that change the bits of a run on the first device, except for the number of threads."""
+    """Return the fingerprint of the first device, without the number of threads."""
     device = torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
     return {name: value for name, value in machine.make_fingerprint(device).items() if name != "threads"}
 
 
 def get_gpu_facts() -> dict[str, Any]:
-    """Return the CUDA devices that torch finds, and whether a GPU driver is present."""
+    """Return the names of the CUDA devices that torch finds, and whether a GPU driver is present."""
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"devices": names, "driver": has_gpu_driver()}
 
 
 def memory() -> dict[str, int | None]:
-    """Return the total memory, the available memory and the container limit in bytes."""
+    """Return the total memory, the available memory, and the memory limit of the container, in bytes."""
     current = psutil.virtual_memory()
     return {"all": current.total, "free": current.available, "limit": limit_bytes()}
 
 
 def get_env_facts(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of compute and communication libraries, without possible secrets."""
+    """Return the environment variables of compute and communication libraries, without those that may be secrets."""
     return {
         name: env[name]
         for name in sorted(env)

@@ -23,7 +23,10 @@ def network() -> dict[str, Any]:
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
-    """Return the interfaces that are up and have an address, with addresses, MTU and speed in Mbit/s (0 if unknown)."""
+    """Return the interfaces that are up and have an address, by name.
+
+    Each entry contains the addresses, the speed in Mbit/s (0 if unknown) and the MTU.
+    """
     states = psutil.net_if_stats()
     up_interfaces = {}
     for name, listed in psutil.net_if_addrs().items():
@@ -52,11 +55,11 @@ def is_loopback(address: str) -> bool:
 
 
 def gloo_interface(up_interfaces: Mapping[str, Any], host_addresses: list[str], env: Mapping[str, str]) -> str | None:
-    """Return the interface that gloo uses for a job on several hosts, or None if it is unknown.
+    """Return the name of the interface that gloo uses for a job on several hosts, or None if it is unknown.
 
-    If GLOO_SOCKET_IFNAME is set, gloo uses this interface. Otherwise, gloo uses the interface with the first address of
-    the host name that belongs to this host, or the loopback interface if there is no such address (torch,
-    `ProcessGroupGloo::createDefaultDevice`).
+    If GLOO_SOCKET_IFNAME is set, gloo uses that interface. Otherwise, gloo resolves the host name, and uses the first
+    address that belongs to an interface of this host. If there is none, gloo uses the loopback interface (see
+    `ProcessGroupGloo::createDefaultDevice` in torch).
     """
     if _VARIABLE in env:
         first = env[_VARIABLE].partition(",")[0]
@@ -66,7 +69,10 @@ def gloo_interface(up_interfaces: Mapping[str, Any], host_addresses: list[str], 
 
 
 def owner(address: str, up_interfaces: Mapping[str, Any]) -> str | None:
-    """Return the interface that has an address, or None. All of 127.0.0.0/8 belongs to the loopback interface."""
+    """Return the name of the interface with the address `address`, or None if there is none.
+
+    All addresses in 127.0.0.0/8 belong to the loopback interface.
+    """
     for name, interface in up_interfaces.items():
         if address in interface["addresses"] or (is_loopback(address) and "127.0.0.1" in interface["addresses"]):
             return name

@@ -2,8 +2,8 @@
 
 REFUSED contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms`, i.e. the operations
 that call `alertNotDeterministic` in torch's CUDA sources. The entries with `torch_raises=False` are operations that
-torch doesn't reject although their kernels add in the order in which threads finish. benchmarks/gpu_kernels.py measures
-the operations that Lockstep uses instead. The table in docs/gpu.md is generated from both.
+torch doesn't reject, although their results depend on the order in which threads finish. benchmarks/gpu_kernels.py
+measures the operations that Lockstep uses instead. The table in docs/gpu.md is generated from both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
-Call = Mapping[str, Any]  # the arguments of an operation by their names in the schema
+Call = Mapping[str, Any]  # the arguments of an operation, by name
 
 OLDEST: Final = "2.11"  # the oldest torch version that Lockstep supports
 
@@ -23,10 +23,11 @@ class NondeterministicOperation:
     """An operation without a deterministic kernel on CUDA.
 
     - `name`: the torch name, without the trailing underscore of the in-place variant.
-    - `applies`: returns whether a call with these arguments is rejected.
-    - `has_alternative`: whether the function in torch.nn.functional uses a different, deterministic kernel on CUDA,
-      starting with torch version `since`. Such an operation is ignored on the CPU, and only rejected if it is called on
-      CUDA.
+    - `applies`: returns whether a call with the given arguments is nondeterministic.
+    - `torch_raises`: whether torch itself rejects the operation.
+    - `has_alternative`: whether the function in torch.nn.functional calls a different, deterministic operation on CUDA,
+      starting with torch version `since`. In this case, the operation isn't rejected when it is found on the CPU, but
+      only when it is called on CUDA.
     """
 
     name: str
@@ -39,14 +40,14 @@ class NondeterministicOperation:
     since: str = OLDEST
 
     def is_avoided(self) -> bool:
-        """Return whether the torch.nn.functional function has a deterministic CUDA kernel in this version of torch."""
+        """Return whether torch.nn.functional calls a deterministic operation on CUDA in this version of torch."""
         return self.has_alternative and torch.__version__ >= self.since
 
 
 def find_refusal(
     operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> NondeterministicOperation | None:
-    """Return the entry that rejects this call of an operation on CUDA, or None if the call is deterministic."""
+    """Return the entry for a call of an operation that is nondeterministic on CUDA, or None if it is deterministic."""
     name = operation._schema.name.rstrip("_")
     entries = [entry for entry in REFUSED if entry.name == name]
     if not entries:
@@ -65,7 +66,7 @@ def _is_product(call: Call) -> bool:
 
 
 def _is_single_scan(call: Call) -> bool:
-    """Return whether one scan covers the entire tensor, which CUDA splits among thread blocks without a fixed order."""
+    """Return whether a single scan covers the entire tensor. CUDA splits such a scan among thread blocks."""
     tensor: torch.Tensor = call["self"]
     scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
     return tensor.is_floating_point() and tensor.numel() == scanned > 1
@@ -213,8 +214,8 @@ REFUSED: Final = (
     _backward("torchvision::_ps_roi_pool", "PSRoIPool", "use roi_align"),
 )
 
-# An LSTM, GRU or RNN with dropout between its layers. cuDNN has one generator per device and continues its stream from
-# call to call, so the dropout masks would depend on earlier computations on the same rank.
+# An LSTM, GRU or RNN with dropout between its layers. cuDNN has one random number generator per device, whose state
+# carries over from call to call, so the dropout masks would depend on earlier computations of the same rank.
 RNN_DROPOUT: Final = NondeterministicOperation(
     "aten::_cudnn_rnn",
     "LSTM, GRU, RNN with dropout between layers",

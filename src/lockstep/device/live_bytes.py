@@ -3,8 +3,8 @@
 The bytes are counted by the C library (glibc), which allocates the memory of CPU tensors. The count includes all
 tensors of all threads, regardless of which object holds them, and excludes freed memory. In contrast, the resident set
 size includes memory that the allocator keeps for later, and a traversal of Python objects misses tensors that are held
-by autograd and C++ reducers. A background thread polls the count to find the peak, so it can miss a peak that is
-shorter than a millisecond.
+by autograd and C++ reducers. To find the peak, a background thread polls the count, so peaks of less than a millisecond
+can be missed.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from typing import Final, final
 import psutil
 
 _POLL_INTERVAL_S: Final = 0.0002
-# Switch interval of the GIL. With the default, the polling thread would wait 5 ms for the GIL.
+# Switch interval of the GIL. With the default, the polling thread would have to wait 5 ms for the GIL.
 _SWITCH_INTERVAL_S: Final = 0.0001
 
 
@@ -29,10 +29,10 @@ def can_count() -> bool:
 
 @final
 class LiveBytes:
-    """Counts the bytes that are allocated after this object was created."""
+    """Counts the allocated bytes of this process, relative to when this object was created."""
 
     def __init__(self) -> None:
-        assert can_count()  # on an older glibc, psutil falls back to 32-bit counters
+        assert can_count()  # with an older glibc, psutil would fall back to 32-bit counters
         self._start = 0
         self._start = self.now()
 
@@ -49,14 +49,14 @@ class LiveBytes:
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Exclude memory from the count that is allocated in the `with` block and still in use at its end."""
+        """Exclude from the count the memory that is allocated in the `with` block and still in use when it exits."""
         before = self.now()
         yield
         self._start += self.now() - before
 
     @contextmanager
     def track_peak(self) -> Iterator[list[int]]:
-        """Yield a list with one number: the peak number of bytes in use, which is updated until the block ends."""
+        """Track the peak number of bytes in use during the `with` block. Yields a list that contains this number."""
         peak = [self.now()]
         stop = threading.Event()
 

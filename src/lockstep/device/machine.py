@@ -1,4 +1,4 @@
-"""Describes the machine of a run: a full record, and a fingerprint of everything that changes the bits."""
+"""Describes the machine of a run: a full record, and a fingerprint of everything that affects the bits."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ _HASH_DIGITS: Final = 12  # hex digits of a hash; enough to avoid collisions
 
 
 def environment() -> dict[str, Any]:
-    """Return the record of this machine for the run folder, as JSON-serializable values.
+    """Return a JSON-serializable record of this machine, which is saved in the run folder.
 
     Versions are read from package metadata, so packages aren't imported. Environment variables are excluded, because
     they can contain secrets. This function initializes CUDA if there are GPUs, so don't call it in a process that forks
@@ -48,11 +48,11 @@ def environment() -> dict[str, Any]:
 
 
 def make_fingerprint(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
-    """Return the fingerprint of this machine: all facts, besides the recipe, that change the bits.
+    """Return the fingerprint of this machine: everything besides the recipe that affects the bits.
 
     Two runs of a recipe with equal fingerprints have the same bits. If `compiled` is set, the fingerprint includes the
-    compiler and its settings. On the CPU, it includes the CPU model, because a CPU with the same instruction set can
-    have different cache sizes, which change how libraries block sums.
+    compiler and its settings. On the CPU, it includes the CPU model, because libraries choose the block sizes of sums
+    by the cache sizes, which can differ between CPUs with the same instruction set.
     """
     fingerprint: dict[str, Any] = {
         "torch": str(torch.__version__),
@@ -106,7 +106,7 @@ def _describe_cpu() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Return the entries for the first processor in /proc/cpuinfo, or {} if there is no such file."""
+    """Return the entries of the first processor in /proc/cpuinfo, or {} if the file doesn't exist."""
     if not _LINUX_CPUINFO.exists():
         return {}
     first, _, _ = _LINUX_CPUINFO.read_text().partition("\n\n")
@@ -128,7 +128,7 @@ def _gpu_libraries() -> dict[str, Any]:
 
 
 def _describe_git(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of `folder` and whether there are uncommitted changes, or None outside a repository."""
+    """Return the commit of `folder` and whether there are uncommitted changes, or None if it isn't in a repository."""
     commit = _run_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None

@@ -12,11 +12,13 @@ from lockstep.device.cached_tensors import drop_new_tensors
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model on the meta device to inspect names and shapes. Falls back to the CPU if this fails."""
-    with warnings.catch_warnings(action="ignore"):  # the build for training repeats the relevant warnings
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # relevant warnings are repeated when the model is built for training
         try:
             with drop_new_tensors(), torch.device("meta"):
                 return build()
-        except Exception:  # the build may read tensor values, which only works on the CPU
+        except Exception:  # the model may read tensor values in its constructor, which fails on the meta device
             return build()
 
 

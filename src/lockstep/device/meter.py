@@ -12,7 +12,12 @@ T = TypeVar("T")
 
 
 class Speed(NamedTuple):
-    """Samples per second, their weight per second, and the mean seconds that a step waited for its data."""
+    """The speed of training steps.
+
+    - `samples_per_s`: the number of samples per second.
+    - `weight_per_s`: the total weight of the samples per second.
+    - `data_s`: the mean time that a step waits for its data, in seconds.
+    """
 
     samples_per_s: float
     weight_per_s: float
@@ -28,13 +33,13 @@ class Meter:
         self.restart()
 
     def add(self, samples: int, weight: int) -> None:
-        """Add a step with its number of samples and their total weight."""
+        """Count a completed step with its number of samples and their total weight."""
         self._steps += 1
         self._samples += samples
         self._weight += weight
 
     def time_waits(self, data: Iterable[T]) -> Iterator[T]:
-        """Yield the items of `data`, and count the time until each item is available as waiting for data."""
+        """Yield the items of `data`, and measure the time that each step waits for its item."""
         iterator = iter(data)
         while True:
             start_s = time.perf_counter()
@@ -52,7 +57,7 @@ class Meter:
         self._start_s = time.perf_counter()
 
     def read(self) -> Speed:
-        """Return the speed since the last read or restart."""
+        """Return the speed since the previous call of `read` or `restart`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self._start_s

@@ -1,4 +1,4 @@
-"""The peak FLOP/s of known GPUs for dense matrix products, by the precision of a recipe.
+"""The peak FLOP/s of known GPUs for dense matrix products, by precision.
 
 The numbers are from data sheets and architecture whitepapers of NVIDIA, in TFLOP/s without sparsity. If a source only
 lists a number with sparsity, the table contains half of it. The fp16 and bf16 numbers are for tensor cores that
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 
 class Peak(NamedTuple):
-    """Peak TFLOP/s by precision. None means that the GPU doesn't support the precision in hardware."""
+    """The peak TFLOP/s of a GPU by precision, or None if the GPU has no hardware support for the precision."""
 
     fp32: float
     tf32: float | None
@@ -19,7 +19,8 @@ class Peak(NamedTuple):
     bf16: float | None
 
 
-# Full names as reported by the driver, because MIG instances and mobile GPUs have similar names but lower peaks.
+# By a pattern that must match the full name from the driver, because MIG instances and mobile GPUs have similar names
+# but lower peaks.
 _PEAKS: Final[Mapping[str, Peak]] = {
     r"Tesla V100-SXM2-\d+GB(-LS)?": Peak(15.7, None, 125, None),  # V100 data sheet
     r"Tesla V100-PCIE-\d+GB": Peak(14, None, 112, None),
@@ -47,7 +48,7 @@ _PEAKS: Final[Mapping[str, Peak]] = {
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a GPU for the precision of a recipe, or None if it is unknown."""
+    """Return the peak FLOP/s of the GPU with the name `device` for a precision, or None if it is unknown."""
     for name, peak in _PEAKS.items():
         if re.fullmatch(name, device) and " MIG " not in device:
             teraflops: float | None = peak._asdict().get(precision)

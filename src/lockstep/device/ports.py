@@ -1,4 +1,4 @@
-"""The listening socket of rank 0, restricted to one address if possible, and errors that name the owner of a port."""
+"""Opens the listening socket of rank 0, on a single address if possible. Errors name the owner of a port in use."""
 
 import errno
 import socket
@@ -11,15 +11,15 @@ from lockstep.errors import UsageError
 
 
 def check_port(host: str, port: int, is_single_host: bool) -> None:
-    """Raise UsageError if rank 0 can't listen at `host` and `port`. See `listener` for the arguments and errors."""
+    """Raise UsageError if rank 0 can't listen at `host` and `port`. For the arguments, see `open_listener`."""
     open_listener(host, port, is_single_host).close()
 
 
 def open_listener(host: str, port: int, is_single_host: bool) -> socket.socket:
     """Return a socket that listens at the address of `host`. Set `is_single_host` if all ranks are on this host.
 
-    Raises UsageError with the reason if rank 0 can't listen at this address. If the port is in use, the error names the
-    process that owns it.
+    Raises UsageError if rank 0 can't listen at this address. If the port is in use, the error names the process that
+    owns it.
     """
     label = f"rendezvous {host}:{port}: rank 0 cannot listen there: "
     if not 1 <= port <= 65535:
@@ -52,7 +52,7 @@ def check_host_name(host: str, port: int) -> None:
 
 
 def make_unknown_host_error(host: str, port: int, error: OSError) -> UsageError:
-    """Return the error for a host name that this host can't resolve."""
+    """Return the error to raise if this host can't resolve the name `host`."""
     return UsageError(
         f"rendezvous {host}:{port}: {socket.gethostname()} cannot resolve the host {host} ({error.strerror}); "
         f"use an address of the host of rank 0 instead: placement.rendezvous=tcp://ADDRESS:{port}"
@@ -65,7 +65,7 @@ def loopback() -> str:
 
 
 def _listen_on_all_interfaces(port: int) -> socket.socket:
-    """Return a socket that listens on all interfaces, because the address that other hosts use is unknown."""
+    """Return a socket that listens on all interfaces, for when the address that other hosts use is unknown."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
@@ -74,7 +74,7 @@ def _listen_on_all_interfaces(port: int) -> socket.socket:
 def find_port_owner(port: int) -> str:
     """Return the process that owns a TCP port, as `pid 17 (command line)`, or "" if it is unknown."""
     with suppress(psutil.Error):  # macOS only allows root to list connections
-        # An accepted connection has the port of its listener, but can belong to a different process. List listeners
+        # An accepted connection has the port of its listener but can belong to a different process, so list listeners
         # first.
         owners = sorted(
             (connection.status != psutil.CONN_LISTEN, connection.pid)
@@ -87,7 +87,7 @@ def find_port_owner(port: int) -> str:
 
 
 def get_command_line(pid: int) -> str:
-    """Return the command line of a process, truncated to 200 characters."""
+    """Return the command line of a process, truncated to 200 characters, or "unknown command"."""
     with suppress(psutil.Error):
         text = " ".join(psutil.Process(pid).cmdline())
         if text:

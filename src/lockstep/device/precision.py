@@ -1,4 +1,4 @@
-"""The numerical settings of a process: precision, loss scaling for fp16, and deterministic kernels."""
+"""The numerical settings of a process: autocast and dtypes, loss scaling for fp16, and deterministic kernels."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ _COMPUTE_DTYPES: Final[Mapping[Precision, torch.dtype]] = {
 _TF32_CAPABILITY: Final = (8, 0)
 
 _WORKSPACE_VARIABLE: Final = "CUBLAS_WORKSPACE_CONFIG"
-# With these values, matrix products don't depend on the work of other streams.
+# With these values, the result of a matrix product doesn't depend on concurrent work on other streams.
 _DETERMINISTIC_WORKSPACES: Final = (":4096:8", ":16:8")
 
 
@@ -43,14 +43,14 @@ def get_weight_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.device) -> torch.amp.GradScaler:
-    """Return a loss scaler with a dynamic or a static scale. The scaler is only enabled for fp16 precisions."""
+    """Return a GradScaler with a dynamic or a static scale. It is only enabled for fp16 precisions."""
     scaler = torch.amp.GradScaler(
         device.type,
         init_scale=loss_scale.initial if loss_scale.static is None else loss_scale.static,
         growth_interval=loss_scale.growth_interval,
         enabled=precision in SCALED,
     )
-    # The first call creates the tensors of the scaler. A rank without micro-batches in its first step needs them too.
+    # Create the scaler's tensors, which it otherwise creates in its first call. A rank may have no micro-batches then.
     scaler.scale(torch.zeros((), device=device))
     return scaler
 
@@ -67,9 +67,9 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 
 
 def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.device | None = None) -> None:
-    """Select deterministic kernels without autotuning, and set the number of threads of this process.
+    """Select deterministic kernels, disable autotuning, and set the number of threads of this process.
 
-    After this call, torch raises a RuntimeError for an operation without a deterministic kernel. Raises UsageError if
+    After this call, torch raises a RuntimeError for operations that have no deterministic kernel. Raises UsageError if
     `device` doesn't support `precision`. On CUDA, call `fix_workspace` as well.
     """
     check_precision(precision, device or torch.device("cpu"))
@@ -84,15 +84,15 @@ def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.devic
     if precision == "tf32":
         _enable_tf32()
     _set_attention_backends()
-    # In evaluation, the fast path of torch's attention layers fuses their forward pass. Modules with hooks, such as
-    # those of fully_shard, don't use the fast path, so the same weights would be evaluated in two ways.
+    # In evaluation, torch's attention layers use a fast path with fused kernels, except for modules with hooks, such as
+    # those of fully_shard. The evaluation result would then depend on the strategy.
     torch.backends.mha.set_fastpath_enabled(False)
 
 
 def fix_workspace() -> None:
     """Set CUBLAS_WORKSPACE_CONFIG so that cuBLAS is deterministic. Call this function before CUDA is initialized.
 
-    A deterministic value that is already set is kept. Raises UsageError for any other value.
+    Keeps a value that is already set if it is deterministic. Otherwise, raises UsageError.
     """
     setting = os.environ.setdefault(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
     if setting not in _DETERMINISTIC_WORKSPACES:
@@ -103,7 +103,7 @@ def fix_workspace() -> None:
 
 
 def list_attention_backends() -> str:
-    """Return the backends that scaled_dot_product_attention can select on CUDA, depending on shape and dtype."""
+    """Return the backends that are enabled for scaled_dot_product_attention on CUDA, separated by commas."""
     enabled = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
         "flash": torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ def list_attention_backends() -> str:
 
 
 def _set_attention_backends() -> None:
-    """Disable cuDNN attention, because its backward pass adds in any order.
+    """Enable all attention backends except cuDNN, whose backward pass doesn't add in a fixed order.
 
     With use_deterministic_algorithms, the backward passes of flash attention and memory-efficient attention add in a
     fixed order. The math backend consists of matrix products and a softmax. torch uses the first of these three
@@ -128,8 +128,8 @@ def _set_attention_backends() -> None:
 
 def _disable_reduced_precision() -> None:
     """Disable computation in less than the precision of the tensors, such as TF32 in cuDNN or 16-bit sums in cuBLAS."""
-    # The first setting affects every operation without a separate setting, and the next two affect the rest. The legacy
-    # settings (allow_tf32) are set too, because torch raises an error if they contradict the newer settings.
+    # The first setting is the default, and the next two override it for operations that have their own setting. The
+    # legacy settings (allow_tf32) are set too, because torch raises an error if they contradict the newer settings.
     torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def _disable_reduced_precision() -> None:
 
 
 def _enable_tf32() -> None:
-    """Round the factors of all fp32 products on CUDA to TF32: matrix products, convolutions and RNNs."""
+    """Use TF32 for all fp32 matrix products, convolutions and RNNs on CUDA."""
     # Legacy settings first, as above. They also affect matrix products on the CPU, which must stay in fp32.
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True

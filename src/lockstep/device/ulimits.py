@@ -15,14 +15,15 @@ _REASONS: Final[Mapping[int, str]] = {
 
 
 def limit_error(action: str, error: OSError) -> PreflightError:
-    """Return the error to raise if `action` failed with `error`. The message names the limit that was reached."""
+    """Return the error to raise if `action` failed with `error`. Its message names the limit that was reached."""
     return _error(f"cannot {action}: {error.strerror or error}", _REASONS.get(error.errno or 0, ""))
 
 
 def too_many_files(error: BaseException) -> PreflightError | None:
-    """Return the error to raise if `error` was caused by the limit on open files, or None if it had a different cause.
+    """Return the error to raise if `error` was caused by the limit on open files, or None if it wasn't.
 
-    The text of the system error is compared, because errors of C++ libraries such as gloo only contain this text.
+    This function searches for the message of EMFILE, because errors of C++ libraries such as gloo only contain the
+    message.
     """
     text = os.strerror(errno.EMFILE)
     cause: BaseException | None = error
@@ -34,7 +35,7 @@ def too_many_files(error: BaseException) -> PreflightError | None:
 
 
 def _error(problem: str, reason: str) -> PreflightError:
-    import resource  # imported here because Windows has no such module but can list strategies
+    import resource  # imported here because `lockstep strategies` must work on Windows, which has no such module
 
     files, processes = (
         resource.getrlimit(resource_kind)[0] for resource_kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)

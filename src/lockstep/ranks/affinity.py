@@ -27,8 +27,8 @@ _SIBLINGS: Final = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
 def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
     """Bind this process to the CPU cores near its GPU. All ranks must call this function.
 
-    Returns one line for each rank, with its cores and the reason why they were chosen. If the device isn't a GPU, this
-    is a no-op.
+    Returns a description for each rank: its cores, and the reason for this choice. If the device isn't a GPU, this is a
+    no-op that returns [].
     """
     if not world.on_gpu:
         return []
@@ -49,7 +49,7 @@ def pci_address(device: torch.device) -> str:
 
 
 def make_locality(host: str, address: str, usable: Cores, sysfs: Path) -> CpuLocality:
-    """Return the host of a rank, the cores near the GPU at the PCI address `address`, and the usable cores."""
+    """Return the CPU locality of a rank on `host` that uses the GPU at the PCI address `address`."""
     device_folder = sysfs / "bus/pci/devices" / address
     # If a GPU has no NUMA node (-1), Linux reports all cores as local.
     near = (
@@ -62,7 +62,7 @@ def make_locality(host: str, address: str, usable: Cores, sysfs: Path) -> CpuLoc
 
 
 def siblings(cores: Cores, sysfs: Path) -> dict[int, int]:
-    """Map each logical core to the first logical core of the same physical core."""
+    """Return a dict that maps each logical core to the first logical core on the same physical core."""
     return {core: min({core, *_read_cores(sysfs / _SIBLINGS.format(core))}) for core in cores}
 
 
@@ -86,6 +86,6 @@ def _bind_threads(cores: Cores) -> None:
     affinity = os.sched_getaffinity(0)
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # raised if the thread has ended
-            # Skip threads with a different affinity, because a library such as NCCL has bound them.
+            # A thread with a different affinity was bound by a library such as NCCL.
             if os.sched_getaffinity(thread) == affinity:
                 os.sched_setaffinity(thread, cores)

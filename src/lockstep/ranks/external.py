@@ -1,4 +1,7 @@
-"""Ranks of an external launcher. A rank reports its failure to the store, and prints it if no other rank does."""
+"""Runs a rank that was started by an external launcher, such as torchrun.
+
+A rank that fails reports the failure to the rendezvous store, and prints it if no other rank does.
+"""
 
 import os
 import sys
@@ -22,10 +25,10 @@ from lockstep.ranks.timing import TIMING, Timing
 def join_job(
     info: RankInfo, address: str, timeout_s: float, lost_after_s: float, timing: Timing = TIMING
 ) -> Iterator[Rendezvous]:
-    """Join the other ranks, and send heartbeats while the `with` block runs.
+    """Join the other ranks, and send heartbeats during the `with` block. Yields the rendezvous.
 
-    An error in the block ends this process immediately, even if other threads are running. The error is printed on the
-    terminal.
+    An exception in the block is printed on the terminal and ends this process immediately, even if other threads are
+    running.
     """
     rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     heartbeat = Heartbeat(rendezvous, lost_after_s)
@@ -36,18 +39,18 @@ def join_job(
             except Exception as error:
                 if find_peer_error(error) is None:
                     raise
-                # If no rank reported a cause, for example because a link between two other hosts went down, the lost
-                # peer is reported as the failure.
+                # If no rank reported a failure, for example because the link between two other hosts went down, report
+                # the error about the lost peer instead.
                 unexplained = replace(make_failure(error, rendezvous.info, rendezvous.rank_log), secondary=False)
                 rendezvous.end(heartbeat.find_cause() or unexplained)
         rendezvous.leave()
 
 
 def exit_before_join(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
-    """End this rank because of an error that was found before the ranks joined.
+    """End this process because of an error that was found before the rendezvous.
 
-    If the other ranks join soon, the error is reported to these ranks. If all ranks found the same error, it is printed
-    once.
+    This rank joins the other ranks to report the error to them, and waits up to `Timing.refuse_s` seconds. If all ranks
+    found the same error, it is printed once.
     """
     rendezvous = Rendezvous(info, TIMING.refuse_s, _end)
     try:
@@ -59,7 +62,7 @@ def exit_before_join(info: RankInfo, address: str, error: LockstepError) -> NoRe
 
 
 def single_process_rendezvous() -> Rendezvous:
-    """Return the rendezvous for a run with a single process."""
+    """Return a rendezvous for a run with a single process, which needs no store."""
     return Rendezvous(ALONE, 0.0, _end)
 
 
@@ -75,7 +78,7 @@ def _end(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
 
 
 def _report(rendezvous: Rendezvous, failure: Failure) -> None:
-    """Report the failure to the other ranks, and print the lines about it that no other rank prints."""
+    """Report `failure` to the other ranks, and print the lines that this rank is responsible for."""
     timing = rendezvous.timing
     first = run_with_timeout(timing.report_s, lambda: rendezvous.fail(failure))  # the store may no longer exist
     if (save_failure := rendezvous.write_failure) is not None:
@@ -92,19 +95,23 @@ def _report(rendezvous: Rendezvous, failure: Failure) -> None:
 
 def _failure_lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
     """Return the lines that this rank prints about `failure`. `first` is the first failure among all ranks."""
-    started_manually = info.launcher == "environment"  # such ranks may have separate terminals
+    started_manually = info.launcher == "environment"  # ranks that were started manually may have separate terminals
     if failure == first and not failure.secondary:
         return [failure.message]
     if failure.rank == info.rank:
         return [failure.message] if started_manually or failure.text != first.text else []
-    return [f"rank {info.rank} stops because of it: {first.line}"] if started_manually or info.local_rank == 0 else []
+    return (
+        [f"rank {info.rank} stops because another rank failed: {first.line}"]
+        if started_manually or info.local_rank == 0
+        else []
+    )
 
 
 def _failure_lines_without_store(rendezvous: Rendezvous, failure: Failure) -> list[str]:
-    """Return the lines that this rank prints about `failure` if the store is gone, so that ranks can't coordinate."""
+    """Return the lines that this rank prints about `failure` if the store is gone and the ranks can't coordinate."""
     info = rendezvous.info
     is_cause = failure.rank == info.rank and not failure.secondary
     on_host_of_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host
-    # One rank per host prints the failure. On the host of rank 0, this is the next rank.
+    # On each host, local rank 0 prints the failure. On the host of rank 0, which is gone, local rank 1 does.
     reports_for_host = info.local_rank == int(on_host_of_rank_0)
     return [failure.message] if is_cause or reports_for_host or info.launcher == "environment" else []

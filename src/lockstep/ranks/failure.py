@@ -1,4 +1,4 @@
-"""The record of a rank's failure, which is sent to the other ranks and the launcher, and shown to the user."""
+"""The failure of a rank, which is sent to the other ranks and the launcher, and shown to the user."""
 
 import json
 import time
@@ -18,16 +18,17 @@ from lockstep.errors import EXIT_FAILED, Cause, CorruptionError, LockstepError, 
 from lockstep.ranks.job_store import parse_fields, parse_int
 from lockstep.ranks.rank_log import RankLog, with_rank
 
-_MAX_CHARS: Final = 8_000  # characters, each up to six bytes in JSON; fits into the 64 KiB buffer of a pipe
+_MAX_CHARS: Final = 8_000  # at up to six bytes per character in JSON, fits into the 64 KiB buffer of a pipe
 
 
 @dataclass(frozen=True)
 class Failure:
     """The failure of a rank.
 
-    `secondary` is set if the rank only ended because another rank failed. `log` is the path of the rank's log, or "".
-    `wrong` lists the ranks whose results an audit found to be wrong. `text` is the error message, which is safe to
-    print. If it is too long, its middle is omitted.
+    - `text`: the error message, without control characters. The middle of a very long message is omitted.
+    - `secondary`: set if the rank only ended because another rank failed.
+    - `log`: the path of the rank's log, or "" if it has none.
+    - `wrong`: the ranks whose results are wrong according to an audit.
     """
 
     rank: int
@@ -44,7 +45,7 @@ class Failure:
     def __post_init__(self) -> None:
         text = printable(self.text)
         if len(text) > _MAX_CHARS:
-            cut = f"\n... {len(text) - _MAX_CHARS:,} characters ...\n"
+            cut = f"\n... {len(text) - _MAX_CHARS:,} characters omitted ...\n"
             text = f"{text[: _MAX_CHARS // 2]}{cut}{text[-(_MAX_CHARS // 2) + len(cut) :]}"
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "host", printable_line(self.host))
@@ -58,7 +59,7 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The message as a single line, for use if another rank prints the full message."""
+        """A one-line summary of the message, for when another rank prints the full message."""
         return with_rank(self.rank, self.size, self.host, self.first_line)
 
     @property
@@ -73,12 +74,12 @@ class Failure:
 
 
 def parse_failure_json(text: str | bytes) -> Failure:
-    """Parse the output of `to_json`. Raises ValueError for any other text."""
+    """Parse the output of `Failure.to_json`. Raises ValueError if `text` isn't a valid failure."""
     return parse_failure(plainfile.parse_json(text))
 
 
 def parse_failure(value: Any) -> Failure:
-    """Convert a JSON value to a Failure. Raises ValueError if the value isn't a valid failure."""
+    """Convert a parsed JSON value to a Failure. Raises ValueError if the value isn't a valid failure."""
     types = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
     types |= {"secondary": bool, "log": str, "time": float, "wrong": list, "cause": str}
     failure = Failure(**parse_fields(value, types))
@@ -94,9 +95,10 @@ def parse_failure(value: Any) -> Failure:
 
 
 def make_failure(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
-    """Convert an exception to a Failure.
+    """Return the failure that an exception of this rank causes.
 
-    If a process was lost or too many files were open, the traceback is only written to the log.
+    If the exception means that a process was lost or that too many files were open, its traceback is written to the log
+    instead of the message.
     """
     known_error = too_many_files(error) or find_loader_error(error) or find_peer_error(error)
     if known_error is not None:
@@ -117,7 +119,7 @@ def make_failure(error: BaseException, info: RankInfo, rank_log: RankLog) -> Fai
 
 @final
 class PeerFailedError(TrainingError):
-    """Another rank failed and reported its failure to the store."""
+    """Raised if another rank failed and reported its failure to the store."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"stopped because another rank failed: {failure.line}")
@@ -128,4 +130,4 @@ class PeerFailedError(TrainingError):
 
 @final
 class RanksDifferError(UsageError):
-    """The ranks of a run were started with different settings. All ranks raise this error with the same text."""
+    """Raised on all ranks, with the same message, if the ranks of a run were started with different settings."""

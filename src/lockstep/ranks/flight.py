@@ -1,4 +1,4 @@
-"""Access to torch's Flight Recorder, which records collectives, if torch provides it and it isn't disabled."""
+"""Writes the dump of torch's Flight Recorder, which records the collectives of a process."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,8 @@ def write(path: Path, nccl: bool) -> bool:
     """Write the Flight Recorder dump of this rank as JSON to `path`. Returns whether a dump was written.
 
     The dump contains the collectives of NCCL, or of gloo if `nccl` is False: sizes, dtypes, sequence numbers and
-    states, but no stacks. To disable recording in torch, set TORCH_FR_BUFFER_SIZE=0.
+    states, but no stacks. Returns False if torch has no recorder, or if recording is disabled
+    (TORCH_FR_BUFFER_SIZE=0).
     """
     try:
         from torch._C import _distributed_c10d as c10d
@@ -23,6 +24,6 @@ def write(path: Path, nccl: bool) -> bool:
         return False
     try:
         path.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    except OSError:  # a full disk must neither end the run nor suppress the rest of the report
+    except OSError:  # a full disk must not end the run or suppress the rest of the stall report
         return False
     return True

@@ -1,4 +1,4 @@
-"""Heartbeats between ranks, so that no rank waits for a lost rank.
+"""Heartbeats between ranks, so that no rank waits forever for a lost rank.
 
 A rank that was killed, stopped or disconnected can't report its failure, and a rank that hangs in a collective doesn't
 notice that another rank failed. Two background threads on each rank detect both cases.
@@ -10,7 +10,7 @@ The first thread does the following twice a second:
 2. It reads the heartbeats of rank 0 and of at most 64 other ranks (its children in a tree), so the cost doesn't grow
 with the world size.
 
-3. It reads the first failure. A rank that fails writes the reason to the store.
+3. It checks the store for the first failure that a rank reported.
 
 The second thread ends the process if a watched rank is lost, if the store no longer responds, or if the main thread
 doesn't react to a failure. Each rank measures timeouts by counting its own polls of the store. Clocks are never
@@ -18,7 +18,7 @@ compared across hosts, so a job can be suspended and resumed as a whole.
 
 A rank can also miss heartbeats because other code is holding the GIL. On the same machine, Lockstep therefore asks the
 kernel for the state of a silent process, and keeps waiting while the process is running. If the process no longer
-exists, the rank is lost at once.
+exists, the rank is declared lost immediately.
 """
 
 import threading
@@ -41,9 +41,9 @@ _CHILDREN: Final = 64
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat of a rank. If the rank is lost, the other ranks report the status in its last heartbeat.
+    """A heartbeat of a rank. If the rank is lost, its peers report the `status` from its last heartbeat.
 
-    `look` is the number of times that the rank has polled the store. `process` identifies its process
+    `look` is the number of times that the rank has polled the store. `process` identifies the process of the rank
     (ranks/process_state.py). `left` marks the final heartbeat of a rank that has completed its work.
     """
 
@@ -55,7 +55,7 @@ class Beat:
 
 
 def parse_beat(value: Any) -> Beat:
-    """Convert a JSON value to a heartbeat. Raises ValueError if the value isn't a valid heartbeat."""
+    """Convert a parsed JSON value to a heartbeat. Raises ValueError if the value isn't a valid heartbeat."""
     types = {"look": int, "process": str, "peak": int, "status": str, "left": bool}
     beat = Beat(**parse_fields(value, types))
     parse_int(beat.look)
@@ -71,7 +71,7 @@ def watched_ranks(rank: int, size: int) -> list[int]:
 
 @final
 class Heartbeat:
-    """A context manager that sends and checks heartbeats. Enter it after the rendezvous.
+    """A context manager that sends heartbeats and checks those of other ranks. Enter it after the rendezvous.
 
     Ends this process if a rank is lost, or if a rank failed and the main thread of this process doesn't react. A rank
     that is stopped or on a different host is declared lost if it has sent no heartbeat for `lost_after_s` seconds.
@@ -83,10 +83,10 @@ class Heartbeat:
         self._lost_polls = max(self._silent_polls, round(lost_after_s / self._beat_s))
         rank, size = rendezvous.info.rank, rendezvous.info.size
         self._watched_ranks = watched_ranks(rank, size)
-        self._beats: dict[int, Beat] = {}  # by rank: its last heartbeat
+        self._beats: dict[int, Beat] = {}  # the last heartbeat of each rank
         self._kill_detector = oom.KillDetector(round(rendezvous.timing.memory_s / self._beat_s))
-        self._poll_count = 0  # number of polls of the store
-        self._polls_since_beat = dict.fromkeys(self._watched_ranks, 0)  # by rank: polls since its last heartbeat
+        self._poll_count = 0
+        self._polls_since_beat = dict.fromkeys(self._watched_ranks, 0)  # since the last heartbeat of each rank
         self._failed: Failure | None = None
         self._stop_event = threading.Event()
         self._threads = [
@@ -102,7 +102,7 @@ class Heartbeat:
         self._stop_event.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(self._beat_s)  # a thread that waits for a store that no longer exists may never end
+                thread.join(self._beat_s)  # times out if the store is gone, because the thread waits for it forever
         if self._rendezvous.store and kind is None:
             with suppress(RuntimeError):  # raised if rank 0 has already left and closed the store
                 self._rendezvous.store.set(
@@ -111,8 +111,8 @@ class Heartbeat:
 
     def find_cause(self) -> Failure | None:
         """Return the failure that caused a collective to fail, or None if no cause is found within a few heartbeats."""
-        extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # most ranks learn about a failure from rank 0
-        if self._rendezvous.info.size > 1 + _CHILDREN:  # the lost rank may be any rank, not only a watched rank
+        extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # other ranks usually learn of a failure from rank 0
+        if self._rendezvous.info.size > 1 + _CHILDREN:  # the lost rank may be one that this rank doesn't watch
             peers = [peer for peer in range(self._rendezvous.info.size) if peer != self._rendezvous.info.rank]
             self._polls_since_beat = {**dict.fromkeys(peers, 0), **self._polls_since_beat}
             self._watched_ranks = peers
@@ -149,7 +149,7 @@ class Heartbeat:
                 for rank in self._watched_ranks:
                     self._record_beat(rank, beats.get(rank))
                 if all(rank in self._beats and self._beats[rank].left for rank in self._watched_ranks):
-                    self._stop_event.set()  # all watched ranks have completed their work
+                    self._stop_event.set()  # there is no running rank left to watch
                 if self._failed is None and all(
                     missed < self._silent_polls for missed in self._polls_since_beat.values()
                 ):
@@ -159,7 +159,7 @@ class Heartbeat:
                 self._stop_event.wait(self._beat_s)
 
     def _record_beat(self, rank: int, beat: Beat | UntrustedError | None) -> None:
-        """Record a heartbeat or its absence. Older heartbeats are ignored, because an old value could be replayed."""
+        """Record a heartbeat or its absence. Out-of-order heartbeats are ignored, so that they can't be replayed."""
         last = self._beats.get(rank)
         if isinstance(beat, Beat) and (last is None or beat.look > last.look):
             self._beats[rank], self._polls_since_beat[rank] = beat, 0

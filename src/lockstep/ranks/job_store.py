@@ -12,11 +12,11 @@ which only show which rank came first, and the values that torch writes for its 
 | `came R` | counter: number of processes that joined as rank R | each rank |
 | `here R` | world size and host of rank R | each rank |
 | `begin` | world size and the hosts of all ranks | rank 0 |
-| `compare N R` | facts of rank R in the Nth comparison | each rank |
-| `compare N count`, `compare N all` | counter of written facts; set with the last facts | each rank |
+| `compare N R` | values of rank R in the Nth comparison | each rank |
+| `compare N count`, `compare N all` | counter: number of ranks that wrote; set when all have | each rank |
 | `compare N verdict`, `tell N 0` | the differences; the text of a broadcast | rank 0 |
 | `gather N R` | value of rank R in the Nth gather | each rank |
-| `gather N count`, `gather N all` | counter of written values; set with the last value | each rank |
+| `gather N count`, `gather N all` | counter: number of ranks that wrote; set when all have | each rank |
 | `failure` | the first failure | the rank that failed |
 | `beat R` | heartbeat of rank R | each rank |
 | `stall N first`, `stall N asked`, `stall N answer R` | counter; the Nth state query; the state of rank R | each rank |
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_VALUE_BYTES: Final = 128 * 1024  # maximum length of a value in bytes
-# Maximum length of facts in bytes. Facts can contain tens of thousands of names. torch allows values of up to 8 MiB.
+MAX_VALUE_BYTES: Final = 128 * 1024
+# The limit for values that can contain tens of thousands of names. torch allows values of up to 8 MiB.
 MAX_FACTS_BYTES: Final = 4 * 1024 * 1024
 _UNSIGNED: Final = "-"
 _SAME_SECRET_HINT: Final = "set the same LOCKSTEP_JOB_SECRET on all ranks, or on none"
@@ -86,7 +86,7 @@ class JobStore:
         return self.unsigned.check([key])
 
     def add(self, key: str, number: int) -> int:
-        """Add to a counter and return its new value. Counters aren't signed."""
+        """Add `number` to a counter and return its new value. Counters aren't signed."""
         return self.unsigned.add(key, number)
 
     def set(self, key: str, value: Any, max_bytes: int = MAX_VALUE_BYTES) -> None:
@@ -94,10 +94,10 @@ class JobStore:
         self.unsigned.set(key, self._sign(key, value, max_bytes))
 
     def read(self, key: str, parse: Callable[[Any], T], max_bytes: int = MAX_VALUE_BYTES) -> T:
-        """Wait until a key is set, and return its value after passing it to `parse`.
+        """Wait until a key is set, verify its value, and return the result of `parse`.
 
-        `parse` must raise ValueError for any value that ranks don't write. Raises UntrustedError if `parse` rejects the
-        value, or if the value isn't signed with the secret of this job.
+        `parse` converts the JSON value, and must raise ValueError if the value isn't valid. Raises UntrustedError if
+        `parse` rejects the value, or if the value isn't signed with the secret of this job.
         """
         return self._verify(key, self.unsigned.get(key), parse, max_bytes)
 
@@ -114,7 +114,7 @@ class JobStore:
         return values
 
     def set_once(self, key: str, value: Any, parse: Callable[[Any], T]) -> T:
-        """Set a key unless another rank has already set it, and return its value. Overwrites an untrusted value."""
+        """Set a key unless a rank has already set it, and return the value of the key. Overwrites untrusted values."""
         signed_value = self._sign(key, value, MAX_VALUE_BYTES)
         stored = self.unsigned.compare_set(key, "", signed_value)
         try:

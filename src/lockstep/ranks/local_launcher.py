@@ -1,8 +1,8 @@
 """Starts the processes of a run on this machine. If a process fails, ends all processes and reports the first failure.
 
-The launching process is called the agent. It requires no network port and no folder: the workers rendezvous in an
-unnamed file, which the agent keeps open, and gloo only listens on the loopback interface (comm/world.py). Each worker
-reports its result or failure through a pipe.
+The launching process is called the agent. It requires no network port and no folder: the workers use an unnamed file,
+which the agent keeps open, as their rendezvous store, and gloo only listens on the loopback interface (comm/world.py).
+Each worker reports its result or failure through a pipe.
 """
 
 import multiprocessing
@@ -44,11 +44,14 @@ _DONE_PREFIX: Final = b"done "
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a worker process ended. The agent noticed this at `time`, in seconds since 1970.
+    """The exit of a worker process.
 
-    `code` is the exit code, or -N if signal N killed the process. `result` is the exit code that the worker reported
-    after completing its work. `failure` is the failure that the worker reported instead. If the worker was killed or
-    called os._exit, both are None.
+    - `code`: the exit code, or -N if signal N killed the process.
+    - `time`: when the agent noticed the exit, in seconds since 1970.
+    - `result`: the exit code that the worker reported after completing its work.
+    - `failure`: the failure that the worker reported instead.
+
+    If the worker was killed or called os._exit, `result` and `failure` are None.
     """
 
     rank: int
@@ -59,7 +62,7 @@ class WorkerExit:
 
     @property
     def secondary(self) -> bool:
-        """Whether the worker only ended because of another rank."""
+        """Whether the worker only ended because another rank failed."""
         return self.failure is not None and self.failure.secondary
 
 
@@ -72,14 +75,14 @@ def run_workers(
     on_failure: Callable[[Failure], None] | None = None,
     timing: Timing = TIMING,
 ) -> int:
-    """Start `processes` processes that join each other and call `worker`. Returns the exit code of the run.
+    """Start `processes` processes, which rendezvous and then call `worker`. Returns the exit code of the run.
 
-    `logs` is the folder of the rank logs, if there are any. If a worker is killed, the error message contains the path
-    of its log. `on_failure` is called with the failure that ended the run.
+    `logs` is the folder of the rank logs, or None. If a worker is killed, the error message contains the path of its
+    log. `on_failure` is called with the failure that ended the run.
 
-    Signals that stop a run are forwarded to the workers. A worker that uses StopRequest continues to a step boundary,
-    and any other worker ends. A second SIGINT kills all workers. Only the first failure is printed, and not the
-    failures of workers that lost a peer as a result.
+    Signals that stop a run are forwarded to the workers. A worker that uses StopRequest continues to the next step
+    boundary. All other workers end immediately. A second SIGINT kills all workers. Only the first failure is printed,
+    without the failures of workers that lost a peer as a result.
     """
     check_loopback(timing)
     workers = _Workers(timing)
@@ -91,7 +94,7 @@ def run_workers(
         for rank in range(processes):
             earlier = len(received)
             workers.start(rank, method, partial(_run_worker, worker, rank, processes, address, timeout_s, timing))
-            # A signal that arrived during the start did not reach the new worker.
+            # Forward the signals that arrived while the worker was starting, because they didn't reach it.
             for number in received[earlier:]:
                 workers.signal(number, rank)
         exits = workers.watch()
@@ -101,7 +104,7 @@ def run_workers(
         if -first.code in received:
             return _report_signal(-first.code)
         failure = first.failure or _unreported_failure(first, processes, workers.describe_memory(first.rank), logs)
-    # All workers have ended, so no worker prints anything after this.
+    # Print the failure last, after all workers have ended.
     print(failure.message, file=sys.stderr)
     if on_failure:
         on_failure(failure)
@@ -152,7 +155,7 @@ class _Workers:
         self._workers: list[_Process] = []
         self._timing = timing
         self._kill_detector = oom.KillDetector(round(timing.memory_s / timing.watch_s))
-        self.is_starting = False  # whether a worker is being started
+        self.is_starting = False
 
     def start(self, rank: int, method: Literal["fork", "spawn"], target: Callable[[Connection], None]) -> None:
         """Start the worker of rank `rank`, which must be the next rank."""
@@ -217,7 +220,7 @@ class _Workers:
             wait([worker.ending], max(0.0, deadline - time.monotonic()))
         self.signal(signal.SIGKILL)
         for worker in self._workers:
-            worker.process.join(self._timing.stop_s)  # SIGKILL can't end a process that waits for a device or disk
+            worker.process.join(self._timing.stop_s)  # times out if the process waits for a device or disk
             worker.pipe.close()
             os.close(worker.ending)
 
@@ -251,7 +254,7 @@ def _get_exit(rank: int, worker: _Process) -> WorkerExit | None:
     end_time = time.time()
     if report.startswith(_DONE_PREFIX):  # the work is complete, so a later crash of the process doesn't matter
         return WorkerExit(rank, code, end_time, result=int(report.removeprefix(_DONE_PREFIX)))
-    with suppress(ValueError):  # raised if the worker was killed while writing the report
+    with suppress(ValueError):  # the worker was killed while writing the report
         return WorkerExit(rank, code, end_time, failure=parse_failure_json(report))
     return WorkerExit(rank, code, end_time)
 
@@ -259,18 +262,21 @@ def _get_exit(rank: int, worker: _Process) -> WorkerExit | None:
 def _run_worker(
     worker: Worker, rank: int, size: int, address: str, timeout_s: float, timing: Timing, pipe: Connection
 ) -> None:
-    """Run the worker in this process. The process ends with the agent, and receives no signals from the terminal."""
+    """Join the other workers and call `worker`. This is the entry point of a worker process.
+
+    The process is killed when the agent exits, and receives no signals from the terminal.
+    """
     die_with_parent()
     # The terminal sends Ctrl-C to all processes in its process group. In a separate process group, a worker receives
     # the signal only once, from the agent.
     os.setpgid(0, 0)
     for number in get_stop_signals():  # a forked process inherits the handlers of the agent
         signal.signal(number, signal.SIG_DFL)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # for user code
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # read by user code
     os.environ.update({name: str(number) for name, number in numbers.items()})
     info = RankInfo(rank, size, rank, size, "lockstep")
     rendezvous = Rendezvous(info, timeout_s, partial(_end, pipe), timing=timing)
-    # A spawned process has separate streams, and a forked process shares the streams of its parent.
+    # A forked process inherits the error-tolerant streams of its parent, but a spawned process doesn't.
     with run_as_member(rendezvous, address), ignore_terminal_errors():
         code = worker(rendezvous)
     os.write(pipe.fileno(), _DONE_PREFIX + str(code).encode())
@@ -299,7 +305,7 @@ def _unreported_failure(end: WorkerExit, size: int, memory: str, logs: Path | No
 
 
 def _report_signal(number: int) -> int:
-    """Print the signal that ended a run. Returns 128 + the signal number as the exit code, as shells do."""
+    """Print the name of the signal that ended the run. Returns the exit code 128 + `number`, as shells do."""
     print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
     return 128 + number
 
@@ -334,8 +340,8 @@ def _relay_signals(workers: _Workers) -> Iterator[list[int]]:
             os.kill(os.getpid(), number)
         received.append(number)
         kills = number == signal.SIGINT and interrupts.is_second()
-        # Don't exit while a worker is started: the worker would be left over, and if this handler runs in an at-fork
-        # callback, Python ignores the exception.
+        # Don't exit while a worker is being started, because that worker would keep running. Besides, Python ignores
+        # the exception if this handler runs in an at-fork callback.
         if not workers.signal(signal.SIGKILL if kills else number) and not workers.is_starting:
             raise SystemExit(_report_signal(number))
         if kills:

@@ -1,4 +1,4 @@
-"""Runs code as a rank: joins the other ranks, and ends the process immediately if an error is raised.
+"""Runs code as a rank: joins the other ranks, and ends the process immediately if the code raises an error.
 
 How a rank reports its failure depends on the launcher:
 - If Lockstep started the rank, the rank writes to a pipe (ranks/local_launcher.py). The store of these ranks is a file.
@@ -41,12 +41,15 @@ def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rend
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T]) -> T | None:
-    """Run `work` in a thread and return its result, or None after `seconds`. The thread keeps running in this case."""
+    """Call `work` in a thread and return its result.
+
+    If it takes longer than `seconds`, this function returns None, and the thread keeps running.
+    """
     replies: list[T] = []
     worker = threading.Thread(target=lambda: replies.append(work()), daemon=True)
     try:
         worker.start()
-    except RuntimeError:  # no thread can be started, because the user has reached the thread limit
+    except RuntimeError:  # the user has reached the limit on threads
         return work()
     worker.join(seconds)
     return replies[0] if replies else None

@@ -36,7 +36,7 @@ def rank_in_open_group() -> RankInfo | None:
     if not isinstance(base_store, dist.TCPStore):  # type: ignore[attr-defined]
         raise UsageError(
             f"lockstep.join: this process is rank {rank} of {size} in an open process group that uses a "
-            f"{type(base_store).__name__}, and Lockstep requires a TCPStore; {_ADVICE}"
+            f"{type(base_store).__name__}, but Lockstep requires a TCPStore; {_ADVICE}"
         )
     store.set(f"{_HOST} {rank}", socket.gethostname())
     hosts = [store.get(f"{_HOST} {peer}").decode() for peer in range(size)]
@@ -57,8 +57,8 @@ def rank_in_open_group() -> RankInfo | None:
 def hosted_by_open_group(info: RankInfo) -> RankInfo:
     """Return `info`, with `hosted` set if an open process group already listens at the address of the rendezvous.
 
-    A group already listens if a script passes the variables of its launcher to init_process_group, and then calls
-    lockstep.join. Rank 0 can't listen on the same port again, so the ranks rendezvous in the store of the group.
+    This is the case if a script calls init_process_group with the variables of its launcher, and then lockstep.join.
+    Rank 0 can't listen on the same port again, so the ranks rendezvous in the store of the group.
     """
     if process_group() != (info.rank, info.size):
         return info

@@ -1,8 +1,8 @@
-"""The state of a process on this machine, to check on a rank that missed its heartbeats.
+"""Reads the state of a process on this machine, to check on a rank that missed its heartbeats.
 
-The state is read directly from /proc on Linux. psutil computes the start time of a process from the wall clock, so it
-would report a different process if the clock is changed. On other systems, the state is unknown, and the rank is only
-declared lost after the timeout.
+On Linux, the state is read directly from /proc. psutil derives the start time of a process from the wall clock, so it
+would mistake the process for a different one after a clock change. On other systems, the state is unknown, and the rank
+is only declared lost after the timeout.
 """
 
 import os
@@ -15,18 +15,27 @@ State = Literal["runs", "gone", "unknown"]
 
 _STATE_FIELD: Final = 0  # index into the fields of /proc/PID/stat after the name, which may contain spaces
 _START_TIME_FIELD: Final = 19
-_STATES: Final[dict[str, State]] = {"R": "runs", "S": "runs", "D": "runs", "Z": "gone", "X": "gone"}  # T is stopped
+_STATES: Final[dict[str, State]] = {
+    "R": "runs",
+    "S": "runs",
+    "D": "runs",
+    "Z": "gone",
+    "X": "gone",
+}  # T (stopped) is unknown
 
 
 def get_identity() -> str:
-    """Return an identifier of this process that is unique across hosts, or "" if this isn't Linux."""
+    """Return an identifier of this process that is unique across hosts, or "" on systems other than Linux."""
     with suppress(OSError):
         return f"{_get_pid_space()} {os.getpid()} {_read_stat(os.getpid())[_START_TIME_FIELD]}"
     return ""
 
 
 def get_state(process: str) -> State:
-    """Return the state of a process, given its identity. Returns "unknown" if the process is stopped or not visible."""
+    """Return the state of the process with the identifier `process`.
+
+    Returns "unknown" if the process is stopped or isn't visible from this process.
+    """
     try:
         pid_space, pid_text, start_time = process.rsplit(" ", 2)
         if pid_space != _get_pid_space():
@@ -42,10 +51,11 @@ def get_state(process: str) -> State:
 
 
 def _get_pid_space() -> str:
-    """Return an identifier of the PID space of this process. Processes with the same identifier can see each other.
+    """Return an identifier of the PID space of this process. Processes in the same PID space can see each other.
 
-    It consists of the boot ID, the PID namespace and the host name. The host name is included because a machine can
-    simulate several hosts with separate networks. A rank on such a host must be lost if its network is disconnected.
+    The identifier consists of the boot ID, the PID namespace and the host name. The host name is included because a
+    machine can simulate several hosts with separate networks. If such a network is disconnected, the ranks on it must
+    be declared lost, although their processes are running.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {socket.gethostname()}"

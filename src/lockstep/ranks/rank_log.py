@@ -57,7 +57,7 @@ class RankLog:
         """
         self.log = path
         if not faulthandler.is_enabled():
-            faulthandler.enable(2)  # descriptor 2 itself, which may be redirected later
+            faulthandler.enable(2)  # write to descriptor 2, even if it is redirected later
         with suppress(OSError):  # _Log reports the error; a run that failed its checks may have removed the folder
             path.parent.mkdir(parents=True, exist_ok=True)
         with _Log(path) as log:
@@ -98,8 +98,8 @@ class _UnfailingStream(io.TextIOBase, TextIO):
 class _Log(io.TextIOBase, TextIO):
     """A log file, opened for appending. Writing never raises an error. If a write fails, `problem` is the reason.
 
-    Writing is a no-op after `close`. Threads may still write then, and the number of the file descriptor may already
-    belong to a different file.
+    After `close`, writing is a no-op, because a thread may still write when the descriptor already belongs to a
+    different file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +136,7 @@ class _Log(io.TextIOBase, TextIO):
 
 @final
 class _Tee(io.TextIOBase):
-    """Writes to a stream and to a log. Other attributes are looked up on the stream."""
+    """A text stream that writes to both a stream and a log. All other attributes are those of the stream."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
         self._stream = stream
@@ -167,7 +167,7 @@ def ignore_terminal_errors() -> Iterator[None]:
     """Ignore errors of stdout and stderr during the `with` block. The logs of the ranks still contain the output.
 
     A closed terminal, a closed pipe (`| head`) or a full disk must not end a run. Closed standard descriptors are
-    reopened on /dev/null, because the next opened file would otherwise get the descriptor of the terminal.
+    reopened on /dev/null. Otherwise, the next opened file would get the number of a standard descriptor.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
@@ -214,7 +214,10 @@ def _redirect_output(log: _Log) -> Iterator[None]:
 
 
 def _make_unfailing(stream: TextIO | None, descriptor: int) -> TextIO:
-    """Return a copy of a stream that ignores errors. A stream without a descriptor, as in a notebook, isn't copied."""
+    """Return an output stream with the descriptor of `stream` that ignores errors.
+
+    A stream without a descriptor, as in a notebook, is returned unchanged. If `stream` is None, `descriptor` is used.
+    """
     if stream is None:
         return _UnfailingStream(descriptor)
     return _UnfailingStream(stream.fileno()) if _has_descriptor(stream) else stream

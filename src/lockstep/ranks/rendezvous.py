@@ -68,9 +68,11 @@ _LEFT: Final = "left"
 class Rendezvous:
     """Connects the ranks of one start of a run, from `join` to `leave`.
 
-    `store` is None if the run has a single rank. `hosts` contains the host name of each rank. `_end` ends the process
-    immediately, in the way that its launcher requires. `status` returns the status of this rank. It can be called from
-    any thread, and code that runs the rank can replace it. If `secret` is set, ranks sign the values that they write.
+    - `store`: the store that the ranks share, or None if the run has a single rank.
+    - `hosts`: the host name of each rank.
+    - `_end`: ends the process immediately, in the way that its launcher requires.
+    - `status`: returns the status of this rank, from any thread. The code that runs the rank replaces it.
+    - `secret`: if set, ranks sign the values that they write to the store.
     """
 
     info: RankInfo
@@ -92,16 +94,17 @@ class Rendezvous:
         self.hosts: tuple[str, ...] = (self.rank_log.host,)
 
     def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raise RanksDifferError on all ranks if the `facts` of a rank differ from rank 0. All ranks must call this.
+        """Check that `facts` are the same on all ranks. All ranks must call this method.
 
-        `facts` must be JSON-compatible.
+        Raises RanksDifferError on all ranks if the values of any rank differ from those of rank 0. The values must be
+        JSON-compatible.
         """
         if self.store is None:
             return
         key = self._next_key("compare")
         with self._store_errors():
             self._publish(key, _hash_long_facts(facts))
-            if self.info.rank == 0:  # only rank 0 compares, so that not every rank has to read the facts of all ranks
+            if self.info.rank == 0:  # only rank 0 compares, so that the other ranks don't have to read all values
                 verdict = "\n".join(describe_differences(dict(enumerate(self._read_all(key))), self.hosts))
                 self.store.set(f"{key} verdict", verdict, MAX_FACTS_BYTES)
             self._wait(f"{key} verdict", key)
@@ -110,10 +113,10 @@ class Rendezvous:
             raise RanksDifferError(printable(verdict))
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Gather a value from each rank. Returns the values by rank on rank 0, and an empty list on all other ranks.
+        """Gather `value` from each rank to rank 0. Returns the values by rank on rank 0, and [] on all other ranks.
 
-        All ranks must call this method, and wait for each other. `value` must be JSON-compatible. If the wait times
-        out, the error names the missing ranks.
+        All ranks must call this method, and it blocks until they have. `value` must be JSON-compatible. On a timeout,
+        the error names the missing ranks.
         """
         if self.store is None:
             return [dict(value)]
@@ -132,7 +135,7 @@ class Rendezvous:
             self.store.set(f"{key} all", True)
 
     def _read_all(self, key: str) -> list[dict[str, Any]]:
-        """Wait until all ranks have written a value for `key`, and return the values by rank."""
+        """Wait until all ranks have published a value for `key`, and return the values by rank."""
         assert self.store is not None
         self._wait(f"{key} all", key)
         values = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _parse_facts, MAX_FACTS_BYTES)
@@ -142,7 +145,7 @@ class Rendezvous:
         return [value for value in values if isinstance(value, dict)]
 
     def broadcast_text(self, words: str = "") -> str:
-        """Broadcast the text `words` of rank 0 to all ranks. All ranks must call this method."""
+        """Broadcast `words` from rank 0, and return the text on all ranks. All ranks must call this method."""
         if self.store is None:
             return words
         key = self._next_key("tell")
@@ -162,7 +165,7 @@ class Rendezvous:
             return None
         try:
             return store.read(_FAILURE, parse_failure)
-        except UntrustedError as error:  # the value wasn't written by a rank of this job, so it is no reason to end
+        except UntrustedError as error:  # don't end the run, because no rank of this job wrote the value
             if not self._warned:
                 self._warned = True
                 self.rank_log.write_line(f"warning: ignored a failure report: {error}")
@@ -187,7 +190,7 @@ class Rendezvous:
         self._end(self, failure)
 
     def leave(self) -> None:
-        """Record that this rank no longer needs the store. The host of the store waits briefly for other ranks."""
+        """Record that this rank no longer needs the store. The rank that hosts the store waits briefly for the rest."""
         if self.store is None:
             return
         deadline = time.monotonic() + self.timing.linger_s
@@ -200,9 +203,9 @@ class Rendezvous:
     def join(self, requested: str) -> None:
         """Rendezvous with the other ranks at the address `requested`: env://, tcp://HOST:PORT or file:///PATH.
 
-        All ranks must call this method before any other method. If the wait times out, the error names the missing
-        ranks. Raises UsageError if the port is in use. If the launcher can restart the host of this rank separately,
-        the rank waits until the previous start of the run has ended, and joins the next start.
+        All ranks must call this method before any other method. On a timeout, the error names the missing ranks. Raises
+        UsageError if the port is in use. If the launcher can restart the host of this rank separately, the rank may
+        arrive while the previous start of the run is still ending. In this case, it waits and joins the next start.
         """
         if self.info.size == 1:
             return
@@ -247,7 +250,10 @@ class Rendezvous:
         self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, MAX_FACTS_BYTES)
 
     def _join_start(self, base_store: JobStore, late_s: float) -> None:
-        """Register under the ID of this start of the run, and wait for `begin`. Rank 0 may be up to `late_s` s late."""
+        """Register under the ID of this start of the run, and wait for `begin`.
+
+        Rank 0 may start up to `late_s` seconds after this rank.
+        """
         stale: set[str] = set()
         current_id, wait_until, is_over = "", 0.0, False
         trust_after = time.monotonic() + late_s
@@ -256,12 +262,12 @@ class Rendezvous:
             if base_store.has(_START):
                 try:
                     start_id = base_store.read(_START, _parse_start_id)
-                except UntrustedError:  # the store may contain the ID of a different job until rank 0 starts
+                except UntrustedError:  # until rank 0 starts, the store may contain the ID of a different job
                     if self.store is None and time.monotonic() >= trust_after:
                         raise
             if start_id not in {current_id, *stale}:
                 part = base_store.with_prefix(start_id)
-                # If the ranks of this ID have already begun or failed, this process isn't one of them.
+                # If the ranks with this ID have already begun or failed, this process isn't one of them.
                 is_over = part.has(_BEGIN) or self.first_failure(part) is not None
                 if part.add(f"came {self.info.rank}", 1) > 1:
                     if not late_s and not self.info.restarted_separately:
@@ -279,7 +285,7 @@ class Rendezvous:
             if self._is_set(_BEGIN):
                 hosts = self.store.read(_BEGIN, _parse_hosts, MAX_FACTS_BYTES)
                 if is_over:
-                    # The run continues without this rank, which must not write to the store of the run.
+                    # The run started without this rank, so this rank must not write to its store.
                     self.store = None
                 self._check_size(0, {"size": len(hosts), "host": hosts[0]}, str(self.info.rank))
                 self.hosts = hosts
@@ -301,7 +307,7 @@ class Rendezvous:
         return f"{operation} {self._exchange_count}"
 
     def _wait(self, key: str, prefix: str) -> None:
-        """Wait until `key` is set. If the wait times out, the ranks that haven't set `prefix RANK` are reported."""
+        """Wait until `key` is set. On a timeout, the error names the ranks that haven't set `prefix RANK`."""
         assert self.store is not None
         for _ in self._poll(lambda: self._find_missing(prefix), self.timing.name_rank_0_s):
             if self._is_set(key):
@@ -323,7 +329,7 @@ class Rendezvous:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Translate the error that torch raises if the store is gone to PeerLostError."""
+        """Convert the RuntimeError that torch raises if the store is gone to a PeerLostError."""
         try:
             yield
         except RuntimeError as error:
@@ -333,7 +339,7 @@ class Rendezvous:
             ) from error
 
     def _poll(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
-        """Yield once per poll, and report the missing ranks from time to time. Raises TransientError at the timeout.
+        """Yield once per poll, and report the missing ranks from time to time. Raises TransientError on a timeout.
 
         Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank on each host reports this.
         """
@@ -347,7 +353,7 @@ class Rendezvous:
 
         if self.info.rank == 0:
             return poll(self.timeout_s, self.timing, describe_missing, self.rank_log.write_line)
-        # The timeout is longer than on rank 0, because the error of rank 0 names the missing rank.
+        # Time out later than rank 0, because its error names the missing ranks.
         timeout_s = self.timeout_s + self.timing.linger_s
         return poll(
             timeout_s, self.timing, describe_missing, report if _reports_missing(self.info) else None, name_rank_0_s
@@ -361,7 +367,7 @@ def poll(
     report: Callable[[str], None] | None,
     report_s: float | None = None,
 ) -> Iterator[None]:
-    """Yield once per poll, at increasing intervals. Raises TransientError at the timeout.
+    """Yield once per poll, at increasing intervals. Raises TransientError on a timeout.
 
     `missing` returns the names of the missing ranks. If `report` is set, it is called with a message about the missing
     ranks after `report_s` seconds, and again whenever the waiting time has doubled.
@@ -381,18 +387,18 @@ def poll(
 def _parse_start_id(value: Any) -> str:
     """Return `value` if it has the format of a start ID. Otherwise, raise ValueError."""
     if not re.fullmatch("[0-9a-f]{32}", parse_text(value)):
-        raise ValueError("expected the ID of a start")
+        raise ValueError("expected a start ID of 32 hex digits")
     return str(value)
 
 
 def _parse_registration(value: Any) -> dict[str, Any]:
-    """Return the registration of a rank. Raises ValueError if the value isn't a valid registration."""
+    """Convert a parsed JSON value to the registration of a rank. Raises ValueError if the value isn't valid."""
     registration = parse_fields(value, {"size": int, "host": str})
     return {"size": parse_int(registration["size"], minimum=1), "host": printable_line(registration["host"])}
 
 
 def _parse_hosts(value: Any) -> tuple[str, ...]:
-    """Return the host names of all ranks from the `begin` value. Raises ValueError if the value isn't valid."""
+    """Return the host names of all ranks from the value of `begin`. Raises ValueError if the value isn't valid."""
     values = parse_fields(value, {"size": int, "hosts": list})
     if not 1 <= values["size"] == len(values["hosts"]):
         raise ValueError("hosts: expected one host for each rank")
@@ -400,7 +406,7 @@ def _parse_hosts(value: Any) -> tuple[str, ...]:
 
 
 def _hash_long_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts. A fact that is too long to send, such as a million names, is replaced by its hash."""
+    """Return `facts`, with each value that is too long to send (such as a million names) replaced by its hash."""
     texts = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
     max_length = MAX_FACTS_BYTES // (2 * max(len(facts), 1))
     return {
@@ -410,21 +416,21 @@ def _hash_long_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_facts(value: Any) -> dict[str, Any]:
-    """Return `value` if it is a dict of facts by name. Otherwise, raise ValueError."""
+    """Return `value` if it is a dict. Otherwise, raise ValueError."""
     if type(value) is not dict:
-        raise ValueError("expected a dict of facts")
+        raise ValueError("expected a dict")
     return value
 
 
 def _open_store(rendezvous: Rendezvous, address: str) -> Store:
-    """Open the store on rank 0, or connect to it on other ranks or if a different process hosts it."""
+    """Open the store if this process hosts it. Otherwise, connect to it."""
     info, timeout = rendezvous.info, timedelta(seconds=rendezvous.timeout_s)
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
-        # Check the file first, because torch would retry for minutes.
+        # Check the file first, because torch would retry for minutes if it can't open the file.
         with os_error_as(UsageError, f"rendezvous {address}", "; use a file that all ranks can read and write"):
             # Mode 0600 prevents other users from writing values that ranks read. Without O_NONBLOCK, opening a FIFO
-            # would wait for the other end.
+            # would block.
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
             if not path.is_file():
                 raise UsageError(f"rendezvous {address}: not a file; use a file that all ranks can read and write")
@@ -449,9 +455,9 @@ def _open_store(rendezvous: Rendezvous, address: str) -> Store:
 
 
 def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_store: Callable[[], Store]) -> Store:
-    """Wait until a process listens on the port and responds. Returns the result of `open_store`.
+    """Wait until a process listens on the port and responds, and return the result of `open_store`.
 
-    torch would also wait, but without a message, and forever if the process doesn't respond.
+    torch would also wait, but without reporting it, and forever if the process doesn't respond.
     """
     info, timing, reason = rendezvous.info, rendezvous.timing, ""
     answers: SimpleQueue[Store | RuntimeError] = SimpleQueue()
@@ -496,9 +502,9 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
 
 
 def _reports_missing(info: RankInfo) -> bool:
-    """Return whether this rank reports that rank 0 is missing.
+    """Return whether this rank is responsible for reporting that rank 0 is missing.
 
-    One rank on each host does. If the ranks were started manually, each rank does.
+    This is one rank on each host, or every rank if the ranks were started manually.
     """
     on_host_of_rank_0 = info.local_rank == info.rank
     return info.local_rank == int(on_host_of_rank_0) or info.launcher == "environment"

@@ -1,4 +1,4 @@
-"""The secret of a job. Ranks use it to sign the values that they write to the store."""
+"""The secret of a job, with which ranks sign the values that they write to the rendezvous store."""
 
 import os
 import secrets
@@ -17,16 +17,16 @@ _ADVICE: Final = f"create a secret with (umask 077; openssl rand -hex 32 > FILE)
 
 
 def new_secret() -> str:
-    """Generate a random job secret."""
+    """Generate a random job secret of 64 hex digits."""
     return secrets.token_hex(32)
 
 
 def job_secret(env: Mapping[str, str]) -> bytes:
     """Return the job secret, or b"" if there is none.
 
-    The secret is the value of LOCKSTEP_JOB_SECRET, or the content of the file that LOCKSTEP_JOB_SECRET_FILE is set to.
-    Raises UsageError if the secret is too short, too long or not a single line. The file must be owned by this user,
-    and other users must not have access to it.
+    The secret is the value of LOCKSTEP_JOB_SECRET, or the content of the file that LOCKSTEP_JOB_SECRET_FILE names. The
+    file must be owned by this user, and other users must not have access to it. Otherwise, or if the secret is too
+    short, too long or not a single line, raises UsageError.
     """
     if SECRET in env:
         return _check_length(SECRET, os.fsencode(env[SECRET]))
@@ -34,7 +34,7 @@ def job_secret(env: Mapping[str, str]) -> bytes:
         return b""
     path = Path(env[_FILE])
     as_usage_error = os_error_as(UsageError, f"{_FILE} {path}", f"; {_ADVICE}")
-    # O_NONBLOCK, because opening a FIFO would block.
+    # Without O_NONBLOCK, opening a FIFO would block.
     with as_usage_error, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -44,7 +44,7 @@ def job_secret(env: Mapping[str, str]) -> bytes:
 
 def _check_length(name: str, secret: bytes) -> bytes:
     if b"\n" in secret or b"\0" in secret:
-        raise UsageError(f"{name}: a secret must be a single line; {_ADVICE}")
+        raise UsageError(f"{name}: contains a line break or a NUL byte; {_ADVICE}")
     if not _MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
         raise UsageError(
             f"{name}: expected {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes, got {len(secret)}; {_ADVICE}"

@@ -1,4 +1,4 @@
-"""Signals that stop a run. The first signal stops the run at the next step boundary, and a second Ctrl-C at once."""
+"""Signals that stop a run. The first signal stops the run at the next step boundary, a second Ctrl-C immediately."""
 
 import os
 import signal
@@ -14,9 +14,9 @@ from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
 
 Reason = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
 
-# Levels are integers, so that ranks can agree on the maximum. Ctrl-C has the highest level, because a user is waiting
-# at the terminal. Batch systems are often configured to send SIGUSR1 some minutes before the time limit of a job.
-# SIGHUP is sent when the terminal closes.
+# Levels are integers, so that the ranks can agree on the maximum. SIGINT (Ctrl-C) has the highest level, because a user
+# is waiting at the terminal. Batch systems are often configured to send SIGUSR1 a few minutes before the time limit of
+# a job. SIGHUP is sent when the terminal closes.
 STOP_LEVELS: Final[dict[int, Reason]] = {1: "SIGUSR1", 2: "SIGHUP", 3: "SIGTERM", 4: "SIGINT"}
 EXIT_CODES: Final[dict[Reason, int]] = {
     "SIGUSR1": EXIT_SAVED,
@@ -34,16 +34,17 @@ def get_stop_signals() -> list[signal.Signals]:
 
 
 def early_stop_line(number: int) -> str:
-    """Return the line for a run that a signal ended before training."""
+    """Return the message to print if a signal ends a run before training begins."""
     name = signal.Signals(number).name
     return f"stopped by {name} before training: nothing was saved, and the same command starts again"
 
 
 @final
 class EarlyStop:
-    """While a command prepares its run, prints that nothing was saved if a signal ends the command.
+    """A context manager that prints a message if a signal ends a command before training begins.
 
-    Use it as a context manager. The signals still have their usual effect. Once `begin` is called, nothing is printed.
+    The message says that nothing was saved. The signals still have their usual effect. Call `begin` when training
+    begins. From then on, nothing is printed.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class EarlyStop:
         self.begin()
 
     def begin(self) -> None:
-        """Stop printing, because training begins. Restores the previous signal handlers."""
+        """Stop printing the message, because training begins. Restores the previous signal handlers."""
         self._is_active = False
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
@@ -73,7 +74,7 @@ class EarlyStop:
         self._previous.clear()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() == self._process:  # a forked process inherits the handler
+        if os.getpid() == self._process:  # a forked process inherits the handler, but must not print
             self._print(number)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -104,7 +105,8 @@ class StopRequest:
     def release(self) -> None:
         """Restore the previous signal handlers, except for signals whose handler has been replaced in the meantime.
 
-        If an error ended a loop, Python may only collect this object long after another loop has started.
+        The next training loop may already have installed its handlers: if this loop ended with an error, Python may
+        only close its generator, which calls `release`, much later.
         """
         for number, (action, previous) in self._actions.items():
             if signal.getsignal(number) is action:

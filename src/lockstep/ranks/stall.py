@@ -3,10 +3,10 @@
 On each rank, two background threads run in addition to the main thread:
 
 1. The first thread samples the stack of the main thread once a second. If the main thread has waited for other ranks at
-the same line for longer than the timeout, the rank queries the state of all ranks through the store.
+the same line for longer than the timeout, the first thread queries the state of all ranks through the store.
 
-2. The second thread of every rank answers the query with the step, the line and the stack of its main thread. A rank
-that doesn't answer is stopped, hung or gone.
+2. The second thread answers queries with the step and the stack of the main thread. A rank that doesn't answer is
+stopped, hung or gone.
 
 The rank that sent the query writes the report.
 
@@ -46,7 +46,7 @@ _WAIT_MODULES: Final = (
 
 _Role = Literal["is late", "is behind", "computes or waits", "waits"]
 _LATE_ROLES: Final[tuple[_Role, ...]] = ("is late", "is behind")
-# The last line of a report. If ranks have several of these roles, the report uses the first of them.
+# The last line of a report, by role. If the ranks have different roles, the first matching entry is used.
 _CONCLUSIONS: Final[Mapping[_Role, str]] = {
     "is late": "",
     "is behind": "",
@@ -62,8 +62,8 @@ _SAVE_HINT: Final = (
 class ThreadState:
     """The status of a rank and the stack of its main thread.
 
-    The lines of `stack` have the form `file:line function`, with the innermost line last. `waits` is whether the thread
-    is waiting for other ranks, or None if this can't be determined from the stack.
+    The lines of `stack` have the form `file:line function`, with the innermost frame last. `waits` is True if the
+    thread is waiting for other ranks, and None if the stack doesn't show whether it is.
     """
 
     status: RankStatus
@@ -73,7 +73,7 @@ class ThreadState:
 
     @property
     def description(self) -> str:
-        """The status, and the innermost Lockstep line outside the modules that wait for other ranks."""
+        """The status, and the innermost line of Lockstep outside the modules that wait for other ranks."""
         own_lines = [line for line in self.stack if line.startswith(_LOCKSTEP_PREFIX)]
         outside_waits = [line for line in own_lines if not line.startswith(_WAIT_MODULES)]
         return f"{self.status.description}, {(outside_waits or own_lines or self.stack)[-1]}"
@@ -84,10 +84,11 @@ class ThreadState:
 class StallDetector:
     """A context manager that watches the calling thread for stalls. All ranks must enter it once, after joining.
 
-    The rank that detects the stall passes the report to `on_report` on a background thread, and repeats the query for
-    as long as no rank makes progress. `record` writes this rank's Flight Recorder dump and returns its path, or "" if
-    there is no dump. Set `waits_on_device` if the device waits for other ranks instead of this thread. This only
-    applies after setup. After a report, `late_ranks` contains the ranks that the other ranks wait for.
+    - `on_report`: called with the report, on a background thread of the rank that detected the stall. The query is
+      repeated for as long as no rank makes progress.
+    - `record`: writes the Flight Recorder dump of this rank and returns its path, or "" if there is no dump.
+    - `waits_on_device`: set if the device waits for other ranks instead of this thread. This only applies after setup.
+    - `late_ranks`: after a report, the ranks that the other ranks wait for.
     """
 
     rendezvous: Rendezvous
@@ -114,10 +115,10 @@ class StallDetector:
         self._stop_event.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(self._timing.sample_s)  # if the store is gone, the thread may never end
+                thread.join(self._timing.sample_s)  # times out if the store is gone, because the thread waits for it
 
     def _watch(self) -> None:
-        """Sample the main thread. If it has waited too long, query the state of all ranks."""
+        """Sample the main thread. If it has waited for longer than the timeout, query the state of all ranks."""
         last_state, last_query, last_change = self._read_thread_state(), 0, time.monotonic()
         while not self._stop_event.wait(self._pause_s):
             state, now_s = self._read_thread_state(), time.monotonic()
@@ -134,7 +135,7 @@ class StallDetector:
                 last_change = time.monotonic()
 
     def _query_ranks(self, state: ThreadState, seconds: float) -> None:
-        """Query the state of all ranks, and report the answers. No-op if another rank has already sent this query."""
+        """Query the state of all ranks, and report the answers. A no-op if a different rank has sent this query."""
         query = self._next_query
         with suppress(RuntimeError):  # raised if the store is gone, which the heartbeat reports
             store = self._connect()
@@ -162,7 +163,7 @@ class StallDetector:
             store = self._connect()
             while not self._stop_event.wait(self._pause_s):
                 if store.has(_query_key(self._next_query)) and self._is_queried(store):
-                    state = self._read_thread_state()  # before `record`, which takes a while
+                    state = self._read_thread_state()  # read this first, because `record` takes a while
                     answer = {"host": self.rendezvous.rank_log.host, **asdict(state), "record": self.record()}
                     answer["stack"] = state.stack[-_SENT_LINES:]
                     store.set(_answer_key(self._next_query, self._rank), answer)
@@ -199,9 +200,9 @@ class StallDetector:
 
 
 def make_stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first_line: str) -> str:
-    """Return the report about a stall: the ranks that are late or don't answer, and the lines where ranks wait.
+    """Return the report about a stall. It names the ranks that are late or don't answer, and the lines they are at.
 
-    `answers` contains the host and the state of each rank that answered.
+    `answers` maps each rank that answered to its host and state.
     """
     max_step = max((state.status.step for _, state in answers.values()), default=0)
     ranks_by_state: dict[tuple[_Role, str], list[str]] = {}
@@ -238,7 +239,7 @@ def find_late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -
 
 
 def _get_role(state: ThreadState, max_step: int) -> _Role:
-    """Return the role of a rank in the stall. `max_step` is the maximum number of completed steps of all ranks."""
+    """Return the role of a rank in a stall. `max_step` is the highest number of completed steps of any rank."""
     if state.waits is None:
         return "is behind" if state.status.step < max_step else "computes or waits"
     return "waits" if state.waits else "is late"
@@ -248,7 +249,7 @@ def _stall_line(rank: int, state: ThreadState, seconds: float) -> str:
     description = (
         f"has waited {seconds:.0f} s for other ranks"
         if state.waits
-        else f"has been at the same place for {seconds:.0f} s"
+        else f"has been at the same line for {seconds:.0f} s"
     )
     return f"stalled: rank {rank} {description}"
 
@@ -269,7 +270,7 @@ def _answer_key(query: int, rank: int) -> str:
 
 
 def parse_answer(value: Any) -> tuple[str, ThreadState]:
-    """Return the host and the thread state in a JSON answer. Raises ValueError if the value isn't a valid answer."""
+    """Convert a parsed JSON answer to the host and the thread state of a rank. Raises ValueError if it isn't valid."""
     waits = value.get("waits") if type(value) is dict else None
     types = {"host": str, "status": dict, "stack": list, "waits": type(waits), "record": str}
     answer = parse_fields(value, types)
@@ -277,12 +278,12 @@ def parse_answer(value: Any) -> tuple[str, ThreadState]:
     parse_int(status.step)
     stack = tuple(printable_line(parse_text(line)) for line in answer["stack"])
     if status.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
-        raise ValueError("expected the state of a rank")
+        raise ValueError("expected a known phase, a non-empty stack, and true, false or null for waits")
     return printable_line(answer["host"]), ThreadState(status, stack, waits, printable_line(answer["record"]))
 
 
 def _trim_to_wait(stack: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a stack without the lines inside the waiting function, because they change while the thread waits."""
+    """Return a stack without the frames inside the waiting function, which change while the thread waits."""
     own_lines = [index for index, line in enumerate(stack) if line.startswith(_LOCKSTEP_PREFIX)]
     last_outside = max((index for index in own_lines if not stack[index].startswith(_WAIT_MODULES)), default=-1)
     wait_index = next((index for index in own_lines if index > last_outside), len(stack))

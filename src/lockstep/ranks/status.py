@@ -1,4 +1,4 @@
-"""The status of a rank, for messages about a rank that is late or lost."""
+"""The status of a rank, for messages about ranks that are late or lost."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Builds the objects of a configuration, for all commands that train or evaluate."""
+"""Builds the setup of a recipe (its dataset, task, model and optimizer) for all commands that train or evaluate."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ from lockstep.training.plan import Interval, Plan
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe with its dataset, task and steps, and with functions that build its model and optimizer."""
+    """A recipe with its dataset, its task, its steps, and functions that build its model and its optimizer."""
 
     recipe: Recipe
     data: DataSet
@@ -71,7 +71,7 @@ class Setup:
     parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters, by parameter name
     build_blank: Build  # builds the model with uninitialized weights
     build_unchunked: Build  # builds the model with its initial weights, but without splitting it into chunks
-    warnings: tuple[str, ...]  # warnings about settings that are valid but probably unintended
+    warnings: tuple[str, ...]  # about settings that are valid but probably unintended
     source: Mapping[str, str]  # hashes of the user's source files
     task_line: str = ""  # a description of the task, and the reason why it was chosen
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # layouts of the parameters that are split into chunks
@@ -171,8 +171,8 @@ def make_tuning(recipe: Recipe) -> Tuning:
 def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
     """Open the dataset of a recipe, check its model, loss and optimizer, and return the setup.
 
-    `first` are the initial weights, if they don't come from the seed (setup/first_weights.py). If the recipe contains a
-    mistake, raises UsageError. This doesn't need a process group.
+    If the seed doesn't determine the initial weights, pass them as `first` (setup/first_weights.py). Raises UsageError
+    if the recipe contains a mistake. No process group is needed.
     """
     exclude_imports()
     if recipe.compile:
@@ -244,7 +244,7 @@ def _make_model_builders(recipe: Recipe, data: DataSet, first: InitialWeights | 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
     """Run the model and the task on a training batch and on two evaluation samples, and return a summary of the model.
 
-    The training batch has the size of the smallest micro-batch.
+    The training batch has the size of the smallest micro-batch of the run.
     """
     evaluation_inputs = task.inputs(repeat_samples(evaluation, 2))
     smallest = find_smallest_microbatch(recipe, steps)
@@ -256,14 +256,14 @@ def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example
         training=training_inputs,
         too_small=(smallest.step, smallest.advice),
         check=partial(_check_task, task, example),
-        check_evaluation=partial(_check_task, task, evaluation),  # its sequences can have a different length
+        check_evaluation=partial(_check_task, task, evaluation),  # evaluation sequences can have a different length
     )
 
 
 def _check_chunks_and_dtype(
     recipe: Recipe, task: Task, models: _ModelBuilders, summary: Summary, example: Batch, evaluation: Batch
 ) -> Inputs:
-    """Check the model with sequence chunks and in the compute dtype of the recipe. Return example inputs."""
+    """Check the model with sequence chunks and in the compute dtype of the recipe, and return example inputs."""
     name, dtype = recipe.model.name, get_compute_dtype(recipe.precision)
     inputs = task.inputs(repeat_samples(example, 2))
     if recipe.model.sequence_chunks > 1:
@@ -286,7 +286,7 @@ def _check_chunks_and_dtype(
 
 
 def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: Summary) -> dict[str, dict[str, Any]]:
-    """Check the optimizer with each distinct group of settings. Return the settings of individual parameters."""
+    """Check the optimizer with each distinct set of settings, and return the settings of individual parameters."""
     parameter_settings, stored = (
         special_settings(recipe, [*summary.trained], models.chunked),
         get_weight_dtype(recipe.precision),
@@ -337,5 +337,5 @@ def evaluation_batch(recipe: Recipe) -> int:
 
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
-    """Open the dataset of a recipe. Raise UsageError if the dataset is missing or doesn't match the recipe."""
+    """Open the dataset of a recipe. Raises UsageError if the dataset is missing or doesn't match the recipe."""
     return open_data(make_data_request(values(recipe.data)))

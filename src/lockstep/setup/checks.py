@@ -52,8 +52,8 @@ def check_placement(resolved: ResolvedConfig, *, training: bool = True) -> None:
         )
     if placement.audit_every is not None and not strategy.traits.audits:
         raise UsageError(
-            f"placement.audit_every: strategy {resolved.strategy_name} with these options has no two ranks with the "
-            f"same weights to compare; unset placement.audit_every"
+            f"placement.audit_every: strategy {resolved.strategy_name} with these options has no two ranks that have "
+            f"the same weights, so audits have nothing to compare; unset placement.audit_every"
         )
     if placement.on_corruption == "go_on" and placement.audit_every is None:
         raise UsageError(
@@ -69,7 +69,7 @@ def check_placement(resolved: ResolvedConfig, *, training: bool = True) -> None:
 
 
 def _check_compile(resolved: ResolvedConfig) -> None:
-    """Raise UsageError if a compiled model might not give the same bits on every placement."""
+    """Raise UsageError if torch.compile could make the bits depend on the placement."""
     recipe = resolved.recipe
     if recipe.compile and recipe.model.chunks > 1:
         raise UsageError(
@@ -84,14 +84,14 @@ def _check_compile(resolved: ResolvedConfig) -> None:
         )
     if recipe.compile and not resolved.strategy.traits.compiles:
         raise UsageError(
-            f"recipe.compile: strategy {resolved.strategy_name} does not run the forward or the backward of each block "
-            f"as a whole, which compiled blocks require; use a different strategy (a pipeline supports it with "
+            f"recipe.compile: strategy {resolved.strategy_name} does not run the forward or the backward pass of each "
+            f"block in one call, which compiled blocks require; use a different strategy (a pipeline supports it with "
             f"schedule 1f1b or interleaved), or set recipe.compile=false"
         )
 
 
 def _check_batchnorm(resolved: ResolvedConfig) -> None:
-    """Raise UsageError if BatchNorm can't be synchronized across all forward passes of a step."""
+    """Raise UsageError if this configuration can't synchronize BatchNorm across all forward passes of a step."""
     recipe, strategy = resolved.recipe, resolved.strategy
     if recipe.batchnorm != "sync":
         return
@@ -116,9 +116,9 @@ def _check_batchnorm(resolved: ResolvedConfig) -> None:
 
 
 def _check_interleaving(resolved: ResolvedConfig, key: str) -> None:
-    """Raise UsageError for settings that don't work if layers wait for all forward passes of a step.
+    """Raise UsageError if settings conflict with interleaving, in which layers wait for all forward passes of a step.
 
-    `key` is the setting that makes them wait.
+    `key` is the setting that requires interleaving.
     """
     placement = resolved.placement
     if resolved.recipe.compile:
@@ -179,9 +179,9 @@ def check_cut(resolved: ResolvedConfig, ready: Setup) -> None:
 
 
 def needs_whole_updates(resolved: ResolvedConfig, ready: Setup) -> bool:
-    """Return whether the optimizer needs full tensors although the strategy shards them by rows.
+    """Return whether the optimizer needs full tensors, although the strategy shards tensors by rows.
 
-    If the strategy can't provide full tensors, raises UsageError.
+    Raises UsageError if the optimizer needs full tensors that the strategy can't provide.
     """
     stored = get_weight_dtype(ready.recipe.precision)
     dtypes = {stored}
@@ -198,7 +198,7 @@ def _check_updates(
     factories: Iterable[Callable[..., Optimizer]],
     dtypes: Collection[torch.dtype | None],
 ) -> bool:
-    """Check how the strategy runs the optimizer on shards, and return whether the optimizer needs full tensors."""
+    """Check that the optimizer supports the shards of this strategy, and return whether it needs full tensors."""
     traits = resolved.strategy.traits
     if not (traits.cuts_rows or chunked):
         return False
@@ -211,7 +211,7 @@ def _check_updates(
 
 
 def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[NondeterministicCall]:
-    """Return the operations of a training step or evaluation without a deterministic CUDA kernel. Needs no GPU."""
+    """Return the calls in a training step or an evaluation that have no deterministic CUDA kernel. Needs no GPU."""
     example, evaluation = load_example_batches(ready.recipe, ready.data)
     batch = example if training else evaluation
 
@@ -222,7 +222,7 @@ def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[Nondeterm
 
 
 def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:
-    """Raise UsageError if the model runs on CUDA and has operations without a deterministic CUDA kernel.
+    """Raise UsageError if the placement uses CUDA and the model calls operations without a deterministic CUDA kernel.
 
     If `training` is False, only the operations of an evaluation are checked.
     """

@@ -31,8 +31,8 @@ PLAN_ADVICE: Final = (
     "layer whose outputs are split in two, such as the first layer of a GLU, use heads:NAMES for attributes that count "
     "heads, or do not split the layer"
 )
-# Maximum difference relative to the largest magnitude. Summing chunks in a different order causes much smaller
-# differences, and computing a different function causes much larger differences.
+# Maximum difference relative to the largest magnitude, by dtype. A different order of summation causes much smaller
+# differences, and a different function causes much larger differences.
 _BOUNDS: Final = {torch.float64: 2.0**-30, torch.float32: 2.0**-10}
 _QUICK_BOUNDS: Final = {torch.float32: 2.0**-10}
 _SAMPLES: Final = 2
@@ -49,15 +49,15 @@ ChunkDifference = tuple[str, float]  # the name of the module or value that diff
 def check_plan(ready: Setup) -> list[str]:
     """Compare the chunked model with the full model on two samples in float32, and return warnings.
 
-    If a layer computes a different function, raises UsageError with the name of the first such layer.
+    Raises UsageError with the name of the first layer that computes a different function in chunks.
     """
     config, parameters = ready.recipe.model, ready.summary.num_parameters
     if config.chunks == 1 and config.sequence_chunks == 1:
         return []
     if parameters > MAX_COMPARED_PARAMETERS:
         return [
-            f"recipe.model: the model in chunks was not compared with the whole model, because this would copy "
-            f"{parameters:,} parameters twice; run `lockstep verify` to compare them"
+            f"recipe.model: the model in chunks was not compared with the whole model, because the comparison would "
+            f"copy {parameters:,} parameters twice; run `lockstep verify` to compare them"
         ]
     try:
         check_chunks(ready, quick=True)
@@ -70,7 +70,7 @@ def check_plan(ready: Setup) -> list[str]:
 def check_chunks(ready: Setup, quick: bool = False) -> None:
     """Raise VerificationError if splitting the recipe's model into feature chunks changes its outputs.
 
-    If `quick` is set, the comparison only uses a part of the inputs, in float32.
+    If `quick` is set, only a part of the inputs is compared, in float32.
     """
     config = ready.recipe.model
     if config.chunks == 1:
@@ -88,8 +88,8 @@ def check_chunks(ready: Setup, quick: bool = False) -> None:
 def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
     """Raise UsageError if a model that was trained in chunks computes a different function without chunks.
 
-    This is possible because earlier versions of `lockstep train` didn't check the plan. `model` is the full model of
-    the checkpoint at `path`.
+    Checkpoints of earlier versions can contain such a model, because `lockstep train` didn't check the plan. `model` is
+    the full model of the checkpoint at `path`.
     """
     if config.chunks == 1:
         return
@@ -104,7 +104,7 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
 
 
 def describe_difference(departure: ChunkDifference, chunks: int) -> str:
-    """Return a message with the module whose outputs differ, and the size of the difference."""
+    """Return a message with the name of the module whose outputs differ, and the size of the difference."""
     return (
         f"{departure[0] or 'the model'} computes different outputs in {chunks} chunks than as a whole: they differ by "
         f"{departure[1]:.2g} of the largest value"
@@ -175,8 +175,8 @@ def find_chunk_difference(
 ) -> ChunkDifference | None:
     """Split a copy of `full_model` into chunks, and return the first difference. See `find_feature_difference`.
 
-    A parameter that is all zero, such as in a newly initialized last layer, could hide a difference. Therefore, such
-    parameters get the same random values in both models.
+    A parameter that is all zeros, such as in a newly initialized last layer, could hide a difference. Therefore, such
+    parameters are set to random values, which are the same in both models.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -213,7 +213,7 @@ def find_feature_difference(
 
 
 def _split_no_features(_: nn.Module) -> dict[str, Chunked]:
-    """Leave a model as it is, because the recipe has no feature chunks."""
+    """Leave the model unchanged, because the recipe has no feature chunks."""
     return {}
 
 
@@ -225,7 +225,7 @@ def find_sequence_difference(
     cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _split_no_features,
     bounds: Bounds = _BOUNDS,
 ) -> ChunkDifference | None:
-    """Return the first difference that sequence chunks make in the loss or a gradient, or None if there is none.
+    """Return the first difference that sequence chunks cause in the loss or in a gradient, or None if there is none.
 
     `cut_features` splits a copy of the model into feature chunks in place, and returns the layouts of its parameters.
     """
@@ -239,8 +239,8 @@ def find_sequence_difference(
             chunked_model, torch.stack(compute_chunk_losses(chunked_model, task, sample_batch, chunks)).sum()
         )
         yield "the loss", _relative_difference(loss, chunk_loss)
-        # Use the same scale for all gradients. If a gradient is zero except for rounding errors, such as the gradient
-        # of a key bias, its own magnitude isn't a meaningful scale.
+        # Compare all gradients on the same scale, because the magnitude of a gradient that is zero except for rounding
+        # errors, such as that of a key bias, isn't a meaningful scale.
         scale = torch.stack([values.abs().max() for values in gradients.values()]).max()
         for name, gradient in gradients.items():
             expected = chunked[name].to_rows(gradient) if name in chunked else gradient
@@ -255,7 +255,7 @@ def find_sequence_difference(
 def _find_first_difference(
     models: Sequence[nn.Module], batch: T, compare: Callable[[T], Iterable[ChunkDifference]], bounds: Bounds
 ) -> ChunkDifference | None:
-    """Return the first difference above the bound of the first dtype in `bounds` that the kernels support."""
+    """Return the first difference that exceeds its bound, in the first dtype of `bounds` that the kernels support."""
     for dtype, bound in bounds.items():
         for model in models:
             model.to(dtype)

@@ -1,4 +1,4 @@
-"""Splits the model of a recipe into feature chunks, and checks before a run whether sequence chunks work."""
+"""Splits the model of a recipe into feature chunks, and checks before a run that sequence chunks work."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ from lockstep.tasks.base import Build, MicroBatch, Task
 
 
 def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
-    """Return the layout of each parameter that is split into chunks, by name, or {} if there is a single chunk.
+    """Return the layouts of the parameters that are split into chunks, by name, or {} if there is a single chunk.
 
     Raises UsageError if the model can't be split, or if the recipe's plan doesn't match it.
     """
@@ -41,7 +41,7 @@ def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
 
 
 def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
-    """Build a model, and split it into the number of feature chunks that `config` sets."""
+    """Build a model, and split it into `config.chunks` feature chunks."""
     model = build()
     if config.chunks > 1:
         chunk_model(model, config.chunks, config.plan, config.name)
@@ -49,17 +49,17 @@ def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
 
 
 def chunk_model(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunked]:
-    """Split a model into chunks in place, and return the layout of each parameter that is split.
+    """Split a model into chunks in place, and return the layouts of the parameters that are split, by name.
 
-    `plan` takes precedence over the built-in plan of the model. `name` is the name of the model in errors. If the model
-    can't be split, raises UsageError with the recipe keys to change.
+    `plan` takes precedence over the built-in plan of the model. `name` is the name of the model in errors. Raises
+    UsageError with the recipe keys to change if the model can't be split.
     """
     built_in = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
     chunked = split_into_chunks(model, {**plan, **built_in}, chunks)  # the first matching pattern applies
     if not split_layers(model):
         raise UsageError(
-            f"recipe.model.chunks: model {name} has no layers that are known to be splittable; name the layers in "
-            f"recipe.model.plan (docs/model-parallel.md)"
+            f"recipe.model.chunks: model {name} has no layers that are known to be splittable; list the layers to "
+            f"split in recipe.model.plan (docs/model-parallel.md)"
         )
     return chunked
 
@@ -75,7 +75,7 @@ def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
             compute(outputs, batch)
         except LockstepError:
             raise
-        except Exception:  # a task may read values, which tensors on the meta device don't have
+        except Exception:  # a task may read tensor values, which fails on the meta device
             continue
 
 
@@ -96,7 +96,7 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
             arguments = trial("meta")
         except LockstepError:
             raise
-        except Exception:  # a model may read values in its constructor or forward method
+        except Exception:  # a model may read tensor values, which fails on the meta device
             arguments = trial("cpu")
     return add_position_ids(task.inputs(batch), arguments)
 
@@ -104,12 +104,12 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
 def _run_trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
     with torch.device(device):
         model = build()
-        model.train()  # a separate line, because `train` of a user's model may return None
+        model.train()  # not chained, because `train` of a user's model may return None
     arguments = argument_names(model)
     if POSITIONS not in arguments:
         raise UsageError(
-            f"{KEY}: the forward method of {name} has no argument {POSITIONS}, so it cannot know the position of a "
-            f"chunk in its sequence; add this argument, of shape [1, positions], or unset {KEY}"
+            f"{KEY}: the forward method of {name} has no argument {POSITIONS}, so the model cannot know the position "
+            f"of a chunk in its sequence; add this argument, of shape [1, positions], or unset {KEY}"
         )
     device_batch = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.no_grad():
@@ -130,5 +130,5 @@ def compute_chunk_losses(model: nn.Module, task: Task, batch: Batch, chunks: int
     def loss_of(microbatch: MicroBatch) -> Any:
         return task.loss(sequences.call(model, microbatch), microbatch.batch)
 
-    # The callback does nothing, because chunks have no state that must be isolated.
+    # The callback is a no-op, because chunks have no state that must be restored before they continue.
     return cooperative.run([partial(loss_of, microbatch) for microbatch in microbatches], lambda _: None)

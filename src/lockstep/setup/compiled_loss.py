@@ -1,4 +1,4 @@
-"""Compiles the loss of language models, as one more unit beside the blocks (parallel/compiled.py).
+"""Compiles the loss of language models, in addition to the blocks of the model (parallel/compiled.py).
 
 The logits are the largest tensors of a step. Uncompiled, the cross entropy reads and writes them about six times. Every
 strategy calls the loss with the logits of a micro-batch, so all strategies compile the same function for the same
@@ -15,19 +15,20 @@ from lockstep.tasks.base import Task
 from lockstep.tasks.language import Language, SumLosses, sum_cross_entropy
 from lockstep.tasks.sft import Sft
 
-_MIN_LOGITS: Final = 1024  # with fewer logits per position, the blocks take nearly all of the time
+_MIN_LOGITS: Final = 1024  # with fewer logits per position, the loss takes a negligible part of a step
 
 
 def with_compiled_loss(task: Task) -> Task:
-    """Return the task with a compiled loss if it is a language model's. Otherwise, return `task` unchanged."""
+    """Return `task` with a compiled loss if it trains a language model. Otherwise, return it unchanged."""
     return replace(task, sum_losses=CompiledLoss()) if isinstance(task, Language | Sft) else task
 
 
 @final
 class CompiledLoss:
-    """Sums the cross entropy (tasks/language.py) with compiled kernels, which are built in the first training step.
+    """Computes the summed cross entropy of tasks/language.py with compiled kernels.
 
-    Evaluations aren't compiled, because they can have different shapes, each of which takes seconds to compile.
+    The kernels are compiled in the first training step. Evaluations run eagerly, because they can have many different
+    shapes, and compiling for a shape takes seconds.
     """
 
     def __init__(self) -> None:
@@ -38,5 +39,5 @@ class CompiledLoss:
             return sum_cross_entropy(logits, targets, ignore)
         if self._compiled is None:
             self._compiled = compile_function(sum_cross_entropy, "the loss", sum_cross_entropy.__code__)
-        # Kernels depend on strides, and the strides of the logits depend on the strategy.
+        # Compiled kernels depend on strides, and the strides of the logits depend on the strategy.
         return self._compiled(logits.contiguous(), targets.contiguous(), ignore)

@@ -1,4 +1,4 @@
-"""Detects that a run is already complete. To be fast, this module doesn't import torch."""
+"""Detects whether a run is already complete. This module doesn't import torch, so that it is fast."""
 
 import re
 from collections.abc import Mapping
@@ -17,9 +17,10 @@ _BEST: Final = "best_"
 
 
 def completion_notice(loaded: Loaded, *, is_claimed: bool = False) -> str:
-    """Return a notice with the hash of the weights if the run is already complete, or else an empty string.
+    """Return a notice with the hash of the weights if the run is already complete. Otherwise, return an empty string.
 
-    A run folder with a URL is only read if it `is_claimed`, because its local folder may be outdated before.
+    If the run folder has a URL, it is only read if `is_claimed` is set, because its local copy may be outdated until
+    this process claims the folder.
     """
     done = find_completed_run(loaded, is_claimed=is_claimed)
     if done is None:
@@ -29,10 +30,9 @@ def completion_notice(loaded: Loaded, *, is_claimed: bool = False) -> str:
 
 
 def find_completed_run(loaded: Loaded, *, is_claimed: bool = False) -> Done | None:
-    """Return the Done event if the run folder contains a complete run of this configuration, or else None.
+    """Return the Done event of the run folder if it contains a complete run of this recipe. Otherwise, return None.
 
-    This function doesn't report mistakes, such as a folder with a run of a different recipe. They are reported when the
-    run starts.
+    Problems such as a folder with a run of a different recipe aren't reported here, but when the run starts.
     """
     run = loaded.config.run
     if run.dir is None or run.resume != "auto" or run.key_file is not None:  # with a key, the log is untrusted
@@ -51,7 +51,7 @@ def find_completed_run(loaded: Loaded, *, is_claimed: bool = False) -> Done | No
 
 
 def _parse_done(record: Mapping[str, Any]) -> Done | None:
-    """Return the Done event in a log record, without its per-rank fields, or None if the record is damaged."""
+    """Return the Done event that a log record contains, without per-rank fields, or None if the record is damaged."""
     sha256 = record.get("weights_sha256")
     progress: dict[str, Any] = {name: record.get(name) for name in ("step", "epoch", "samples")}
     if (

@@ -1,4 +1,4 @@
-"""The properties of a dataset that ranks compare, and that checkpoints store for resuming and inference."""
+"""Dataset properties: those that must be the same on all ranks, and those that checkpoints store."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +14,11 @@ _RECIPE_FACTS: Final = ("mean", "std")
 
 
 def collect_comparison_facts(ready: Setup) -> dict[str, Any]:
-    """Return values that must be the same on all ranks: hashes of the user's source files, and dataset properties.
+    """Return the values that ranks compare before a run: hashes of the user's source files, and dataset properties.
 
-    The properties include the number of samples, and digests of the first and last sample of each split. For a custom
-    dataset, the digests only cover the targets, because its inputs may be random. `lockstep verify` checks the inputs.
+    The properties include the number of samples, and digests of the first and the last sample of each split. For a
+    custom dataset, the digests only cover the targets, because the inputs may be random. `lockstep verify` compares the
+    inputs.
     """
     is_custom = ":" in ready.recipe.data.name
     data = ready.data
@@ -33,29 +34,29 @@ def collect_comparison_facts(ready: Setup) -> dict[str, Any]:
 
 
 def model_facts(ready: Setup) -> dict[str, Any]:
-    """Return the properties of the dataset that checkpoints store with the weights, because inference needs them."""
+    """Return the dataset properties that checkpoints store with the weights, because inference needs them."""
     config, facts = ready.recipe.data, ready.data.facts
     mean, std = config.mean or facts.get("mean"), config.std or facts.get("std")
     return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
 
 
 def check_facts(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
-    """Raise UsageError if the dataset differs from that of a checkpoint, such as in the order of class names.
+    """Raise UsageError if the dataset differs from that of a checkpoint, for example in the order of its class names.
 
-    `current` are the properties of the dataset, and `saved` those in the checkpoint at `path`. Properties that are only
-    in one of the two mappings are ignored.
+    `current` contains the properties of the dataset, and `saved` the properties in the checkpoint at `path`. Properties
+    that are missing from one of the two are ignored.
     """
     for name, before in saved.items():
         if name in current and current[name] != before and name not in _RECIPE_FACTS:
             difference = _difference(before, current[name])
             raise UsageError(
-                f"{path}: {name} of its training data does not match: {difference}; set recipe.data.root to the data "
-                f"that it was trained on"
+                f"{path}: {name} of the dataset does not match: {difference}; set recipe.data.root to the data that "
+                f"this checkpoint was trained on"
             )
 
 
 def _difference(before: Any, current: Any) -> str:
-    """Return a description of how two values differ. For lists, this is the first differing item, or their lengths."""
+    """Return a description of how two values differ. For lists, describe the lengths or the first differing items."""
     if not (isinstance(before, list) and isinstance(current, list)):
         return f"{before!r} in the checkpoint, {current!r} in this data"
     if len(before) != len(current):

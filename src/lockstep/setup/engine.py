@@ -21,9 +21,9 @@ from lockstep.strategies.base import CutsModel, replica_devices
 
 
 def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
-    """Start the engine of a placement, and return the engine and the data loader of this rank. All ranks call it.
+    """Start the engine of this rank, and return it together with the data loader. All ranks must call this function.
 
-    If `resumes` is set, the initial weights aren't loaded, because the caller loads the weights of a checkpoint.
+    If `resumes` is set, the initial weights aren't loaded, because the caller will load the weights of a checkpoint.
     """
     ready, placement, strategy = prepared.setup, prepared.placement, prepared.strategy
     problem = ready.problem
@@ -40,7 +40,7 @@ def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> 
         engine, devices = start(world, numerics), replica_devices(strategy, world.on_gpu)
         return _with_canonical_state(engine, ready), ready.loader(world, data_rank, placement.workers, devices=devices)
     schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
-    # An audit usually lets each rank repeat a micro-batch of a different rank. With these settings, a rank can't run a
+    # Usually, each rank repeats a micro-batch of a different rank in an audit. With these settings, a rank can't run a
     # micro-batch on its own, so the audit repeats the full step with the ranks rotated.
     if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.recipe.model.sequence_chunks > 1:
         loader = ready.loader(world, data_rank, placement.workers)

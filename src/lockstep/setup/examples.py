@@ -15,8 +15,8 @@ from lockstep.data.images.device_transforms import make_device_transforms
 from lockstep.errors import TrainingError, UsageError
 
 _MIN_NORM_SAMPLES: Final = 4  # with fewer samples, the batch variance of BatchNorm is hardly meaningful
-_EXAMPLE_SAMPLES: Final = 4  # number of samples of each split to use in checks before a run
-_MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples to try if samples can't be read
+_EXAMPLE_SAMPLES: Final = 4  # number of samples per split that are used in checks before a run
+_MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples to try until one can be read
 
 
 def get_device_transforms(recipe: Recipe, data: DataSet) -> DeviceTransforms:
@@ -33,7 +33,7 @@ def load_example_batches(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
     request, fetched = _fetch_few(data.train)
     if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(
-            f"dataset {recipe.data.name}: its targets are already mixtures, which recipe.mix cannot mix again; unset "
+            f"dataset {recipe.data.name}: its targets are already mixed, so recipe.mix cannot mix them again; unset "
             f"recipe.mix.mixup and recipe.mix.cutmix"
         )
     _, validation = _fetch_few(data.train if data.validation is None else data.validation)
@@ -43,7 +43,10 @@ def load_example_batches(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
 
 def _fetch_few(split: Split) -> tuple[Request, Batch]:
-    """Return a batch of a few readable samples, and its request. Training reports unreadable files later."""
+    """Fetch a few samples, or a single readable sample if any of them is unreadable. Returns the request and the batch.
+
+    Unreadable samples aren't reported here, because training reports them later.
+    """
     request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLE_SAMPLES).astype(np.int64)), None)
     try:
         return request, split.fetch(*request)
@@ -53,7 +56,7 @@ def _fetch_few(split: Split) -> tuple[Request, Batch]:
 
 
 def _first_readable(split: Split) -> int:
-    """Return the index of the first readable sample. If none of them is readable, raise an error."""
+    """Return the index of the first readable sample. If the first 64 samples are unreadable, raise a TrainingError."""
     for index in range(min(len(split), _MAX_TRIED_SAMPLES)):
         try:
             split.fetch(np.array([index]), None)
@@ -66,7 +69,7 @@ def _first_readable(split: Split) -> int:
 
 
 def repeat_samples(batch: Batch, samples: int) -> Batch:
-    """Return a batch of `samples` samples, which repeats the samples of `batch`."""
+    """Return a batch with `samples` samples, by repeating the samples of `batch`."""
     return map_tensors(lambda tensor: tensor[torch.arange(samples) % len(tensor)], batch)
 
 
@@ -81,7 +84,8 @@ class SmallestMicrobatch(NamedTuple):
 def find_smallest_microbatch(recipe: Recipe, steps: Steps) -> SmallestMicrobatch:
     """Return the smallest micro-batch of a run.
 
-    Synchronized BatchNorm normalizes over a full step. With it, the size is at least 2, unless a step has one sample.
+    With synchronized BatchNorm, which normalizes over a full step, the returned size is at least 2, unless the step has
+    a single sample.
     """
     first_and_last = _first_and_last(steps)
     sizes = [min(map(len, step.microbatches(recipe.microbatches))) for step in first_and_last]
@@ -117,9 +121,9 @@ def list_batchnorm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:
             return
         if smallest < _MIN_NORM_SAMPLES:
             yield (
-                f"recipe.microbatches: BatchNorm normalizes each micro-batch separately, and with "
-                f"{recipe.microbatches} micro-batches in {step_name}, which has {_count_samples(step.samples)}, it "
-                f"sees only {smallest} of them; use fewer micro-batches or a larger batch{_last_batch_advice(step)}"
+                f"recipe.microbatches: BatchNorm normalizes each micro-batch separately, but {step_name} has "
+                f"{_count_samples(step.samples)} in {recipe.microbatches} micro-batches, the smallest of "
+                f"{_count_samples(smallest)}; use fewer micro-batches or a larger batch{_last_batch_advice(step)}"
             )
             return
 
@@ -129,5 +133,5 @@ def _last_batch_advice(step: Step) -> str:
 
 
 def _first_and_last(steps: Steps) -> tuple[Step, Step]:
-    """Return the first and the last step of an epoch. The last step may be smaller."""
+    """Return the first and the last step of an epoch. The last step may have fewer samples."""
     return steps[0], steps[min(steps.per_epoch, steps.total) - 1]

@@ -1,7 +1,7 @@
-"""Loads the initial weights of a run from a file or a different run, instead of computing them from the seed.
+"""Loads the initial weights of a run from a file or a different run, instead of generating them from the seed.
 
-The recipe records the SHA-256 of the tensors, but not their location. A run that resumes no longer needs the file or
-the other run. Only tensors and JSON are read, so no code in a file or run folder is executed.
+The recipe records the SHA-256 of the tensors but not their location, and a resumed run doesn't need their source. Only
+tensors and JSON are read, so no code in a file or run folder is executed.
 """
 
 import hashlib
@@ -38,10 +38,10 @@ _START: Final = "run.start_from"
 class InitialWeights:
     """Initial weights by parameter name, and their source.
 
-    - `label`: The path of the source, for messages.
-    - `fresh`: Patterns of the parameters that keep their random initialization.
-    - `checkpoint`: The checkpoint that contains the weights, if they come from a run.
-    - `optimizer`: Whether to also use the optimizer state of the checkpoint.
+    - `label`: the path of the source, for messages.
+    - `fresh`: patterns of the parameters that keep their random initialization.
+    - `checkpoint`: the checkpoint that contains the weights, if they come from a run.
+    - `optimizer`: whether to also use the optimizer state of the checkpoint.
     """
 
     label: str
@@ -51,7 +51,10 @@ class InitialWeights:
     optimizer: bool = False
 
     def load_into(self, model: nn.Module) -> Fit:
-        """Copy the weights into a model, and return how they match. Raise UsageError if they don't match the model."""
+        """Copy the weights into `model`, and return a report of which weights and parameters matched.
+
+        Raises UsageError if the weights don't match the model.
+        """
         return fit(model, self.tensors, self.label, self.fresh)
 
     @property
@@ -78,11 +81,9 @@ class InitialWeights:
 def load_first_weights(loaded: Loaded) -> tuple[Loaded, InitialWeights | None]:
     """Load the initial weights of a configuration.
 
-    Returns the configuration, with the hashes of the weights added to its recipe, and the weights.
-
-    The initial weights are None if the configuration specifies none. They are also None if their source no longer
-    exists, but the run folder contains a run that started from it. Raises UsageError if the weights can't be read or
-    don't match the recipe.
+    Returns the configuration, with the hashes of the weights added to its recipe, and the weights. The weights are None
+    if the configuration specifies none, or if their source no longer exists but the run folder contains a run that
+    started from it. Raises UsageError if the weights can't be read or don't match the recipe.
     """
     recipe, run = loaded.config.recipe, loaded.config.run
     weights, start_from = recipe.model.weights, run.start_from
@@ -96,14 +97,14 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, InitialWeights | None]:
         return _load_from_run(loaded, start_from, before)
     if recipe.start is not None and (before is None or before.start != recipe.start):
         raise UsageError(
-            f"recipe.start: records the first weights of a run, but not their location; set {_START} to the run that "
-            f"they come from"
+            f"recipe.start: contains the hash of the first weights of a run, but not their location; set {_START} to "
+            f"the run that they come from"
         )
     return loaded, None
 
 
 def weights_record(recipe: Recipe, first: InitialWeights | None, weights_fit: Fit | None) -> dict[str, Any]:
-    """Return the record of the initial weights for environment.json, or {} if the seed determines the weights."""
+    """Return the record of the initial weights for environment.json, or {} if they are generated from the seed."""
     weights, start = recipe.model.weights, recipe.start
     sha256 = weights.sha256 if weights is not None else start.weights_sha256 if start is not None else None
     if sha256 is None:
@@ -126,7 +127,9 @@ def _load_from_file(
         if previous is not None and previous.sha256 is not None and weights.path in (None, previous.path):
             return _record_hashes(loaded, weights=weights.model_copy(update={"sha256": previous.sha256})), None
         if weights.path is None:
-            raise UsageError(f"{_WEIGHTS}.path: missing; set it to a file of tensors, a folder with one, or a run")
+            raise UsageError(
+                f"{_WEIGHTS}.path: missing; set it to a file of tensors, a folder with such a file, or a run"
+            )
     path = Path(weights.path)
     is_run = (path / store.FOLDER).is_dir() or (path / store.MANIFEST).is_file()
     checkpoint = _load_checkpoint(path, loaded.config.run) if is_run else None
@@ -186,7 +189,7 @@ def _load_checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
     key = read_key(Path(run.key_file)) if run.key_file is not None else None
     try:
         return store.load(path, key=key)
-    except TrainingError as error:  # the user chose the checkpoint, so a damaged one is a usage error
+    except TrainingError as error:  # a damaged checkpoint that the user chose is a usage error
         raise UsageError(str(error)) from error
 
 
@@ -204,12 +207,12 @@ def _previous_recipe(run: RunConfig) -> Recipe | None:
         return None
     try:
         return loading.read_run_recipe(recorded_file(run.dir, CONFIG))
-    except ConfigError:  # errors are reported when the folder is claimed
+    except ConfigError:  # reported when the run folder is claimed
         return None
 
 
 def _record_hashes(loaded: Loaded, weights: WeightsConfig | None = None, start: StartingPoint | None = None) -> Loaded:
-    """Return the configuration with the hashes of the initial weights recorded in its recipe."""
+    """Return a copy of the configuration whose recipe records the hashes of the initial weights."""
     config = loaded.config
     model = config.recipe.model if weights is None else config.recipe.model.model_copy(update={"weights": weights})
     recipe = config.recipe.model_copy(update={"model": model} if start is None else {"start": start})

@@ -20,7 +20,7 @@ from lockstep.parallel.optimize import Settings, make_optimizer
 def make_optimizer_factory(recipe: Recipe, settings_of: Settings | None = None) -> Callable[..., Optimizer]:
     """Return a function that creates the optimizer from named parameters.
 
-    `settings_of` returns the settings of a parameter that differ from the recipe's general settings.
+    `settings_of` takes the name of a parameter, and returns those settings that differ from the general settings.
     """
     config = recipe.optimizer
     return partial(
@@ -50,7 +50,7 @@ def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], n
 def optimizer_factories(
     recipe: Recipe, parameter_settings: Mapping[str, dict[str, Any]]
 ) -> list[Callable[..., Optimizer]]:
-    """Return functions that create the optimizer: one with the general settings, and one per distinct special setting.
+    """Return functions that create the optimizer: one for the general settings, and one for each set of other settings.
 
     Each function applies its settings to all parameters, regardless of their names.
     """

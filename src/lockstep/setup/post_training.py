@@ -1,4 +1,4 @@
-"""Checks of post-training: that packed conversations don't affect each other, and that a reference is supported."""
+"""Checks for post-training: packed conversations must be independent, and reference models must be supported."""
 
 from typing import Final
 
@@ -20,20 +20,20 @@ from lockstep.tasks.sft import POSITIONS
 
 _LARGEST: Final = 250_000_000  # the maximum number of parameters of a model that is checked with all its layers
 _FEW_LAYERS: Final = 2
-_LENGTH: Final = 8  # of each of the two sequences, which consist of values of a sample
-_BOUND: Final = 2.0**-10  # maximum difference between shapes, relative to the largest magnitude
+_LENGTH: Final = 8  # number of tokens in each sequence, which are drawn from a sample
+_BOUND: Final = 2.0**-10  # maximum difference due to a different input shape, relative to the largest magnitude
 
 
 def check_reference(resolved: ResolvedConfig, ready: Setup) -> None:
-    """Raise UsageError if the recipe or the strategy doesn't support a task with a reference."""
+    """Raise UsageError if the task has a reference model, but the recipe or the strategy doesn't support one."""
     if not isinstance(ready.task, Dpo):
         return
     recipe, strategy = resolved.recipe, resolved.strategy
     if resolved.strategy_name == "pipeline" or strategy.mesh(resolved.processes).pipe > 1:
         raise UsageError(
-            f"strategy {resolved.strategy_name}: not supported by task dpo, which runs the model and its reference one "
-            f"after the other, so it has no single sequence of modules to split; use strategy ddp, zero1, zero2, zero3 "
-            f"or hsdp"
+            f"strategy {resolved.strategy_name}: not supported by task dpo, which runs the model and then its "
+            f"reference, so there is no single sequence of modules to split into stages; use strategy ddp, zero1, "
+            f"zero2, zero3 or hsdp"
         )
     for key, value in {"chunks": recipe.model.chunks, "sequence_chunks": recipe.model.sequence_chunks}.items():
         if value > 1:
@@ -45,8 +45,8 @@ def check_reference(resolved: ResolvedConfig, ready: Setup) -> None:
 def check_packing(ready: Setup) -> None:
     """Raise UsageError if a sequence affects the outputs of the sequence that is packed after it.
 
-    Two packed sequences must have the outputs that they have on their own. Changing the first sequence must not change
-    a bit of the outputs of the second.
+    The outputs of a packed sequence must match its outputs without packing, and must not change by a single bit if the
+    sequence before it changes.
     """
     if not ready.data.facts.get("packed"):
         return
@@ -63,14 +63,14 @@ def check_packing(ready: Setup) -> None:
     if leaks or not (tail - alone).abs().max() <= _BOUND * alone.abs().max():
         raise UsageError(
             f"{name}: recipe.data.options.pack: a packed conversation "
-            f"{'affects the conversation after it' if leaks else 'has different outputs than on its own'}, since the "
-            f"model does not start anew where {POSITIONS} start at 0; remove pack, or use a model that does, such as "
-            f"llama or qwen3"
+            f"{'affects the conversation after it' if leaks else 'has different outputs than on its own'}, because the "
+            f"model does not start a new sequence where {POSITIONS} restart at 0; remove pack, or use a model that "
+            f"does, such as llama or qwen3"
         )
 
 
 def _model(ready: Setup) -> nn.Module:
-    """Build the model with random weights. A large model of transformers gets only a few layers."""
+    """Build the model with random weights. If it is large, it is built with fewer layers (num_hidden_layers)."""
     if ready.summary.num_parameters <= _LARGEST:
         return initialize_model(ready.build_blank, ready.recipe.seed)
     model = ready.recipe.model

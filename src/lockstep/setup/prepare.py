@@ -50,7 +50,7 @@ class PreparedRun:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, which determines how the processes share the work."""
+        """The strategy, which determines how the work is distributed over the processes."""
         return self.resolved.strategy
 
     @property
@@ -62,7 +62,7 @@ class PreparedRun:
     def sources(self) -> dict[str, str]:
         """The hashes of the user's source files that the recipe and the strategy import.
 
-        A checkpoint only stores the hashes of the recipe's source files, because a run can resume with a different
+        Checkpoints only store the hashes of the recipe's source files, because a run can resume with a different
         strategy.
         """
         name = self.resolved.strategy_name
@@ -78,7 +78,10 @@ class PreparedConfig:
     first: InitialWeights | None = None
 
     def open(self, *, training: bool = True) -> PreparedRun:
-        """Open the dataset, and check the model and the optimizer. Raise UsageError if the placement can't run them."""
+        """Open the dataset, and check the model and the optimizer.
+
+        Raises UsageError if the recipe contains a mistake or the placement doesn't support it.
+        """
         with explain_errors(self.resolved.loaded):
             ready = open_recipe(self.resolved.loaded, self.first, training=training)
             check_cut(self.resolved, ready)
@@ -99,19 +102,22 @@ def check_config(loaded: Loaded, processes: int | None = None, *, training: bool
 
 
 def prepare_config(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedConfig:
-    """Resolve and check a configuration like `check`, and load its initial weights."""
+    """Load the initial weights of a configuration, and resolve and check it like `check_config`."""
     with explain_errors(loaded):
         loaded, first = load_first_weights(loaded)
     return PreparedConfig(check_config(loaded, processes, training=training), first)
 
 
 def prepare_run(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedRun:
-    """Check a configuration, load its initial weights and open its dataset. This doesn't need a process group."""
+    """Check a configuration, load its initial weights, and open its dataset. No process group is needed."""
     return prepare_config(loaded, processes, training=training).open(training=training)
 
 
 def open_recipe(loaded: Loaded, first: InitialWeights | None, *, training: bool = True) -> Setup:
-    """Open the dataset of a recipe, check its model and optimizer regardless of the placement, and return the setup."""
+    """Open the dataset of a recipe, check its model, kernels and optimizer, and return the setup.
+
+    The strategy and the number of processes aren't checked.
+    """
     ready = build_setup(loaded.config.recipe, first)
     check_initial_weights(ready)
     check_kernels(loaded.config.placement, ready, training=training)
@@ -119,6 +125,6 @@ def open_recipe(loaded: Loaded, first: InitialWeights | None, *, training: bool 
 
 
 def open_recipe_without_placement(loaded: Loaded) -> Setup:
-    """Load the initial weights of a recipe, and open the recipe regardless of the placement."""
+    """Load the initial weights of a recipe and call `open_recipe`, without checking the strategy."""
     with explain_errors(loaded):
         return open_recipe(*load_first_weights(loaded))

@@ -1,4 +1,4 @@
-"""Chooses the name of a recipe's run folder, and decides whether to resume the run in the folder."""
+"""Chooses the run folder of a recipe, and decides whether to resume the run that it contains."""
 
 import os
 import re
@@ -17,17 +17,17 @@ from lockstep.setup.resume import check_recipe, checkpoint_recipe, list_recipe_d
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.signing import signing_key
 
-_MAX_NAME_BYTES: Final = 200  # maximum name length in bytes, without the timestamp; file systems allow 255
+_MAX_NAME_BYTES: Final = 200  # without the timestamp; file systems allow names of 255 bytes
 
 
 def claim(loaded: Loaded) -> Claim:
     """Lock the run folder of a configuration, and find the checkpoint from which the run starts, if any.
 
-    With `resume: auto`, a run in the folder is resumed if it has the same recipe. Otherwise, raises UsageError.
+    With `resume: auto`, a run in the folder is resumed. Raises UsageError if it has a different recipe.
     """
     run = loaded.config.run
     key = signing_key(run.key_file)
-    # The checkpoint must be loaded before the run folder is created.
+    # Load the checkpoint before the run folder is created, so that an invalid checkpoint leaves no folder.
     checkpoint = None if run.resume in ("auto", "never") else store.load(local_copy(run.resume), key=key)
     location = run.dir or str(new_run_folder(loaded))
     folder = local_folder(location)
@@ -73,13 +73,13 @@ def _find_start(
         )
     recipe = _read_recipe(folder / CONFIG)
     newest = store.load_newest(folder / store.FOLDER, key)
-    # Without a checkpoint, starting over loses nothing. The recipe may have changed, such as after a correction.
+    # Without a checkpoint, starting over loses nothing, even if the recipe has been corrected in the meantime.
     if newest is None:
         changed = list_recipe_differences(recipe, loaded.config.recipe)
         note = f"{folder}: the run in it saved no checkpoint; starting again"
         return None, [f"{note}{' with a different recipe:' if changed else ''}", *changed]
     check_recipe(folder, recipe, loaded.config.recipe)
-    # The hashes don't show whether the checkpoint of a different run was copied into this folder.
+    # Also check the recipe of the checkpoint, because it may have been copied into this folder from a different run.
     check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
     return newest.path, checkpoint_warnings(newest)
 

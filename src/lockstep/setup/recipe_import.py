@@ -11,10 +11,10 @@ _PROCESSES: Final = "placement.processes="
 def import_recipe(
     file: str, words: Sequence[str], gpus: int | None = None, world_size: int | None = None
 ) -> ImportedConfig:
-    """Translate a configuration file into a recipe. See import_file.
+    """Convert a configuration file of another framework to a recipe. See `import_file`.
 
-    `gpus` defaults to the world size, then to `placement.processes` in `words`, then to the number of GPUs in this
-    machine, at least 1.
+    `gpus` defaults to `world_size` if it is set, then to `placement.processes` in `words`, and then to the number of
+    GPUs in this machine, or 1 if there are none.
     """
     counts = [word.removeprefix(_PROCESSES) for word in words if word.startswith(_PROCESSES)]
     processes = int(counts[-1]) if counts and counts[-1].isdecimal() else 0

@@ -1,4 +1,4 @@
-"""Resolves a configuration for a number of processes, so that derived values such as the strategy are computed once."""
+"""Resolves a configuration for a number of processes, which determines derived values such as the strategy."""
 
 import json
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class ResolvedConfig:
 
 
 def resolve(loaded: Loaded, processes: int | None = None) -> ResolvedConfig:
-    """Resolve a configuration for a number of processes, which defaults to the number that it requests on this machine.
+    """Resolve a configuration for `processes` processes, by default as many as it requests on this machine.
 
     Raises UsageError if there are more processes than devices, or if the strategy can't be created.
     """
@@ -67,7 +67,10 @@ def resolve(loaded: Loaded, processes: int | None = None) -> ResolvedConfig:
 
 
 def explain_process_count(loaded: Loaded) -> str:
-    """Return a note if the default micro-batches leave a single process for several devices, or an empty string."""
+    """Return a note if only one of several devices is used, because the default is one micro-batch per step.
+
+    Otherwise, return an empty string.
+    """
     recipe, placement = loaded.config.recipe, loaded.config.placement
     chosen = placement.processes != "auto" or placement.strategy.name in ON_ONE_PROCESS
     if chosen or recipe.microbatches > 1 or loaded.origins.get("recipe.microbatches", "default") != "default":
@@ -85,10 +88,10 @@ def explain_process_count(loaded: Loaded) -> str:
 
 
 def local_processes(config: Config) -> int:
-    """Return the number of local processes of a placement.
+    """Return the number of processes that a configuration requests on this machine.
 
-    With `auto`, this is at most the number of micro-batches. If there are more processes than GPUs, raises UsageError
-    unless the backend is gloo.
+    With `processes: auto`, this is the number of GPUs or the number that the cores support, but at most the number of
+    micro-batches. Raises UsageError if there are more processes than GPUs, unless the backend is gloo.
     """
     placement = config.placement
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()

@@ -1,9 +1,9 @@
 """Checks that a checkpoint belongs to a run: that its recipe, its progress and the rest of its state match.
 
-The hashes of a checkpoint detect damage, but not a checkpoint of a different run or a forged checkpoint. Therefore,
-Lockstep compares everything that the recipe determines: the name, shape and dtype of each tensor, the scalar state of
-the optimizer, and the loss scale. The values of trained tensors can't be checked in this way. To protect them against
-changes, use run.key_file (docs/security.md).
+The hashes of a checkpoint detect damage, but not that the checkpoint is forged or belongs to a different run.
+Therefore, Lockstep compares everything that the recipe determines: the name, shape and dtype of each tensor, the scalar
+state of the optimizer, and the loss scale. The values of trained tensors can't be checked in this way. To protect them
+against changes, use run.key_file (docs/security.md).
 """
 
 import math
@@ -40,15 +40,12 @@ _MAX_PROBLEMS: Final = 8  # maximum number of problems listed for a checkpoint
 
 
 def list_recipe_differences(before: Recipe, current: Recipe) -> list[str]:
-    """Return a line of text for each key that differs between two recipes, except the location of the dataset."""
+    """Return a description of each key that differs between two recipes, ignoring the location of the dataset."""
     return loading.differences(comparable(values(before)), comparable(values(current)))
 
 
 def check_recipe(path: Path, before: Recipe, current: Recipe) -> None:
-    """Raise UsageError if the recipe `before` of the run at `path` differs from the current recipe.
-
-    The error lists the keys that differ.
-    """
+    """Raise UsageError with all differing keys if `before`, the recipe of the run at `path`, differs from `current`."""
     lines = list_recipe_differences(before, current)
     if not lines:
         return
@@ -64,7 +61,7 @@ def check_recipe(path: Path, before: Recipe, current: Recipe) -> None:
 
 
 def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
-    """Return the recipe of the checkpoint `path`. Raise UsageError if the recipe is missing or invalid."""
+    """Return the recipe of the checkpoint at `path`. Raises UsageError if the recipe is missing or invalid."""
     recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
         raise UsageError(
@@ -81,7 +78,7 @@ def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
 
 
 def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the saved state from which a run resumes. Raise UsageError if the checkpoint doesn't belong to the run."""
+    """Return the saved state to resume a run from. Raises UsageError if the checkpoint doesn't belong to the run."""
     check_recipe(path, checkpoint_recipe(path, snapshot), ready.recipe)
     state = evaluation_state(path, snapshot, ready)
     start = ready.recipe.start
@@ -97,9 +94,9 @@ def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
 
 
 def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the saved state for an evaluation. Raise UsageError if the checkpoint doesn't belong to the recipe.
+    """Return the saved state for an evaluation. Raises UsageError if the checkpoint doesn't belong to the recipe.
 
-    Unlike `resume_state`, this function doesn't check the state of the optimizer, which an evaluation doesn't use.
+    Unlike `resume_state`, this function doesn't check the optimizer state, which evaluations don't use.
     """
     state, recipe = saved_state.parse_state(path, snapshot.state), ready.recipe
     check_facts(ready.data.facts, state.data, path)
@@ -115,24 +112,24 @@ def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise UsageError if the names or shapes of a checkpoint's tensors don't match a model."""
-    # Ignore dtypes, because averaged weights may have a wider dtype.
+    # Ignore the dtypes, because averaged weights may have a wider dtype.
     dtypes = {name: tensors.get(name, tensor).dtype for name, tensor in expected.items()}
     forms = {name: Form(tuple(tensor.shape), dtypes[name]) for name, tensor in expected.items()}
     _raise_problems(path, list(_spec_problems("model", _tensor_specs(tensors), forms)))
 
 
 def lost_feedback_warning(before: Snapshot, current: State) -> list[str]:
-    """Return a warning if this placement discards the error feedback in a checkpoint, or else an empty list."""
+    """Return a list with a warning if this placement discards the error feedback of a checkpoint, or an empty list."""
     if before.feedback is None or current.feedback is not None:
         return []
     return [
-        "the checkpoint contains the error feedback of compress=powersgd, which is the part of the gradients that was "
-        "not sent yet; this placement does not use it, and the run continues without it"
+        "the checkpoint contains the error feedback of compress=powersgd, i.e. the part of the gradients that has not "
+        "been sent yet; this placement does not use it, so the run continues without it"
     ]
 
 
 def check_initial_weights(ready: Setup) -> None:
-    """Raise UsageError if the dataset or optimizer doesn't match the checkpoint that contains the initial weights."""
+    """Raise UsageError if the dataset or the optimizer doesn't match the checkpoint with the initial weights."""
     first = ready.initial_weights
     if first is None or first.checkpoint is None or first.state is None:
         return
@@ -147,22 +144,22 @@ def check_initial_weights(ready: Setup) -> None:
 
 
 def check_start(ready: Setup) -> None:
-    """Raise UsageError if a run can't start because its initial weights are missing or its data is ambiguous."""
+    """Raise UsageError if a run can't start, because its initial weights are missing or its dataset is ambiguous."""
     recipe = ready.recipe
     if ready.data.question:
         raise UsageError(ready.data.question)
     if ready.initial_weights is None and (recipe.model.weights is not None or recipe.start is not None):
         raise UsageError(
-            "initial weights: no longer found where they were when the run was first started, and the run saved no "
-            "checkpoint; put them back, or choose a different run.dir"
+            "initial weights: not found at the location that they were first loaded from, and the run saved no "
+            "checkpoint; restore them, or choose a different run.dir"
         )
 
 
 def continuation_state(ready: Setup, current: State) -> State:
-    """Return the engine state for a new run that starts from the weights and the optimizer state of a different run.
+    """Return the engine state for a new run that starts from the weights and the optimizer state of a previous run.
 
-    `current` is the initial engine state of the new run. Counters in the parameter groups of the optimizer are copied
-    from the other run. The learning rates, weight decay and similar settings come from the recipe of the new run.
+    `current` is the initial engine state of the new run. Counters in the optimizer's parameter groups are copied from
+    the previous run. Settings such as the learning rate and the weight decay come from the recipe of the new run.
     """
     first = ready.initial_weights
     assert first is not None
@@ -229,7 +226,7 @@ def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
 
 
 def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str]:
-    """Yield the problems of the saved error feedback, which has a row per rank for each parameter."""
+    """Yield the problems of the saved error feedback. Its tensors have one row per rank for each parameter."""
     for name, tensor in tensors.items():
         owner, _, slot = name.rpartition("/")
         shape = tuple(local_tensor(tensor).shape)
@@ -251,8 +248,8 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
     yield from _optimizer_spec_problems(tensors, optimizer, expected, after)
     if len(optimizer.groups) != len(after["groups"]):
         return
-    # A number in a group that doesn't change in an update comes from the recipe, so it must be equal. A number may be
-    # missing if the version of torch that wrote the checkpoint didn't have it.
+    # A number in a parameter group that an update doesn't change comes from the recipe, so it must be equal. A number
+    # may be missing, because the checkpoint may have been written by a version of torch that didn't have it.
     for index, (group, first, last) in enumerate(zip(optimizer.groups, before["groups"], after["groups"], strict=True)):
         label = f"optimizer: group {index}"
         yield from _name_problems(label, {*group}, {*group} & {*last})
@@ -266,7 +263,10 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
 def _optimizer_spec_problems(
     tensors: Mapping[str, Any], optimizer: SavedOptimizer, expected: Mapping[str, Tensor], after: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the differences in tensors, slots and number of groups. `expected` and `after` are the expected state."""
+    """Yield the differences in the tensors, the slots and the number of parameter groups.
+
+    `expected` contains the expected tensors, and `after` the expected scalar state.
+    """
     yield from _spec_problems("optimizer", _tensor_specs(tensors), _tensor_specs(expected))
     yield from _name_problems("optimizer", {*optimizer.slots}, {*after["slots"]})
     if len(optimizer.groups) != len(after["groups"]):
@@ -331,7 +331,7 @@ def _scalar_values(tensors: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flatten_numbers(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all numbers in an optimizer state by name. Numbers in groups have names such as `group 0/lr`."""
+    """Return all numbers of an optimizer state by name. Those in parameter groups have names such as `group 0/lr`."""
     group_numbers = {
         f"group {index}/{name}": value for index, group in enumerate(groups) for name, value in group.items()
     }
@@ -339,9 +339,9 @@ def _flatten_numbers(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any
 
 
 def _new_optimizer_state(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the scalar state of a new optimizer after `steps` steps with gradients of ones.
+    """Return the tensors and the scalar state of a new optimizer after `steps` steps in which all gradients are 1.
 
-    Uses the meta device, or the CPU as a fallback.
+    The optimizer runs on the meta device, or on the CPU if that fails.
     """
     try:
         return _optimizer_state_after(ready, steps, "meta")

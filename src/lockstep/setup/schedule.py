@@ -20,18 +20,18 @@ _CONTRACT: Final = "see docs/extend.md"
 def find_rate(recipe: Recipe, steps: Steps) -> Rate:
     """Return the learning rate as a function of the number of samples seen.
 
-    A custom schedule is a function `(epoch, epochs, **options) -> factor` that returns a factor for the base learning
-    rate. If this function raises an error or returns an invalid factor, `Rate.compute_rate` raises UsageError.
+    A custom schedule is a function `(epoch, epochs, **options) -> factor`. The base learning rate is multiplied by the
+    factor. If the function raises an error or returns an invalid factor, `Rate.compute_rate` raises UsageError.
     """
     name = recipe.schedule.name
     return planning.make_rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)
 
 
 def check_rate(recipe: Recipe, steps: Steps) -> None:
-    """Raise UsageError if a custom schedule fails, or returns a different value when it is called again for a step.
+    """Raise UsageError if a custom schedule fails, or returns a different rate when it is called again for a step.
 
-    The schedule is called for many steps in increasing and then in decreasing order, because a resumed run doesn't call
-    it for the earlier steps.
+    The schedule is called for up to 1,000 steps in increasing and then in decreasing order, because its result must not
+    depend on earlier calls: a resumed run skips the earlier steps.
     """
     if ":" not in recipe.schedule.name:
         return

@@ -19,17 +19,17 @@ _CONTRACT: Final = "see docs/extend.md"
 
 
 def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
-    """Return the name and the strategy of a placement.
+    """Return the name and the instance of the strategy of a placement.
 
-    Raises UsageError for invalid options, and for a custom strategy that lacks a member of the protocol `Strategy`.
+    Raises UsageError if an option is invalid, or if a custom strategy lacks a member of the protocol `Strategy`.
     """
     name = placement.strategy.name
     if name == "auto":
         name = "single" if processes == 1 else "ddp"
     if name == FASTEST:
         raise UsageError(
-            "placement.strategy: fastest is only supported by lockstep train, on ranks that it starts itself; name a "
-            "strategy, such as the one that lockstep plan --write sets in a recipe"
+            "placement.strategy: fastest is only supported by lockstep train, on ranks that it starts itself; set the "
+            "name of a strategy, such as the one that lockstep plan --write sets in a recipe"
         )
     kind = _import_strategy(name) if ":" in name else import_module(f"lockstep.strategies.{name}").Strategy
     options = dict(placement.strategy.model_extra or {})
@@ -56,7 +56,7 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
 def recompute_interval(placement: Placement, strategy: Strategy) -> int:
     """Return k if every k-th block recomputes its activations, or 0 if no block does.
 
-    Also returns 0 if the strategy has its own option `recompute`, and therefore applies recomputation itself.
+    Also returns 0 if the strategy has an option `recompute`, because it then applies recomputation itself.
     """
     has_own_option = any(field.name == "recompute" for field in fields(strategy))  # type: ignore[arg-type]
     if placement.recompute == "none" or has_own_option:
@@ -80,7 +80,7 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
 
 
 def _import_strategy(path: str) -> type[Any]:
-    """Import a custom strategy class. Raise UsageError if it isn't a dataclass, or lacks a required member."""
+    """Import a custom strategy class. Raises UsageError if it isn't a dataclass or lacks a required member."""
     kind = import_object(path, "strategy")
     if not isinstance(kind, type) or not is_dataclass(kind):
         problem = "is a class, but not a dataclass" if isinstance(kind, type) else f"has type {type(kind).__name__}"

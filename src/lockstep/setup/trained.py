@@ -1,4 +1,4 @@
-"""Describes which parameters a run trains, and the weights that it starts from."""
+"""Describes how many parameters a run trains, and the weights that it starts from."""
 
 import math
 
@@ -7,9 +7,9 @@ from lockstep.setup.build import Setup
 
 
 def describe_fine_tuning(ready: Setup) -> str:
-    """Return the number of trained parameters and the source of the first weights, or "" if a run trains from scratch.
+    """Return a line with the number of trained parameters and the source of the first weights.
 
-    The frozen copy that a task compares the model with is not counted.
+    Returns "" if the run trains from scratch. Frozen reference models, as in DPO, aren't counted.
     """
     recipe, summary = ready.recipe, ready.summary
     trained = sum(math.prod(form.shape) for form in summary.trained.values())

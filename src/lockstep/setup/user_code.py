@@ -1,7 +1,7 @@
-"""Identifies the user's code, and finds source lines of its functions, attributes and variables, such as `net.py:12`.
+"""Identifies user code, and finds the source lines of its functions, attributes and variables, such as `net.py:12`.
 
-The user's code is all code outside the Python standard library, installed packages and Lockstep. It also includes all
-modules that a recipe references by an import path.
+User code is all code outside the Python standard library, installed packages and Lockstep. It also includes all modules
+that a recipe references by an import path.
 """
 
 import ast
@@ -25,7 +25,7 @@ from lockstep.config.recorded import mixed
 
 # An attribute that is only set in these methods isn't changed by a forward pass.
 _CONSTRUCTORS: Final = ("__init__", "__new__", "__post_init__")
-# A statement that consists of a call to one of these functions only displays its arguments.
+# A statement that only calls one of these functions displays its arguments, and has no other effect on training.
 _DISPLAY_FUNCTIONS: Final = (
     *("print", "log", "debug", "info", "warning", "write", "add_scalar", "add_scalars"),
     *("set_postfix", "set_postfix_str", "set_description"),
@@ -52,7 +52,7 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
 
 
 def _dataset_names(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the section and name of a dataset, and of all datasets in a mixture."""
+    """Yield the section and the name of a dataset. If it is a mixture, also yield those of all its datasets."""
     yield section, name
     for label, source in mixed(name, options).items():
         yield from _dataset_names(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
@@ -71,9 +71,9 @@ def get_user_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
 
 
 def source_line(target: object) -> str:
-    """Return the file and first line of a function or class, or of the class of an object, such as `net.py:12`.
+    """Return the file and the first line of a function or a class, such as `net.py:12`.
 
-    Returns an empty string if the line is unknown or in a library.
+    For any other object, returns those of its class. Returns "" if the line is unknown or in a library.
     """
     unwrapped = inspect.unwrap(target) if callable(target) else target
     if not (inspect.isclass(unwrapped) or inspect.isroutine(unwrapped)):
@@ -86,7 +86,10 @@ def source_line(target: object) -> str:
 
 
 def find_attribute_line(kind: type, name: str) -> str:
-    """Return the source line at which a method of a class or of its bases changes `self.<name>`, or "" if none does."""
+    """Return the source line at which a method of a class or of its base classes changes `self.<name>`.
+
+    Returns "" if no method does.
+    """
     for base in kind.__mro__:
         file = _file(base)
         if file is None or not is_user_code(file):
@@ -130,7 +133,7 @@ def carries_value(scope: ModuleType | CodeType, name: str) -> bool | None:
     assigned_in = [access_order for access_order in accesses if any(not is_read for is_read, _ in access_order)]
     if not assigned_in:
         return None
-    # A conditional assignment may be skipped. A later read may then see the value of an earlier iteration.
+    # If a conditional assignment is skipped, a later read sees the value of an earlier iteration.
     return any(
         next((is_read for is_read, conditional in access_order if is_read or not conditional), False)
         for access_order in assigned_in
@@ -205,7 +208,7 @@ def _accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[t
 
 
 def iter_user_frames() -> Iterator[FrameType]:
-    """Yield the frames on the call stack that run functions of the user's code, innermost first."""
+    """Yield the frames on the call stack that run functions of user code, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_locals is not frame.f_globals and is_user_code(frame.f_code.co_filename):
@@ -214,9 +217,9 @@ def iter_user_frames() -> Iterator[FrameType]:
 
 
 def find_frame_line(frame: FrameType | None) -> str:
-    """Return the source line that a frame runs, or that of its nearest caller outside the Python standard library.
+    """Return the source line that a frame is executing. Frames of the Python standard library are skipped.
 
-    Returns an empty string if the line is in torch, NumPy or Lockstep.
+    Returns "" if the line is in torch, NumPy or Lockstep.
     """
     while frame is not None and _is_python_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -231,7 +234,7 @@ def is_library_file(file: str) -> bool:
 
 
 def _first_line(tree: ast.AST, is_use: Callable[[ast.AST], bool]) -> int | None:
-    """Return the first line in any function that changes a name, or else the first line in a function that uses it.
+    """Return the first line of any function that changes a name. If there is none, return the first line that uses it.
 
     `is_use` returns whether a node refers to the name. Constructors are ignored.
     """
@@ -246,7 +249,7 @@ def _first_line(tree: ast.AST, is_use: Callable[[ast.AST], bool]) -> int | None:
 
 
 def _changes(node: ast.AST, is_use: Callable[[ast.AST], bool]) -> bool:
-    """Return whether a node assigns a name or one of its items, or accesses a method that changes it in place."""
+    """Return whether a node assigns to a name or one of its items, or accesses a method that modifies it in place."""
     match node:
         case ast.Attribute(ctx=ast.Store()) | ast.Name(ctx=ast.Store()):
             return is_use(node)

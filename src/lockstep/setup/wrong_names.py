@@ -1,4 +1,4 @@
-"""Finds all names in a recipe that don't exist, so that an error reports them together."""
+"""Finds all names in a recipe that don't exist, so that a single error reports all of them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +17,10 @@ from lockstep.tasks.regression import LOSSES
 
 @contextmanager
 def explain_errors(loaded: Loaded) -> Iterator[None]:
-    """Add to a UsageError of the `with` block the other wrong names of the recipe, and the positions of all keys.
+    """Extend a UsageError that the `with` block raises with all other wrong names in the recipe.
 
-    The names are only checked after an error, because checking them can import libraries and user code.
+    Also adds the position of each key in its configuration file. The names are only checked after an error, because the
+    checks can import libraries and user code.
     """
     try:
         yield
@@ -38,7 +39,7 @@ def explain_errors(loaded: Loaded) -> Iterator[None]:
 def find_wrong_names(recipe: Recipe) -> Iterator[str]:
     """Yield an error message for each name of a dataset, model, optimizer, loss or task that doesn't exist.
 
-    Import paths are imported.
+    To check an import path, its module is imported.
     """
     model, loss = recipe.model, recipe.loss.name
     checks: list[Callable[[], object]] = [

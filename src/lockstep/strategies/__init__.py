@@ -1,7 +1,7 @@
-"""The strategies. Each file defines a class `Strategy`, and the name of the file is the name of the strategy.
+"""The built-in strategies. Each module defines a class `Strategy`, and is named after the strategy.
 
-The exception is base.py, which defines the interface of a strategy. This file has no heavy imports, so that strategy
-names can be checked without importing torch.
+The exception is base.py, which defines the interface of a strategy. This file doesn't import torch, so that strategy
+names can be checked quickly.
 """
 
 import pkgutil

@@ -1,4 +1,4 @@
-"""The interface that the strategies in this folder and custom strategies implement."""
+"""The interface of a strategy, which the strategies in this folder and custom strategies implement."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.tasks.base import Build, Problem
 
-# Names that strategies import from here, so that each strategy file needs only a few imports.
+# Re-exported, so that a strategy module can import everything it needs from here.
 __all__ = ["Count", "CutsModel", "Engine", "ExternalEngine", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics"]
 __all__ += ["Problem", "Strategy", "Traits", "World", "replica_devices"]
 
@@ -30,20 +30,20 @@ class Traits:
 
     `lockstep strategies` prints the first three as text:
 
-    - `cuts`: what is sharded or split across ranks.
+    - `cuts`: the data, tensors or layers that are sharded or split across ranks.
     - `needs`: the requirements on the model, the optimizer and the number of processes.
-    - `communication`: what ranks send to each other, and how often.
+    - `communication`: the data that ranks send to each other, and how often.
 
     The remaining properties are:
 
-    - `exactness`: `bits` means the same bits as with one process. `close` means within a tolerance of the result of one
-      process. `none` means neither, so there is nothing to verify.
-    - `cuts_rows`: the optimizer updates rows of tensors. An optimizer that can't update rows independently requires
-      `lends_wholes`.
-    - `lends_wholes`: if the optimizer needs full tensors, each tensor is updated by one owner rank
+    - `exactness`: `bits` if the result has the same bits as with one process, `close` if it is within a tolerance, and
+      `none` if it is neither, so there is nothing to verify.
+    - `cuts_rows`: each rank's optimizer updates only some rows of a tensor. An optimizer that can't update rows
+      independently requires `lends_wholes`.
+    - `lends_wholes`: supports optimizers that need full tensors, by letting one owner rank update each tensor
       (parallel/layouts/owned.py).
-    - `compiles`: if False, `recipe.compile` is rejected, because the engine never runs the forward pass or the backward
-      pass of a full block in one call.
+    - `compiles`: if False, `recipe.compile` is rejected, because the engine doesn't run the forward pass or the
+      backward pass of a full block in one call.
     - `audits`: if False, `placement.audit_every` is rejected, because no two ranks have the same weights.
     - `syncs_batchnorm`: if False, `recipe.batchnorm: sync` is rejected, because the engine doesn't support it.
     - `cuts_sequences`: if False, `recipe.model.sequence_chunks` is rejected, because the engine doesn't support it.
@@ -72,12 +72,11 @@ class Traits:
 
 
 class Strategy(Protocol):
-    """A way to distribute a model over ranks. A strategy is a frozen dataclass, and its fields are its options.
+    """A way to distribute training over ranks. A strategy is a frozen dataclass, and its fields are its options.
 
-    Options affect time and memory, but not the numbers, which only depend on the recipe. The exceptions are options
-    that trade exactness for speed, such as `compress` of ddp. If you set such an option, the traits report a weaker
-    `exactness`. An option named `recompute` replaces `placement.recompute`, which is otherwise applied to the model
-    before `start`.
+    Options affect time and memory but not the results, which only depend on the recipe. The exceptions are options that
+    trade exactness for speed, such as `compress` of ddp. If you set such an option, `traits.exactness` is weaker. An
+    option named `recompute` replaces `placement.recompute`, which is otherwise applied to the model before `start`.
     """
 
     @property
@@ -88,7 +87,7 @@ class Strategy(Protocol):
         """Raise UsageError for invalid options or an invalid number of processes. Called before any process starts."""
 
     def mesh(self, processes: int) -> Mesh:
-        """Return the mesh of `processes` ranks. It determines the micro-batches of each rank."""
+        """Return the mesh of `processes` ranks, which determines the micro-batches that each rank computes."""
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine (parallel/engine.py) of this rank. All ranks must call this method."""
@@ -99,19 +98,19 @@ class ExternalEngine(Protocol):
     """The additional interface of a strategy that trains with the engine of another framework."""
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
-        """Raise UsageError if the framework doesn't support a part of the recipe. `make` creates the optimizer."""
+        """Raise UsageError if the framework doesn't support the recipe or the optimizer that `make` creates."""
 
     def check_trained_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raise UsageError if the framework would train a parameter in a different dtype.
+        """Raise UsageError if the framework would train a parameter in a dtype other than its own.
 
         `dtypes` maps the names of the trained parameters to their dtypes.
         """
 
     def preload(self) -> None:
-        """Import the modules that each rank needs. Called in the process that forks the CPU ranks, to share memory."""
+        """Import the modules that each rank needs. Called before the CPU ranks are forked, so that they share them."""
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
-        """Return the configuration files of the framework: JSON-serializable contents by file name."""
+        """Return the JSON-serializable contents of the framework's configuration files, by file name."""
 
 
 @runtime_checkable
@@ -119,14 +118,14 @@ class HasReplicas(Protocol):
     """The additional interface of a strategy in which one process computes on several devices."""
 
     def replica_devices(self, cards: int) -> Sequence[torch.device]:
-        """Return the device of each replica. Raises UsageError if a device doesn't exist. Called before the launch.
+        """Return the device of each replica. Called before the launch.
 
-        `cards` is the number of CUDA devices, or 0 on a CPU.
+        `cards` is the number of CUDA devices, or 0 on a CPU. Raises UsageError if a device doesn't exist.
         """
 
 
 def replica_devices(strategy: Strategy, on_gpu: bool) -> Sequence[torch.device]:
-    """Return the device of each replica in this process, or an empty sequence if the process uses one device."""
+    """Return the device of each replica in this process, or () if the strategy uses one device per process."""
     if not isinstance(strategy, HasReplicas):
         return ()
     return strategy.replica_devices(torch.cuda.device_count() if on_gpu else 0)
@@ -134,7 +133,7 @@ def replica_devices(strategy: Strategy, on_gpu: bool) -> Sequence[torch.device]:
 
 @runtime_checkable
 class CutsModel(Protocol):
-    """The additional interface of a strategy in which each rank computes a part of the model."""
+    """The additional interface of a strategy that partitions the model across ranks."""
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
         """Raise UsageError if the model that `build` returns can't be split for this number of processes.

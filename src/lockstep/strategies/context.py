@@ -16,8 +16,11 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Nu
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: the number of replicas. Each replica computes a part of the micro-batches. `bucket_mib`: the
-    approximate bucket size of the gradient communication, which overlaps with the last backward pass.
+    """The options of context parallelism.
+
+    - `replicate`: the number of replicas. Each replica computes a part of the micro-batches.
+    - `bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with the last backward
+      pass.
     """
 
     replicate: Count = 1
@@ -39,7 +42,7 @@ class Strategy:
         check_microbatches(self.replicate, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh of replicas whose processes share the chunks of each sequence."""
         return Mesh(replicate=self.replicate, context=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

@@ -1,9 +1,10 @@
 """Data parallelism in one process: each device has a replica of the model, and computes some of the micro-batches.
 
-Use this strategy like torch.nn.DataParallel, for several GPUs in a program without a launcher, such as a notebook. A
-single thread enqueues micro-batch k on replica k mod n of n replicas (parallel/replicas.py explains why). Unlike in
-torch.nn.DataParallel, micro-batches aren't split, so BatchNorm and random numbers are the same as on one device. The
-reduction tree sums the gradients of micro-batches. The loss is computed on the same device as the micro-batch.
+Like torch.nn.DataParallel, this strategy uses several GPUs in a program without a launcher, such as a notebook. A
+single thread enqueues micro-batch k on replica k mod n of n replicas (parallel/replicas.py explains why). Unlike
+torch.nn.DataParallel, it doesn't split micro-batches, so BatchNorm and random numbers are the same as on one device.
+Each loss is computed on the device of its micro-batch, and the gradients of all micro-batches are added in the same
+order as on one device.
 """
 
 from collections.abc import Sequence
@@ -23,16 +24,18 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 
 Device = Annotated[int, Field(ge=0)]
 
-_DEFAULT_CPU_REPLICAS: Final = 2  # the replicas simulate several devices
+_DEFAULT_CPU_REPLICAS: Final = 2  # more than one, to simulate several devices
 
 
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`device_ids`: the numbers of the CUDA devices. Each device has a replica. Defaults to all visible devices. On a
-    CPU, each number simulates a device. The replicas run one after the other. By default, there are 2 replicas.
-    `output_device`: the device that sums the gradients and updates the weights. It must be in `device_ids`. Defaults to
-    the first device.
+    """The options of data parallelism in one process.
+
+    - `device_ids`: the indices of the CUDA devices, which have one replica each. Defaults to all visible devices. On a
+      CPU, each index simulates a device. The replicas run one after the other. By default, there are 2 replicas.
+    - `output_device`: the device that sums the gradients and updates the weights. It must be in `device_ids`. Defaults
+      to the first device.
     """
 
     device_ids: tuple[Device, ...] | None = None
@@ -58,13 +61,13 @@ class Strategy:
         ids = self.device_ids
         if ids is not None and not ids:
             raise UsageError(
-                "strategy data_parallel: device_ids is empty; name at least one device, or don't set device_ids"
+                "strategy data_parallel: device_ids is empty; list at least one device, or don't set device_ids"
             )
         if ids is not None and len(set(ids)) < len(ids):
             twice = next(number for number in ids if ids.count(number) > 1)
             raise UsageError(
-                f"strategy data_parallel: device_ids has {twice} more than once, but a device has one replica; name "
-                f"each device once"
+                f"strategy data_parallel: device_ids contains {twice} more than once, but each device has one replica; "
+                f"list each device once"
             )
         if ids is not None and self.output_device not in (None, *ids):
             raise UsageError(
@@ -73,11 +76,11 @@ class Strategy:
             )
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh of one process."""
         return Mesh(replicate=processes)
 
     def replica_devices(self, cards: int) -> list[torch.device]:
-        """See HasReplicas."""
+        """Return the device of each replica. Raises UsageError if a device doesn't exist. See HasReplicas."""
         ids = self._get_ids(cards)
         if missing := [number for number in (*ids, self._get_output_device(cards)) if cards and number >= cards]:
             raise UsageError(

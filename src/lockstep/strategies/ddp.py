@@ -1,7 +1,7 @@
 """Data parallelism: each process has the full model, and computes a part of the micro-batches of a step.
 
-The name and the buckets are from Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training" (VLDB). Unlike DDP, Lockstep adds gradients in the same order as a single process.
+The name and the gradient buckets are from Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
+Parallel Training" (VLDB). Unlike DDP, Lockstep adds gradients in the same order as a single process.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,13 @@ _DEFAULT_RANK: Final = 2  # the rank that Vogels et al. 2019 use for ResNets
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with the backward pass.
-    `compress`: the precision to which gradients are rounded before they are sent and added. The result is then only
-    close to the result of one process. With `powersgd`, ranks send each gradient matrix as two matrices with
-    `powersgd_rank` columns (2 by default), and the result is a low-rank approximation.
+    """The options of data parallelism.
+
+    - `bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with the backward pass.
+    - `compress`: the precision to which gradients are rounded before they are sent and added. The result is then only
+      close to the result of one process. With `powersgd`, ranks send each gradient matrix as two low-rank matrices, and
+      the result is an approximation.
+    - `powersgd_rank`: the number of columns of these matrices. Defaults to 2.
     """
 
     bucket_mib: Mib = 8.0
@@ -40,7 +43,7 @@ class Strategy:
 
     @property
     def traits(self) -> Traits:
-        """See Strategy."""
+        """The properties of the strategy with its current options."""
         return Traits(
             cuts="the micro-batches of a step",
             needs="at most as many processes as micro-batches; memory for the whole model on each process",
@@ -63,7 +66,7 @@ class Strategy:
         check_microbatches(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh in which each process is a replica."""
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

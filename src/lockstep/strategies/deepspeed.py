@@ -28,9 +28,12 @@ _PRECISIONS: Final = ("fp32", "tf32", "bf16", "fp16")
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`stage`: what the ranks shard: the optimizer state (1), also gradients (2), also parameters (3). `offload`: where
-    the shards are kept: on the device (`none`), in CPU memory with the update on the CPU (`cpu`), or in files below
-    `nvme_path` (`nvme`, which requires stage 3). `bucket_mib`: the approximate bucket size of the communication.
+    """The options of ZeRO with DeepSpeed.
+
+    - `stage`: 1 shards the optimizer state, 2 also shards the gradients, and 3 also shards the parameters.
+    - `offload`: where to keep the shards: on the device (`none`), in CPU memory with the update on the CPU (`cpu`), or
+      in files under `nvme_path` (`nvme`, which requires stage 3).
+    - `bucket_mib`: the approximate bucket size of the communication.
     """
 
     stage: Literal[1, 2, 3] = 2
@@ -50,7 +53,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if DeepSpeed isn't installed, for unsupported options, or for too many processes."""
+        """Raise UsageError if DeepSpeed isn't installed, if options conflict, or if there are too many processes."""
         if find_spec("deepspeed") is None:
             raise UsageError(
                 "strategy deepspeed: the library deepspeed is not installed; run: pip install "
@@ -72,7 +75,7 @@ class Strategy:
         check_microbatches(processes, microbatches)
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
-        """See ExternalEngine."""
+        """Raise UsageError if DeepSpeed doesn't support a part of the recipe. `make` creates the optimizer."""
         precision = numerics.recipe.precision
         if precision not in _PRECISIONS:
             raise UsageError(
@@ -92,7 +95,7 @@ class Strategy:
         check_flat(make, "deepspeed")
 
     def check_trained_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """See ExternalEngine. DeepSpeed keeps float32 master weights, regardless of the dtype of the model."""
+        """Raise UsageError if a trained parameter isn't float32, the dtype in which DeepSpeed trains all parameters."""
         mismatch = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
         if mismatch is not None:
             raise UsageError(
@@ -101,16 +104,18 @@ class Strategy:
             )
 
     def preload(self) -> None:
-        """See ExternalEngine."""
+        """Import DeepSpeed. Called before the CPU ranks are forked, so that they share its memory."""
         import_deepspeed("cpu")
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
-        """See ExternalEngine."""
+        """Return the contents of DeepSpeed's configuration file, by file name."""
         return {"deepspeed.json": self.configuration(numerics)}
 
     def configuration(self, numerics: Numerics) -> dict[str, Any]:
-        """Return the DeepSpeed configuration. DeepSpeed uses its defaults for all other keys."""
-        bucket = 2 * max(1, int(self.bucket_mib * 2**19 / _FP32_BYTES))  # elements; a multiple of 2 for alignment
+        """Return the DeepSpeed configuration. DeepSpeed uses its defaults for the keys that are missing."""
+        bucket = 2 * max(
+            1, int(self.bucket_mib * 2**19 / _FP32_BYTES)
+        )  # number of elements; a multiple of 2 for alignment
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         if self.stage == 3:
             # Disable memory_efficient_linear, because it patches torch for the rest of the process.
@@ -128,7 +133,7 @@ class Strategy:
         }
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy. Ranks compute in rounds, because each backward pass can run collectives."""
+        """Return a mesh of one sharded replica. Ranks compute in rounds, because backward passes run collectives."""
         return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

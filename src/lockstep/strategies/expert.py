@@ -18,9 +18,11 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: the number of replicas of the experts. Each replica is sharded over the same number of processes.
-    `bucket_mib`: the approximate bucket size of the gradient communication except for experts, which overlaps with the
-    backward pass.
+    """The options of expert parallelism.
+
+    - `replicate`: the number of replicas of the experts. Each replica is sharded over the same number of processes.
+    - `bucket_mib`: the approximate bucket size of the communication of all gradients except those of experts, which
+      overlaps with the backward pass.
     """
 
     replicate: Count = 1
@@ -49,7 +51,7 @@ class Strategy:
         check_experts(build, self.mesh(processes).expert, "expert")
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh of replicas whose processes share the experts."""
         return Mesh(replicate=self.replicate, expert=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

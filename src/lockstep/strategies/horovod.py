@@ -29,8 +29,10 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`compress`: the precision in which gradients are sent and added. `none` keeps the dtype of the gradients.
-    `bucket_mib`: the approximate size of the buckets that are passed to Horovod during the backward pass.
+    """The options of data parallelism with Horovod.
+
+    - `compress`: the precision in which gradients are sent and added. `none` keeps the dtype of the gradients.
+    - `bucket_mib`: the approximate size of the buckets that are passed to Horovod during the backward pass.
     """
 
     compress: Compression = "none"
@@ -38,7 +40,7 @@ class Strategy:
 
     @property
     def traits(self) -> Traits:
-        """See Strategy."""
+        """The properties of the strategy with its current options."""
         return Traits(
             cuts="the micro-batches of a step",
             needs="Horovod (scripts/install-horovod); at most as many processes as micro-batches; memory for the "
@@ -59,7 +61,7 @@ class Strategy:
             )
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh in which each process is a replica."""
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
@@ -70,7 +72,7 @@ class Strategy:
         horovod = Horovod(world)
 
         def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-            horovod.broadcast(model.state_dict())  # as Horovod users do; the weights are already the same
+            horovod.broadcast(model.state_dict())  # customary with Horovod; the weights are already the same
             weights, horovod_sum = Weights(model, dtype), horovod.make_sum(self.compress)
             gradients = Gradients(
                 trainable_parameters(model), horovod_sum, stream, single_process=False, bucket_bytes=bucket_bytes

@@ -1,7 +1,7 @@
-"""Hybrid sharding: replicas of the model, each of which is sharded over its members as in ZeRO stage 3.
+"""Hybrid sharding: the model is replicated, and each replica is sharded over several ranks as in ZeRO stage 3.
 
-Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (VLDB), section 3.2.2. The members
-of a replica are consecutive ranks. If each replica is on one host, parameters are only sent within hosts, and only the
+Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (VLDB), section 3.2.2. The ranks
+of a replica are consecutive. If each replica is on one host, parameters are only sent within hosts, and only the
 sum of the gradients is sent between hosts.
 """
 
@@ -17,8 +17,10 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Numeric
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: the number of replicas. `offload`: keep shards in CPU memory, except while a block's computation or
-    its optimizer update needs them.
+    """The options of hybrid sharding.
+
+    - `replicate`: the number of replicas.
+    - `offload`: keep shards in CPU memory, except while a block's computation or its optimizer update needs them.
     """
 
     replicate: Count = 2
@@ -34,7 +36,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if the replicas don't divide the processes, have one process, or lack micro-batches."""
+        """Raise UsageError if the replicas don't divide the processes, have one process, or have no micro-batches."""
         check_divides(f"strategy hsdp: replicate={self.replicate}", self.replicate, processes)
         check_microbatches(processes, microbatches)
         if processes == self.replicate:
@@ -44,7 +46,7 @@ class Strategy:
             )
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh of replicas whose processes share the shards."""
         return Mesh(replicate=self.replicate, shard=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

@@ -1,8 +1,8 @@
 """Combined parallelism: replicas, pipelines, shards, and slices of sequences and tensors, or replicas and experts.
 
 Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", combine three
-of these axes. The axes with the most communication have the closest ranks: first the ranks that split layers, then the
-ranks that split sequences, then the ranks that shard parameters, then the stages of a pipeline.
+of these axes. The more an axis communicates, the closer its ranks are. The ranks that split layers are the closest,
+followed by those that split sequences, those that shard parameters, and the stages of a pipeline.
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,10 @@ _AXES: Final = ("replicate", "pipe", "shard", "expert", "tensor", "context")
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """The lengths of the mesh axes:
+    """The options of combined parallelism. The lengths of the mesh axes are:
 
-    - `replicate`: the number of replicas, each with a part of the micro-batches. By default, all remaining processes.
+    - `replicate`: the number of replicas. Each replica computes a part of the micro-batches. Defaults to the number of
+      processes divided by the product of the other lengths.
     - `pipe`: the number of processes of a pipeline.
     - `shard`: the number of members that shard parameters, gradients and optimizer state by rows. In pipelines, they
       only shard the optimizer state.
@@ -40,9 +41,12 @@ class Strategy:
     - `tensor`: the number of processes that share the chunks of each layer.
     - `context`: the number of processes that share the chunks of each sequence.
 
-    `sequence_parallel`: processes that share layers also split the sequences outside of these layers. It can only be
-    combined with `tensor`, `replicate` and `context`. `bucket_mib`: the approximate bucket size of the gradient
-    communication, which overlaps with the backward pass. Not used with `shard` or `pipe`.
+    Other options:
+
+    - `sequence_parallel`: processes that share layers also split the sequences outside of these layers. It can only be
+      combined with `tensor`, `replicate` and `context`.
+    - `bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with the backward pass.
+      Not used with `shard` or `pipe`.
 
     Options of pipelines:
 
@@ -65,7 +69,7 @@ class Strategy:
 
     @property
     def traits(self) -> Traits:
-        """See Strategy."""
+        """The properties of the strategy with its current options."""
         return Traits(
             cuts="with replicate, the micro-batches of a step; with pipe, the model, into stages; with shard, "
             "parameters, gradients and optimizer state, by rows; with expert, the experts of mixture-of-experts "
@@ -83,7 +87,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError for conflicting options, or if they don't match the number of processes or micro-batches."""
+        """Raise UsageError if options conflict, or don't match the number of processes or micro-batches."""
         lengths = {name: getattr(self, name) for name in _AXES}
         axis_lengths = {
             name: length for name, length in lengths.items() if length and (length > 1 or name == "replicate")
@@ -133,7 +137,7 @@ class Strategy:
             find_cut(blank, self.pipe * self._get_stages_per_rank(), example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy. Pipelines that shard the optimizer state have different micro-batches, just like replicas."""
+        """Return the mesh. Pipelines that shard the optimizer state have different micro-batches, like replicas."""
         if self.pipe > 1:
             pipelines = self._get_replicas(processes) * self.shard
             return Mesh(replicate=pipelines, pipe=self.pipe, context=self.context, tensor=self.tensor)

@@ -3,8 +3,8 @@
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI). With `asynchronous`, this is
 the Downpour SGD of Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS). Rank 0 is the server and also
 computes, so all W processes compute. All communication goes through rank 0, which receives W - 1 times the gradients
-and sends W - 1 times the weights. In an all-reduce, each process sends about twice the size of the gradients, for any
-number of processes. Therefore rings and trees have replaced parameter servers. For measurements, see
+and sends W - 1 times the weights. In an all-reduce, each process only sends about twice the size of the gradients,
+regardless of the number of processes, so all-reduces have replaced parameter servers. For measurements, see
 benchmarks/parameter_server.py.
 """
 
@@ -23,9 +23,11 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`asynchronous`: apply each gradient when it arrives, so that no rank waits for another rank. `bucket_mib`: the
-    approximate size of the buckets in which gradients are pushed during the backward pass. Not used with
-    `asynchronous`.
+    """The options of the parameter server.
+
+    - `asynchronous`: apply each gradient when it arrives, so that no rank waits for another rank.
+    - `bucket_mib`: the approximate size of the buckets in which gradients are pushed during the backward pass. Not used
+      with `asynchronous`.
     """
 
     asynchronous: bool = False
@@ -33,7 +35,7 @@ class Strategy:
 
     @property
     def traits(self) -> Traits:
-        """See Strategy."""
+        """The properties of the strategy with its current options."""
         return Traits(
             cuts="the micro-batches of a step; only rank 0 has the optimizer state",
             needs="at most as many processes as micro-batches; memory for the whole model on each process; "
@@ -54,7 +56,7 @@ class Strategy:
         check_microbatches(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh in which each process is a replica."""
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

@@ -21,12 +21,16 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`schedule`: the order of forward and backward passes. `replicate`: the number of replicas, each with a part of
-    the micro-batches. `shard`: the number of pipelines in a replica, which share its micro-batches and shard the
-    optimizer state by rows. `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and
-    to 1 otherwise. `cut`: the first module of each stage except the first stage. By default, stages are balanced by
-    cost. `recompute`: keep the inputs of a stage instead of its activations, and recompute the forward pass in the
-    backward pass.
+    """The options of pipeline parallelism.
+
+    - `schedule`: the order of forward and backward passes.
+    - `replicate`: the number of replicas. Each replica computes a part of the micro-batches.
+    - `shard`: the number of pipelines in a replica, which share its micro-batches and shard the optimizer state by
+      rows.
+    - `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and to 1 otherwise.
+    - `cut`: the first module of each stage except the first stage. By default, stages are balanced by cost.
+    - `recompute`: keep the inputs of a stage instead of its activations, and recompute the forward pass in the backward
+      pass.
     """
 
     schedule: Schedule = "1f1b"
@@ -38,7 +42,7 @@ class Strategy:
 
     @property
     def traits(self) -> Traits:
-        """See Strategy."""
+        """The properties of the strategy with its current options."""
         return Traits(
             cuts="the model, into stages; with replicate, also the micro-batches; with shard, also the optimizer state",
             needs="a model that calls at least as many modules in sequence as there are stages; with shard, an "
@@ -53,7 +57,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if the options are incompatible with each other or with the number of processes."""
+        """Raise UsageError if options conflict, or don't match the number of processes or micro-batches."""
         per_rank = self._get_stages_per_rank()
         pipelines = self._pipelines
         options = " x ".join(
@@ -77,7 +81,7 @@ class Strategy:
         find_cut(build_on_meta(build), stages, example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy. All ranks of a pipeline have the same micro-batches."""
+        """Return a mesh of pipelines. All ranks of a pipeline have the same micro-batches."""
         return Mesh(replicate=self._pipelines, pipe=processes // self._pipelines)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

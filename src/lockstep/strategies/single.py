@@ -11,7 +11,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """This strategy has no options. A step with several micro-batches accumulates gradients."""
+    """The strategy for a single process, which has no options. Gradients are accumulated over micro-batches."""
 
     traits: ClassVar[Traits] = Traits(
         cuts="nothing",
@@ -30,7 +30,7 @@ class Strategy:
             )
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh of one process."""
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

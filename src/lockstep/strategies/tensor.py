@@ -20,9 +20,12 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: the number of replicas, each with a part of the micro-batches. `sequence_parallel`: the processes of
-    a replica split the sequences outside of the split layers. `bucket_mib`: the approximate bucket size of the gradient
-    communication between replicas, which overlaps with the backward pass.
+    """The options of tensor parallelism.
+
+    - `replicate`: the number of replicas. Each replica computes a part of the micro-batches.
+    - `sequence_parallel`: the processes of a replica split the sequences outside of the split layers.
+    - `bucket_mib`: the approximate bucket size of the gradient communication between replicas, which overlaps with the
+      backward pass.
     """
 
     replicate: Count = 1
@@ -31,7 +34,7 @@ class Strategy:
 
     @property
     def traits(self) -> Traits:
-        """See Strategy."""
+        """The properties of the strategy with its current options."""
         return Traits(
             cuts="the heads and features of attention and feed-forward layers; with replicate, also the micro-batches",
             needs="recipe.model.chunks, a multiple of the processes per replica; a model whose layers are known, or "
@@ -59,7 +62,7 @@ class Strategy:
             check_sequence_parallel(blank, example)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh of replicas whose processes share the chunks of each layer."""
         return Mesh(replicate=self.replicate, tensor=processes // self.replicate)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

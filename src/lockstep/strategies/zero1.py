@@ -15,8 +15,10 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with the backward pass.
-    `offload`: keep the optimizer state in CPU memory, except during its update.
+    """The options of ZeRO stage 1.
+
+    - `bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with the backward pass.
+    - `offload`: keep the optimizer state in CPU memory, except during its update.
     """
 
     bucket_mib: Mib = 8.0
@@ -37,7 +39,7 @@ class Strategy:
         check_microbatches(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh in which each process is a replica."""
         return Mesh(replicate=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

@@ -1,4 +1,4 @@
-"""ZeRO stage 2: processes shard the optimizer state and the gradients. Between steps, they also shard the parameters.
+"""ZeRO stage 2: processes shard the optimizer state and the gradients, and between steps also the parameters.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.2. Uses
 torch's fully_shard like FSDP's SHARD_GRAD_OP: parameters are gathered once per step, and stay gathered between the
@@ -16,7 +16,10 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`offload`: keep shards in CPU memory, except while a block's computation or update needs them."""
+    """The options of ZeRO stage 2.
+
+    - `offload`: keep shards in CPU memory, except while a block's computation or update needs them.
+    """
 
     offload: bool = False
 
@@ -35,7 +38,7 @@ class Strategy:
         check_multiple_processes(processes, "zero2")
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh of one replica, which is sharded over all processes."""
         return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

@@ -15,7 +15,10 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`offload`: keep shards in CPU memory, except while a block's computation or update needs them."""
+    """The options of ZeRO stage 3.
+
+    - `offload`: keep shards in CPU memory, except while a block's computation or update needs them.
+    """
 
     offload: bool = False
 
@@ -34,7 +37,7 @@ class Strategy:
         check_multiple_processes(processes, "zero3")
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy."""
+        """Return a mesh of one replica, which is sharded over all processes."""
         return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
