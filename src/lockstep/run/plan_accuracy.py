@@ -21,7 +21,7 @@ class StepMeasurements:
     """Measures the peak memory and then the mean time of the steps of a rank.
 
     Create it before the engine, because memory that was allocated earlier isn't counted. The planner measures memory in
-    the same way. The time that `clock` spends in other phases, such as loading data, isn't counted as step time.
+    the same way. Time that `clock` attributes to other phases, such as loading data, isn't part of the step time.
     """
 
     def __init__(self, world: World, clock: Clock) -> None:

@@ -46,8 +46,8 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 
 _SEED_ADVICE: Final = (
-    "build the model only from values that are the same on all ranks; the generators of torch, NumPy and Python are "
-    "seeded before the model is built"
+    "build the model only from values that are the same on all ranks; the random number generators of torch, NumPy "
+    "and Python are seeded before the model is built"
 )
 _MAX_FILES_PER_EVENT: Final = 100  # maximum number of unreadable files in an event
 
@@ -153,7 +153,7 @@ class RankTraining:
         yield self._done()
 
     def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        """Yield the steps from number `first` on, with the micro-batches of this rank."""
+        """Yield the steps starting at number `first_step`, with the micro-batches of this rank."""
         batches = self._fetch_batches(first)
         yield from batches if self.grading is None else self.grading.watch(batches)
 
