@@ -46,7 +46,7 @@ class RemoteShards:
             path.unlink(missing_ok=True)
 
     def receive(self, checkpoint: str, rank: int, folder: Path) -> None:
-        """Download the rows of a rank, write them into the files in `folder`, and remove the object. Rank 0 calls it."""
+        """Download the rows of a rank into the files in `folder`, and remove the object. Only rank 0 calls it."""
         path, name, storage = self._local_file(rank), _object(checkpoint, rank), self._storage()
         try:
             with as_host_errors(f"{self.url}/{name}: not downloaded"):
@@ -74,5 +74,5 @@ class RemoteShards:
 
 
 def _object(checkpoint: str, rank: int) -> str:
-    """Return the name of the object with the rows of a rank. Objects left by a killed save are removed by a later save."""
+    """Return the name of the object with the rows of a rank. A later save removes objects that a killed save left."""
     return f"{store.FOLDER}/.{checkpoint}.tmp-0/rank-{rank}"

@@ -270,8 +270,9 @@ def read_checkpoint(path: Path, key: bytes | None = None) -> Snapshot:
 
 
 def manifest(path: Path, key: bytes | None = None) -> Manifest:
-    """Return the manifest of the checkpoint folder `path`, without verifying its files. If `key` is set, check its HMAC.
-    Raises DataError if the manifest is damaged, and UsageError if it isn't signed with `key`.
+    """Return the manifest of the checkpoint folder `path`, without verifying its files.
+
+    Raises DataError if the manifest is damaged, and UsageError if `key` is set and the manifest isn't signed with it.
     """
     manifest_path = path / MANIFEST
     try:
