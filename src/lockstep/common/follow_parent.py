@@ -98,7 +98,7 @@ def open_listening_socket() -> socket.socket:
 
 
 def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
-    """Arrange for this process to end when its srun is gone. Sends SIGTERM, and SIGKILL after `stop_s` seconds.
+    """Arrange for this process to end when its srun has ended. Sends SIGTERM, and SIGKILL after `stop_s` seconds.
 
     `env` contains the address of the socket that srun inherited from `lockstep launch`. Without an address, this
     function is a no-op. Call it from the main thread, which receives SIGTERM.
