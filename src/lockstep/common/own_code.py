@@ -37,8 +37,8 @@ class UserCode:
     """A context manager for user code. It converts all exceptions, including SystemExit, to UserCodeError.
 
     `label` describes the code, such as `model my.nets:net`. LockstepError and KeyboardInterrupt aren't converted. Set
-    `shared` if the block also runs Lockstep's hooks. In this case, exceptions from hooks and their collectives aren't
-    converted either.
+    `shared` if the `with` block also runs Lockstep's hooks. In this case, exceptions from hooks and their collectives
+    aren't converted either.
     """
 
     def __init__(self, label: str, shared: bool = False) -> None:

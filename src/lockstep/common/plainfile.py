@@ -65,7 +65,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise OSError if a safetensors file has a header of more than `LARGEST_HEADER` bytes, which no real model has.
+    """Raise OSError if a safetensors file has a header of more than `MAX_HEADER_BYTES` bytes, which no real model has.
 
     The safetensors library accepts headers of up to 100 MB. Parsing such a header can take a minute and a gigabyte of
     memory.

@@ -91,7 +91,7 @@ def check_out(run: str | Path, out: str | Path | None) -> None:
 
 
 def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
-    """Export a saved run to the format `to`, which must be in FORMATS, and check the result.
+    """Export a saved run to the format `format_name`, which must be in FORMATS, and check the result.
 
     A process without Lockstep loads the export and compares its outputs. `out` defaults to a name in the folder
     `exports` of the run. Raises UsageError if `out` already exists, or if the format doesn't support the run. Raises

@@ -37,7 +37,7 @@ def make_sample(saved: SavedModel) -> Sample:
         arrived = get_device_transforms(saved.recipe, data).transform_evaluation_batch(batch)
         real = saved.task(arrived).inputs(arrived)
         if isinstance(real, Mapping) and ANSWERS in real:
-            real = (real[IDS].flatten(0, 1),)  # the exported model has no reference
+            real = (real[IDS].flatten(0, 1),)  # the export doesn't contain the reference model
         return Sample(real, f"{count} samples of the {name} data")
     except (UsageError, TrainingError) as error:
         inputs = _synthesize(saved)

@@ -18,9 +18,8 @@ class Polarity(NamedTuple):
     def measure_inverted(self, sample: Tensor) -> float | None:
         """Return the mean brightness of a sample if it looks inverted, or else None.
 
-        `sample` is uint8 of shape [1, height, width]. It looks inverted if its mean is on the other side of the middle
-        than the mean of the training images, and at least three of its corners, which are assumed to show the
-        background, differ from the background of the training images.
+        `sample` is uint8 of shape [1, height, width]. It looks inverted if it is bright although the training images
+        are dark, or the reverse, and if the same holds for the background in at least three of its corners.
         """
         values = sample[0].double() / 255
         brightness = float(values.mean())

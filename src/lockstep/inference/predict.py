@@ -58,7 +58,7 @@ class Prediction(TypedDict, total=False):
     new_tokens: int
 
 
-_INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # descriptions of the inputs, and their options
+_INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the expected inputs, and the supported options
     "pictures": ("images or folders of images, and predicts classes", ("top",)),
     "masks": ("images or folders of images, and writes masks", ("out",)),
     "values": ("images or folders of images, and predicts numbers", ()),

@@ -76,7 +76,7 @@ OpenedCheckpoint = tuple[store.FoundCheckpoint, PreparedRun]
 
 def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     """Run all checks in this process, then evaluate in this process or in new processes. Return the exit code."""
-    torch.set_num_threads(1)  # see run/start.py
+    torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     checkpoint, loaded = open_checkpoint(request)
     for note in loaded.notes:
         print_message(f"note: {note}")
@@ -95,7 +95,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
 
 def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     """Evaluate the initial weights of a recipe in this process or in new processes. Return the exit code."""
-    torch.set_num_threads(1)  # see run/start.py
+    torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     for note in loaded.notes:
         print_message(f"note: {note}")
     prepared = _prepare_evaluation(loaded, None)

@@ -45,7 +45,7 @@ class Session:
     def open_world(self) -> Iterator[World]:
         """Return a context manager that opens the process group and yields it as a `World`. All ranks enter it once.
 
-        If the block raises an error, the process group stays open, because other ranks may be in a collective.
+        If the `with` block raises an error, the process group stays open, because other ranks may be in a collective.
         """
         world = open_world(self._rendezvous, self.device, self._placement.backend, self._placement.timeout_s)
         yield world

@@ -58,7 +58,7 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None, begin: Callable[[
     `on_start` is called right before the ranks start. If an audit identifies ranks with wrong results and
     `placement.on_corruption` is `go_on`, training continues without these ranks.
     """
-    torch.set_num_threads(1)  # see run/start.py
+    torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     failures: list[Failure] = []
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)

@@ -82,11 +82,11 @@ class Claim:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock while the block runs.
+        """Return a context manager that holds the lock.
 
-        If the block raises an error, write its exit code and reason to result.json. If the error is a usage error and
-        training hasn't begun, undo the changes instead: remove the folders that this process created, or restore the
-        result.json of the previous start.
+        If its `with` block raises an error, the exit code and the reason are written to result.json. If the error is a
+        usage error and training hasn't begun, changes are undone instead: the folders that this process created are
+        removed, or the result.json of the previous start is restored.
         """
         with (
             self.lock,
@@ -98,7 +98,7 @@ class Claim:
     def write_failure(self, failure: Failure) -> None:
         """Write result.json for a failure of any rank, unless a usage error prevented the run from starting.
 
-        See `LastStart.is_rejected`.
+        See `LastStart.is_rejected_start`.
         """
         if not self.last_start.is_rejected(self.folder, failure):
             write_failure(self.folder, failure)
@@ -218,7 +218,7 @@ def claim_location(
         return claim_folder(folder, done, begin)
     try:
         return claim_folder(folder, done, begin, lambda: remote.claim(location, keep, print_message))
-    except UsageError as error:  # name the URL, because the user doesn't know the local folder
+    except UsageError as error:  # show the URL, because the user doesn't know the local folder
         text = re.sub(rf"(^|run\.dir[ =]){re.escape(str(folder))}", rf"\1{location}", str(error), flags=re.MULTILINE)
         raise UsageError(text) from error
 
@@ -227,13 +227,13 @@ def claim_loop_folder(location: str | Path, key: bytes | None, keep: int = 3) ->
     """Claim the run folder of a custom training loop. The run resumes from the newest checkpoint in the folder."""
     folder = local_folder(str(location))
 
-    def begin() -> tuple[Path | None, list[str]]:
+    def find_start() -> tuple[Path | None, list[str]]:
         if os.path.lexists(folder / CONFIG):
             raise UsageError(f"{folder}: contains a run of a recipe, not of a custom loop; choose a different dir")
         newest = store.load_newest(folder / store.FOLDER, key)
         return (None, []) if newest is None else (newest.path, checkpoint_warnings(newest))
 
-    return claim_location(str(location), keep, str, begin)
+    return claim_location(str(location), keep, str, find_start)
 
 
 def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:

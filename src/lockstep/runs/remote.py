@@ -76,7 +76,7 @@ class RemoteClaim:
         try:
             self.close()
         except LockstepError:
-            if kind is None:  # otherwise, the run has already failed, with an error that this one must not hide
+            if kind is None:  # otherwise, don't hide the error with which the run failed
                 raise
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Mirror:
             for name in [name for name in files if not (self.folder / name).exists()]:
                 storage.remove(name)
                 del files[name]
-            # The events are last, as in a local folder, where a run with events has a config.yaml.
+            # Upload the events last, because a run folder with events must also contain a config.yaml.
             self._sync_events(storage, record, merge)
         finally:
             durable.replace(own / _SYNCED, json.dumps(record).encode())

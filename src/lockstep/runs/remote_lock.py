@@ -114,7 +114,7 @@ class RemoteLock:
         while not self._ended.wait(self._timing.renew_s):
             with suppress(LockstepError, OSError):  # the next renewal may succeed, and each save checks the claim
                 if not is_current(self._storage, self.start_id):
-                    return  # the next save reports it
+                    return  # the lock is lost, which the next save reports
                 self._renewals += 1
                 self._write(released=False)
 
@@ -129,8 +129,8 @@ def acquire(
 ) -> RemoteLock:
     """Acquire the lock of a run. `folder` is private to this host, and the caller must hold its local lock.
 
-    Waits until the claim of a killed process has expired, and tells the user. Raises UsageError if a different run is
-    in progress in the folder, or if the storage can't be written.
+    Waits until the claim of a killed process has expired, and calls `notify` with a message if this takes time. Raises
+    UsageError if a different run is in progress in the folder, or if the storage can't be written.
     """
     timing = timing or TIMING
     place, start_id = _place_of(folder), uuid.uuid4().hex

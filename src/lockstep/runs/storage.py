@@ -21,7 +21,7 @@ from lockstep.errors import HostError, LockstepError, UsageError
 
 T = TypeVar("T")
 
-# Storage in which a write can fail if the object already exists: by If-None-Match in S3 and Azure, and by
+# Storage with conditional writes, which fail if the object already exists: If-None-Match in S3 and Azure, and
 # ifGenerationMatch in Google Cloud Storage.
 _CONDITIONAL: Final = ("s3", "s3a", "gs", "gcs", "memory")
 _WITHOUT_FOLDERS: Final = (*_CONDITIONAL, "abfs", "abfss", "az", "adl", "oss", "tos", "tosfs", "oci", "ocilake")
@@ -65,13 +65,13 @@ class Storage:
     def names(self, prefix: str = "") -> dict[str, int]:
         """Return the objects under `prefix`, a folder such as `checkpoints`, as a dict from names to sizes in bytes."""
 
-        def find() -> dict[str, int]:
+        def find_objects() -> dict[str, int]:
             self.files.invalidate_cache()
             found = self.files.find(self._path(prefix), detail=True)
             return {path: int(info.get("size") or 0) for path, info in found.items() if info.get("type") != "directory"}
 
         try:
-            found = self._do("list", prefix, find)
+            found = self._do("list", prefix, find_objects)
         except FileNotFoundError:
             return {}
         start = self.root.rstrip("/") + "/"
@@ -81,14 +81,14 @@ class Storage:
     def folders(self) -> list[str]:
         """Return the names of the subfolders of this folder."""
 
-        def entries() -> list[str]:
+        def list_entries() -> list[str]:
             self.files.invalidate_cache()
             listed = self.files.ls(self.root, detail=True)
             names = [str(info["name"]).rstrip("/").rpartition("/")[2] for info in listed if info["type"] == "directory"]
             return sorted(name for name in names if _is_safe(name))
 
         try:
-            return self._do("list", "", entries)
+            return self._do("list", "", list_entries)
         except FileNotFoundError:
             return []
 
@@ -140,14 +140,14 @@ class Storage:
     def modified(self, name: str) -> datetime | None:
         """Return the time at which an object was written, by the clock of the storage, or None if it is unknown."""
 
-        def modified() -> object:
+        def get_time() -> object:
             self.files.invalidate_cache()
             with suppress(NotImplementedError):
                 return self.files.modified(self._path(name))
             return None
 
         try:
-            time_written = self._do("read", name, modified)
+            time_written = self._do("read", name, get_time)
         except FileNotFoundError:
             return None
         return time_written if isinstance(time_written, datetime) else None
@@ -177,7 +177,7 @@ class Storage:
                     f"{self.url}: the bucket does not exist; create it, or choose a different URL"
                 ) from None
             raise
-        except Exception as error:  # each file system has its own errors
+        except Exception as error:  # each file system raises its own types of errors
             raise _storage_error(f"{self.url}/{name}".rstrip("/"), error) from None
 
 

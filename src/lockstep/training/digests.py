@@ -31,7 +31,7 @@ _MAX_INTERVAL: Final = 1 << 12
 
 
 class Digest(NamedTuple):
-    """A digest after `step` updates: of the gradient of the last update or, if `weights` is set, of the weights."""
+    """A digest after `step` updates: of the gradient of the last update or, if `is_weights` is set, of the weights."""
 
     step: int
     value: int  # unsigned, 64 bits
@@ -60,7 +60,7 @@ class StepDigests:
         self._digests = Digests()
         self._assigned_names_cache: dict[tuple[str, ...], frozenset[str]] = {}
         self._pending: list[tuple[int, bool, Tensor]] = []
-        self._last_added = 0.0  # time of the last call of `add`
+        self._last_added = 0.0  # time of the previous call to `add`
         self._step_seconds: deque[float] = deque(maxlen=_TIMED_DIGESTS)  # seconds between consecutive steps
         self._digest_seconds: deque[float] = deque(maxlen=_TIMED_DIGESTS)  # seconds per digest
 

@@ -31,14 +31,14 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
 
 
 def create_sized(path: Path, head: bytes, length: int) -> None:
-    """Create a file of `num_bytes` bytes that starts with `header`. `write_at` writes the rest."""
+    """Create a new file of `num_bytes` bytes that starts with `header`. `write_at` writes the rest."""
     with path.open("xb") as file:
         file.write(head)
         reserve(file.fileno(), length)  # detects a full disk here, not in the middle of writing
 
 
 def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
-    """Write each chunk at its offset in an existing file, and sync the file to disk. All ranks may write at once."""
+    """Write each chunk at its offset in a file, and sync the file to disk. Ranks can write to a file concurrently."""
     with path.open("r+b") as file:
         for start, data in parts:
             file.seek(start)
