@@ -183,7 +183,7 @@ def test_lines_that_are_no_events_are_left_out_and_said(tmp_path: Path) -> None:
     warnings = [each.text for each in found.notices if each.kind == "warning"]
     assert f"{run}/events.jsonl:3: not an event; skipped" in warnings
     assert f"{run}/events.jsonl:4: not an event; skipped" in warnings
-    assert sum("an event of unknown form was skipped" in each for each in warnings) == 2
+    assert sum("an event with an unknown format was skipped" in each for each in warnings) == 2
     assert found.status.step == 69
 
 

@@ -262,7 +262,7 @@ def test_a_damaged_record_of_a_job_is_said(folder: Path) -> None:
 
 
 def test_folders_without_runs(folder: Path) -> None:
-    told = "error: runs: no such folder; name a run folder, or a folder with run folders\n"
+    told = "error: runs: no such folder; pass a run folder, or a folder that contains run folders\n"
     assert show("runs", code=2).stderr == told
     assert show().stdout == "no runs yet: folder runs does not exist; pass the folder of your runs\n"
     assert json.loads(show("--json").stdout) == []

@@ -140,7 +140,7 @@ def test_pictures_are_cut_and_named_as_the_run_has_them(run, images, tmp_path):
         left = [f"moved/val/{each}.jpg" for each in ("cat/1", "dog/0", "dog/1")]
         assert [row["input"] for row in rows(found)] == left
         assert "warning: skipped: moved/val/cat/0.jpg: cannot be read as an image" in found.err
-    assert "no image left after skipping 1" in run("predict", "run", "moved/val/cat/0.jpg", code=2).err
+    assert "all 1 images were skipped" in run("predict", "run", "moved/val/cat/0.jpg", code=2).err
 
 
 def test_best_and_averages_that_are_not_there(run, finished, tmp_path):

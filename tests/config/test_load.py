@@ -243,11 +243,11 @@ recipe:
         ("run.dir=''", ": expected a text that is not empty; got ''"),
         (
             "run.dir=gs:/bucket/a",
-            ": is not a path and not a URL of a folder; write gs://bucket/a; got 'gs:/bucket/a'",
+            ": is neither a path nor the URL of a folder; write gs://bucket/a; got 'gs:/bucket/a'",
         ),
         (
             "run.resume=s3:/bucket/a",
-            ": is not a path and not a URL of a folder; write s3://bucket/a; got 's3:/bucket/a'",
+            ": is neither a path nor the URL of a folder; write s3://bucket/a; got 's3:/bucket/a'",
         ),
         (f"recipe.model.name={'x' * 256}", f": expected at most 255 characters; got '{'x' * 56}..."),
         ("recipe.optimizer.lr=fast", ": expected a number, or value and per_samples; got 'fast'"),

@@ -154,7 +154,7 @@ def test_a_job_that_contradicts_itself_is_told_all_at_once():
         "no command to start; pass one after --, such as -- train digits",
         "--nodes: got 4, but --hosts names 3 hosts; remove one of the options",
         "--endpoint: expected HOST:PORT, got a",
-        "--hosts: named more than once: a; name each host once, and set --processes-per-node",
+        "--hosts: listed more than once: a; list each host once, and set --processes-per-node",
         "--hosts: -oProxyCommand=x is not a valid host name; remove it",
         "--gpus-per-node: expected a number such as 4, or a100:4, got many",
         "--partition: also set with --option; remove one of the two",

@@ -46,7 +46,7 @@ def test_sections_are_those_of_a_configuration():
         ),
         (
             {"dir": "s3:/bucket/a"},
-            "run.dir: is not a path and not a URL of a folder; write s3://bucket/a",
+            "run.dir: is neither a path nor the URL of a folder; write s3://bucket/a",
         ),
         ({"run": {"sinks": ["cvs"]}}, "run.sinks.0.name: no such sink; did you mean 'csv'?"),
         (

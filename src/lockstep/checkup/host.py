@@ -1,4 +1,4 @@
-"""Checks of a rank's host. Each check is a function that converts the facts about the host to findings."""
+"""Checks of a rank's host. Each check is a function that converts information about the host to findings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -8,11 +8,11 @@ from lockstep.checkup.variables import variable_findings
 from lockstep.device.interfaces import is_loopback
 
 Facts = Mapping[str, Any]
-Check = Callable[[Facts, bool], Iterator[Finding]]  # takes the facts, and whether there are multiple hosts
+Check = Callable[[Facts, bool], Iterator[Finding]]  # takes `rank_info`, and whether there are multiple hosts
 
 
 def run_checks(checks: Sequence[tuple[str, Check]], facts: Facts, multi_host: bool) -> list[Finding]:
-    """Run RANK_CHECKS or HOST_CHECKS, and return their findings. Checks without facts are skipped."""
+    """Run RANK_CHECKS or HOST_CHECKS, and return their findings. Skip checks whose section isn't in `rank_info`."""
     return [finding for section, check in checks if section in facts for finding in check(facts, multi_host)]
 
 
@@ -88,7 +88,7 @@ def check_interfaces(facts: Facts, _: bool) -> Iterator[Finding]:
     yield Finding("interfaces", "ok", f"{', '.join(descriptions)}{gloo_text}")
 
 
-# Each check, with the section of the facts that it needs. If a query timed out, its section is missing.
+# Each check, with the section of `rank_info` that it needs. If a query timed out, its section is missing.
 # RANK_CHECKS run for each rank. HOST_CHECKS run for one rank of each host.
 RANK_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
     ("timed_out", report_timeouts),

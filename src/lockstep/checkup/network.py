@@ -113,7 +113,7 @@ def interface_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str])
         )
         if interface not in interfaces or all(
             map(is_loopback, interfaces[interface]["addresses"])
-        ):  # reported by `connection_findings`
+        ):  # reported by `make_connection_findings`
             continue
         ranks_by_interface.setdefault(interface, []).append(rank)
         best = max(interfaces, key=lambda name: int(interfaces[name]["mbit_s"]))

@@ -81,7 +81,7 @@ def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
 
 
 def _collect_facts() -> dict[str, Any]:
-    """Collect facts about the host of this rank: versions, devices, interfaces and environment variables."""
+    """Collect information about the host of this rank: versions, devices, interfaces and environment variables."""
     facts: dict[str, Any] = {"timed_out": {}}
 
     def query(name: str, timeout_s: float, collect: Callable[[], dict[str, Any]]) -> None:
@@ -101,8 +101,8 @@ def _connect(
 ) -> tuple[dict[str, Any], World | None]:
     """Initialize the process group. Return the errors so far, and the world, or None if a rank couldn't connect.
 
-    On rank 0, `facts` contains the facts of all ranks. If they show that a host is unreachable, no rank tries to
-    connect.
+    On rank 0, `rank_infos` contains the information about all ranks. If it shows that a host is unreachable, no rank
+    tries to connect.
     """
     # Errors from choosing the device and from connecting, followed by the measured links.
     measurements: dict[str, Any] = {"device": "", "failed": "", "links": []}

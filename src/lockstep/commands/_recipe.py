@@ -40,7 +40,7 @@ def print_preparing(source: str, doing: str = "loading libraries, data and model
 
 
 def print_tenths(done: int, total: int, text: str) -> None:
-    """Print `text` if item number `done` of `total` completes a tenth of the items."""
+    """Print `text` if item number `num_done` of `num_total` completes another 10% of the items."""
     if done * 10 // total > (done - 1) * 10 // total:
         click.echo(text, err=True)
 

@@ -39,7 +39,7 @@ class ScriptCommand(click.Command):
             return ()
         [argument] = [parameter for parameter in self.params if isinstance(parameter, click.Argument)]
         command_line = parsed.get(argument.name or "")
-        return command_line if isinstance(command_line, tuple) else ()  # click returns a sentinel without arguments
+        return command_line if isinstance(command_line, tuple) else ()  # a sentinel if there are no arguments
 
 
 def starts_script(command_line: Sequence[str]) -> bool:

@@ -78,8 +78,8 @@ def _start_checkup(
 ) -> int:
     """Run the check-up on all ranks, and return the exit code, which is 4 if there is a problem.
 
-    Rank 0 passes the report to `show`. Without a launcher, `processes` ranks are started on this host. A rank that was
-    started by a launcher waits for the other ranks at `rendezvous`.
+    Rank 0 calls `print_report`. Without a launcher, `processes` ranks are started on this host. A rank that was started
+    by a launcher waits for the other ranks at `rendezvous`.
     """
     from lockstep.checkup.rank import LOST_AFTER_S
     from lockstep.config.placement import Placement
@@ -139,7 +139,7 @@ def _show(as_json: bool, report: CheckupReport) -> None:
 def _show_local_report(
     title: str, as_json: bool, start: float, findings: Sequence[Finding], facts: dict[str, Any]
 ) -> CheckupReport:
-    """Print and return a report about this process only. `start` is the time at which the check-up started."""
+    """Print and return a report about this process only. `start_time` is the start of the check-up, in seconds."""
     from lockstep.checkup.report import CheckupReport
 
     seconds = time.monotonic() - start

@@ -107,4 +107,4 @@ def _drop_skipped(rows: Iterator[dict[str, Any]], skipped: list[str]) -> Iterato
             any_read = True
             yield row
     if skipped and not any_read:
-        raise UsageError(f"predict: no image left after skipping {len(skipped)}; pass images that can be read")
+        raise UsageError(f"predict: all {len(skipped)} images were skipped; pass images that can be read")

@@ -42,9 +42,9 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
     try:
         with os_error_as(UsageError, f"--to {to}: cannot write", "; use a different folder"):
             temporary.mkdir(parents=True)
-            for part, split in {"train": data.train, "val": data.validation}.items():
+            for split_name, split in {"train": data.train, "val": data.validation}.items():
                 if split is not None:
-                    _write_split(split, temporary, part, short_side)
+                    _write_split(split, temporary, split_name, short_side)
             (temporary / "recipe.yaml").write_text(_recipe_yaml(loaded, data, to.absolute()), encoding="utf-8")
             total_bytes = sum(file.stat().st_size for file in temporary.iterdir())
             temporary.rename(to)

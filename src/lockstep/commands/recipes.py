@@ -56,8 +56,8 @@ def print_table(rows: list[RecipeRow]) -> None:
     if console.width < _MIN_TABLE_WIDTH:
         for row in rows:
             console.print(row.name, style="bold", highlight=False)
-            facts = f"{row.model}, {row.data}, batch {row.batch}, {row.length}"
-            console.print(Padding(f"{row.description}\n{facts}", (0, 0, 0, 2)), highlight=False)
+            details = f"{row.model}, {row.data}, batch {row.batch}, {row.length}"
+            console.print(Padding(f"{row.description}\n{details}", (0, 0, 0, 2)), highlight=False)
         return
     columns = [Column(name, no_wrap=name != "description") for name in RecipeRow._fields]
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)

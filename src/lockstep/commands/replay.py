@@ -46,11 +46,11 @@ def command(
     from lockstep.replay.drive import Options, replay
     from lockstep.runs.remote import local_copy
 
-    overrides, places = _overrides.split_overrides(arguments)
-    if not places:
+    overrides, paths = _overrides.split_overrides(arguments)
+    if not paths:
         raise UsageError("replay: no run folder; pass the folder of a run")
-    script = arguments[arguments.index(places[1]) :] if len(places) > 1 else ()
+    script = arguments[arguments.index(paths[1]) :] if len(paths) > 1 else ()
     overrides = overrides[: len(arguments) - len(script) - 1]  # arguments after the run folder are for the script
-    folder = local_copy(places[0], "all")
+    folder = local_copy(paths[0], "all")
     options = Options(folder, step, steps, check, samples, change, out, overrides, trust, trace, script)
     raise SystemExit(replay(options, lambda line: click.echo(printable_line(line))))

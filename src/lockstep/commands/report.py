@@ -43,8 +43,8 @@ def command(
     """
     from lockstep.inference.report import Options, write_report
 
-    overrides, places = _overrides.split_overrides(folders)
-    options = Options(places or ["runs"], out, png, examples, samples, best, overrides, trust)
+    overrides, paths = _overrides.split_overrides(folders)
+    options = Options(paths or ["runs"], out, png, examples, samples, best, overrides, trust)
     report = write_report(options, lambda line: click.echo(printable_line(line), err=True))
     for line in report.warnings:
         click.echo(printable_line(f"warning: {line}"), err=True)

@@ -82,7 +82,7 @@ def _format_sizes(parts: list[range]) -> str:
 
 
 def _format_rates(recipe: Recipe, run: Steps) -> str:
-    """Return a text with the learning rates at the first update, after warm-up, and at the last update."""
+    """Describe the learning rates at the first update, after warm-up, and at the last update."""
     rate_at = find_rate(recipe, run).compute_rate
     last = run[run.total - 1].samples_seen
     warm = run[count_warm_up_steps(recipe, run)].samples_seen

@@ -1,4 +1,4 @@
-"""List the strategies, with the parts that they split, their requirements and their communication."""
+"""List the strategies, what each of them splits, its requirements, and its communication."""
 
 import sys
 from typing import NamedTuple

@@ -24,7 +24,7 @@ _REFRESH_S: Final = 1.0  # seconds between two refreshes
 def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -> None:
     """Follow each RUN, a run folder or a folder whose runs in progress are followed. RUN defaults to runs/.
 
-    Shows the state, progress, time left, figures, loss curve, evaluations, checkpoints, warnings and restarts. It only
+    Shows the state, progress, time left, metrics, loss curve, evaluations, checkpoints, warnings and restarts. It only
     reads files, and ends when the runs end. Exits with code 0 if all runs are done, with code 75 if all other runs were
     saved and can be resumed, and with code 1 otherwise.
     """

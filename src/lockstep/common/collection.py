@@ -1,4 +1,4 @@
-"""How often Python's garbage collection runs: rarely while a command starts, and as usual while a rank works.
+"""Controls how often Python's garbage collection runs: rarely while a command starts, as usual while a rank works.
 
 Importing torch allocates more than a million objects that live until the process exits. By default, Python examines
 these objects over and over, which takes up to 0.7 s of the start of a command.
@@ -9,11 +9,11 @@ import gc
 from typing import Final
 
 _STARTING_THRESHOLD: Final = 1_000_000  # number of new objects before a collection, instead of Python's 700 or 2,000
-_usual_thresholds: Final[list[tuple[int, int, int]]] = []  # filled by `collect_rarely`
+_usual_thresholds: Final[list[tuple[int, int, int]]] = []  # filled by `reduce_garbage_collection`
 
 
 def collect_rarely() -> None:
-    """Run garbage collection rarely in this process and its children, until `collect_as_usual` is called."""
+    """Run garbage collection rarely in this process and its children, until `restore_garbage_collection` is called."""
     _usual_thresholds[:] = [gc.get_threshold()]
     gc.set_threshold(_STARTING_THRESHOLD, *_usual_thresholds[0][1:])
 
@@ -21,8 +21,8 @@ def collect_rarely() -> None:
 def exclude_imports() -> None:
     """Exclude all current objects from garbage collection, if this process runs a command of Lockstep.
 
-    Call this after importing torch, and before any model or dataset exists. Later calls do nothing, because models of
-    earlier calls may exist: `lockstep compare` prepares one run after the other.
+    Call this after importing torch, and before any model or dataset exists. Only the first call has an effect. Later,
+    models of earlier runs may exist, because `lockstep compare` prepares one run after the other.
     """
     if _collects_rarely() and not gc.get_freeze_count():
         gc.freeze()
@@ -30,7 +30,10 @@ def exclude_imports() -> None:
 
 
 def collect_as_usual() -> None:
-    """Undo `collect_rarely`. Call this before user code runs for long, because its cycles may hold large tensors."""
+    """Undo `reduce_garbage_collection`.
+
+    Call this before long-running user code, because its reference cycles may hold large tensors.
+    """
     if _collects_rarely():
         gc.set_threshold(*_usual_thresholds[0])
 

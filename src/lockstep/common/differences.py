@@ -17,10 +17,9 @@ def describe_differences(
     advice: str = "start all ranks with the same value",
     where: str = "",
 ) -> list[str]:
-    """Return a message for each fact that differs from rank 0, with the differing ranks and an example of their values.
-
-    `facts` contains the facts of each rank by name. `hosts` contains the host name of each rank, or is empty if host
-    names don't matter. `where` is the source line of user code that the facts belong to, if any.
+    """Return a message for each value that differs from rank 0, with the differing ranks and one of their values.
+    `values_by_rank` maps each rank to its named values. `hosts` contains the host name of each rank, or is empty if
+    host names don't matter. `source_line` is the source line of user code that the values belong to, if any.
     """
     lines = []
     for name in dict.fromkeys(name for rank_facts in facts.values() for name in rank_facts):

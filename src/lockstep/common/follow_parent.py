@@ -98,7 +98,7 @@ def open_listening_socket() -> socket.socket:
 
 
 def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
-    """Arrange for this process to end when its srun is gone. Sends SIGTERM, and SIGKILL after `stop_s` seconds.
+    """Arrange for this process to end when its srun process ends. Sends SIGTERM, and SIGKILL after `stop_s` seconds.
 
     `env` contains the address of the socket that srun inherited from `lockstep launch`. Without an address, this
     function is a no-op. Call it from the main thread, which receives SIGTERM.
@@ -116,7 +116,7 @@ def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
             ):
                 connection.settimeout(None)
                 connection.recv(1)
-        except ConnectionRefusedError:  # srun is already gone
+        except ConnectionRefusedError:  # srun has already ended
             pass
         except OSError as error:
             if env.get("SLURM_PROCID") == "0":

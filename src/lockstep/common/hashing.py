@@ -30,7 +30,7 @@ def fix_hash_seed() -> None:
 
 
 def hash_seed() -> str:
-    """Return the hash seed of this process in the format of PYTHONHASHSEED, or RANDOM.
+    """Return the hash seed of this process in the format of PYTHONHASHSEED, such as `0` or `random`.
 
     Changing the variable has no effect after the process has started. Therefore, this reads the initial value of the
     variable if possible.
@@ -56,8 +56,8 @@ def sample_hash() -> str:
 def hash_seed_warning(hashes: Collection[str]) -> str:
     """Return a warning if the ranks have different hash seeds, or else an empty string.
 
-    `hashes` contains `sample_hash` of each rank. A difference isn't an error, because torchrun doesn't set
-    PYTHONHASHSEED, and most scripts never iterate over a set of strings.
+    `hashes` contains the result of `get_sample_hash` on each rank. A difference isn't an error, because torchrun
+    doesn't set PYTHONHASHSEED, and most scripts never iterate over a set of strings.
     """
     if len(set(hashes)) < 2:
         return ""
@@ -69,7 +69,7 @@ def hash_seed_warning(hashes: Collection[str]) -> str:
 
 
 def changed_seed_warning(saved: str, current: str) -> str:
-    """Return a warning that a run resumes with a different hash seed than its checkpoint was saved with."""
+    """Return a warning that a run resumes with a hash seed that differs from the one in its checkpoint."""
     advice = "" if saved == RANDOM_SEED else f"; to keep it, start with {SEED_VARIABLE}={saved}"
     return (
         f"the hash seed was {saved} when the checkpoint was saved, and is {current} now: this only matters if your "
@@ -84,7 +84,7 @@ def different_hash_seed() -> str:
 
 @contextmanager
 def hash_seed_for_children(seed: str) -> Iterator[None]:
-    """Set the hash seed of all processes that the block starts. Forked processes keep the current seed."""
+    """Return a context manager that sets the hash seed of the processes started in it, except for forked ones."""
     before = os.environ.get(SEED_VARIABLE)
     os.environ[SEED_VARIABLE] = seed
     try:

@@ -8,7 +8,7 @@ COPIES_S: Final = 0.5
 
 @final
 class InterruptCount:
-    """Distinguishes a second Ctrl-C from copies of the first one, which arrive within `COPIES_S` seconds.
+    """Distinguishes a second Ctrl-C from duplicates of the first one, which arrive within `DUPLICATES_S` seconds.
 
     If the parent of a worker of `torch.multiprocessing.spawn` dies, the worker can receive one SIGINT per thread of
     the parent. `timeout` sends its signal to the command and to the command's process group.

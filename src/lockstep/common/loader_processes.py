@@ -19,7 +19,7 @@ _ADVICE: Final = {
     "SIGKILL": "probably out of memory: reduce placement.workers or the batch size",
     "SIGBUS": "/dev/shm is probably full: enlarge it (docker run --shm-size), or reduce placement.workers",
 }
-_CRASHED: Final = "the code of the dataset or a library ended it: set placement.workers=0 to see where"
+_CRASHED: Final = "the dataset code or a library probably crashed: set placement.workers=0 to see where"
 
 
 @final

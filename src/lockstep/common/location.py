@@ -25,7 +25,7 @@ def is_url(location: object) -> bool:
 def refuse_url(location: object, command: str) -> None:
     """Raise UsageError if a location is a URL, for a command that needs a folder of this host.
 
-    A URL that became a Path has lost a slash.
+    Also detects a URL that was converted to a Path, which removes one of its slashes.
     """
     if is_url(location) or _ALMOST_URL.match(str(location)):
         raise UsageError(
@@ -41,10 +41,10 @@ def scheme_of(url: str) -> str:
 
 
 def check_location(location: str) -> str:
-    """Return a location. Raise ValueError if it is almost a URL, such as s3:/bucket/a."""
+    """Return a location unchanged. Raise ValueError if it is a mistyped URL, such as s3:/bucket/a."""
     if not is_url(location) and (scheme := _ALMOST_URL.match(location)):
         rest = location[scheme.end() :].lstrip("/")
-        raise ValueError(f"is not a path and not a URL of a folder; write {scheme[1]}://{rest or 'bucket/runs/a'}")
+        raise ValueError(f"is neither a path nor the URL of a folder; write {scheme[1]}://{rest or 'bucket/runs/a'}")
     return location
 
 
@@ -54,14 +54,14 @@ def local_folder(location: str) -> Path:
 
 
 def location_of(path: str | Path, location: str | None) -> str:
-    """Return the location of a path in a run folder: the URL if `location`, the run folder, is a URL."""
+    """Return the location of a path in the run folder `location`: its URL if `location` is a URL, or else the path."""
     if location is not None and is_url(location) and Path(path).is_relative_to(folder := local_folder(location)):
         return f"{location.rstrip('/')}/{Path(path).relative_to(folder).as_posix()}".removesuffix("/.")
     return str(path)
 
 
 def storage_folder(url: str) -> Path:
-    """Return the folder on this host with everything about a URL: the local folder, a copy for readers, and locks."""
+    """Return the folder on this host for a URL. It contains the local run folder, a copy for readers, and locks."""
     return cache_folder() / "storage" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:24]
 
 

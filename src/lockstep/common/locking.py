@@ -14,11 +14,12 @@ from lockstep.errors import UsageError
 
 @contextmanager
 def lock_file(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold a file lock in the block. Waits while another process holds it. If `path` doesn't exist, it is created.
+    """Return a context manager that holds a file lock. It waits while another process holds the lock, and yields True.
 
-    Yields True. If `wait` is False, this doesn't wait, and yields whether the lock was acquired.
+    If `path` doesn't exist, it is created. If `wait` is False, the context manager doesn't wait, and yields whether the
+    lock was acquired.
 
-    An open file descriptor holds the lock, so a killed process releases it. The file is never removed. Otherwise, a
+    An open file descriptor holds the lock, so a killed process releases it. The file is never removed. If it were, a
     waiting process and a new process could both hold the lock, on two files with the same path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

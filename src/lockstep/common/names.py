@@ -9,7 +9,7 @@ _MAX_COMPARED_CHARS: Final = 100  # maximum length of a name to compare; longer 
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` items of `names` that are similar to `name`, with the most similar first."""
+    """Return up to `max_count` items of `names` that are similar to `name`, with the most similar first."""
     if len(name) > _MAX_COMPARED_CHARS:
         return []
     spelled = {candidate.lower(): candidate for candidate in names}

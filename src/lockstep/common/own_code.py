@@ -37,8 +37,8 @@ class UserCode:
     """A context manager for user code. It converts all exceptions, including SystemExit, to UserCodeError.
 
     `label` describes the code, such as `model my.nets:net`. LockstepError and KeyboardInterrupt aren't converted. Set
-    `shared` if the block also runs Lockstep's hooks. In this case, exceptions from hooks and their collectives aren't
-    converted either.
+    `shared` if the `with` block also runs Lockstep's hooks. In this case, exceptions from hooks and their collectives
+    aren't converted either.
     """
 
     def __init__(self, label: str, shared: bool = False) -> None:
@@ -98,7 +98,7 @@ def find_calling_line() -> str:
 def describe_code_between(before: SourceLocation, after: SourceLocation) -> str:
     """Describe the user code that ran between two calls to Lockstep, as one source line or the lines of both calls.
 
-    The lines are in the order of execution, which isn't the order in the file if a loop continues with its next pass.
+    The lines are in the order of execution, which isn't the order in the file if a loop starts its next iteration.
     If both calls are on the same line, as in two iterations of a loop, this returns `since` followed by that line.
     """
     if not before[0] or not after[0]:
@@ -128,14 +128,14 @@ def _are_in_one_loop(path: str, first: int, last: int) -> bool:
 
 
 def make_refusal(text: str, advice: str, where: str = "") -> UserCodeError:
-    """Return the error for something that user code must not do. `where` defaults to the line that called Lockstep."""
+    """Return the error for a forbidden action of user code. `location` defaults to the line that called Lockstep."""
     where = where or find_calling_line()
     return UserCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
 
 
 @contextmanager
 def add_calling_line() -> Iterator[None]:
-    """If the block raises a UsageError without a source line, add the line of user code that called Lockstep.
+    """Return a context manager that adds the line of user code that called Lockstep to errors without a source line.
 
     Recipe keys are shown as arguments, because the caller is a custom training loop.
     """

@@ -65,7 +65,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise OSError if a safetensors file has a header of more than `LARGEST_HEADER` bytes, which no real model has.
+    """Raise OSError if a safetensors file has a header of more than `MAX_HEADER_BYTES` bytes, which no real model has.
 
     The safetensors library accepts headers of up to 100 MB. Parsing such a header can take a minute and a gigabyte of
     memory.
@@ -77,7 +77,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON. `pairs` is the object_pairs_hook of json.loads. Raises ValueError if the data isn't valid JSON.
+    """Parse JSON. `pairs_hook` is the object_pairs_hook of json.loads. Raises ValueError if the JSON is invalid.
 
     Use this function instead of json.loads, which raises RecursionError if lists are nested too deeply.
     """

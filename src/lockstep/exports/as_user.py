@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 
 def main(name: str, path: str, job_folder: str) -> None:
-    """Load the export at `path` in the format `name`, run the model, and write its outputs to `job_folder`."""
+    """Load the export at `path` in the format `format_name`, run the model, and write its outputs to `job_folder`."""
     sys.path[0] = os.getcwd()  # replaces the folder of this file
     folder = Path(job_folder)
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))

@@ -17,8 +17,8 @@ from lockstep.models.find import find_origin
 class ExportSource:
     """A saved run and its model, which is on the CPU in evaluation mode, with adapters merged into the weights.
 
-    `inputs` are used to check the export. `model_card` is a JSON-compatible dict with everything else that users of the
-    export need to know.
+    `inputs` are used to check the export. `model_card` is a JSON-compatible dict with all other information that users
+    of the export need.
     """
 
     saved: SavedModel

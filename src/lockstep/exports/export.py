@@ -46,9 +46,9 @@ _CHECKED_TOKENS: Final = 200  # maximum number of tokens for checking a tokenize
 
 @dataclass(frozen=True)
 class Exported:
-    """The path of an export, and descriptions of the supported input sizes and of the result of the check.
+    """The path of an export, the supported input sizes as text, and the result of the check as text.
 
-    `sizes` is empty if the format has no restriction to report.
+    `sizes` is empty if the format doesn't restrict the input sizes.
     """
 
     path: Path
@@ -74,8 +74,8 @@ def export(
     or if the format doesn't support the run.
 
     If `run` is a run folder, its newest checkpoint is used, or its best checkpoint with `best=True`. `weights` is
-    `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. Code that the recipe names only
-    runs if `overrides` also name it, or if you pass `trust=True`.
+    `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. User code that the recipe
+    references only runs if `overrides` also reference it, or if you pass `trust=True`.
     """
     request = EvalRequest(str(run), tuple(to_arguments(overrides)), trust, best, "export")
     check_out(run, out)
@@ -91,7 +91,7 @@ def check_out(run: str | Path, out: str | Path | None) -> None:
 
 
 def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
-    """Export a saved run to the format `to`, which must be in FORMATS, and check the result.
+    """Export a saved run to the format `format_name`, which must be in FORMATS, and check the result.
 
     A process without Lockstep loads the export and compares its outputs. `out` defaults to a name in the folder
     `exports` of the run. Raises UsageError if `out` already exists, or if the format doesn't support the run. Raises
@@ -124,7 +124,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
                 to, temporary, model, sample.inputs, outputs, _check_settings(export_source), exact
             )
             # The library safetensors makes its files readable for their owner only, regardless of the umask.
-            for file in [each for each in (temporary, *temporary.rglob("*")) if each.is_file()]:
+            for file in [path for path in (temporary, *temporary.rglob("*")) if path.is_file()]:
                 file.chmod(mode)
             os.rename(temporary, path)
     finally:
@@ -134,7 +134,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
 
 
 def make_model_card(saved: SavedModel) -> dict[str, Any]:
-    """Return a JSON-compatible dict with everything that users of the weights need to know."""
+    """Return a JSON-compatible dict with the information that users of the weights need."""
     facts, (mean, std) = saved.facts, saved.mean_and_std
     card: Mapping[str, Any] = {
         "model": saved.recipe.model.name,

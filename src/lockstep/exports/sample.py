@@ -17,7 +17,7 @@ _POSITIONS: Final = 16  # number of tokens in a synthetic sample if the context 
 
 
 class Sample(NamedTuple):
-    """The inputs of a forward pass, and a description of where they come from."""
+    """The inputs of a forward pass, and a description of their origin."""
 
     inputs: Inputs
     origin: str
@@ -27,7 +27,7 @@ def make_sample(saved: SavedModel) -> Sample:
     """Return a few samples, preprocessed as in an evaluation. Data isn't downloaded.
 
     If there is no validation split, training samples are used. If the dataset isn't available, synthetic samples are
-    returned. Raises UsageError if the checkpoint doesn't describe the samples well enough to synthesize them.
+    returned. Raises UsageError if the checkpoint doesn't contain enough information to synthesize samples.
     """
     try:
         data = saved.open_data()
@@ -37,7 +37,7 @@ def make_sample(saved: SavedModel) -> Sample:
         arrived = get_device_transforms(saved.recipe, data).transform_evaluation_batch(batch)
         real = saved.task(arrived).inputs(arrived)
         if isinstance(real, Mapping) and ANSWERS in real:
-            real = (real[IDS].flatten(0, 1),)  # the exported model has no reference
+            real = (real[IDS].flatten(0, 1),)  # the export doesn't contain the reference model
         return Sample(real, f"{count} samples of the {name} data")
     except (UsageError, TrainingError) as error:
         inputs = _synthesize(saved)

@@ -27,11 +27,11 @@ def write(export_source: ExportSource, path: Path) -> str:
     from timm.models import save_for_hf
 
     saved = export_source.saved
-    (mean, std), cut = saved.mean_and_std, saved.crop_settings
+    (mean, std), crop = saved.mean_and_std, saved.crop_settings
     preprocessing = {
         "input_size": list(saved.facts.shape or ()),
         "interpolation": "bilinear",
-        "crop_pct": cut.size / cut.resize if cut else 1.0,
+        "crop_pct": crop.size / crop.resize if crop else 1.0,
         **({"mean": mean, "std": std} if mean and std else {}),
     }
     options = {name: value for name, value in saved.construction().options.items() if name != "num_classes"}

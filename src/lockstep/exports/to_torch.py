@@ -22,7 +22,7 @@ _CARD_FILE: Final = "lockstep.json"  # name of the model card file within the pr
 
 
 def check(saved: SavedModel) -> None:
-    """See Format. Accepts all runs, because only `write` can tell whether the model can be traced."""
+    """See Format. Accepts all runs, because only tracing in `write` shows whether the model can be traced."""
 
 
 def write(export_source: ExportSource, path: Path) -> str:

@@ -31,8 +31,8 @@ from lockstep.tasks.segmentation import Segmentation
 
 _LOG_COLUMN: Final = "compared with the log"
 _METRICS_NOTE: Final = (
-    "Each checkpoint was evaluated by one process. If all samples were evaluated, the last column compares the figures "
-    "with the figures that the run logged after the same step. Otherwise, the samples are evenly spaced."
+    "Each checkpoint was evaluated by one process. If all samples were evaluated, the last column compares the metrics "
+    "with the metrics that the run logged after the same step. Otherwise, the samples are evenly spaced."
 )
 _POSITION_NOTE: Final = "The mean loss of the validation tokens that have this many tokens before them."
 
@@ -58,11 +58,11 @@ class _RunInspection(NamedTuple):
 def inspect_runs(
     runs: Sequence[RunView], samples: int, open_run: Callable[[str], SavedModel], tell: Callable[[str], None]
 ) -> Inspection:
-    """Evaluate the checkpoint of each run on at most `samples` validation samples, and return the page sections.
+    """Evaluate the checkpoint of each run on at most `max_samples` validation samples, and return the page sections.
 
-    `open_run` opens the checkpoint of a run folder. `tell` is called with messages about each run. Data isn't
+    `open_run` opens the checkpoint of a run folder. `notify` is called with messages about each run. Data isn't
     downloaded. Raises UsageError if no run can be evaluated. If only some runs can't be evaluated, the sections contain
-    the reason.
+    the reasons.
     """
     inspections: dict[str, _RunInspection] = {}
     problems: dict[str, str] = {}
@@ -156,7 +156,7 @@ def _make_pixel_sections(run: str, task: Segmentation, batches: Iterable[Evaluat
 
 
 def _compare_with_log(saved: SavedModel, history: History, metrics: Mapping[str, float]) -> str:
-    """Return how the metrics differ from the values that the run logged after the same step, as text.
+    """Describe how the metrics differ from the values that the run logged after the same step.
 
     Returns an empty string if the run didn't log these metrics after this step.
     """

@@ -33,8 +33,8 @@ def load(
     If `run` is a run folder, the newest checkpoint is loaded. If the run has averaged weights (EMA), they are used.
 
     By default, the recipe builds the model. To load the weights into your own model, pass `model`, which is a module or
-    a function that returns a module. A custom training loop has no recipe, so you need to pass `model`. Code that a
-    recipe names only runs if you pass `trust=True`, because the author of the folder could run any code on your
+    a function that returns a module. A custom training loop has no recipe, so you need to pass `model`. User code that
+    a recipe references only runs if you pass `trust=True`, because the author of the folder could run any code on your
     machine.
 
     If the recipe builds the model and the run was trained in chunks (recipe.model.chunks), samples of its data are used

@@ -1,4 +1,4 @@
-"""Finds images that are dark on light although a model was trained on light on dark, or the other way around."""
+"""Finds images that look inverted, such as dark on light if a model was trained on images that are light on dark."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -16,10 +16,10 @@ class Polarity(NamedTuple):
     dark_background: bool
 
     def measure_inverted(self, sample: Tensor) -> float | None:
-        """Return the mean brightness of a sample that looks inverted, or None if the sample looks like the others.
+        """Return the mean brightness of a sample if it looks inverted, or else None.
 
-        `sample` is uint8 of shape [1, height, width]. It looks inverted if both its mean and its background, the
-        corners, are on the other side of the middle.
+        `sample` is uint8 of shape [1, height, width]. It looks inverted if it is bright although the training images
+        are dark, or the reverse, and if the same holds for the background in at least three of its corners.
         """
         values = sample[0].double() / 255
         brightness = float(values.mean())
@@ -32,9 +32,9 @@ class Polarity(NamedTuple):
 def find_polarity(mean: Sequence[float] | None, std: Sequence[float] | None) -> Polarity | None:
     """Return the polarity of single-channel training images, or None if it isn't certain.
 
-    It is certain if the standard deviation is larger than the distance of the mean to black or to white: most pixels
-    are then background. Photographs aren't like this. A mean and std that no image can have, such as 0 and 1, are not
-    statistics of the data, and are ignored.
+    It is certain if the standard deviation is larger than the distance of the mean to black or to white. In this case,
+    most pixels are background. Photographs don't meet this condition. A mean and std that no image can have, such as 0
+    and 1, aren't statistics of the data, and are ignored.
     """
     if mean is None or std is None or len(mean) != 1 or len(std) != 1:
         return None
@@ -45,7 +45,7 @@ def find_polarity(mean: Sequence[float] | None, std: Sequence[float] | None) -> 
 
 
 def describe_inverted(polarity: Polarity, found: Sequence[tuple[str, float]]) -> str:
-    """Return a warning about images that look inverted, given as paths with the mean brightness of each."""
+    """Return a warning about images that look inverted. `images` contains their paths and mean brightnesses."""
     (first, brightness), more = found[0], len(found) - 1
     kinds = ("dark on light", "light on dark")
     kind, trained = kinds if polarity.dark_background else kinds[::-1]

@@ -58,7 +58,7 @@ class Prediction(TypedDict, total=False):
     new_tokens: int
 
 
-_INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # descriptions of the inputs, and their options
+_INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the expected inputs, and the supported options
     "pictures": ("images or folders of images, and predicts classes", ("top",)),
     "masks": ("images or folders of images, and writes masks", ("out",)),
     "values": ("images or folders of images, and predicts numbers", ()),
@@ -101,8 +101,8 @@ def predict(
     A UserWarning is shown if images are dark on light, but the training images were light on dark.
 
     If `run` is a run folder, its newest checkpoint is used, or its best checkpoint with `best=True`. `weights` is
-    `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. Code that the recipe names only
-    runs if `overrides` also name it, or if you pass `trust=True`.
+    `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. User code that the recipe
+    references only runs if `overrides` also reference it, or if you pass `trust=True`.
     """
     override_words = tuple(to_arguments(overrides))
     request = EvalRequest(str(run), override_words, trust, best, "predict")
@@ -190,14 +190,14 @@ def _check_request(saved: SavedModel, kind: Kind, inputs: Sequence[str], options
     option_names = [field.name for field in fields(Options) if getattr(options, field.name) is not None]
     unsupported = [name for name in option_names if name not in supported]
     if unsupported:
-        options_of = ", ".join(f"--{name}" for name in supported) or "none"
+        supported_options = ", ".join(f"--{name}" for name in supported) or "none"
         raise UsageError(
-            f"{expectation}; remove --{unsupported[0]}, which is not supported (supported options: {options_of})"
+            f"{expectation}; remove --{unsupported[0]}, which is not supported (supported options: {supported_options})"
         )
-    for name, least in (("top", 1), ("tokens", 1), ("seed", 0)):
+    for name, minimum in (("top", 1), ("tokens", 1), ("seed", 0)):
         value = getattr(options, name)
-        if value is not None and not least <= value < 1 << 63:
-            raise UsageError(f"--{name}: must be an integer from {least} to 2^63 - 1, got {value}")
+        if value is not None and not minimum <= value < 1 << 63:
+            raise UsageError(f"--{name}: must be an integer from {minimum} to 2^63 - 1, got {value}")
     if kind == "text":
         if inputs:
             raise UsageError(f"{expectation}; remove {inputs[0]}, and pass --prompt TEXT")

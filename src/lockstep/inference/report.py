@@ -61,8 +61,8 @@ def report(
 
     With `examples=True`, the newest checkpoint of each run is evaluated on its validation data, and the page shows
     examples of the model's outputs. To use the best checkpoint instead, pass `best=True`. `samples` is the maximum
-    number of validation samples for each run, and defaults to 10,000. Code that a recipe names only runs if `overrides`
-    also name it, or if you pass `trust=True`.
+    number of validation samples for each run, and defaults to 10,000. User code that a recipe references only runs if
+    `overrides` also reference it, or if you pass `trust=True`.
 
     Raises UsageError if there is no run to show, or if no run can be evaluated for `examples`.
     """
@@ -76,7 +76,7 @@ def report(
 
 
 def write_report(options: Options, tell: Callable[[str], None]) -> Report:
-    """Write the page and the charts. `tell` is called with messages about each evaluated checkpoint."""
+    """Write the page and the charts. `notify` is called with messages about each evaluated checkpoint."""
     out, samples = options.out, options.samples
     if not options.examples and (samples is not None or options.best or options.trust or options.overrides):
         raise UsageError("--samples, --best, --trust and overrides require --examples; add --examples")

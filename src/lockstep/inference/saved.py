@@ -65,9 +65,9 @@ class Facts(BaseModel):
 class SavedModel:
     """A checkpoint that was saved after `step` steps, opened for inference.
 
-    `tensors` contains the model weights, or their moving average if `weights` is `ema`. `stored_facts` contains all
-    dataset properties in the checkpoint, and `facts` contains those that were validated. `notes` and `problems` are
-    messages for the user.
+    `tensors` contains the model weights, or their moving average if `weights` is `ema`. `stored_dataset_info` contains
+    all dataset properties in the checkpoint, and `dataset_info` contains those that were validated. `notes` and
+    `problems` are messages for the user.
     """
 
     path: Path
@@ -90,7 +90,7 @@ class SavedModel:
     @property
     def messages(self) -> list[str]:
         """The notes and problems as lines of text for the user."""
-        return [*(f"note: {each}" for each in self.notes), *(f"warning: {each}" for each in self.problems)]
+        return [*(f"note: {note}" for note in self.notes), *(f"warning: {problem}" for problem in self.problems)]
 
     @property
     def description(self) -> str:

@@ -75,8 +75,8 @@ def generate_tokens(
     for _ in range(sampling.tokens):
         logits = compute_logits(ids[-context:] if context else ids).double().cpu()
         if sampling.temperature:
-            chances = (logits / sampling.temperature).softmax(0)
-            ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+            probabilities = (logits / sampling.temperature).softmax(0)
+            ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         else:
             ids.append(int(logits.argmax()))
     return ids[len(prompt_ids) :]

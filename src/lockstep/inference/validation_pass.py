@@ -68,7 +68,7 @@ class Validation:
 
 
 def open_validation(saved: SavedModel, limit: int) -> Validation:
-    """Open the validation data of a run, and select at most `limit` evenly spaced samples.
+    """Open the validation data of a run, and select at most `max_samples` evenly spaced samples.
 
     Data isn't downloaded. Raises UsageError if the data isn't on this machine, if it differs from the data that the run
     was trained on, or if the dataset has no validation split.

@@ -48,7 +48,7 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
             "run.dir: not set, but with --restarts or --nodes MIN:MAX the run can be restarted, and each start would "
             "begin a new run; set it, for example run.dir=runs/a"
         )
-    if dry_run or name not in ("local", "node"):  # otherwise, the ranks on this host report it immediately
+    if dry_run or name not in ("local", "node"):  # otherwise, the ranks on this host check the strategy
         _check_strategy(job)
     # Use the user's secret. If there is none, generate a secret, but only if this command starts all ranks, because all
     # ranks need it.
@@ -62,7 +62,7 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
     if dry_run:
         print("\n".join(map(shlex.join, lines.values() or [line])))
         return EXIT_DONE
-    if job.is_script:  # it prints nothing until it has imported its libraries, which takes seconds
+    if job.is_script:  # a script prints nothing until it has imported its libraries, which takes seconds
         script = " ".join(job.module[: 2 if job.module[0] == "-m" else 1])
         launched_by = "" if name == "local" else f" with {name}"
         _print_message(printable(f"starting {script} on {format_count(job.processes, 'process')}{launched_by}"))

@@ -38,7 +38,7 @@ Queue = Mapping[int, tuple[str, str]] | None  # state and reason by job ID; None
 
 @final
 class RunReader:
-    """Reads a run folder. `refresh` reads new events, and `view` returns the state of the run after all events so far.
+    """Reads a run folder. `refresh` reads new events, and `make_view` returns the state after all events so far.
 
     A line that isn't an event of this version is skipped with a notice. With `strict`, such a line makes the run
     unreadable, and `problem` describes it.
@@ -133,7 +133,7 @@ class RunReader:
             if self._strict:
                 log = self.folder / jsonl.EVENTS
                 raise UsageError(f"{log}: was not written by this version of Lockstep ({error!r})") from error
-            self._warn(f"an event of unknown form was skipped ({error!r})")
+            self._warn(f"an event with an unknown format was skipped ({error!r})")
             return
         if event.get("event") == "started":
             self._configuration = RecordedConfig({}, {})  # read again, because the placement may have changed
@@ -157,7 +157,7 @@ def _actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) 
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
-    """Return the runs in the folders without duplicates, with the most recently active first, and warnings."""
+    """Return the runs in the folders without duplicates, most recently active first, and a list of warnings."""
     readers = [RunReader(run, strict=True) for run in find_run_folders(*folders)]
     for reader in readers:
         reader.refresh()
@@ -168,7 +168,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
 
 
 def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
-    """Return the runs in the folders, sorted by name, and warnings. Raise UsageError if there are no runs.
+    """Return the runs in the folders, sorted by name, and a list of warnings. Raise UsageError if there are no runs.
 
     Folders are searched as in `lockstep jobs`. No code of a run is executed, and nothing is unpickled.
     """
@@ -223,7 +223,10 @@ class RunWatcher:
             )
 
     def _find_in_folder(self, folder: Path, must_exist: bool) -> Iterator[tuple[Path, bool]]:
-        """Yield each run folder in a folder, and whether it is the folder itself. The folder may not exist yet."""
+        """Yield each run folder in `folder`, and whether it is `folder` itself.
+
+        If `folder` doesn't exist, yield nothing or, if `must_exist` is set, raise UsageError.
+        """
         try:
             for run in find_run_folders(folder):
                 yield run, run == folder

@@ -22,8 +22,8 @@ from lockstep.training.checkpoint import durable
 def make_batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> tuple[Path, str]:
     """Check a training job, and return its run folder and its batch script. Raises UsageError if the job can't run.
 
-    `name` is the name of the job, which defaults to the name of the recipe. `limit` is its time limit in Slurm's
-    format. Ranks receive a warning signal `warn_before_s` seconds before the limit.
+    `name` is the name of the job, which defaults to the name of the recipe. `time_limit` is in Slurm's format. Ranks
+    receive a warning signal `warn_before_s` seconds before the time limit.
     """
     loaded = _check_training(job)
     from lockstep.setup import recipe_folder

@@ -39,9 +39,9 @@ ORDER: Final = (
 def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that a launcher assigned to this process, or None if no launcher started it.
 
-    Raises UsageError if a launcher's variables are invalid. If no launcher is detected, setting only one of RANK and
-    WORLD_SIZE is an error too. Otherwise it isn't, because Slurm scripts often set WORLD_SIZE and leave the rank to
-    srun.
+    Raises UsageError if a launcher's variables are invalid, or if no launcher is detected and only one of RANK and
+    WORLD_SIZE is set. With a launcher, setting only one is allowed, because Slurm scripts often set WORLD_SIZE and
+    leave the rank to srun.
     """
     for launcher in ORDER:
         info = launcher.detect(env) if launcher.detect else None
@@ -54,7 +54,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 def check_alone(work: str) -> None:
     """Raise UsageError if a launcher started this process. Commands that start their own processes call this function.
 
-    `work` is the beginning of the message, such as `plan starts the processes of each placement`.
+    `message_start` is the beginning of the message, such as `plan starts the processes of each placement`.
     """
     if detect(os.environ):
         raise UsageError(f"{work} itself; run it once, without a launcher")

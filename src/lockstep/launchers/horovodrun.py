@@ -9,7 +9,7 @@ from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import MASTER, RANK_SUFFIXES, derive_port, read_rank
 
 VARIABLES: Final = (
-    *(f"HOROVOD_{each}" for each in RANK_SUFFIXES),
+    *(f"HOROVOD_{suffix}" for suffix in RANK_SUFFIXES),
     *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", *MASTER),
 )
 _MISSING_ADVICE: Final = "horovodrun sets it in each process"

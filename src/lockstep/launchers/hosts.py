@@ -1,4 +1,4 @@
-"""Runs a command per host, or per rank of a host. If a command fails, all commands are ended."""
+"""Runs a command on each host, or for each rank of a host. If a command fails, all commands are stopped."""
 
 import os
 import signal
@@ -39,13 +39,13 @@ def run_on_hosts(
 
     Closing the stdin of a command asks the command to end. If a command fails, or on SIGINT, SIGTERM, SIGHUP or
     SIGUSR1, stdin is closed for all remaining commands. Once a command has exited or was asked to end, the remaining
-    commands have `stop_s` seconds to exit before they are killed. A second SIGINT kills them immediately.
+    commands have `stop_timeout_s` seconds to exit before they are killed. A second SIGINT kills them immediately.
 
     If `secret` is set, it is sent as the first line of each command's stdin. Set `is_local` if the commands run on this
     host without ssh. In this case, signals are forwarded to the commands, which may take any time to exit.
 
-    If `required` is set, a failed command doesn't end the remaining commands as long as at least `required` commands
-    are running or have succeeded. If `required` commands succeed, the failure isn't returned.
+    If `num_required` is set, a failed command doesn't end the remaining commands as long as at least `num_required`
+    commands are running or have succeeded. If `num_required` commands succeed, the failure isn't returned.
     """
     required = len(commands) if required is None else required
     events: SimpleQueue[CommandExit | signal.Signals] = SimpleQueue()
@@ -155,7 +155,7 @@ def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _queue_signals(events: SimpleQueue[CommandExit | signal.Signals]) -> Iterator[None]:
-    """Put termination signals into the queue while the block runs, instead of ending this process."""
+    """Return a context manager in which termination signals are put into the queue instead of ending this process."""
     # If SIGHUP is ignored, as under nohup, keep ignoring it.
     signal_numbers = [
         signal_number

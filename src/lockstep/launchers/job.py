@@ -178,7 +178,8 @@ def check_job(job: Job) -> Job:
     duplicates = sorted({host for host in job.hosts if job.hosts.count(host) > 1})
     if duplicates:
         problems.append(
-            f"--hosts: named more than once: {', '.join(duplicates)}; name each host once, and set --processes-per-node"
+            f"--hosts: listed more than once: {', '.join(duplicates)}; list each host once, and set "
+            f"--processes-per-node"
         )
     problems += [f"--hosts: {host} is not a valid host name; remove it" for host in job.hosts if host.startswith("-")]
     problems += check_resources(job)
@@ -203,7 +204,7 @@ def check_resources(job: Job) -> list[str]:
 
 
 def check_processes(requested: str | int, processes: int) -> list[str]:
-    """Return a problem if the requested placement.processes differs from the number of processes of the job."""
+    """Return a list with a problem if the requested placement.processes isn't the number of processes of the job."""
     if str(requested) in ("auto", str(processes)):
         return []
     started = f"--nodes and --processes-per-node start {processes}"

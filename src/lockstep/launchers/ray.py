@@ -50,7 +50,7 @@ def read_rank(worker: Worker, env: Mapping[str, str]) -> RankInfo:
 
 
 def is_preempted() -> bool:
-    """Return whether Ray will soon preempt a node of this run. This synchronizes the workers, so all must call it."""
+    """Return whether Ray will soon preempt a node of this run. All workers must call it, because it syncs them."""
     return sys.modules["ray.train"].get_preemption_info() is not None
 
 

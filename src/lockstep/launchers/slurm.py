@@ -61,8 +61,8 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
     """Return a warning if this process is in a Slurm job with multiple tasks but wasn't started by srun, or else "".
 
-    `processes` is the number of processes that Lockstep starts on this host. If it equals the number of tasks and all
-    tasks are on this host, there is no warning.
+    `num_processes` is the number of processes that Lockstep starts on this host. If it equals the number of tasks and
+    all tasks are on this host, there is no warning.
     """
     tasks, nodes = env.get("SLURM_NTASKS", ""), env.get("SLURM_JOB_NUM_NODES", "1")
     if not env.get("SLURM_JOB_ID") or not tasks.isdecimal() or int(tasks) < 2:

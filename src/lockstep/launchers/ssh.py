@@ -17,7 +17,7 @@ def commands(job: Job) -> dict[str, list[str]]:
     The remote processes end when the local ssh ends.
     """
     if not job.hosts:
-        raise UsageError("--on ssh: no hosts; name the hosts in --hosts FILE, one per line")
+        raise UsageError("--on ssh: no hosts; list the hosts in --hosts FILE, one per line")
     return {host: _ssh_command(replace(job, host_index=index)) for index, host in enumerate(job.hosts)}
 
 

@@ -35,8 +35,8 @@ def check_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
     if hosts < fewest:
         raise UsageError(
             f"torchrun: --nnodes requests {fewest} hosts, but torchrun started with {hosts} "
-            f"(GROUP_WORLD_SIZE={hosts}); set the clocks of the hosts, because torchrun assumes that a host is dead if "
-            f"its clock is 15 s behind"
+            f"(GROUP_WORLD_SIZE={hosts}); synchronize the clocks of the hosts, because torchrun assumes that a host is "
+            f"dead if its clock is 15 s behind"
         )
 
 
@@ -57,7 +57,7 @@ def check_leaving(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
     fewest, most = _requested_hosts(agent_argv, env)
     if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or fewest == most:
         raise UsageError(
-            "placement.on_corruption: go_on requires a torchrun that restarts and in which a host can leave; pass "
+            "placement.on_corruption: go_on requires torchrun with restarts and a variable number of hosts; pass "
             "--nnodes=MIN:MAX and --max-restarts=N to torchrun (--nodes MIN:MAX to lockstep launch)"
         )
 

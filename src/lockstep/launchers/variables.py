@@ -31,7 +31,7 @@ class Variables:
     def number(self, name: str, default: int | None = None) -> int:
         """Read a non-negative integer.
 
-        If the variable isn't set, return `default`. Record a problem and return 0 on error.
+        If the variable isn't set, return `default`. On error, record a problem and return 0.
         """
         text = self._env.get(name)
         if text is not None and text.isdecimal():
@@ -101,8 +101,8 @@ def check_range(variables: Variables, rank_name: str, rank: int, size_name: str,
 
 
 def derive_port(number: int) -> int:
-    """Derive a port from 20000 to 28998 from a job ID.
+    """Derive a port in the range 20000 to 28998 from a job ID.
 
-    All ranks of a job get the same port. Jobs rarely share a port.
+    All ranks of a job get the same port. Two jobs rarely get the same port.
     """
     return FIRST_PORT + number % PORTS

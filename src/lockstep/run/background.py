@@ -50,14 +50,14 @@ Train = Callable[[Loaded, Sink], int]  # returns the exit code
 def train(
     recipe: str | Path | Recipe, *, processes: int | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Iterator[Event]:
-    """Run the training that a recipe describes in background processes, and yield its events as they happen.
+    """Train a recipe in background processes, and yield the events of the run as they happen.
 
     `recipe` is the name of a built-in recipe, a file, or a `Recipe`. `overrides` have dotted keys, such as
     `{"recipe.epochs": 3, "run.dir": "runs/a"}`. `processes` sets `placement.processes`.
 
     Training starts when you request the first event. If you leave the iteration early, the run is saved and stopped. To
-    resume it, pass the same run.dir. If the run is already complete, it only yields the last event, `Done`. Nothing is
-    printed, and the models and random number generators of your process don't change.
+    resume it, pass the same run.dir. If the run is already complete, only its last event, `Done`, is yielded. Nothing
+    is printed, and the models and random number generators of your process don't change.
 
     Raises UsageError if the recipe, the data or an override is invalid, PreflightError if the machine doesn't support
     the training, and TrainingError if training fails.
@@ -74,7 +74,7 @@ def train(
 
 
 def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
-    """Call `body` with a configuration in a background process, and yield the events of the training. See `train`."""
+    """Call `train_function` in a background process, and yield the events of the run. See `train`."""
     for message in _receive_messages(partial(body, loaded)):
         yield _parse_event(message)
 
@@ -112,7 +112,7 @@ def to_path_arguments(paths: str | Path | Sequence[str | Path]) -> list[str]:
 
 
 def in_background(body: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Call `body` in a background process. Return the rows that it yields, which must be JSON-compatible."""
+    """Call `make_rows` in a background process, and return its rows, which must be JSON-compatible."""
     return list(_receive_messages(partial(_send_rows, body)))
 
 
@@ -123,7 +123,7 @@ def _parse_event(message: Mapping[str, Any]) -> Event:
 
 
 def _receive_messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
-    """Call `body` in a background process, and yield the messages that it sends. Raise its error in this process."""
+    """Call `function` in a background process, and yield the messages that it sends. Reraise its error here."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run_background, args=(body, sender))
@@ -178,7 +178,7 @@ class EventPipe:
 
 
 def _run_background(body: Callable[[EventPipe], int], connection: Connection) -> None:
-    """Run `body` in the background process. Nothing is printed, and an error is sent to the parent process."""
+    """Call `function` in the background process. Print nothing, and send the exit code or error to the parent."""
     errors = io.StringIO()
     with (
         Path(os.devnull).open("w", encoding="utf-8") as null_stream,

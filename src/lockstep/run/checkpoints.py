@@ -41,7 +41,7 @@ class Checkpoints:
     A checkpoint contains the state of `engine`, the progress of the rank, and the following values:
 
     - `run_settings`: Returns all settings that affect the results, as a JSON-compatible dict.
-    - `script`: Returns the tensors that a custom training loop saves in addition. They must be the same on all ranks.
+    - `script_tensors`: Returns additional tensors of a custom training loop. They must be the same on all ranks.
 
     `buffers` are the names of the model's tensors that aren't parameters.
     """

@@ -76,7 +76,7 @@ OpenedCheckpoint = tuple[store.FoundCheckpoint, PreparedRun]
 
 def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     """Run all checks in this process, then evaluate in this process or in new processes. Return the exit code."""
-    torch.set_num_threads(1)  # see run/start.py
+    torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     checkpoint, loaded = open_checkpoint(request)
     for note in loaded.notes:
         print_message(f"note: {note}")
@@ -95,7 +95,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
 
 def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     """Evaluate the initial weights of a recipe in this process or in new processes. Return the exit code."""
-    torch.set_num_threads(1)  # see run/start.py
+    torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     for note in loaded.notes:
         print_message(f"note: {note}")
     prepared = _prepare_evaluation(loaded, None)
@@ -123,10 +123,11 @@ def prepare_evaluation_rank(request: EvalRequest, info: RankInfo, report: Report
 def open_checkpoint(
     request: EvalRequest, checkpoint: store.FoundCheckpoint | None = None
 ) -> tuple[store.FoundCheckpoint, Loaded]:
-    """Return the requested checkpoint and the configuration for evaluating it. Load it if `checkpoint` is None.
+    """Return the requested checkpoint and its configuration for an evaluation.
 
-    If the run folder contains a config.yaml, the location of the dataset is taken from it. Raises UsageError if the
-    recipe references untrusted user code, or if the command doesn't use an override.
+    If `checkpoint` is None, it is loaded first. If the run folder contains a config.yaml, the location of the dataset
+    is taken from it. Raises UsageError if the recipe references untrusted user code, or if the command would ignore an
+    override.
     """
     if request.command == "eval" and Path(request.path).is_file():
         raise UsageError(
@@ -134,8 +135,8 @@ def open_checkpoint(
             f"lockstep eval RECIPE recipe.model.weights={shlex.quote(request.path)}"
         )
     is_new = checkpoint is None
-    wanted: Literal["newest", "best"] = "best" if request.best else "newest"
-    checkpoint = checkpoint or store.load(local_copy(request.path, wanted), wanted)
+    prefer: Literal["newest", "best"] = "best" if request.best else "newest"
+    checkpoint = checkpoint or store.load(local_copy(request.path, prefer), prefer)
     recipe = values(checkpoint_recipe(checkpoint.path, checkpoint.snapshot))
     run_config = checkpoint.path.parent.parent / CONFIG
     if os.path.lexists(run_config):
@@ -177,9 +178,9 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
 
 
 def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
-    """Raise UsageError if the command doesn't use one of the overridden keys.
+    """Raise UsageError if the command would ignore one of the overridden keys.
 
-    No command uses the keys of the training. Only `lockstep eval` uses placement keys other than `placement.device`.
+    All of these commands ignore training keys. Only `lockstep eval` uses placement keys besides `placement.device`.
     """
     is_local = request.command != "eval"  # whether the command runs in this process
     for key in overridden:

@@ -60,7 +60,7 @@ def make_evaluation_event(
 ) -> Evaluated:
     """Evaluate the model on all validation samples, and return the Evaluated event. All ranks must call it.
 
-    If `keep` is set, it is called with the detailed report of the task.
+    If `write_report` is set, it is called with the detailed report of the task.
     """
     task, batch = ready.task, evaluation_batch(ready.recipe)
     batches, count = loader.iterate_validation_batches(batch), loader.count_validation_batches(batch)
@@ -81,7 +81,7 @@ def make_evaluation_event(
 
 
 def _peak_flops_per_s(world: World, precision: Precision) -> float | None:
-    """Return the peak FLOP/s of all GPUs in total, or None on a CPU and for a GPU whose peak is unknown.
+    """Return the total peak FLOP/s of all GPUs. Return None on the CPU, or if the peak of the GPU is unknown.
 
     A GPU that is shared by several ranks counts once. All ranks must call it.
     """

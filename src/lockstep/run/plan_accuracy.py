@@ -13,7 +13,7 @@ from lockstep.setup.resolved import ResolvedConfig
 
 T = TypeVar("T")
 _FIRST_MEMORY_STEP: Final = 2  # the first step whose memory is measured, because step 1 creates the optimizer state
-_FIRST_TIMED_STEP: Final = 7  # from this step on, the time is measured instead of the memory
+_FIRST_TIMED_STEP: Final = 7  # the first step whose time is measured; the memory of earlier steps is measured
 
 
 @final
@@ -21,7 +21,7 @@ class StepMeasurements:
     """Measures the peak memory and then the mean time of the steps of a rank.
 
     Create it before the engine, because memory that was allocated earlier isn't counted. The planner measures memory in
-    the same way. The time that `clock` spends in other phases, such as loading data, isn't counted as step time.
+    the same way. Time that `clock` attributes to other phases, such as loading data, isn't part of the step time.
     """
 
     def __init__(self, world: World, clock: Clock) -> None:

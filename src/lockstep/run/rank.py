@@ -70,7 +70,7 @@ class Rank:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Return a context manager that switches to `phase`, and back to the previous phase at the end."""
+        """Return a context manager that switches to `phase`, and on exit back to the previous phase."""
         previous_phase = self.phase
         self.enter(phase)
         yield
@@ -96,10 +96,10 @@ class Rank:
             run_folder.write_result(self.folder, {**to_json_fields(event, now), **verdict})
 
     def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
-        """Save a digest of the gradient every `every` steps from now on, if `exactness` is `bits`.
+        """Start to save a digest of the gradient every `interval` steps, if `exactness` is `bits`.
 
-        With `auto`, the interval depends on how long it takes to compute a digest. In any case, the saved digests of
-        steps that this run repeats are removed.
+        With `auto`, the interval depends on how long it takes to compute a digest. Saved digests of steps that this run
+        repeats are always removed.
         """
         assert self.folder is not None
         path = self.folder / digest_file.DIGESTS

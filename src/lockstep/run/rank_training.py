@@ -46,8 +46,8 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 
 _SEED_ADVICE: Final = (
-    "build the model only from values that are the same on all ranks; the generators of torch, NumPy and Python are "
-    "seeded before the model is built"
+    "build the model only from values that are the same on all ranks; the random number generators of torch, NumPy "
+    "and Python are seeded before the model is built"
 )
 _MAX_FILES_PER_EVENT: Final = 100  # maximum number of unreadable files in an event
 
@@ -78,7 +78,10 @@ class RankTraining:
         numerics = machine.make_fingerprint(world.device, compiled=prepared.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
         self.grading = StepMeasurements(world, self.clock) if is_predicted(prepared.resolved) else None
-        self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples of the two splits
+        self.reported: tuple[set[int], set[int]] = (
+            set(),
+            set(),
+        )  # unreadable samples that were already reported, for each split
         # Bind to cores before memory is pinned and before loader processes start.
         self.cores = bind(world, prepared.recipe.threads) if prepared.placement.affinity == "auto" else []
         for cores in self.cores[world.rank : world.rank + 1]:
@@ -153,7 +156,7 @@ class RankTraining:
         yield self._done()
 
     def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        """Yield the steps from number `first` on, with the micro-batches of this rank."""
+        """Yield the steps starting at number `first_step`, with the micro-batches of this rank."""
         batches = self._fetch_batches(first)
         yield from batches if self.grading is None else self.grading.watch(batches)
 

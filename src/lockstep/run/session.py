@@ -45,7 +45,7 @@ class Session:
     def open_world(self) -> Iterator[World]:
         """Return a context manager that opens the process group and yields it as a `World`. All ranks enter it once.
 
-        If the block raises an error, the process group stays open, because other ranks may be in a collective.
+        If the `with` block raises an error, the process group stays open, because other ranks may be in a collective.
         """
         world = open_world(self._rendezvous, self.device, self._placement.backend, self._placement.timeout_s)
         yield world
@@ -61,9 +61,9 @@ def open_rank(
     Sets the kernels, the number of threads and the memory allocator for the whole process. If a rank stalls, the stall
     is reported or ends the run, depending on `placement.on_stall`.
 
-    `facts` are additional JSON-compatible values to compare. If `facts`, the placement or the installed versions differ
-    between ranks, raises RanksDifferError on all ranks. If an environment variable would change the results on a GPU,
-    raises UsageError.
+    `compared_values` are additional JSON-compatible values to compare. If these values, the placement or the installed
+    versions differ between ranks, raises RanksDifferError on all ranks. If an environment variable would change the
+    results on a GPU, raises UsageError.
     """
     device = prepare_device(placement, rendezvous.info, recipe)
     with _make_stall_detector(rendezvous, placement, device):
@@ -121,7 +121,7 @@ def _make_stall_detector(rendezvous: Rendezvous, placement: Placement, device: t
         rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
 
     report_stall = end_run if placement.on_stall == "end" else rendezvous.rank_log.write
-    # With NCCL, the device waits for the other ranks, and not this thread.
+    # With NCCL, the device waits for the other ranks, but this thread doesn't.
     nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"
     dump_collectives = partial(_dump_flight_recorder, rendezvous, nccl)
     detector = StallDetector(

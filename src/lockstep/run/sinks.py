@@ -41,7 +41,9 @@ def check_sinks(run: RunConfig) -> None:
     for index, sink in enumerate(run.sinks):
         if ":" in sink.name:
             if not callable(import_object(sink.name, "sink")):
-                raise UsageError(f"sink {sink.name}: is not callable; name a class or a function ({_SINK_ADVICE})")
+                raise UsageError(
+                    f"sink {sink.name}: is not callable; use the import path of a class or function ({_SINK_ADVICE})"
+                )
         elif sink.name == "csv":
             _check_options(index, sink, ())
         else:
@@ -74,7 +76,7 @@ def open_sinks(
     Sinks that may fail to open are opened first.
 
     - `recipe_values`: The settings by name, which services such as MLflow save with the metrics.
-    - `rule`: The formula of the learning rate.
+    - `lr_formula`: The formula of the learning rate, as text.
     - `streams`: The terminal and, if there is one, the log of rank 0.
     """
 

@@ -34,10 +34,10 @@ Work = Callable[[Rendezvous], int]  # returns the exit code
 def run_launched_rank(
     info: RankInfo, override_words: Sequence[str], check: Callable[[], tuple[Placement, Work]]
 ) -> int:
-    """Join the ranks that the launcher started, run the function that `check` returns, and return its exit code.
+    """Join the ranks that the launcher started, run the function that `prepare` returns, and return its exit code.
 
-    `check` runs all checks that are possible before the ranks join, and returns the placement and the function. If
-    `check` raises a LockstepError, this rank exits. If other ranks soon join the rendezvous that is set in
+    `prepare` runs all checks that are possible before the ranks join, and returns the placement and the function. If
+    `prepare` raises a LockstepError, this rank exits. If other ranks soon join the rendezvous that is set in
     `override_words`, the error is reported to them, so that it is printed only once.
     """
     try:
@@ -60,14 +60,14 @@ def run_on_ranks(
     child_hash_seed: str | None = None,
     forks: bool = True,
 ) -> int:
-    """Run `work(ready, rendezvous)` on `count` ranks on this machine, and return the exit code.
+    """Run `function(shared, rendezvous)` on `num_processes` ranks on this machine, and return the exit code.
 
     A single rank runs in this process, unless `in_subprocess` is set. Several ranks run in separate processes
-    (ranks/local_launcher.py). On the CPU, they are forked and share `ready`. If CUDA may be used, they are spawned, and
-    `work` gets None instead of `ready`, because `ready` can't be pickled.
+    (ranks/local_launcher.py). On the CPU, they are forked and share `shared`. If CUDA may be used, they are spawned,
+    and `function` gets None instead of `shared`, because `shared` can't be pickled.
 
-    - `logs`: The folder for the logs of the ranks.
-    - `failed`: Called with the failure that ended the ranks, if any.
+    - `log_folder`: The folder for the logs of the ranks.
+    - `on_failure`: Called with the failure that ended the ranks, if any.
     - `child_hash_seed`: A value for PYTHONHASHSEED. If it is set, the processes are spawned with this hash seed.
     - `forks`: If False, processes are spawned, because this process has threads that don't work after a fork.
     """
@@ -114,7 +114,7 @@ def _hide_main() -> Iterator[None]:
 
 
 def import_for_all() -> None:
-    """Import all modules of comm and device before processes fork, so that no process has to import them itself.
+    """Import all modules of comm and device before processes are forked, so that the processes share the modules.
 
     For example, importing FSDP takes half a second per process.
     """
@@ -130,9 +130,10 @@ def run_in_workers(
     count: int,
     child_hash_seed: str | None = None,
 ) -> tuple[int, str]:
-    """Run `work` on ranks in separate processes, without printing errors. Return the exit code and the error message.
+    """Call `function` on ranks in separate processes, and return the exit code and the error message.
 
-    For `child_hash_seed`, see `on_ranks`. If a signal ended the workers, this process exits too.
+    Errors aren't printed. For `child_hash_seed`, see `run_on_ranks`. If a signal ended the workers, this process exits
+    too.
     """
     with redirect_stderr(io.StringIO()) as printed:
         try:

@@ -55,10 +55,10 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None, begin: Callable[[
     """Run all checks in this process, then train in this process or in new processes. Return the exit code.
 
     `extra_sink` is a sink in addition to the sinks of the configuration. It must be picklable if processes are spawned.
-    `begin` is called right before the ranks start. If an audit identifies ranks with wrong results and
+    `on_start` is called right before the ranks start. If an audit identifies ranks with wrong results and
     `placement.on_corruption` is `go_on`, training continues without these ranks.
     """
-    torch.set_num_threads(1)  # see run/start.py
+    torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     failures: list[Failure] = []
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)
@@ -80,7 +80,9 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None, begin: Callable[[
         if begin is not None:
             begin()
         code = run_on_placement(prepared, work, claim.folder, failures)
-    if code > SIGNAL_BASE and not failures and failure_reason(claim.folder):  # a run that trains saves instead
+    if (
+        code > SIGNAL_BASE and not failures and failure_reason(claim.folder)
+    ):  # once training has started, a signal saves the run
         run_folder.print_message(early_stop_line(code - SIGNAL_BASE))
     wrong_ranks = [rank for failure in failures for rank in failure.wrong]
     if not wrong_ranks or resolved.placement.on_corruption == "end":
@@ -96,9 +98,10 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None, begin: Callable[[
 def run_on_placement(
     prepared: PreparedRun, work: Callable[[PreparedRun | None, Rendezvous], int], folder: Path, failures: list[Failure]
 ) -> int:
-    """Run `work` on the ranks of a placement, and return the exit code.
+    """Call `function` on the ranks of a placement, and return the exit code.
 
-    The ranks write logs and their result to the run folder. If a failure ends the run, it is appended to `failures`.
+    The ranks write their logs and their results to the run folder. If a failure ends the run, it is appended to
+    `failures`.
     """
     logs = folder / run_folder.LOGS
     # The clients of object storage have threads and sockets, and don't work after a fork.
@@ -112,8 +115,8 @@ def run_on_placement(
 def without(loaded: Loaded, ranks: Sequence[int], process_count: int, folder: Path) -> Loaded:
     """Return the configuration that continues the run in `folder` without some of its ranks.
 
-    `process_count` is the number of processes including these ranks. If each rank has a separate CUDA device, the
-    devices of the removed ranks are hidden from this process and its children.
+    `num_processes` includes the removed ranks. If each rank has a separate CUDA device, the devices of the removed
+    ranks are hidden from this process and its children.
     """
     devices = torch.cuda.device_count()
     if loaded.config.placement.device != "cpu" and devices >= process_count:
@@ -192,7 +195,7 @@ def run_rank(
                 warn(prepared)
         else:
             prepared = prepared_config
-        if info.size > 1:  # with a single rank, skip `setup_facts`, which reads samples
+        if info.size > 1:  # skipped for a single rank, because it reads samples
             rendezvous.compare(collect_comparison_facts(prepared.setup) | {"your source files": prepared.sources})
         resumed = None
         checkpoint = on_this_host(run_start.checkpoint, loaded.config.run.resume)
@@ -214,7 +217,7 @@ def run_rank(
 
 
 def warn(prepared: PreparedRun) -> None:
-    """Check packing with real values, and print what is fine-tuned and warnings about probably unintended settings."""
+    """Check packing with real values. Print warnings about likely mistakes, and a summary of the fine-tuning."""
     check_packing(prepared.setup)
     for warning in [*prepared.setup.warnings, *check_plan(prepared.setup)]:
         run_folder.print_message(f"warning: {warning}")

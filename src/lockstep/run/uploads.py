@@ -8,12 +8,12 @@ from lockstep.errors import HostError
 from lockstep.runs.remote import Mirror
 from lockstep.training.events import Event, Saved, Started
 
-_INTERVAL_S: Final = 30.0  # seconds between two uploads of events, which take a request each
+_INTERVAL_S: Final = 30.0  # minimum seconds between uploads of events, because each upload takes a request
 
 
 @final
 class Uploads:
-    """Uploads at the start of a run, after each save, and otherwise every 30 seconds when an event is written.
+    """Uploads the events at the start of a run and after each save, and otherwise at most every 30 seconds.
 
     A failed upload is only a warning here, because the next upload includes the same events. A checkpoint that can't be
     uploaded ends the run (runs/remote.py).

@@ -82,11 +82,11 @@ class Claim:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock while the block runs.
+        """Return a context manager that holds the lock.
 
-        If the block raises an error, write its exit code and reason to result.json. If the error is a usage error and
-        training hasn't begun, restore the folder instead: remove the folders that this process created, or restore the
-        result.json of the previous start.
+        If its `with` block raises an error, the exit code and the reason are written to result.json. If the error is a
+        usage error and training hasn't begun, changes are undone instead: the folders that this process created are
+        removed, or the result.json of the previous start is restored.
         """
         with (
             self.lock,
@@ -98,7 +98,7 @@ class Claim:
     def write_failure(self, failure: Failure) -> None:
         """Write result.json for a failure of any rank, unless a usage error prevented the run from starting.
 
-        See `LastStart.is_rejected`.
+        See `LastStart.is_rejected_start`.
         """
         if not self.last_start.is_rejected(self.folder, failure):
             write_failure(self.folder, failure)
@@ -142,11 +142,10 @@ class RunStart:
 def hold_run_folder(
     rendezvous: Rendezvous, make_claim: Callable[[], Claim], location: str | None
 ) -> Iterator[RunStart]:
-    """Hold the run folder while the block runs.
+    """Return a context manager that holds the run folder. All ranks must enter it.
 
-    Rank 0 claims the folder with `make_claim`. All ranks must call this.
-
-    If `location`, the value of run.dir, is a URL, each host has a separate folder with the checkpoint to resume from.
+    Rank 0 claims the folder with `make_claim`. If `location`, the value of run.dir, is a URL, each host has a separate
+    folder with the checkpoint to resume from.
     """
     claim = make_claim() if rendezvous.info.rank == 0 else None
     with claim.hold() if claim else nullcontext():
@@ -180,10 +179,11 @@ def claim_folder(
 ) -> Claim:
     """Claim a run folder by locking it. If the folder doesn't exist, create it.
 
-    If it is the local folder of a URL, `claim_remote` claims the URL.
+    - `make_done_message`: Returns a message if the run is already complete, or else an empty string.
+    - `find_start`: Returns the checkpoint to resume from, if any, and messages for the user.
+    - `claim_remote`: Claims the URL, if `folder` is the local folder of a URL.
 
-    `done` returns a message if the run is already complete, or else an empty string. `begin` returns the checkpoint to
-    resume from, if any, and messages for the user. Raises UsageError if the folder is in use or can't be used.
+    Raises UsageError if the folder is in use or can't be used.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     _check_paths(folder)
@@ -192,8 +192,8 @@ def claim_folder(
     remote_claim: RemoteClaim | None = None
     try:
         remote_claim = None if claim_remote is None else claim_remote()
-        if done_words := done():
-            return Claim(folder, folder_lock, created, done_message=done_words, remote=remote_claim)
+        if done_text := done():
+            return Claim(folder, folder_lock, created, done_message=done_text, remote=remote_claim)
         last_start = LastStart.read(folder)
         with _write_failure_on_error(folder, created, last_start):
             checkpoint_path, notes = begin()
@@ -218,7 +218,7 @@ def claim_location(
         return claim_folder(folder, done, begin)
     try:
         return claim_folder(folder, done, begin, lambda: remote.claim(location, keep, print_message))
-    except UsageError as error:  # name the URL, because the user doesn't know the local folder
+    except UsageError as error:  # show the URL, because the user doesn't know the local folder
         text = re.sub(rf"(^|run\.dir[ =]){re.escape(str(folder))}", rf"\1{location}", str(error), flags=re.MULTILINE)
         raise UsageError(text) from error
 
@@ -227,13 +227,13 @@ def claim_loop_folder(location: str | Path, key: bytes | None, keep: int = 3) ->
     """Claim the run folder of a custom training loop. The run resumes from the newest checkpoint in the folder."""
     folder = local_folder(str(location))
 
-    def begin() -> tuple[Path | None, list[str]]:
+    def find_start() -> tuple[Path | None, list[str]]:
         if os.path.lexists(folder / CONFIG):
             raise UsageError(f"{folder}: contains a run of a recipe, not of a custom loop; choose a different dir")
         newest = store.load_newest(folder / store.FOLDER, key)
         return (None, []) if newest is None else (newest.path, checkpoint_warnings(newest))
 
-    return claim_location(str(location), keep, str, begin)
+    return claim_location(str(location), keep, str, find_start)
 
 
 def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
@@ -242,7 +242,7 @@ def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
 
 
 def record_config(folder: Path, config: str, engine_files: Mapping[str, str]) -> None:
-    """Write config.yaml, and the configuration files of an external engine, which are passed by file name."""
+    """Write config.yaml, and the configuration files of an external engine. `engine_files` maps names to content."""
     _write(folder / CONFIG, config)
     (folder / _ENGINE_CONFIG).unlink(missing_ok=True)  # left over from a run started with a different strategy
     for name, text in engine_files.items():
@@ -260,7 +260,7 @@ def record_environment(
 
     - `source`: The hashes of the user's source files.
     - `cores`: The cores that each rank is bound to.
-    - `exchange`: How the ranks communicate tensors.
+    - `communication`: How the ranks communicate tensors.
     - `first_weights`: The initial weights, if they don't come from the seed.
     """
     placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
@@ -345,7 +345,7 @@ def new_folder_path(name: str) -> Path:
     """Return a path runs/NAME-TIME that doesn't exist yet. If the path exists, append a number."""
     dated = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (f"{dated}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
-    return next(path for path in (Path("runs") / each for each in names) if not path.exists())
+    return next(path for path in (Path("runs") / candidate for candidate in names) if not path.exists())
 
 
 def _check_paths(folder: Path) -> None:
@@ -363,6 +363,6 @@ def _check_paths(folder: Path) -> None:
     for path in paths:
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
             raise UsageError(
-                f"{path}: is a link out of the run folder, to {path.readlink()}; replace the link by its target, or "
+                f"{path}: is a link out of the run folder, to {path.readlink()}; replace the link with its target, or "
                 f"make the run folder itself a link"
             )

@@ -47,7 +47,7 @@ from lockstep.training.lock import LOCK
 Wanted = Literal["newest", "best", "all", "none"]
 
 PARTS: Final = "events"
-_MAX_PARTS: Final = 64  # more parts are merged, because a reader needs a request for each
+_MAX_PARTS: Final = 64  # at this number, parts are merged, because reading each part takes a request
 _PART: Final = re.compile(rf"{PARTS}/(\d{{16}})\.jsonl")
 _CHECKPOINT_FILE: Final = re.compile(rf"{store.FOLDER}/((?:step-\d{{8,}}|\.step-\d{{8,}}\.(?:old|tmp)-\d+))/([^/]+)")
 _STEP_NAME: Final = re.compile(r"step-\d{8,}")
@@ -76,7 +76,7 @@ class RemoteClaim:
         try:
             self.close()
         except LockstepError:
-            if kind is None:  # otherwise, the run has already failed, with an error that this one must not hide
+            if kind is None:  # otherwise, don't hide the error with which the run failed
                 raise
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Mirror:
                 self._sync(storage, merge=merge)
 
     def push_checkpoint(self, path: Path) -> None:
-        """Upload a checkpoint that is complete in the local folder. It is safe in the storage when this returns.
+        """Upload a complete checkpoint from the local folder. Return once the storage has all of its files.
 
         Raises HostError if the storage fails, or if a different process has taken over the run.
         """
@@ -125,9 +125,10 @@ class Mirror:
 
     @contextmanager
     def _writing(self, *, wait: bool = True) -> Iterator[Storage | None]:
-        """Yield the storage, after checking that this run still holds the lock. Only one process or thread enters.
+        """Return a context manager that checks that this run still holds the lock, and yields the storage.
 
-        If `wait` is False and another thread or process is inside, yield None.
+        Only one thread or process can be in its `with` block at a time. The others wait or, if `wait` is False, get
+        None.
         """
         own = storage_folder(self.url)
         with (
@@ -156,7 +157,7 @@ class Mirror:
             for name in [name for name in files if not (self.folder / name).exists()]:
                 storage.remove(name)
                 del files[name]
-            # The events are last, as in a local folder, where a run with events has a config.yaml.
+            # Upload the events last, because a run folder with events must also contain a config.yaml.
             self._sync_events(storage, record, merge)
         finally:
             durable.replace(own / _SYNCED, json.dumps(record).encode())
@@ -208,7 +209,7 @@ class Mirror:
 
 
 def claim(url: str, keep: int, tell: Callable[[str], None]) -> RemoteClaim:
-    """Lock the run folder `url`, and make the local folder equal to it, with its newest checkpoint.
+    """Lock the run folder `url`, and sync the local folder with it, including the newest checkpoint.
 
     The caller must hold the lock of the local folder. Raises UsageError if the folder is in use
     or the URL isn't usable.
@@ -265,7 +266,7 @@ def join(url: str, start_id: str, checkpoint: str) -> tuple[Path, Path | None]:
 
 @contextmanager
 def upload_logs(url: str, start_id: str) -> Iterator[None]:
-    """At the end of the block, upload the logs of this host, unless rank 0 does it because it uses the same folder."""
+    """Return a context manager that uploads the logs of this host on exit, unless it shares the folder of rank 0."""
     try:
         yield
     finally:
@@ -279,9 +280,9 @@ def upload_logs(url: str, start_id: str) -> Iterator[None]:
 def local_copy(location: str | Path, wanted: Wanted = "newest") -> Path:
     """Return the path of a run folder or checkpoint for reading. If `location` is a URL, it is downloaded first.
 
-    `location` is a run folder, or a checkpoint in it such as s3://bucket/runs/a/checkpoints/best. `wanted` selects the
-    checkpoints of a run folder to download. The copy in the cache folder is updated by each call. Raises UsageError if
-    there is no run at the URL.
+    `location` is a run folder, or a checkpoint in it such as s3://bucket/runs/a/checkpoints/best. `selection` is which
+    checkpoints of a run folder to download. Each call updates the copy in the cache folder. Raises UsageError if there
+    is no run at the URL.
     """
     if not is_url(location):
         return Path(location)
@@ -308,9 +309,10 @@ def local_copy(location: str | Path, wanted: Wanted = "newest") -> Path:
 
 
 def recorded_file(location: str, name: str) -> Path:
-    """Return the path of a file of a run folder, or of the run folder of a checkpoint if `location` is its URL.
+    """Return the path of the file `name` in a run folder. If `location` is a URL, the file is downloaded first.
 
-    For a URL, the file is downloaded first. If it doesn't exist, neither does the path.
+    The URL can also be that of a checkpoint in the run folder. If the file doesn't exist, the returned path doesn't
+    exist either.
     """
     if not is_url(location):
         return Path(location) / name
@@ -327,7 +329,10 @@ def recorded_file(location: str, name: str) -> Path:
 
 
 def on_this_host(checkpoint: Path | None, location: str) -> Path | None:
-    """Return a checkpoint that rank 0 downloaded from `location`, the value of run.resume, on the host of this rank."""
+    """Return the path on this host of a checkpoint that rank 0 downloaded from `location`, the value of run.resume.
+
+    If this host doesn't have the checkpoint, it is downloaded first.
+    """
     if checkpoint is None or not is_url(location) or checkpoint.exists():
         return checkpoint
     url, _ = _split_checkpoint(location)
@@ -335,7 +340,7 @@ def on_this_host(checkpoint: Path | None, location: str) -> Path | None:
 
 
 def local_copies(locations: Iterable[str | Path], wanted: Wanted = "none") -> list[Path]:
-    """Return the paths of run folders, or of folders of runs. The runs at a URL are downloaded first."""
+    """Return the local paths of run folders, or of folders that contain them. Runs at URLs are downloaded first."""
     paths: list[Path] = []
     for location in locations:
         urls = (_find_runs(open_storage(str(location)), 4) if is_url(location) else []) or [str(location)]
@@ -353,9 +358,9 @@ def _find_runs(storage: Storage, depth: int) -> list[str]:
 
 
 def _pull(storage: Storage, folder: Path, wanted: str) -> _RECORD:
-    """Make a local folder equal to the run folder in the storage. Return the record of what both have.
+    """Sync a local folder with the run folder in the storage, and return the record of the synced files.
 
-    `wanted` is the name of a checkpoint, or see `local_copy`.
+    `selection` is the name of a checkpoint, or one of the values that `make_local_copy` accepts.
     """
     names = storage.names()
     complete = _complete(names)
@@ -422,7 +427,7 @@ def _pull_checkpoint(
 
 
 def _complete(names: Mapping[str, int]) -> dict[str, str]:
-    """Return the folder of each complete checkpoint, by the name of its step. It is complete if it has a manifest."""
+    """Return a dict from step names to checkpoint folders. It only contains checkpoints with a manifest."""
     complete: dict[str, str] = {}
     for name in names:
         match = _CHECKPOINT_FILE.fullmatch(name)
@@ -446,7 +451,10 @@ def _pull_pointers(storage: Storage, folder: Path, names: Mapping[str, int], com
 
 
 def _repair_pointers(storage: Storage, folder: Path) -> None:
-    """Point `latest` and, if it is the best, `best` to the newest checkpoint, in case a save was killed before that."""
+    """Point `latest` to the newest checkpoint, and also `best` if that checkpoint is the best one.
+
+    Otherwise, they could be outdated, because a save was killed before it updated them.
+    """
     newest = next(iter(store.checkpoints(folder)), None)
     if newest is None:
         return
@@ -470,7 +478,7 @@ def _read_pointer(storage: Storage, link: str, names: Mapping[str, int]) -> str:
 
 
 def _read_events(storage: Storage, names: Mapping[str, int]) -> tuple[bytes, int]:
-    """Return the event log, and its number of parts. A merge that was killed leaves parts that the log already has."""
+    """Return the event log, and its number of parts. Skip events that the log already has after a killed merge."""
     log, parts = storage.read(EVENTS) if EVENTS in names else b"", 0
     for name in sorted(names):
         match = _PART.fullmatch(name)
@@ -482,16 +490,19 @@ def _read_events(storage: Storage, names: Mapping[str, int]) -> tuple[bytes, int
 
 
 def _move_aside(storage: Storage, name: str, names: Mapping[str, int]) -> None:
-    """Copy a complete checkpoint to `.step-N.old-0`, so that a save can replace it. The manifest is last, and first."""
+    """Copy a complete checkpoint to `.step-N.old-0`, so that a save can replace it.
+
+    The manifest is copied last. Then the original manifest is removed.
+    """
     source = f"{store.FOLDER}/{name}"
-    files = [each for each in names if each.startswith(f"{source}/")]
+    files = [file for file in names if file.startswith(f"{source}/")]
     for file in sorted(files, key=lambda file: file.endswith(f"/{store.MANIFEST}")):
         storage.copy(file, f"{store.FOLDER}/.{name}.old-0/{file.rpartition('/')[2]}")
     storage.remove(f"{source}/{store.MANIFEST}")
 
 
 def _remove_old(storage: Storage, keep: int) -> None:
-    """Remove checkpoints except for the newest `keep` and the targets of `latest` and `best`, and all leftovers."""
+    """Remove all leftovers, and all checkpoints except the newest `keep` and the targets of `latest` and `best`."""
     names = storage.names(store.FOLDER)
     complete = _complete(names)
     newest = sorted(complete, key=lambda name: int(name.removeprefix("step-")), reverse=True)
@@ -503,7 +514,7 @@ def _remove_old(storage: Storage, keep: int) -> None:
 
 
 def _remove_others(folder: Path, files: set[str], complete: Mapping[str, str]) -> None:
-    """Remove everything from a local folder that isn't in the storage, except for the lock and its checkpoints."""
+    """Remove everything from a local folder that isn't in the storage, except for the lock."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -555,7 +566,7 @@ def _split_checkpoint(url: str) -> tuple[str, str]:
 
 
 def _is_used(storage: Storage) -> bool:
-    """Return whether the storage has any object besides the lock. If it can't be listed, assume that it has."""
+    """Return whether the storage has any object besides the lock. Return True if the storage can't be listed."""
     try:
         return any(not name.startswith(f"{CLAIMS}/") for name in storage.names())
     except LockstepError:
@@ -563,7 +574,7 @@ def _is_used(storage: Storage) -> bool:
 
 
 def _private(folder: Path) -> Path:
-    """Create a folder that only its user can read."""
+    """Create a folder that only the user can read, and return its path."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

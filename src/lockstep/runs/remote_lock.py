@@ -14,8 +14,8 @@ claim is still the newest, so a process that was suspended for longer than the l
 
 The age of a claim is measured by the clock of the storage, from the times at which it received two objects. If the
 storage reports no times, the waiting process measures how long it has seen the claim unchanged. Clocks of two hosts are
-never compared. A claim from the same local folder needs no waiting, because the kernel's lock on this folder shows that
-its holder has ended.
+never compared. A process never waits for a claim from the same local folder: the process holds the kernel's lock on
+this folder, so the holder of the claim has ended.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ _MAX_HOLDER_CHARS: Final = 200
 class LockTiming:
     """Intervals in seconds. Tests use shorter values.
 
-    A run renews its claim six times per lease, so that a slow or failed write doesn't lose the lock. A start that waits
-    sees a renewal within `renew_s`, and `poll_s` later it reports that the run is in use.
+    A run renews its claim six times per lease, so that a slow or failed write doesn't lose the lock. A process that
+    waits for the lock sees a renewal within `renew_s`, and reports that the run is in use within another `poll_s`.
     """
 
     renew_s: float = 10.0
@@ -92,10 +92,10 @@ class RemoteLock:
         self._thread.start()
 
     def release(self, *, remove: bool = False) -> None:
-        """Stop renewing, and mark the claim as released. With `remove`, remove the first claim of a run. Errors
-        are ignored.
+        """Stop renewing the claim, and mark it as released. Calling it again is a no-op.
 
-        Without a release, the claim expires. Calling it again is a no-op.
+        If `remove` is set and this is the first claim of the run, it is removed instead. Errors are ignored, because
+        the claim then expires.
         """
         if self._ended.is_set():
             return
@@ -114,7 +114,7 @@ class RemoteLock:
         while not self._ended.wait(self._timing.renew_s):
             with suppress(LockstepError, OSError):  # the next renewal may succeed, and each save checks the claim
                 if not is_current(self._storage, self.start_id):
-                    return  # the next save reports it
+                    return  # the lock is lost, which the next save reports
                 self._renewals += 1
                 self._write(released=False)
 
@@ -129,8 +129,8 @@ def acquire(
 ) -> RemoteLock:
     """Acquire the lock of a run. `folder` is private to this host, and the caller must hold its local lock.
 
-    Waits until the claim of a killed process has expired, and tells the user. Raises UsageError if a different run is
-    in progress in the folder, or if the storage can't be written.
+    Waits until the claim of a killed process has expired, and calls `notify` with a message if this takes time. Raises
+    UsageError if a different run is in progress in the folder, or if the storage can't be written.
     """
     timing = timing or TIMING
     place, start_id = _place_of(folder), uuid.uuid4().hex
@@ -215,7 +215,7 @@ def _content(start_id: str, place: str, renewals: int, *, released: bool) -> byt
 
 
 def _read(storage: Storage, number: int) -> _Claim | None:
-    """Return a claim, or None if it was removed. An object that isn't a valid claim is a claim that can expire."""
+    """Return a claim, or None if it was removed. For an invalid object, return a claim that can expire."""
     try:
         content = storage.read(_object(number))
     except FileNotFoundError:
@@ -238,7 +238,7 @@ def _read(storage: Storage, number: int) -> _Claim | None:
 
 
 def _place_of(folder: Path) -> str:
-    """Return an ID of a local folder: a random number, and the host and its boot, because folders can be cloned."""
+    """Return an ID of a local folder. It also depends on the host and its last boot, because folders can be cloned."""
     path, number = folder / _ID, ""
     with suppress(OSError, UnicodeDecodeError):
         number = path.read_text(encoding="ascii")

@@ -25,12 +25,15 @@ _MAX_LIST_BYTES: Final = 1 << 28
 @final
 @dataclass(frozen=True)
 class RemoteShards:
-    """Exchanges shards through the run folder `url`."""
+    """Transfers shards between ranks through `url`, the run folder in object storage."""
 
     url: str
 
     def send(self, checkpoint: str, rank: int, files: Mapping[str, Iterable[tuple[int, memoryview]]]) -> None:
-        """Upload the parts of this rank, with their offsets, by file. Raises HostError if the storage fails."""
+        """Upload the rows of this rank. `files` has the offset and bytes of each part, by file name.
+
+        Raises HostError if the storage fails.
+        """
         path = self._local_file(rank)
         try:
             with path.open("wb") as file:
@@ -43,7 +46,7 @@ class RemoteShards:
             path.unlink(missing_ok=True)
 
     def receive(self, checkpoint: str, rank: int, folder: Path) -> None:
-        """Download the parts of a rank, write them into the files in `folder`, and remove the object. For rank 0."""
+        """Download the rows of a rank into the files in `folder`, and remove the object. Only rank 0 calls it."""
         path, name, storage = self._local_file(rank), _object(checkpoint, rank), self._storage()
         try:
             with as_host_errors(f"{self.url}/{name}: not downloaded"):
@@ -71,5 +74,5 @@ class RemoteShards:
 
 
 def _object(checkpoint: str, rank: int) -> str:
-    """Return the name of the object of a rank. A save removes all objects of this kind that a killed save left."""
+    """Return the name of the object with the rows of a rank. A later save removes objects that a killed save left."""
     return f"{store.FOLDER}/.{checkpoint}.tmp-0/rank-{rank}"

@@ -21,7 +21,7 @@ RESULT: Final = "result.json"
 JOB_SCRIPT: Final = "job.sh"  # written by `lockstep submit`
 JOB: Final = "job.json"
 _ENVIRONMENT: Final = "environment.json"
-_CHECKPOINTS: Final = "checkpoints"  # see training/checkpoint/store.py, which imports torch
+_CHECKPOINTS: Final = "checkpoints"  # same as in training/checkpoint/store.py, which imports torch
 _CHECKPOINT: Final = re.compile(r"step-(\d{8,})")
 _MARKER_FILES: Final = (EVENTS, JOB, LOCK)  # a folder with any of these files is a run folder
 _MAX_DEPTH: Final = 4
@@ -52,7 +52,9 @@ def find_run_folders(*folders: Path) -> Iterator[Path]:
                     real_paths.add(real)
                     yield run
         except FileNotFoundError:
-            raise UsageError(f"{folder}: no such folder; name a run folder, or a folder with run folders") from None
+            raise UsageError(
+                f"{folder}: no such folder; pass a run folder, or a folder that contains run folders"
+            ) from None
         except OSError as error:
             raise UsageError(f"{error.filename}: cannot be searched: {error.strerror}") from error
 
@@ -79,9 +81,9 @@ def read_job(folder: Path) -> SubmittedJob | None:
 
 
 def failure_reason(folder: Path, *, ignore_transient: bool = False) -> str:
-    """Return the reason in result.json why a run failed, or an empty string if the run didn't fail.
+    """Return the reason for the failure of a run from result.json, or an empty string if the run didn't fail.
 
-    With `ignore_transient`, also return an empty string for a transient failure, after which a scheduler restarts runs.
+    With `ignore_transient`, also return an empty string for transient failures, after which a scheduler restarts runs.
     """
     result = read_json_dict(folder / RESULT)
     is_failure = result.get("event") == "failed" and not (ignore_transient and result.get("cause") == "transient")

@@ -21,20 +21,20 @@ from lockstep.errors import HostError, LockstepError, UsageError
 
 T = TypeVar("T")
 
-# Storage in which a write can fail if the object already exists: by If-None-Match in S3 and Azure, and by
+# Storage with conditional writes, which fail if the object already exists: If-None-Match in S3 and Azure, and
 # ifGenerationMatch in Google Cloud Storage.
 _CONDITIONAL: Final = ("s3", "s3a", "gs", "gcs", "memory")
 _WITHOUT_FOLDERS: Final = (*_CONDITIONAL, "abfs", "abfss", "az", "adl", "oss", "tos", "tosfs", "oci", "ocilake")
 _PACKAGES: Final = {"s3": "lockstep-train[storage]", "s3a": "lockstep-train[storage]", "gs": "gcsfs", "gcs": "gcsfs"}
 _PACKAGES_AZURE: Final = {"abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
-_CONFIRM_S: Final = 2.0  # time after which a write without a condition is read back
+_CONFIRM_S: Final = 2.0  # seconds after which an unconditional write is read back
 _MAX_REASON_CHARS: Final = 300
 # Names of environment variables with secrets, and secrets in a URL. Their values are removed from errors.
 _SECRET_VARIABLE: Final = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY|SAS|CONNECTION_STRING")
 _SECRET_IN_URL: Final = re.compile(
     r"(?<=://)[^/@\s]+@|(?<=[?&])[\w-]*(?:signature|token|credential|sig|key)=[^&\s\"']+", re.IGNORECASE
 )
-_LONGEST_PUBLIC_VALUE: Final = 3  # shorter values of such variables, such as "1", aren't secrets
+_LONGEST_PUBLIC_VALUE: Final = 3  # up to this length, values of such variables aren't secrets, such as "1"
 
 
 class Files(Protocol):
@@ -56,22 +56,22 @@ class Files(Protocol):
 @final
 @dataclass(frozen=True)
 class Storage:
-    """The folder `url`, which is at the path `root` of the file system `files`. Names of objects are relative to it."""
+    """A folder in object storage. `root` is its path in `file_system`. Object names are relative to the folder."""
 
     url: str
     files: Files
     root: str
 
     def names(self, prefix: str = "") -> dict[str, int]:
-        """Return the size of each object below `prefix`, a folder such as `checkpoints`, by its name."""
+        """Return the objects under `prefix`, a folder such as `checkpoints`, as a dict from names to sizes in bytes."""
 
-        def find() -> dict[str, int]:
+        def find_objects() -> dict[str, int]:
             self.files.invalidate_cache()
             found = self.files.find(self._path(prefix), detail=True)
             return {path: int(info.get("size") or 0) for path, info in found.items() if info.get("type") != "directory"}
 
         try:
-            found = self._do("list", prefix, find)
+            found = self._do("list", prefix, find_objects)
         except FileNotFoundError:
             return {}
         start = self.root.rstrip("/") + "/"
@@ -79,16 +79,16 @@ class Storage:
         return {name: named[name] for name in sorted(named) if _is_safe(name)}
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in this folder."""
+        """Return the names of the subfolders of this folder."""
 
-        def entries() -> list[str]:
+        def list_entries() -> list[str]:
             self.files.invalidate_cache()
             listed = self.files.ls(self.root, detail=True)
             names = [str(info["name"]).rstrip("/").rpartition("/")[2] for info in listed if info["type"] == "directory"]
             return sorted(name for name in names if _is_safe(name))
 
         try:
-            return self._do("list", "", entries)
+            return self._do("list", "", list_entries)
         except FileNotFoundError:
             return []
 
@@ -101,10 +101,10 @@ class Storage:
         self._do("write", name, lambda: self.files.pipe_file(self._writable(name), data))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create an object, and return whether it is this call that created it.
+        """Create an object, and return True. Return False if it already exists, or if a different process creates it.
 
-        If the storage has no conditional writes, two processes that create the same object at the same time are only
-        told apart by reading it back after a pause. `data` must differ between the processes.
+        If the storage has no conditional writes, the object is read back after a pause, to detect that two processes
+        created it at the same time. Therefore, `data` must differ between processes.
         """
         if scheme_of(self.url) in _CONDITIONAL:
             try:
@@ -138,16 +138,16 @@ class Storage:
             return
 
     def modified(self, name: str) -> datetime | None:
-        """Return when an object was written, by the clock of the storage. None if the storage doesn't tell."""
+        """Return the time at which an object was written, by the clock of the storage, or None if it is unknown."""
 
-        def modified() -> object:
+        def get_time() -> object:
             self.files.invalidate_cache()
             with suppress(NotImplementedError):
                 return self.files.modified(self._path(name))
             return None
 
         try:
-            time_written = self._do("read", name, modified)
+            time_written = self._do("read", name, get_time)
         except FileNotFoundError:
             return None
         return time_written if isinstance(time_written, datetime) else None
@@ -162,7 +162,7 @@ class Storage:
         return path
 
     def _do(self, operation: str, name: str, action: Callable[[], T]) -> T:
-        """Do an operation on an object. All operations come through here, which lets tests end a process at each."""
+        """Run an operation on an object, and convert its errors. Tests can end a process here, before any operation."""
         try:
             return action()
         except LockstepError:
@@ -177,14 +177,14 @@ class Storage:
                     f"{self.url}: the bucket does not exist; create it, or choose a different URL"
                 ) from None
             raise
-        except Exception as error:  # each file system has its own errors
+        except Exception as error:  # each file system raises its own types of errors
             raise _storage_error(f"{self.url}/{name}".rstrip("/"), error) from None
 
 
 def open_storage(url: str) -> Storage:
-    """Open a folder in object storage. Raise UsageError if the URL can't be used on this host.
+    """Open a folder in object storage, without connecting to the storage yet.
 
-    This doesn't connect to the storage yet.
+    Raises UsageError if the URL can't be used on this host.
     """
     check_storage(url)
     import fsspec
@@ -233,12 +233,12 @@ def _package(scheme: str) -> str:
 
 
 def _is_safe(name: str) -> bool:
-    """Return whether the name of an object can be the path of a file in a folder. Anyone may have named the object."""
+    """Return whether an object name is safe as a file path, because the name may come from an untrusted source."""
     return "\0" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 def _storage_error(place: str, error: Exception) -> LockstepError:
-    """Return the error for an operation that failed: a mistake of the user, or a failure of the network or service."""
+    """Return the error to raise for a failed operation: UsageError for a user mistake, otherwise HostError."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound"}:
         advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in with the tool of your storage"
@@ -262,10 +262,13 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def as_host_errors(action: str) -> Iterator[None]:
-    """Convert an error of the storage during training to a HostError, because the user's input was valid before."""
+    """Return a context manager that converts storage errors to HostError.
+
+    It is used during training, when errors aren't due to the user's input anymore.
+    """
     try:
         yield
     except UsageError as error:
         raise HostError(f"{action}: {error}") from None
     except (FileNotFoundError, FileExistsError) as error:
-        raise HostError(f"{action}: {_reason(error)}; another process changes the same run folder") from None
+        raise HostError(f"{action}: {_reason(error)}; another process is changing the same run folder") from None

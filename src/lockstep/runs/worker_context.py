@@ -1,4 +1,4 @@
-"""The context in which Lockstep calls a user's function in a worker process: the ranks, and overriding settings."""
+"""The context for calling a user's function in a worker process: the ranks, and settings that override arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -36,11 +36,11 @@ class OpenRun(Protocol):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The ranks, which have already joined, and settings that override arguments that the user's function passes.
+    """The ranks, which have already joined, and settings that override arguments in the user's function.
 
     - `strategy`: Replaces the strategy that the function passes.
     - `folder`: Replaces the run folder that the function passes. If the function passes no folder, the run has none,
-      unless it is the first run and `keeps` is set.
+      unless it is the first run and `keeps_first_run` is set.
     - `guarded`: If False, code that makes results depend on the placement isn't rejected (loop/guard.py).
     """
 

@@ -29,7 +29,7 @@ _DIGEST_BYTES: Final = 16
 class Disagreement:
     """The names of tensors that should be equal on all ranks, but differ.
 
-    `odd_ranks` holds the ranks that differ from the majority. It is None if there is no majority. `hosts` holds the
+    `minority_ranks` holds the ranks that differ from the majority, or None if there is no majority. `hosts` holds the
     host name of each rank.
     """
 
@@ -66,8 +66,8 @@ def check_initial_weights(world: World, model: nn.Module, advice: str) -> nn.Mod
 def find_disagreement(world: World, model: NamedTensors, weights: str = "") -> Disagreement | None:
     """Compare the tensors of a model across ranks. Return the differing tensors, or None if all ranks agree.
 
-    All ranks must call it, and all ranks get the same result. `weights` is the SHA-256 of the unsharded tensors, or an
-    empty string to compute the hash.
+    All ranks must call it, and all ranks get the same result. `weights_sha256` is the SHA-256 of the unsharded tensors.
+    If it is empty, the hash is computed.
     """
     if world.size == 1:
         return None

@@ -2,10 +2,10 @@
 
 The digests don't depend on the placement. They are computed in three phases:
 
-1. Each rank computes its part of a digest on its device, and keeps the part there.
+1. Each rank computes a partial digest on its device, and keeps it there.
 
-2. At a report or a save, the parts of many steps are summed over all ranks with a single all-reduce. Then rank 0 writes
-the digests.
+2. At a report or a save, the partial digests of many steps are summed over all ranks with a single all-reduce. Then
+rank 0 writes the digests.
 
 3. If computing the digests takes more than `MAX_TIME_FRACTION` of the step time, only every k-th step gets a digest.
 """
@@ -31,7 +31,7 @@ _MAX_INTERVAL: Final = 1 << 12
 
 
 class Digest(NamedTuple):
-    """A digest after `step` updates: of the gradient of the last update or, if `weights` is set, of the weights."""
+    """A digest after `step` updates: of the gradient of the last update or, if `is_weights` is set, of the weights."""
 
     step: int
     value: int  # unsigned, 64 bits
@@ -45,8 +45,8 @@ class StepDigests:
 
     - `gradients`: Returns the reduced gradients of the engine.
     - `write`: Called on rank 0 with the complete digests, in the order of their steps.
-    - `every`: The number of steps from one digest to the next. If it is None, the interval is chosen from measurements,
-      so that digests take at most `MAX_TIME_FRACTION` of the step time.
+    - `interval`: The number of steps from one digest to the next. If it is None, the interval is chosen from
+      measurements, so that digests take at most `MAX_TIME_FRACTION` of the step time.
     - `report`: Called with a message once the interval has been chosen.
     """
 
@@ -60,12 +60,12 @@ class StepDigests:
         self._digests = Digests()
         self._assigned_names_cache: dict[tuple[str, ...], frozenset[str]] = {}
         self._pending: list[tuple[int, bool, Tensor]] = []
-        self._last_added = 0.0  # time of the last call of `add`
+        self._last_added = 0.0  # time of the previous call to `add`
         self._step_seconds: deque[float] = deque(maxlen=_TIMED_DIGESTS)  # seconds between consecutive steps
         self._digest_seconds: deque[float] = deque(maxlen=_TIMED_DIGESTS)  # seconds per digest
 
     def add(self, step: int) -> None:
-        """Add the digest of the current gradient, if one is due. `step` is the number of its step, counted from 1."""
+        """Add the digest of the gradient of `step`, counted from 1, if a digest is due."""
         if self.every is None:
             now = time.perf_counter()
             self._step_seconds.append(now - self._last_added)
@@ -85,7 +85,7 @@ class StepDigests:
     def collect(self, *, only_if_enough: bool = False) -> None:
         """Sum the pending digests over all ranks, and write them on rank 0.
 
-        If `only_if_enough` is set and few digests are pending, they are kept for a later call.
+        If `only_if_enough` is set and only a few digests are pending, they are kept for a later call.
         """
         threshold = 1 if not only_if_enough else _TIMED_DIGESTS if self.every is None else _DIGESTS_PER_MESSAGE
         if len(self._pending) < threshold:
@@ -104,7 +104,7 @@ class StepDigests:
         self._pending.append((step, weights, self._digests.digest_model(tensors, self._assigned_names(tensors))))
 
     def _assigned_names(self, tensors: NamedTensors) -> frozenset[str]:
-        """Return the names of the unsharded tensors whose digests this rank computes. No other rank computes them."""
+        """Return the names of the unsharded tensors whose digests are computed on this rank only."""
         names = tuple(tensors)
         if names not in self._assigned_names_cache:
             whole_sizes = {name: value.numel() for name, value in tensors.items() if not isinstance(value, Shard)}
@@ -118,9 +118,9 @@ class StepDigests:
         return self._assigned_names_cache[names]
 
     def _choose_interval(self) -> Tensor:
-        """Return the interval in steps that keeps the time of digests within `MAX_TIME_FRACTION`.
+        """Return the interval in steps at which digests take at most `MAX_TIME_FRACTION` of the step time.
 
-        Returns 0 if it is too early to choose the interval, and on all ranks except rank 0.
+        Returns 0 if too few digests have been timed, and on all ranks except rank 0.
         """
         every = 0
         if self.world.rank == 0 and self.every is None and len(self._digest_seconds) == _TIMED_DIGESTS:

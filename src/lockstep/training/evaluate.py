@@ -30,7 +30,7 @@ class Totals(NamedTuple):
 
 
 def batch_sums(task: Task, outputs: Any, batch: Batch, weight: Weight) -> dict[str, Tensor]:
-    """Return the sums of a batch: the losses, the weights, the number of samples, and the sums of the task."""
+    """Return the sums over a batch: its losses, its weights, the number of samples, and the sums of the task."""
     losses = loss_sums(task.loss(outputs, batch), weight)
     return {**losses, SAMPLES: torch.tensor(get_batch_size(batch)), **task.sums(outputs, batch)}
 

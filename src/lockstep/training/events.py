@@ -41,7 +41,7 @@ class _Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(_Event):
-    """The run starts, or resumes after `step` of `steps` steps. `again` counts unsaved steps that are repeated."""
+    """The run started, or resumed after `step` of `steps` steps. `again` is the number of unsaved steps to repeat."""
 
     steps: int
     epochs: float

@@ -45,7 +45,7 @@ def lock(run_dir: Path) -> Lock:
     """Lock a run folder for this process. Create the folder if needed. Raise UsageError if the folder is in use.
 
     Exactly one process of a run must call it, and this process must end last. Releasing the lock doesn't remove
-    the lock file. Otherwise, two processes could hold locks on two files with the same name.
+    the lock file. If it did, two processes could hold locks on two files with the same name.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.open_descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
@@ -78,7 +78,7 @@ def _acquire_for_run(descriptor: int, run_dir: Path) -> None:
 def _acquire(descriptor: int) -> None:
     """Take the lock, or raise BlockingIOError if it is held by a different process.
 
-    A process that lists active runs also takes the lock for a moment, so try several times.
+    A process that lists active runs also holds the lock briefly, so this function tries several times.
     """
     for _ in range(_TRIES - 1):
         with suppress(BlockingIOError):

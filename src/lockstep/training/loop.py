@@ -73,7 +73,7 @@ def iterate_training_steps(
     evaluations.
 
     5. If a save is due, `save` starts it, collects the digests, and returns the saves that have completed. A save is
-    also due if the run ends or stops, or if `preempted` returns True at a reported step. All ranks call `preempted`.
+    also due if the run ends or stops, or if `is_preempted` returns True at a reported step. All ranks call it.
 
     6. If the ranks agreed to stop before the plan ends, Stopped is yielded, and the generator returns.
 

@@ -76,8 +76,8 @@ class ParameterNorms:
 class StepObservations:
     """The observations of a step: losses, the largest activation of each module, and the first non-finite value.
 
-    For a recipe, `losses` holds the loss of each sample. A custom training loop computes one loss per micro-batch, so
-    `microbatches` holds its losses by micro-batch index.
+    For a recipe, `losses` holds the loss of each sample. For a custom training loop, which computes one loss per
+    micro-batch, `microbatch_losses` maps each micro-batch index to its loss.
     """
 
     losses: list[SampleLoss] = field(default_factory=list)

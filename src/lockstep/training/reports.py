@@ -38,7 +38,7 @@ class StepReports:
         self._last_step = -1  # number of the last step; keeping the step itself would keep its batch in memory
 
     def report(self, training_step: TrainingStep) -> Sequence[Stepped]:
-        """Count a completed step, and return its report if one is due. A second call for a step returns nothing."""
+        """Count a completed step, and return its report if one is due. A second call for a step is a no-op."""
         if training_step.step.number == self._last_step:
             return ()
         self._last_step = training_step.step.number
@@ -68,7 +68,7 @@ class StepReports:
         return [stepped]
 
     def time_waits(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the items of `batches`, and report the time until each item is available as the data time."""
+        """Yield the items of `batches`, and count the time spent waiting for them as data time."""
         return self._meter.time_waits(batches)
 
     def check(self) -> float:
@@ -77,7 +77,7 @@ class StepReports:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager that first checks the losses, and excludes its duration from the reported speed."""
+        """Return a context manager that checks the losses, and excludes the `with` block from the reported speed."""
         self.check()
         yield
         self._meter.restart()
@@ -99,7 +99,7 @@ class StepReports:
 
 
 def step_sums(sums: Sums) -> Mapping[str, Tensor]:
-    """Return the sums of the losses and weights of a step, on the CPU, under the same names as in `batch_sums`."""
+    """Return the sums of the losses and weights of a step, on the CPU, named as in `compute_batch_sums`."""
     if not sums.named:
         return {"loss": sums.total.double().cpu(), "weight": torch.tensor(sums.weight)}
     losses = {name: loss.total.cpu() for name, loss in sums.named.items()}

@@ -15,10 +15,10 @@ FullTensors = Iterable[tuple[str, Tensor]]
 def measure_update(
     update: Callable[[], Update], gradients: FullTensors, before: FullTensors, after: FullTensors
 ) -> tuple[Update, list[ParameterNorms]]:
-    """Run `update`, and return its result and the norms of each trained parameter. All ranks call it.
+    """Call `apply_update`, and return its result and the norms of each trained parameter. All ranks call it.
 
-    `before` and `after` yield the weights. They are exhausted before and after the update, respectively. Only rank 0
-    gets the norms of all parameters.
+    `weights_before` and `weights_after` yield the weights. They are iterated before and after the update, respectively.
+    Only rank 0 gets the norms of all parameters.
     """
     gradient_norms = {name: _l2_norm(gradient) for name, gradient in gradients}
     weights = {name: weight.clone() for name, weight in before}

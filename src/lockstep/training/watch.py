@@ -14,7 +14,7 @@ from lockstep.training.digests import StepDigests
 
 @final
 class NonFiniteCheck:
-    """Collects the losses of steps, and raises an error with `advice` if a loss isn't finite and `stop` is set."""
+    """Collects the losses of steps. If `stop` is set, a non-finite loss raises an error that ends with `advice`."""
 
     def __init__(self, world: World, stop: bool, advice: str, digests: StepDigests | None = None) -> None:
         self._world = world

@@ -31,14 +31,14 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
 
 
 def create_sized(path: Path, head: bytes, length: int) -> None:
-    """Create a new file of `length` bytes that starts with `head`, for `write_at` to fill."""
+    """Create a new file of `num_bytes` bytes that starts with `header`. `write_at` writes the rest."""
     with path.open("xb") as file:
         file.write(head)
         reserve(file.fileno(), length)  # detects a full disk here, not in the middle of writing
 
 
 def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
-    """Write each part at its offset in a file, and sync the file to disk. Other ranks may write different parts."""
+    """Write each chunk at its offset in a file, and sync the file to disk. Ranks can write to a file concurrently."""
     with path.open("r+b") as file:
         for start, data in parts:
             file.seek(start)
@@ -76,7 +76,7 @@ def replace_link(link: Path, target: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the entries of a folder to disk. fsync of a file doesn't save the folder entry of the file."""
+    """Sync the directory entries of a folder to disk. Calling fsync on a file doesn't sync its directory entry."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

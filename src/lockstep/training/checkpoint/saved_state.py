@@ -78,7 +78,8 @@ class SavedState(BaseModel):
 def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
     """Validate `state`, the JSON content of state.json in the checkpoint `path`, and return it as a SavedState.
 
-    Raises UsageError if the content doesn't match the format of this version, or the step in the name of the folder.
+    Raises UsageError if the content doesn't match the format of this version, or if its step differs from the step in
+    the folder name.
     """
     schemas.check_schema(state.get("schema"), path / store.STATE)
     try:
@@ -126,7 +127,7 @@ def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bo
                 yield f"{section}: {name} is {figures[name]}, which is not between 0 and 1"
     latest, best = (figures.get(monitor.name, math.nan) for figures in (progress.figures, progress.best))
     if ((progress.figures or progress.best) and not has_best) or progress.best_at > step:
-        yield f"best_at is {progress.best_at}, which does not match step {step} and the figures of the best evaluation"
+        yield f"best_at is {progress.best_at}, which does not match step {step} and the metrics of the best evaluation"
     elif not has_best and (progress.best_at != -1 or progress.best_loss != math.inf):
         yield f"best_at is {progress.best_at} and best_loss {progress.best_loss}, without a best evaluation"
     elif latest > best if monitor.higher else latest < best:

@@ -39,8 +39,8 @@ class Saver:
     """Writes checkpoints into `folder`, and keeps the newest `keep`. All ranks must make the same calls.
 
     `buffers` are the names of tensors that aren't parameters, for the message if ranks disagree. If `key` is set, each
-    checkpoint is signed with it. If `upload` is set, rank 0 calls it with each checkpoint. The save is only complete
-    once the upload is. For `remote`, see shards.py.
+    checkpoint is signed with it. If `upload` is set, rank 0 calls it with each checkpoint. A save is complete once its
+    upload is. For `remote`, see shards.py.
     """
 
     world: World
@@ -60,8 +60,8 @@ class Saver:
     def save(self, progress: Progress, snapshot: Snapshot) -> list[Saved]:
         """Save, or start a background save. Return the events of the saves that have completed.
 
-        If a save fails, raises TrainingError. In the background, the call returns the event of the previous save, or
-        raises its error.
+        If a save fails, raises TrainingError. With background saves, the call returns the event of the previous save,
+        or raises its error.
         """
         start_time = time.perf_counter()
         fields, best = progress.event_fields, progress.best_at == progress.step
@@ -77,7 +77,7 @@ class Saver:
         return self.wait() if self._running is not None and self._running.done() else []
 
     def wait(self) -> list[Saved]:
-        """Wait for the background save that is running, and return its event."""
+        """Wait for the running background save, if any, and return its event."""
         running, self._running = self._running, None
         return [] if running is None else [running.result()]
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class RemoteParts(Protocol):
-    """Sends the rows of a rank to rank 0, if they don't share a folder (runs/remote_shards.py)."""
+    """Transfers the rows of a rank to rank 0, if the two ranks don't share a folder (runs/remote_shards.py)."""
 
     def send(self, checkpoint: str, rank: int, files: Mapping[str, Iterable[tuple[int, memoryview]]]) -> None: ...
 
@@ -46,7 +46,7 @@ def save(
     key: bytes | None = None,
     remote: RemoteParts | None = None,
 ) -> str:
-    """Write the checkpoint of `step`, as store.save does, and return the SHA-256 of the weights. All ranks call it.
+    """Write the checkpoint of `step` like store.save, and return the SHA-256 of the weights. All ranks call it.
 
     If a rank can't write, all ranks raise HostError. If `remote` is set, ranks without access to the folder of rank 0
     send their rows through it.

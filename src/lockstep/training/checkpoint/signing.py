@@ -1,4 +1,4 @@
-"""Signs the manifests of checkpoints with a private key of the user, so that nobody else can create a valid one."""
+"""Signs the manifests of checkpoints with a private key of the user. Nobody else can create a valid manifest."""
 
 import hashlib
 import hmac

@@ -23,7 +23,7 @@ A save has these phases:
 4. `publish` points `latest` and, for the best evaluation, `best` to the new checkpoint. Then it removes checkpoints
    that are no longer needed.
 
-A damaged checkpoint raises DataError, which is a TrainingError, and `newest` falls back to an older checkpoint. A
+A damaged checkpoint raises DataError, which is a TrainingError. `load_newest` falls back to an older checkpoint. A
 valid checkpoint that doesn't belong to the run raises UsageError.
 """
 
@@ -270,7 +270,10 @@ def read_checkpoint(path: Path, key: bytes | None = None) -> Snapshot:
 
 
 def manifest(path: Path, key: bytes | None = None) -> Manifest:
-    """Return the manifest of the checkpoint folder `path`, without checking its files. For `key`, see `read`."""
+    """Return the manifest of the checkpoint folder `path`, without verifying its files.
+
+    Raises DataError if the manifest is damaged, and UsageError if `key` is set and the manifest isn't signed with it.
+    """
     manifest_path = path / MANIFEST
     try:
         content = _read_json_object(manifest_path, _MAX_MANIFEST_BYTES)
@@ -332,7 +335,7 @@ def _json(content: Mapping[str, JSON]) -> bytes:
 
 def _install(final: Path) -> None:
     # Two renames are needed, because a rename can't replace a folder that isn't empty. If the process is killed between
-    # the two renames, the previous checkpoint of the step keeps its .old name, and `newest` finds it there.
+    # the two renames, the previous checkpoint of the step keeps its .old name, and `load_newest` finds it there.
     if final.exists():
         os.rename(final, _hidden_path(final, "old"))
     os.rename(_hidden_path(final, "tmp"), final)
@@ -428,7 +431,7 @@ def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) 
         raise UsageError(f"{path}: no checkpoint found; pass the folder of a run that has saved one")
     if prefer == "best":
         raise UsageError(
-            f"{path}: no checkpoint is marked as best, because the run was never evaluated; use the newest"
+            f"{path}: no checkpoint is marked as best, because the run was never evaluated; use the newest one"
         )
     return checkpoint
 

@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
 
 def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file. They depend on names and values, but not on device or memory format.
+    """Yield the bytes of a safetensors file. They depend on names and values, but not on the device or memory format.
 
     Raises ValueError with the name of the tensor if the format doesn't support its dtype.
     """
@@ -79,7 +79,7 @@ def make_layout(tensors: NamedTensors) -> Frame:
 
 
 def local_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the offset and bytes of each part that `rank` writes: its shards and, on rank 0, all unsharded tensors."""
+    """Yield the offset and bytes of each chunk that `rank` writes: its shards and, on rank 0, all unsharded tensors."""
     for name, start in starts.items():
         value = tensors[name]
         if not isinstance(value, Shard):
