@@ -78,10 +78,7 @@ class RankTraining:
         numerics = machine.make_fingerprint(world.device, compiled=prepared.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
         self.grading = StepMeasurements(world, self.clock) if is_predicted(prepared.resolved) else None
-        self.reported: tuple[set[int], set[int]] = (
-            set(),
-            set(),
-        )  # unreadable samples that were already reported, for each split
+        self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples already reported, by split
         # Bind to cores before memory is pinned and before loader processes start.
         self.cores = bind(world, prepared.recipe.threads) if prepared.placement.affinity == "auto" else []
         for cores in self.cores[world.rank : world.rank + 1]:
