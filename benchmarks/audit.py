@@ -70,7 +70,7 @@ def _timed(name: str, work: Work, audited: bool, world: World) -> Turn:
     elif audited:
         index = rota.get_assignment(world.rank, step)
         assert index is not None
-        given = [replace(work.batch(index), dummy=True), *given]
+        given = [replace(work.batch(index), is_dummy=True), *given]
         engine.close()
         engine = AuditedEngine(
             lambda other: start(name, work, other)[0], world, rota, lambda _, index: work.batch(index)

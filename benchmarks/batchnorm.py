@@ -23,9 +23,9 @@ from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, compare
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank
-from lockstep.device.live_bytes import LiveBytes
+from lockstep.device.live_bytes import LiveByteCounter
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 
 LOCAL: Final = "lockstep, local"
 SYNC: Final = "lockstep, sync"
@@ -44,7 +44,7 @@ def results(quick: bool) -> Iterator[Result]:
 
 def by_hand(work: Work, _: World) -> Do:
     """Return what does a step of the whole batch in one piece, and returns its loss."""
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     model = work.build().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, foreach=True, **work.options)
     batches = [each.batch for each in work.batches(DataRank())]
@@ -83,7 +83,7 @@ def _timed(side: _Side, work: Work, world: World) -> Turn:
 
 def _measured(side: _Side, work: Work, world: World) -> Turn:
     side(replace(_WARM, sync_batchnorm=work.sync_batchnorm), world)()
-    live = LiveBytes()
+    live = LiveByteCounter()
     do = side(work, world)
     do()
-    return lambda: live.peak(do) / 2**20
+    return lambda: live.measure_peak(do) / 2**20

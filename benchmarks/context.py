@@ -25,13 +25,13 @@ from benchmarks.tensor_learners import DECAY, HEADS, LR, Do
 from lockstep.comm.world import World
 from lockstep.core.engine_recipe import PlainRecipe, PlainSequenceChunks
 from lockstep.core.order import Step
-from lockstep.device.live_bytes import LiveBytes
+from lockstep.device.live_bytes import LiveByteCounter
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.models.gpt import gpt
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
@@ -54,7 +54,7 @@ class Work:
         torch.manual_seed(0)
         model = gpt(context=self.tokens, layers=self.layers, heads=HEADS, width=self.width)
         if self.features > 1:
-            split_into_chunks(model, built_in_plan(model), self.features)
+            split_into_chunks(model, get_built_in_plan(model), self.features)
         return model
 
 
@@ -99,7 +99,7 @@ def results(quick: bool) -> Iterator[Result]:
 
 def stepping(side: Side, world: World) -> Do:
     """Return what does a step under one of our strategies."""
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     work = side.work
     kind: Any = import_module(f"lockstep.strategies.{side.strategy}").Strategy(**dict(side.options))
     engine = kind.start(
@@ -109,7 +109,7 @@ def stepping(side: Side, world: World) -> Do:
         Numerics(PlainRecipe(microbatches=1, model=PlainSequenceChunks(work.chunks))),
     )
     ids = torch.randint(256, (1, work.tokens + 1), generator=torch.Generator().manual_seed(0))
-    step = Step(0, 0, 0, 1, 0, False, counted=work.tokens)
+    step = Step(0, 0, 0, 1, 0, False, total_weight=work.tokens)
 
     def do() -> object:
         sums = engine.forward_backward([MicroBatch(0, ids, 1, work.tokens)], step)
@@ -126,7 +126,7 @@ def _timed(side: Side, world: World) -> Turn:
 
 def _measured(side: Side, world: World) -> Turn:
     stepping(replace(side, work=replace(side.work, width=8 * HEADS, layers=1, tokens=64)), world)()
-    live = LiveBytes()
+    live = LiveByteCounter()
     do = stepping(side, world)
     do()
-    return lambda: live.peak(do) / 2**20
+    return lambda: live.measure_peak(do) / 2**20

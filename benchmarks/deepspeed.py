@@ -15,7 +15,7 @@ from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.deepspeed import init_deepspeed
 from lockstep.comm.world import World
-from lockstep.device.live_bytes import LiveBytes
+from lockstep.device.live_bytes import LiveByteCounter
 
 STAGES: Final = (1, 2, 3)
 SIZE: Final = 2
@@ -52,7 +52,7 @@ def _compared(what: str, stage: int, name: str, work: Work, turns: int) -> Resul
 
 def _measured(name: str, work: Work, world: World) -> Turn:
     init_deepspeed(world)
-    live = LiveBytes()
+    live = LiveByteCounter()
     do = ours(name, work, world)
     do()
-    return lambda: live.peak(do) / 2**20
+    return lambda: live.measure_peak(do) / 2**20

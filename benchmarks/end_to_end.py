@@ -30,13 +30,13 @@ from lockstep.comm.world import World
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
-from lockstep.core.rate import Rate
+from lockstep.core.rate import RateSchedule
 from lockstep.data.base import DataSet
 from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.ranks.signals import StopRequest
@@ -46,7 +46,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 
 BATCH, SAMPLES, CLASSES = 256, 5120, 10  # the global batch of the tutorial and of the recipe cifar10-resnet18
 LR, MOMENTUM = 0.01, 0.9
@@ -104,7 +104,7 @@ def _tutorial_steps(
 
 
 def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     keep_freed_memory()
     images, targets = _images()
     split = TensorSplit(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(targets))
@@ -120,9 +120,14 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     )
     never = Interval(steps=10**9)
     plan = Plan(
-        endless, Rate(LR, SAMPLES, 1.0), recipe=PlainRecipe(1), log=Interval(steps=1), evaluate=never, save=never
+        endless,
+        RateSchedule(LR, SAMPLES, 1.0),
+        recipe=PlainRecipe(1),
+        log=Interval(steps=1),
+        evaluate=never,
+        save=never,
     )
-    reports = StepReports(world, plan, Progress())
+    reports = StepReporter(world, plan, Progress())
     following = iterate_training_steps(
         loader.iterate_steps, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
     )

@@ -30,8 +30,8 @@ from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
 from lockstep.core.mesh import Mesh
-from lockstep.parallel.blocks import find_units
-from lockstep.parallel.layerwise import full_norms
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.layerwise import compute_full_norms
 from lockstep.setup.build import Setup
 from lockstep.setup.prepare import open_recipe_without_placement
 
@@ -58,15 +58,15 @@ def estimates(ready: Setup, strategy: str, processes: int) -> dict[str, float]:
 
 def _tracked(ready: Setup, model: torch.nn.Module, processes: int) -> float:
     world = World(RankInfo(0, 1, 0, 1, "estimators"), torch.device("cpu"))
-    _, [microbatch, *_] = next(iter(ready.loader(world, Mesh(1).data_rank(0), 0).iterate_steps(0)))
+    _, [microbatch, *_] = next(iter(ready.make_loader(world, Mesh(1).get_data_rank(0), 0).iterate_steps(0)))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     mesh = init_device_mesh("cpu", (processes,))
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)).train()
-        for unit in (*find_units(model), model):
+        for unit in (*find_blocks(model), model):
             fully_shard(unit, mesh=mesh)
-        optimizer = ready.optimizer([*model.named_parameters()], full_norms)
+        optimizer = ready.make_optimizer([*model.named_parameters()], compute_full_norms)
         batch = tree_map(lambda each: torch.empty_like(each) if isinstance(each, Tensor) else each, microbatch.batch)
         with FSDPMemTracker(model, optimizer) as tracker:
             for _ in range(2):  # the first makes the optimizer's state

@@ -24,7 +24,7 @@ from lockstep.comm.world import World
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step, split_range
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.strategies.ddp import Strategy
@@ -58,7 +58,7 @@ def _compared(size: int, microbatches: int, turns: int) -> Result:
 
 
 def _lockstep(microbatches: int, world: World) -> Turn:
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     keep_freed_memory()
     engine = Strategy().start(
         Problem(Classification(), _model),

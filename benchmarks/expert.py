@@ -19,11 +19,11 @@ from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from benchmarks.tensor_learners import HEADS, Work, ours
 from lockstep.comm.world import World
-from lockstep.device.live_bytes import LiveBytes
+from lockstep.device.live_bytes import LiveByteCounter
 from lockstep.device.memory import keep_freed_memory
 from lockstep.models.find import build_model
 from lockstep.models.initialise import initialize_model
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.plan import split_into_chunks
 
 PROCESSES: Final = 2
@@ -50,10 +50,10 @@ class Mixture(Work):
             "num_experts_per_tok": 2,
         }
         facts = {"vocabulary": self.vocabulary, "context": self.tokens}
-        build = partial(build_model, name="mixtral", source="transformers", options=options, facts=facts)
+        build = partial(build_model, name="mixtral", source="transformers", options=options, dataset_info=facts)
         model = initialize_model(build, 0)
         if self.chunks > 1:
-            plan = {name: kind for name, kind in built_in_plan(model).items() if kind == "experts"}
+            plan = {name: kind for name, kind in get_built_in_plan(model).items() if kind == "experts"}
             split_into_chunks(model, plan, self.chunks)
         return model
 
@@ -87,7 +87,7 @@ def _timed(strategy: str, work: Mixture, world: World) -> Turn:
 
 def _measured(strategy: str, work: Mixture, world: World) -> Turn:
     ours(strategy, replace(work, width=8 * HEADS, layers=1), world)()  # of a process that has computed nothing yet
-    live = LiveBytes()
+    live = LiveByteCounter()
     do = ours(strategy, work, world)
     do()
-    return lambda: live.peak(do) / 2**20
+    return lambda: live.measure_peak(do) / 2**20

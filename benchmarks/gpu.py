@@ -106,9 +106,9 @@ def machine(device: str) -> dict[str, Any]:
     import torch
 
     from benchmarks.report import machine as about
-    from lockstep.device.machine import environment
+    from lockstep.device.machine import describe_environment
 
-    found = environment()
+    found = describe_environment()
     return {
         **about(),
         "gpus": found["gpus"] if device == "cuda" else [],

@@ -26,9 +26,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lockstep.common.platforms import usable_cores
-from lockstep.device.compiler import OPTIONS
-from lockstep.device.precision import fix_kernels
+from lockstep.common.platforms import count_usable_cores
+from lockstep.device.compiler import COMPILE_OPTIONS
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.parallel.compiled import compile_blocks
 
 _CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
@@ -162,7 +162,7 @@ def _hashes(folder: Path, size: Size, device: torch.device, end: float) -> tuple
     train("single", runs.pop("single"))  # it has compiled what most of the others take, and saved what one resumes
     own = "own-cache" if device.type == "cuda" else "cache"  # g++ takes most of the time there
     resumed = (*PLACED["pipeline on 2"], f"run.resume={folder / 'single/checkpoints/step-00000001'}")
-    with ThreadPoolExecutor(max(1, usable_cores() // 4)) as pool:
+    with ThreadPoolExecutor(max(1, count_usable_cores() // 4)) as pool:
         under_way = [pool.submit(train, RESUMED, resumed, own, "1")]
         under_way += [pool.submit(train, name, words) for name, words in runs.items()]
         for each in under_way:
@@ -190,11 +190,11 @@ def _recipe(size: Size) -> dict[str, Any]:
 
 def _timed(folder: Path, size: Size, device: torch.device, end: float) -> dict[str, Any]:
     """Return what the first micro-batch takes and what one takes then: eager, by block and as a whole."""
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     ways: dict[str, Callable[[nn.Module], Any]] = {
         "eager": lambda model: model,
         "by block": lambda model: compile_blocks(model, device) or model,
-        "whole": lambda model: torch.compile(model, dynamic=False, options=dict(OPTIONS)),
+        "whole": lambda model: torch.compile(model, dynamic=False, options=dict(COMPILE_OPTIONS)),
     }
     if device.type == "cpu":
         del ways["whole"]

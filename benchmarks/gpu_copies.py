@@ -27,13 +27,13 @@ from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step, Steps
-from lockstep.core.rate import Rate
-from lockstep.core.shard import local_tensor
+from lockstep.core.rate import RateSchedule
+from lockstep.core.shard import get_local_tensor
 from lockstep.data.copies import DeviceCopier, FinishCopy
 from lockstep.data.images.device_transforms import ImageTransforms
-from lockstep.data.images.synthetic import synthetic
+from lockstep.data.images.synthetic import make_synthetic_dataset
 from lockstep.data.loader import Loader
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
@@ -43,7 +43,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 
 AHEAD, IN_LINE, THERE = "copies ahead", "copies in line", "no copies"
 STEPS: Final = 20  # between two reports
@@ -74,7 +74,7 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
     """Count what waits, compare the weights of two ways, and time all three until the time is over."""
     began = time.monotonic()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     size = Size.of(device)
     ways = {name: _Way(name, device, size) for name in (AHEAD, IN_LINE, THERE)}
     waits = ways[AHEAD].waits()
@@ -134,7 +134,9 @@ class _Way:
             self._world,
             Numerics(PlainRecipe(microbatches=size.microbatches)),
         )
-        data = synthetic(image_size=size.image, samples=size.samples, validation_samples=1, classes=CLASSES, channels=3)
+        data = make_synthetic_dataset(
+            image_size=size.image, samples=size.samples, validation_samples=1, classes=CLASSES, channels=3
+        )
         self._steps = Steps(size.samples, size.batch, epochs=1000)
 
         def loader(device: torch.device) -> Loader:
@@ -174,7 +176,7 @@ class _Way:
         pinned = [[each.pin_memory() for each in tensors] for tensors in sent] if _on_gpu(self._device) else sent
         _transforms(self._device)
         began = time.perf_counter()
-        kept = [copies.start(tensors) for tensors in pinned]
+        kept = [copies.start_copy(tensors) for tensors in pinned]
         _transforms(self._device)
         seconds = time.perf_counter() - began if _on_gpu(self._device) else 0.0
         assert len(kept) == STEPS * self._size.microbatches
@@ -183,13 +185,13 @@ class _Way:
     def _train(self, steps: int) -> None:
         """Train so many steps, without a report."""
         first = self._progress.step
-        rate, never = Rate(0.01, self._size.samples, 1000.0), Interval()
+        rate, never = RateSchedule(0.01, self._size.samples, 1000.0), Interval()
         plan = Plan(self._steps, rate, recipe=PlainRecipe(1), log=never, evaluate=never, save=never)
 
         def batches(_: int) -> Iterable[tuple[Step, Sequence[MicroBatch]]]:
             return islice(self._batches(first), steps)
 
-        reports = StepReports(self._world, plan, self._progress)
+        reports = StepReporter(self._world, plan, self._progress)
         following = iterate_training_steps(batches, reports, evaluate=_never, save=_never, stop=_NoStop())
         for event in train(self.engine, reports, following):
             raise AssertionError(event)
@@ -278,7 +280,7 @@ def _optimizer(trained: Any, _: Any) -> torch.optim.Optimizer:
 
 def _same(one: Engine, other: Engine) -> bool:
     pairs = zip(one.state().model.values(), other.state().model.values(), strict=True)
-    return all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs)
+    return all(torch.equal(get_local_tensor(a), get_local_tensor(b)) for a, b in pairs)
 
 
 def _never(_: Progress) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkup.cards import gpu_findings, query_gpus
+from lockstep.checkup.cards import make_gpu_findings, query_gpus
 
 
 def run(device: torch.device, limit_s: float) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
         for card in found.driver.cards
         if card.uncorrected
     ]
-    findings = gpu_findings(found, "fp32", None) if device.type == "cuda" else []
+    findings = make_gpu_findings(found, "fp32", None) if device.type == "cuda" else []
     return {"ok": not failures, "failures": failures, **asdict(found), "findings": [asdict(each) for each in findings]}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.gpu_uses import EXACT, REFUSED, Make, Work
 from benchmarks.turns import Answer, Turn, take_turns
 from lockstep.device import kernels
-from lockstep.device.precision import fix_kernels, fix_workspace, list_attention_backends
+from lockstep.device.precision import list_attention_backends, select_deterministic_kernels, set_cublas_workspace
 
 DEFAULT, RUN, FILLED = "torch's defaults", "the settings of a run", "these, and memory filled"
 NOT_MEASURED: Final = "not measured yet"
@@ -86,8 +86,8 @@ def contestant(settings: str, device: str, repeats: int | None = None) -> Turn:
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         torch.set_num_threads(1)
     else:
-        fix_workspace()
-        fix_kernels(1)
+        set_cublas_workspace()
+        select_deterministic_kernels(1)
     torch.utils.deterministic.fill_uninitialized_memory = settings == FILLED  # type: ignore[attr-defined]
     where = torch.device(device)
     card = where.type == "cuda"
@@ -137,7 +137,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _refusals(device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield each operation that torch is to refuse here, and what it did instead: "" where it refused."""
-    for entry in kernels.REFUSED:
+    for entry in kernels.NONDETERMINISTIC_OPERATIONS:
         if entry.torch_raises and entry.name in REFUSED:
             function, dims = REFUSED[entry.name]
             yield entry.name, refusal(function, dims, device)

@@ -32,8 +32,8 @@ from lockstep.common.rank import RankInfo
 from lockstep.core.engine_recipe import PlainEma, PlainRecipe
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
-from lockstep.device.live_bytes import LiveBytes
-from lockstep.device.precision import fix_kernels
+from lockstep.device.live_bytes import LiveByteCounter
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.strategies import single, zero1
@@ -93,7 +93,7 @@ def run(device: torch.device, limit_s: float) -> dict[str, Any]:
     """Measure each case, until the time is over."""
     began = time.monotonic()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     width, layers = (4096, 12) if device.type == "cuda" else (768, 12)
     for precision in ("fp32", "bf16"):  # libraries and cuBLAS's workspaces take memory of their own, once for a shape
         _start(Case("adamw", precision=precision), device, width, 2)()
@@ -134,10 +134,10 @@ def measured(case: Case, device: torch.device, width: int, layers: int) -> tuple
     """
     if device.type == "cuda":
         return _measured_on_gpu(case, device, width, layers)
-    live = LiveBytes()
+    live = LiveByteCounter()
     do = _start(case, device, width, layers)
     do()
-    return live.now(), max(live.peak(do) for _ in range(3)), _seconds(do)
+    return live.measure(), max(live.measure_peak(do) for _ in range(3)), _seconds(do)
 
 
 def _measured_on_gpu(case: Case, device: torch.device, width: int, layers: int) -> tuple[int, int, float]:

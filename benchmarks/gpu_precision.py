@@ -24,7 +24,7 @@ from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
 from lockstep.core.order import Step, split_range
 from lockstep.core.precision import Precision
-from lockstep.device.precision import fix_kernels, list_attention_backends
+from lockstep.device.precision import list_attention_backends, select_deterministic_kernels
 from lockstep.errors import UsageError
 from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
@@ -139,7 +139,7 @@ def _rank(rank: int, rendezvous: str, device_type: Any, limit_s: float, pipe: Co
     try:
         info = RankInfo(rank, PROCESSES, rank, PROCESSES, "benchmark")
         device = choose_device(device_type, info, "gloo")
-        fix_kernels(threads=1)
+        select_deterministic_kernels(num_threads=1)
         world = open_world(join_ranks(info, rendezvous, limit_s), device, "gloo")
         found: Result = {name: _tried(world, name) for name in PRECISIONS}
         found["reference"] = _reference(device) if rank == 0 else 0.0
@@ -152,7 +152,7 @@ def _rank(rank: int, rendezvous: str, device_type: Any, limit_s: float, pipe: Co
 
 def _tried(world: World, precision: Precision) -> Result:
     try:
-        fix_kernels(1, precision, world.device)
+        select_deterministic_kernels(1, precision, world.device)
     except UsageError as error:
         return {"refused": str(error)}
     found: Result = {name: _trained(world, chosen, precision) for name, chosen in STRATEGIES.items()}
@@ -169,7 +169,7 @@ def _tried(world: World, precision: Precision) -> Result:
 
 def _reference(device: torch.device) -> float:
     """Return the last loss of a plain loop in fp64."""
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     model = _model().to(device, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     loss = 0.0
@@ -196,14 +196,16 @@ def _trained(world: World, strategy: Any, precision: Precision, steps: int = STE
         world,
         Numerics(PlainRecipe(MICROBATCHES, precision=precision, loss_scale=PlainLossScale(initial=1024.0))),
     )
-    data_rank = strategy.mesh(world.size).data_rank(world.rank)
+    data_rank = strategy.mesh(world.size).get_data_rank(world.rank)
     loss = float("nan")
     for number in range(steps):
         inputs, targets = _batch(number, world.device)
         parts = split_range(SAMPLES, MICROBATCHES)
         own = [
             MicroBatch(index, (inputs[list(own)], targets[list(own)]), len(own), len(own), dummy)
-            for own, index, dummy in ((parts[index], index, dummy) for index, dummy in data_rank.indices(MICROBATCHES))
+            for own, index, dummy in (
+                (parts[index], index, dummy) for index, dummy in data_rank.get_microbatches(MICROBATCHES)
+            )
         ]
         sums = engine.forward_backward(own, Step(number, 0, number * SAMPLES, SAMPLES, number * SAMPLES, False))
         engine.update(0.1, 1.0)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from benchmarks.turns import Answer, Turn, take_turns
 from lockstep.core.engine_recipe import PlainRecipe
-from lockstep.device.peak import peak_flops
+from lockstep.device.peak import find_peak_flops
 from lockstep.models.flops import FlopCounter, count_backward_flops
 from lockstep.models.gpt import gpt
 
@@ -122,7 +122,7 @@ def cost(work: Work, device: torch.device) -> dict[str, Any]:
     flops = count_backward_flops(counter, outputs)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     assert flops is not None
-    return {"flops_per_sample": flops // work.samples, "peak_flops_per_s": peak_flops(name, "bf16")}
+    return {"flops_per_sample": flops // work.samples, "peak_flops_per_s": find_peak_flops(name, "bf16")}
 
 
 def judged(rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
@@ -265,10 +265,10 @@ def set_fast() -> None:
 
 def set_deterministic() -> None:
     """Choose kernels that give the same bits each time: Lockstep's own choice."""
-    from lockstep.device.precision import fix_kernels, fix_workspace
+    from lockstep.device.precision import select_deterministic_kernels, set_cublas_workspace
 
-    fix_workspace()  # read when CUDA starts
-    fix_kernels(threads=1)
+    set_cublas_workspace()  # read when CUDA starts
+    select_deterministic_kernels(num_threads=1)
 
 
 def fast(work: Work, device: torch.device) -> Do:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.device.kernels import OLDEST
+from lockstep.device.kernels import OLDEST_TORCH
 
 Work = Callable[[], Sequence[Tensor]]
 Make = Callable[[torch.device, int], Work]  # of a device and how many times larger than the smallest
@@ -28,7 +28,7 @@ class Exact(NamedTuple):
     make: Make
     what: str
     by: str
-    since: str = OLDEST
+    since: str = OLDEST_TORCH
 
 
 def _noise(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

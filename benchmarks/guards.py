@@ -22,7 +22,7 @@ import lockstep
 from benchmarks.processes import Contestant, Turn, take_measured_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
-from lockstep.ranks.external import single_process_rendezvous
+from lockstep.ranks.external import make_single_process_rendezvous
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 
 DEPTHS: Final = (50, 200)
@@ -54,7 +54,7 @@ def measure(depth: int, steps: int, turns: int) -> Result:
 
 
 def _loop(depth: int, steps: int, guarded: bool, _: World) -> Turn:
-    WORKER_CONTEXT.set(WorkerContext(single_process_rendezvous(), guarded=guarded))
+    WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous(), guarded=guarded))
     with redirect_stdout(Path(os.devnull).open("w", encoding="utf-8")):
         run = lockstep.join(seed=0)
     torch.manual_seed(0)

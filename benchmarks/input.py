@@ -42,7 +42,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 
 CIFAR: Final = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
 IMAGENET: Final = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -269,7 +269,7 @@ def _inputs(loader: DataLoader[Any]) -> Iterator[Tensor]:
 
 
 def _ours(data: DataSet, transforms: ImageTransforms, batch: int) -> Callable[[], Iterator[Tensor]]:
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     keep_freed_memory()
     loader = Loader(data, Steps(len(data.train), batch, epochs=1), 1, transforms, torch.device("cpu"), 0)
     return lambda: (microbatches[0].batch[0] for _, microbatches in loader.iterate_steps(0))

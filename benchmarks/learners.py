@@ -39,8 +39,8 @@ from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
-from lockstep.parallel.blocks import find_units
+from lockstep.device.precision import select_deterministic_kernels
+from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
@@ -83,7 +83,7 @@ class Work:
 
     def batches(self, data_rank: DataRank) -> list[MicroBatch]:
         """Make the micro-batches of a rank."""
-        return [self.batch(index, dummy) for index, dummy in data_rank.indices(self.microbatches)]
+        return [self.batch(index, dummy) for index, dummy in data_rank.get_microbatches(self.microbatches)]
 
 
 def _mlp() -> nn.Module:
@@ -107,7 +107,7 @@ def start(name: str, work: Work, world: World) -> tuple[Engine, list[MicroBatch]
 
     Return its engine, this rank's micro-batches and the step they make.
     """
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     kind, _, schedule = name.partition("-")
     strategy: Any = import_module(f"lockstep.strategies.{kind}").Strategy(**_options(kind, schedule))
     engine = strategy.start(
@@ -116,7 +116,7 @@ def start(name: str, work: Work, world: World) -> tuple[Engine, list[MicroBatch]
         world,
         Numerics(PlainRecipe(work.microbatches, batchnorm="sync" if work.sync_batchnorm else "local")),
     )
-    own = work.batches(strategy.mesh(world.size).data_rank(world.rank))
+    own = work.batches(strategy.mesh(world.size).get_data_rank(world.rank))
     return engine, own, Step(0, 0, 0, work.microbatches * work.samples, 0, False)
 
 
@@ -137,7 +137,7 @@ def torchs(name: str, work: Work, world: World) -> Do:
     if kind == "pipeline":
         return _pipelined(schedule, work, world)
     model, optimizer = _TORCHS[name](world, work, work.build())
-    own = work.batches(DataRank(member=world.rank, members=world.size))
+    own = work.batches(DataRank(member=world.rank, num_members=world.size))
 
     def do() -> None:
         for microbatch in own:
@@ -194,7 +194,7 @@ def _fully_shard(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     shape = (replicas, world.size // replicas) if replicas > 1 else (world.size,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "member")[-len(shape) :])
-    for unit in (*find_units(model), model):
+    for unit in (*find_blocks(model), model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keep_gathered)
     if keep_gathered:
         cast(FSDPModule, model).set_reshard_after_backward(work.microbatches == world.size)

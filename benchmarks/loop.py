@@ -28,15 +28,15 @@ from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Steps
-from lockstep.core.rate import Rate
+from lockstep.core.rate import RateSchedule
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.ranks.external import single_process_rendezvous
+from lockstep.ranks.external import make_single_process_rendezvous
 from lockstep.ranks.signals import StopRequest
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.strategies.single import Strategy
@@ -46,7 +46,7 @@ from lockstep.training.events import Evaluated, Saved
 from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 
 BATCH, FEATURES, WIDTH, CLASSES, SAMPLES = 64, 64, 128, 10, 6400
 LR, MOMENTUM = 0.01, 0.9
@@ -156,14 +156,19 @@ def _loop(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer, backwa
 
 
 def _lockstep(steps: int, world: World) -> Turn:
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     keep_freed_memory()
     split = TensorSplit(*_data())
     data = DataSet(split, split)
     plan_steps = Steps(SAMPLES, BATCH, steps=steps)
     never = Interval(steps=10**9)
     plan = Plan(
-        plan_steps, Rate(LR, SAMPLES, 1.0), recipe=PlainRecipe(1), log=Interval(steps=10), evaluate=never, save=never
+        plan_steps,
+        RateSchedule(LR, SAMPLES, 1.0),
+        recipe=PlainRecipe(1),
+        log=Interval(steps=10),
+        evaluate=never,
+        save=never,
     )
     loader = Loader(data, plan_steps, 1, NoTransforms(), world.device, 0)
     engine = Strategy().start(
@@ -175,7 +180,7 @@ def _lockstep(steps: int, world: World) -> Turn:
 
     def turn() -> float:
         began = time.perf_counter()
-        reports = StepReports(world, plan, Progress())
+        reports = StepReporter(world, plan, Progress())
         following = iterate_training_steps(
             loader.iterate_steps, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
         )
@@ -188,7 +193,7 @@ def _lockstep(steps: int, world: World) -> Turn:
 
 def _own_loop(steps: int, _: World) -> Turn:
     """Be a loop of the user's own, which joins a run that keeps nothing, and prints a line each 10 steps."""
-    WORKER_CONTEXT.set(WorkerContext(single_process_rendezvous()))
+    WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous()))
     with redirect_stdout(Path(os.devnull).open("w", encoding="utf-8")):
         run = lockstep.join(seed=0)
     model, _optimizer = run.place(*_learner())

@@ -22,7 +22,7 @@ from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 
 BATCH: Final = 256
 PARTS: Final = (4, 8)
@@ -65,7 +65,7 @@ def _timed_by_hand(work: Work, world: World) -> Turn:
 
 
 def _by_hand(work: Work) -> Do:
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     model = work.build().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, foreach=True, **work.options)
     batches = [each.batch for each in work.batches(DataRank())]

@@ -32,9 +32,9 @@ from lockstep.config.load import load
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.start import import_for_all, run_in_workers
+from lockstep.run.start import preload_modules, run_in_workers
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
-from lockstep.verification.cases import verify_on
+from lockstep.verification.cases import verify_placements
 
 STEPS: Final = 2
 BATCH: Final = 8
@@ -96,7 +96,7 @@ class Outcome:
 def prepare() -> None:
     """Import here, once, what forked ranks need; call it before the first model is run."""
     torch.set_num_threads(1)  # forked ranks must not inherit a pool of threads
-    import_for_all()
+    preload_modules()
     for module in ("lockstep.loop.run", "torchvision.models", "timm.optim", "transformers"):
         import_module(module)
     schedule_as_batch()
@@ -277,7 +277,7 @@ def _verify_recipe(sections: Mapping[str, Any], places: Sequence[Place]) -> dict
         path = Path(folder) / "recipe.yaml"
         path.write_text(json.dumps({"recipe": recipe}), encoding="utf-8")  # JSON is YAML
         try:
-            result = verify_on(load(str(path)), [(place.strategy, place.processes) for place in places], STEPS)
+            result = verify_placements(load(str(path)), [(place.strategy, place.processes) for place in places], STEPS)
         except UsageError as error:
             return {place.label: ("refused", str(error)[:LONGEST]) for place in places}
         except Exception:

@@ -40,40 +40,40 @@ from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.comparison.drive import run_all
 from lockstep.comparison.output import JSON, Display
-from lockstep.comparison.plan import ComparisonRequest, PlannedRun, make_folder_name, parse_processes, plan_runs
-from lockstep.comparison.result import Comparison, ResultRow, conclusion_lines, to_json
+from lockstep.comparison.plan import ComparisonRequest, PlannedRun, make_comparison_path, parse_processes, plan_runs
+from lockstep.comparison.result import Comparison, ResultRow, format_conclusions, to_json
 from lockstep.config import plan as planning
 from lockstep.config.blame import add_key_positions
-from lockstep.config.load import Loaded, load, read_run_recipe, split, to_yaml
+from lockstep.config.load import LoadedConfig, load, read_run_recipe, split_arguments, to_yaml
 from lockstep.config.recipe import Recipe
-from lockstep.config.recorded import CONFIG
+from lockstep.config.recorded import CONFIG_NAME
 from lockstep.config.write import format_flow
 from lockstep.core import random
 from lockstep.core.batch import Batch, call_model, get_batch_size, map_tensors
 from lockstep.data.base import Request, Split
-from lockstep.device.meter import Meter
+from lockstep.device.meter import SpeedMeter
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layerwise import full_norms
+from lockstep.parallel.layerwise import compute_full_norms
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
 from lockstep.reporting import wording
 from lockstep.reporting.jsonl import JsonLines
-from lockstep.reporting.run_log import evaluation_curve, get_count
+from lockstep.reporting.run_log import get_count, get_evaluation_curve_name
 from lockstep.reporting.sink import Sink
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.training import run_on_placement
 from lockstep.runs import folder as run_folder
 from lockstep.setup import recipe_folder
-from lockstep.setup.build import Setup, evaluation_batch
+from lockstep.setup.build import Setup, get_evaluation_batch_size
 from lockstep.setup.examples import get_device_transforms
-from lockstep.setup.first_weights import load_first_weights
+from lockstep.setup.first_weights import load_initial_weights
 from lockstep.setup.prepare import PreparedRun, open_recipe
-from lockstep.setup.resolved import ResolvedConfig, resolve
+from lockstep.setup.resolved import ResolvedConfig, resolve_config
 from lockstep.setup.resume import check_recipe
 from lockstep.setup.schedule import find_rate
 from lockstep.training.checkpoint.store import weights_sha256
-from lockstep.training.evaluate import batch_sums, task_metrics
+from lockstep.training.evaluate import compute_batch_sums, compute_task_metrics
 from lockstep.training.events import Done, Evaluated, Event, Logged, Started, Stepped
 
 NAIVE: Final = "usual script"  # as a strategy of a comparison
@@ -89,13 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dir", dest="folder", type=Path, help="where the runs go")
     asked = parser.parse_args(arguments)
     try:
-        source, overrides = split(asked.words)
-        folder = asked.folder or make_folder_name(source)
+        source, overrides = split_arguments(asked.words)
+        folder = asked.folder or make_comparison_path(source)
         plans = plan(source, overrides, parse_processes(asked.processes), folder)
         with Display(sys.stderr) as display:
             comparison = run_all(plans, display.show)
     except UsageError as error:
-        print(error.told, file=sys.stderr)
+        print(error.terminal_text, file=sys.stderr)
         return error.exit_code
     (folder / JSON).write_text(to_json(comparison), encoding="utf-8")
     headings, cells = table_of(comparison)
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in cells:
         table.add_row(*row)
     Console(width=160).print(table)
-    for line in conclusion_lines(comparison):
+    for line in format_conclusions(comparison):
         print(line, file=sys.stderr)
     return EXIT_FAILED if comparison.failed else EXIT_DONE
 
@@ -116,8 +116,8 @@ def plan(source: str, overrides: Sequence[str], processes: Sequence[int], folder
         own = folder / f"usual-script-{size}"
         placed = (f"placement.strategy={'ddp' if size > 1 else 'single'}", f"placement.processes={size}")
         loaded = load(source, [*overrides, *placed, f"run.dir={format_flow(str(own))}", "run.resume=auto"])
-        if (own / CONFIG).exists():
-            check_recipe(own, read_run_recipe(own / CONFIG), loaded.config.recipe)
+        if (own / CONFIG_NAME).exists():
+            check_recipe(own, read_run_recipe(own / CONFIG_NAME), loaded.config.recipe)
         _prepare(loaded)
         plans.append(PlannedRun(loaded, ResultRow(NAIVE, size, "", str(own), "none"), train_naive))
     return plans
@@ -136,8 +136,8 @@ def table_of(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             _words(row, f"{PRINTED}loss/train"),
             _words(row, OF_ALL),
             _words(row, f"{PRINTED}{figure}/validation", figure),
-            _words(row, evaluation_curve(figure), figure),
-            _words(comparison.rows[0], evaluation_curve(figure), figure),
+            _words(row, get_evaluation_curve_name(figure), figure),
+            _words(comparison.rows[0], get_evaluation_curve_name(figure), figure),
         ]
         for row in comparison.done
         if row.strategy == NAIVE
@@ -146,7 +146,7 @@ def table_of(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 def _words(row: ResultRow, curve: str, figure: str = "") -> str:
     """Return where a curve ends; empty where there is none."""
-    value = row.history.last_value(curve)
+    value = row.history.get_last_value(curve)
     return "" if value is None else wording.format_value(value, figure in row.history.fractions)
 
 
@@ -166,27 +166,27 @@ def check_naive(recipe: Recipe, ready: Setup, processes: int) -> None:
         )
 
 
-def train_naive(loaded: Loaded, also: Sink) -> int:
+def train_naive(loaded: LoadedConfig, also: Sink) -> int:
     """Train a recipe under naive DDP, from its beginning, and return the exit code.
 
     Its events are written into the run folder, and passed to `also` on rank 0.
     """
     torch.set_num_threads(1)  # see run/start.py
     prepared = _prepare(loaded)
-    claim = recipe_folder.claim(loaded)
+    claim = recipe_folder.claim_run_folder(loaded)
     with claim.hold():
         if claim.done_message:
             return EXIT_DONE
         (claim.folder / run_folder.EVENTS).unlink(missing_ok=True)  # it saves nothing, and so resumes nothing
-        (claim.folder / CONFIG).write_text(to_yaml(loaded), encoding="utf-8")
+        (claim.folder / CONFIG_NAME).write_text(to_yaml(loaded), encoding="utf-8")
         return run_on_placement(prepared, partial(_on_rank, prepared.resolved, claim.folder, also), claim.folder, [])
 
 
-def _prepare(loaded: Loaded) -> PreparedRun:
+def _prepare(loaded: LoadedConfig) -> PreparedRun:
     with add_key_positions(loaded):
-        loaded, first = load_first_weights(loaded)
+        loaded, first = load_initial_weights(loaded)
         ready = open_recipe(loaded, first)
-        resolved = resolve(loaded)
+        resolved = resolve_config(loaded)
         check_naive(resolved.recipe, ready, resolved.processes)
     return PreparedRun(resolved, ready)
 
@@ -197,7 +197,7 @@ def _on_rank(
     prepared = prepared or _prepare(resolved.loaded)  # none in a spawned process: see on_ranks
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
         script = NaiveDDP(prepared.setup, world, resolved.run.log_every)
-        rendezvous.status = lambda: RankStatus("training", script.step)
+        rendezvous.get_status = lambda: RankStatus("training", script.step)
         log = JsonLines(folder / run_folder.EVENTS) if world.rank == 0 else None
         for event in script.events():
             for sink in (log, also) if log else ():
@@ -220,10 +220,10 @@ class NaiveDDP:
         alone = world.size == 1
         self._ddp: nn.Module = self._model if alone else DistributedDataParallel(self._model, device_ids=cards)
         trained = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
-        self._optimizer = ready.optimizer(trained, full_norms)
+        self._optimizer = ready.make_optimizer(trained, compute_full_norms)
         self._rate = find_rate(ready.recipe, ready.steps)
         self._change = get_device_transforms(ready.recipe, ready.data)
-        self._meter = Meter(world.device)
+        self._meter = SpeedMeter(world.device)
         self.step = 0
         drop, batch = ready.recipe.last_batch == "drop", ready.recipe.batch
         share = self._sampler(ready.data.train, shuffle=True).num_samples
@@ -250,7 +250,7 @@ class NaiveDDP:
                 fractions=list(self._ready.task.fractions),
             )
         self._world.barrier()
-        peaks = self._world.all_gather_json(self._meter.peak_bytes())
+        peaks = self._world.all_gather_json(self._meter.get_peak_bytes())
         yield Done(
             **self._at(),
             weights_sha256=weights_sha256(self._model.state_dict()),
@@ -270,10 +270,10 @@ class NaiveDDP:
             lr = self._rate.compute_rate(min(self._samples, self._ready.steps.total_samples))
             losses.append(self._update(indices, epoch, lr))
             self.step += 1
-            self._meter.add(len(indices) * self._world.size, 0)
+            self._meter.add_step(len(indices) * self._world.size, 0)
             if self.step % self._log_every == 0 or self.step == self._steps:
                 speed = self._meter.read().samples_per_s
-                peak = self._meter.peak_bytes()
+                peak = self._meter.get_peak_bytes()
                 yield Stepped(**self._at(), loss=losses[-1], lr=lr, norm=None, samples_per_s=speed, peak_bytes=peak)
         # The first samples again, where it does not divide.
         figures, own = self._figures(list(self._sampler(self._validation, shuffle=False))), _mean(losses)
@@ -285,7 +285,7 @@ class NaiveDDP:
     def _update(self, indices: Sequence[int], epoch: int, lr: float) -> float:
         """Take a step, and return the mean loss of this rank's batch."""
         recipe, task = self._ready.recipe, self._ready.task
-        request = Request(np.array(indices), random.key(random.AUGMENT, recipe.seed, epoch))
+        request = Request(np.array(indices), random.make_key(random.AUGMENT, recipe.seed, epoch))
         fetched = self._ready.data.train.fetch(*request)
         weight = max(1, get_batch_size(fetched) if task.counts_samples else task.weight(fetched))
         prepared = self._change.prepare(fetched, request)
@@ -304,15 +304,15 @@ class NaiveDDP:
     def _figures(self, indices: Sequence[int]) -> dict[str, float]:
         """Return the figures of these validation samples by this rank's model, `loss` among them."""
         task, added = self._ready.task, NamedSums()
-        batches = list(_batches(indices, evaluation_batch(self._ready.recipe)))
+        batches = list(_batches(indices, get_evaluation_batch_size(self._ready.recipe)))
         self._model.eval()
         with torch.no_grad():
             for number, part in enumerate(batches):
                 fetched = self._validation.fetch(np.array(part), None)
                 weight = get_batch_size(fetched) if task.counts_samples else task.weight(fetched)
                 batch = self._change.transform_evaluation_batch(self._to_device(fetched))
-                added.add(number, batch_sums(task, call_model(self._model, task.inputs(batch)), batch, weight))
-        return task_metrics(task, added.total(World(ALONE, self._world.device), len(batches)))
+                added.add(number, compute_batch_sums(task, call_model(self._model, task.inputs(batch)), batch, weight))
+        return compute_task_metrics(task, added.compute_total(World(ALONE, self._world.device), len(batches)))
 
     def _to_device(self, batch: Batch) -> Batch:
         return map_tensors(lambda each: each.to(self._world.device), batch)
@@ -350,7 +350,7 @@ class NaiveDDP:
             device=str(world.device),
             parameters=ready.summary.num_parameters,
             base_lr=planning.compute_base_rate(ready.recipe),
-            task=ready.task_line,
+            task=ready.task_description,
             monitor=ready.task.monitor.name,
             higher=ready.task.monitor.higher,
             unit=ready.task.unit,

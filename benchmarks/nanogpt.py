@@ -23,7 +23,7 @@ from typing import Any, Final
 from benchmarks.authors import Program, obtain
 from benchmarks.programs import Ended, Trained, run, train
 from benchmarks.report import Result, Target, as_json, compare, show
-from lockstep.data.text.shakespeare import shakespeare
+from lockstep.data.text.shakespeare import load_shakespeare
 
 AUTHOR: Final = Program(
     "https://github.com/karpathy/nanoGPT",
@@ -88,7 +88,7 @@ def prepared(checkout: Path, folder: Path) -> Path:
     for name in AUTHOR.files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((checkout / name).read_bytes())
-    (folder / "data/shakespeare_char/input.txt").write_bytes(shakespeare())  # else it would be downloaded
+    (folder / "data/shakespeare_char/input.txt").write_bytes(load_shakespeare())  # else it would be downloaded
     run(["data/shakespeare_char/prepare.py"], folder)
     return folder
 

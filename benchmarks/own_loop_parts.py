@@ -22,12 +22,12 @@ from benchmarks import loop
 from lockstep.core import random
 from lockstep.data.loader import Loader
 from lockstep.loop import seeding
-from lockstep.loop.forward import Forward
+from lockstep.loop.forward import ForwardContext
 from lockstep.loop.guard import Guard
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.placed import PlacedModel
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 
 STEPS, TURNS = 200, 20
 
@@ -38,14 +38,14 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("guards: what stands in the places of gradients", Guard, "block_gradient_writes"),
     ("guards: gradients in their places again", Guard, "restore_gradients"),
     ("is the loss what it is called?", LossCheck, "check"),
-    ("is the optimizer as it was, on all ranks?", PlacedModel, "submit_settings"),
+    ("is the optimizer as it was, on all ranks?", PlacedModel, "register_update_settings"),
     ("keys of random numbers", random, "extend_key"),
     ("samples and micro-batches of the step", Loader, "_start_transfer"),
     ("which samples, planned in blocks", Loader, "_plan_requests"),
-    ("the loss of the step, checked every 10 steps", StepReports, "report"),
+    ("the loss of the step, checked every 10 steps", StepReporter, "report"),
     ("begin the step", DataParallelEngine, "begin"),
     ("end the step: its sums", DataParallelEngine, "end"),
-    ("leave the forward: buffers that must not move", Forward, "leave"),
+    ("leave the forward: buffers that must not move", ForwardContext, "leave"),
 )
 
 

@@ -11,7 +11,7 @@ from torch import Size, nn
 
 from benchmarks.report import Result, compare
 from lockstep.device.meta import build_on_meta
-from lockstep.parallel.powersgd import elements_sent
+from lockstep.parallel.powersgd import count_elements_sent
 
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
     "ResNet-18": torchvision.models.resnet18,
@@ -30,6 +30,6 @@ def _counted(name: str) -> Result:
     shapes = [parameter.shape for parameter in build_on_meta(MODELS[name]).parameters()]
     elements = {WHOLE: sum(Size(shape).numel() for shape in shapes)}
     for columns in COLUMNS:
-        elements[f"powersgd_rank {columns}"] = sum(elements_sent(shape, columns) for shape in shapes)
+        elements[f"powersgd_rank {columns}"] = sum(count_elements_sent(shape, columns) for shape in shapes)
     mib = {each: [count * 4 / 2**20] for each, count in elements.items()}
     return compare(f"powersgd-{name}", f"sent of the gradients of a step: {name}, fp32", "MiB", mib, WHOLE)

@@ -19,7 +19,7 @@ from lockstep.comm.world import World
 from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
@@ -107,10 +107,10 @@ def placed_gradient(world: World, placed: Placed) -> dict[str, Tensor]:
     )
     own = [
         MicroBatch(index, batch, _SAMPLES, TASK.weight(batch), dummy)
-        for index, dummy in strategy.mesh(world.size).data_rank(world.rank).indices(len(COUNTED))
+        for index, dummy in strategy.mesh(world.size).get_data_rank(world.rank).get_microbatches(len(COUNTED))
         for batch in [batches()[index]]
     ]
-    engine.forward_backward(own, Step(0, 0, 0, len(COUNTED) * _SAMPLES, 0, False, counted=sum(COUNTED)))
+    engine.forward_backward(own, Step(0, 0, 0, len(COUNTED) * _SAMPLES, 0, False, total_weight=sum(COUNTED)))
     scale = 1.0 if placed.precision == "fp32" else PlainLossScale().initial
     found = {name: each / scale for name, each in gather_full_tensors(world, engine.gradients()).items()}
     engine.close()
@@ -124,7 +124,7 @@ def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> 
 
 
 def _start(placed: Placed, world: World) -> Turn:
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     return lambda: relative_error(placed_gradient(world, placed), exact())
 
 

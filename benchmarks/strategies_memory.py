@@ -44,8 +44,8 @@ from benchmarks.pipelines import SAMPLE
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
-from lockstep.device.live_bytes import LiveBytes
-from lockstep.parallel.blocks import find_units
+from lockstep.device.live_bytes import LiveByteCounter
+from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.pipeline.cut import build_stage_module, find_cut
 
 MEMBERS: Final = {
@@ -162,7 +162,7 @@ class Sizes:
         return cls(
             parameters,
             parameters * (2 if work.optimizer == "AdamW" else 1),
-            max((sum(parameter.nbytes for parameter in unit.parameters()) for unit in find_units(model)), default=0),
+            max((sum(parameter.nbytes for parameter in unit.parameters()) for unit in find_blocks(model)), default=0),
             sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own),
         )
 
@@ -191,7 +191,7 @@ class Sizes:
 
 def _measured(when: When, side: Side, name: str, work: Work, world: World) -> Turn:
     side(name, replace(work, model=_WARM), world)()
-    live = LiveBytes()
+    live = LiveByteCounter()
     do = side(name, work, world)
     do()
-    return lambda: (live.peak(do) if when == "in a step" else live.now()) / 2**20
+    return lambda: (live.measure_peak(do) if when == "in a step" else live.measure()) / 2**20

@@ -16,7 +16,7 @@ from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.tree import LeafBlock
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 
 SIZES: Final = {4: (3,), 8: (5, 6, 7)}  # a power of two, and what is compared with it
 LENGTHS: Final = {"a bucket": 6 << 20, "a vector of statistics": 2_000}  # numbers in float32
@@ -46,13 +46,13 @@ def _compared(power: int, name: str, turns: int) -> Result:
 
 
 def _sum(length: int, world: World) -> Turn:
-    fix_kernels(threads=1)
-    canonical = world.canonical(Mesh(world.size), "replicate")
+    select_deterministic_kernels(num_threads=1)
+    canonical = world.make_canonical_sum(Mesh(world.size), "replicate")
     vector = torch.ones(length)
     return timed(lambda: canonical({LeafBlock(world.rank, 1): vector}, world.size, vector), world)
 
 
 def _all_reduce(length: int, world: World) -> Turn:
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     vector = torch.zeros(length)
     return timed(lambda: dist.all_reduce(vector), world)

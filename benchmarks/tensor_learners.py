@@ -26,13 +26,13 @@ from benchmarks.processes import Turn, timed
 from lockstep.comm.world import World
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step
-from lockstep.device.live_bytes import LiveBytes
+from lockstep.device.live_bytes import LiveByteCounter
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.models.gpt import GPT, gpt
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.language import Language
@@ -69,7 +69,7 @@ class Work:
         model = gpt(self.vocabulary, context=self.tokens, layers=self.layers, heads=HEADS, width=self.width)
         assert isinstance(model, GPT)
         if self.chunks > 1:
-            split_into_chunks(model, built_in_plan(model) | (VOCAB if self.by_rows else {}), self.chunks)
+            split_into_chunks(model, get_built_in_plan(model) | (VOCAB if self.by_rows else {}), self.chunks)
         return model
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ class Work:
 
 def gradients(work: Work, _: World | None = None) -> Do:
     """Return what does a forward and a backward, on one process."""
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     model = work.build().train()
 
     def do() -> None:
@@ -98,7 +98,7 @@ def gradients(work: Work, _: World | None = None) -> Do:
 
 def ours(name: str, work: Work, world: World, options: Mapping[str, int] | None = None) -> Do:
     """Return what does a step under our strategy `name`, with its options."""
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     strategy: Any = import_module(f"lockstep.strategies.{name}").Strategy(**(options or {}))
     engine = strategy.start(
         Problem(Language(), work.build),
@@ -107,13 +107,13 @@ def ours(name: str, work: Work, world: World, options: Mapping[str, int] | None 
         Numerics(PlainRecipe(microbatches=work.microbatches)),
     )
     weight = work.sequences * work.tokens
-    data_rank = strategy.mesh(world.size).data_rank(world.rank)
+    data_rank = strategy.mesh(world.size).get_data_rank(world.rank)
     own = [
         MicroBatch(index, work.batch(index), work.sequences, weight, dummy)
-        for index, dummy in data_rank.indices(work.microbatches)
+        for index, dummy in data_rank.get_microbatches(work.microbatches)
     ]
     samples = work.microbatches * work.sequences
-    step = Step(0, 0, 0, samples, 0, False, counted=work.microbatches * weight)
+    step = Step(0, 0, 0, samples, 0, False, total_weight=work.microbatches * weight)
 
     def do() -> object:
         sums = engine.forward_backward(own, step)
@@ -188,10 +188,10 @@ def time_of_step(side: Side, work: Work, world: World, clock: Callable[[], float
 def memory_of_step(side: Side, work: Work, world: World) -> Turn:
     """Return what counts the MiB in use at most in a step, from before the model is built on."""
     side(replace(_WARM, chunks=work.chunks, microbatches=work.microbatches), world)()
-    live = LiveBytes()
+    live = LiveByteCounter()
     do = side(work, world)
     do()
-    return lambda: live.peak(do) / 2**20
+    return lambda: live.measure_peak(do) / 2**20
 
 
 _WARM: Final = Work(8 * HEADS, layers=1)  # of a process that has computed nothing yet

@@ -22,7 +22,7 @@ import lockstep
 from benchmarks.chats import TEMPLATE, chat_rows, write_chats
 from benchmarks.report import commit
 from lockstep.config.load import load
-from lockstep.core.shuffle import permutation
+from lockstep.core.shuffle import sort_by_hash
 from lockstep.models.reference import remove_reference
 from lockstep.setup.prepare import PreparedRun, prepare_run
 
@@ -68,7 +68,7 @@ def their_losses(prepared: PreparedRun, folder: Path, task: str) -> list[float]:
     import trl
 
     ready = prepared.setup
-    order = permutation(ready.recipe.seed, 0, len(ready.data.train)).tolist()
+    order = sort_by_hash(ready.recipe.seed, 0, len(ready.data.train)).tolist()
     rows = chat_rows(task, STEPS * BATCH)
     ordered = datasets.Dataset.from_list([rows[number] for number in order])
     tokenizer = transformers.PreTrainedTokenizerFast(

@@ -20,7 +20,7 @@ from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step
-from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.layerwise import ComputeNorms
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import NamedParameter
@@ -85,5 +85,5 @@ def _model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 
 
-def _optimizer(trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
+def _optimizer(trained: Sequence[NamedParameter], norms: ComputeNorms) -> Optimizer:
     return make_optimizer(trained, name="nmuon", lr=0.01, norms=norms)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm import carrier
 from lockstep.comm.world import World
-from lockstep.core.batch import tensors_of
-from lockstep.core.shard import MaybeSharded, local_tensor
+from lockstep.core.batch import get_tensors
+from lockstep.core.shard import MaybeSharded, get_local_tensor
 from lockstep.errors import TrainingError
 
 
@@ -40,7 +40,7 @@ class Results(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        made = [each for each in tensors_of(outputs) if flippable(each)]
+        made = [each for each in get_tensors(outputs) if flippable(each)]
         name = func._schema.name
         if made and not name.startswith(("aten::empty", "aten::detach", "aten::new_empty")) and computes(func):
             self.seen += 1
@@ -118,14 +118,14 @@ def run(world: World, case: toys.Case, flip: Flip, wanted: int = 0) -> tuple[str
 def stored(kept: Mapping[str, MaybeSharded], flip: Flip) -> None:
     """Flip a bit of what the rank keeps between steps."""
     draw = random.Random(flip.seed)
-    own = [each for each in map(local_tensor, kept.values()) if flippable(each)]
+    own = [each for each in map(get_local_tensor, kept.values()) if flippable(each)]
     if own:
         change(draw.choice(own), draw.random(), draw.randrange(32))
 
 
 def arriving(flip: Flip) -> Callable[[], None]:
     """Flip a bit of one of the next tensors that arrive, or of all from there on; return what ends it."""
-    draw, start = random.Random(flip.seed), carrier._start
+    draw, start = random.Random(flip.seed), carrier._start_transfers
     left, place, bit = draw.randrange(4), draw.random(), draw.randrange(8)
 
     def faulty(group: Any, sent: Any, received: Any) -> list[Any]:
@@ -137,10 +137,10 @@ def arriving(flip: Flip) -> Callable[[], None]:
                 works.append(Arrival(tensor, place, bit))
         return works
 
-    carrier._start = faulty
+    carrier._start_transfers = faulty
 
     def end() -> None:
-        carrier._start = start
+        carrier._start_transfers = start
 
     return end
 

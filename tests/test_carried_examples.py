@@ -110,8 +110,8 @@ def test_with_one_micro_batch_it_is_a_plain_loop(tmp_path: Path, name: str) -> N
 def first_model(module: ModuleType, name: str) -> nn.Module:
     """Build the model with the random numbers that lockstep.join seeds."""
     from lockstep.core import random
-    from lockstep.data.items import seed_generators
+    from lockstep.data.items import seed_rngs
 
-    seed_generators(random.key(random.INITIAL, 0))
+    seed_rngs(random.make_key(random.INITIAL, 0))
     model: nn.Module = module.Reader(module.Windows().size) if name == "truncated_bptt" else module.encoder()
     return model

@@ -26,12 +26,12 @@ from lockstep.errors import (
 )
 def test_exit_codes_and_what_the_user_reads(kind: type[LockstepError], code: int) -> None:
     assert kind.exit_code == code
-    assert kind("no such folder").told == "error: no such folder"
+    assert kind("no such folder").terminal_text == "error: no such folder"
 
 
 def test_problems_of_a_configuration_are_counted() -> None:
-    assert ConfigError(["a"]).told == "error: a"
-    assert ConfigError(["a", "b"]).told == "error: 2 problems\na\nb"
+    assert ConfigError(["a"]).terminal_text == "error: a"
+    assert ConfigError(["a", "b"]).terminal_text == "error: 2 problems\na\nb"
     assert ConfigError(["a", "b"]).exit_code == 2
 
 

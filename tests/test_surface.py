@@ -10,7 +10,7 @@ from component import script
 import lockstep
 from lockstep import cli
 from lockstep.config.schema import Config
-from lockstep.strategies import names
+from lockstep.strategies import list_strategy_names
 
 LISTED: Final = Path(__file__).with_name("surface.txt")
 
@@ -53,7 +53,7 @@ def test_it_has_what_is_listed_and_no_more(kind: str) -> None:
     there = {
         "keys": keys(),
         "commands": cli.main.list_commands(None),  # type: ignore[arg-type]
-        "strategies": names(),
+        "strategies": list_strategy_names(),
         "names": lockstep.__all__,
     }
     problems = advice(kind, there[kind], listed()[kind])

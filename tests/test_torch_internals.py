@@ -27,7 +27,7 @@ INTERNALS: Final = {
 }
 # Of other libraries, and words that are no names of theirs.
 OTHERS: Final = {
-    *("_asdict", "_current_frames", "_exit", "_fields", "_getframe"),  # Python
+    *("_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_replace"),  # Python
     *("_hp_mapping", "_reassign_or_swap_out_partitioned_parameters"),  # DeepSpeed
     "_model_mapping",  # transformers
     "_disable_adapters",  # peft

@@ -14,19 +14,19 @@ from lockstep.ranks.timing import Timing
 # What ranks of a test wait, which are there at once: about a fifth of what they do for users.
 QUICK: Final = Timing(
     longest_poll_s=0.02,
-    name_missing_s=0.2,
-    name_rank_0_s=0.2,
-    late_s=5.0,
+    report_missing_s=0.2,
+    report_missing_rank_0_s=0.2,
+    late_timeout_s=5.0,
     linger_s=0.5,
     beat_s=0.1,
     silent_s=0.4,
-    notice_s=0.6,
-    report_s=1.0,
-    leave_s=1.0,
-    end_s=3.0,
-    stop_s=0.5,
+    notice_timeout_s=0.6,
+    report_timeout_s=1.0,
+    leave_timeout_s=1.0,
+    end_timeout_s=3.0,
+    sigkill_delay_s=0.5,
     sample_s=0.1,
-    answer_s=1.0,
+    answer_timeout_s=1.0,
 )
 
 

@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import _world
 from lockstep.comm.world import open_world
 from lockstep.common.follow_parent import die_with_parent
 from lockstep.common.rank import RankInfo
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.ranks.external import join_ranks
 
 LARGEST_BYTES = 350 << 20  # of a worker's own memory, of which DeepSpeed takes 300 MiB: a larger pool is ended
@@ -221,7 +221,9 @@ def _nurse(requests: Connection, imports: Sequence[str]) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; pytest decides
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead
-    fix_kernels(threads=1)  # here, as the line below, because it imports for seconds, and workers inherit it
+    select_deterministic_kernels(
+        num_threads=1
+    )  # here, as the line below, because it imports for seconds, and workers inherit it
     for module in ("timm.optim", *imports):
         import_module(module)
     gc.freeze()  # as what pytest has imported
@@ -241,7 +243,7 @@ def _work(rank: int, size: int, folder: Path) -> None:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # After a fork torch makes its pool of threads anew at first use, and aborts where two threads use it first at once.
-    fix_kernels(threads=1)
+    select_deterministic_kernels(num_threads=1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     connection = Client(str(folder / "calls"), "AF_UNIX")
     info = RankInfo(rank, size, rank, size, "pool")

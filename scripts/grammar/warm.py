@@ -19,9 +19,9 @@ from typing import Final, NoReturn
 
 import torch
 
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.loop.script import start_script
-from lockstep.run.start import import_for_all
+from lockstep.run.start import preload_modules
 
 TIMEOUT_S: Final = 60.0
 _PR_SET_PDEATHSIG: Final = 1
@@ -45,8 +45,8 @@ class Ended:
 def warm_up(program: Path, folder: Path) -> None:
     """Import what Lockstep imports while it trains `program`, and run nothing else in this process."""
     torch.set_num_threads(1)
-    fix_kernels(threads=1)
-    import_for_all()
+    select_deterministic_kernels(num_threads=1)
+    preload_modules()
     names = folder / "modules"
     script = folder / "warm.py"
     script.write_text(_IMPORTED.format(program=str(program), names=str(names)), encoding="utf-8")

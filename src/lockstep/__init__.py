@@ -71,7 +71,7 @@ if not TYPE_CHECKING:  # otherwise, type checkers would accept any name
         if place is None:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
         if place not in _ON_EVERY_SYSTEM:
-            import_module("lockstep.common.platforms").need_posix(f"lockstep.{name}")
+            import_module("lockstep.common.platforms").require_posix(f"lockstep.{name}")
         return getattr(import_module(f"lockstep.{place}"), name)
 
 

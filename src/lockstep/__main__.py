@@ -2,7 +2,7 @@
 
 import os
 
-from lockstep.common.collection import collect_rarely
+from lockstep.common.collection import reduce_garbage_collection
 from lockstep.common.hashing import fix_hash_seed
 from lockstep.errors import EXIT_INTERRUPTED
 
@@ -11,7 +11,7 @@ def start() -> None:
     """Run the command with a fixed hash seed, unless PYTHONHASHSEED is set."""
     try:
         fix_hash_seed()
-        collect_rarely()
+        reduce_garbage_collection()
 
         from lockstep.cli import main  # imported late, because fix_hash_seed may replace this process
         from lockstep.common.follow_parent import follow_srun

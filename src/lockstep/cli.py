@@ -18,7 +18,7 @@ from click.shell_completion import BashComplete, add_completion_class
 
 from lockstep.common.loader_processes import find_loader_error
 from lockstep.common.own_code import convert_user_error
-from lockstep.common.platforms import need_posix
+from lockstep.common.platforms import require_posix
 from lockstep.common.text import printable
 from lockstep.common.version import __version__
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
@@ -77,7 +77,7 @@ class Shell(click.Group):
         if name not in self.list_commands(ctx):
             return None
         if name not in _PORTABLE_COMMANDS:
-            need_posix(f"lockstep {name}")
+            require_posix(f"lockstep {name}")
         command: click.Command = importlib.import_module(f"lockstep.commands.{_module(name)}").command
         return command
 
@@ -112,13 +112,13 @@ class Shell(click.Group):
             raise suggest_override(error) from None
         except LockstepError as error:
             error = find_loader_error(error) or error  # a dead loader process may surface as a different error
-            click.echo(printable(error.told), err=True)
+            click.echo(printable(error.terminal_text), err=True)
             ctx.exit(error.exit_code)
         except (Exception, SystemExit) as error:
             user_error = find_loader_error(error) or convert_user_error(error) or _file_error(error)
             if user_error is None:
                 raise
-            click.echo(printable(user_error.told), err=True)
+            click.echo(printable(user_error.terminal_text), err=True)
             ctx.exit(user_error.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)

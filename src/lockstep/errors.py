@@ -40,13 +40,13 @@ class LockstepError(Exception):
     cause: Cause = "code"
 
     @property
-    def told(self) -> str:
+    def terminal_text(self) -> str:
         """The text to print on the terminal."""
         return f"error: {self}"
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows instead of a traceback. Called by IPython."""
-        return [self.told]
+        return [self.terminal_text]
 
 
 class UsageError(LockstepError):
@@ -69,7 +69,7 @@ class ConfigError(UsageError):
         self.problems = tuple(problems)
 
     @property
-    def told(self) -> str:
+    def terminal_text(self) -> str:
         """The text to print on the terminal. If there is more than one problem, their number comes first."""
         return f"error: {len(self.problems):,} problems\n{self}" if len(self.problems) > 1 else f"error: {self}"
 
@@ -128,20 +128,23 @@ class PreflightError(LockstepError):
 
 
 @contextmanager
-def error_as(
-    kind: type[LockstepError], caught: type[Exception] | tuple[type[Exception], ...], action: str, advice: str = ""
+def convert_error(
+    error_type: type[LockstepError],
+    caught_types: type[Exception] | tuple[type[Exception], ...],
+    action: str,
+    advice: str = "",
 ) -> Iterator[None]:
     """Convert exceptions in the `with` block to a Lockstep error with the failed action, the message and a fix."""
     try:
         yield
-    except caught as error:
-        raise kind(f"{action}: {error}{advice}") from error
+    except caught_types as error:
+        raise error_type(f"{action}: {error}{advice}") from error
 
 
 @contextmanager
-def os_error_as(kind: type[LockstepError], action: str, advice: str = "") -> Iterator[None]:
+def convert_os_error(error_type: type[LockstepError], action: str, advice: str = "") -> Iterator[None]:
     """Convert an OSError in the `with` block to a Lockstep error with the failed action, the reason and a fix."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{action}: {error.strerror or error}{advice}") from error
+        raise error_type(f"{action}: {error.strerror or error}{advice}") from error

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core import random
-from lockstep.core.shuffle import permutation
+from lockstep.core.shuffle import sort_by_hash
 from lockstep.errors import UsageError
 
 
@@ -57,16 +57,16 @@ class Weighted:
         """Return the sample indices of an epoch, int64 of shape [samples]."""
         weights = np.asarray(self.weights, np.float64)
         count = len(weights) if self.samples is None else self.samples
-        key = random.key(random.SELECTION, self.seed, epoch)
+        key = random.make_key(random.SELECTION, self.seed, epoch)
         if self.replacement:
             ends = np.cumsum(weights)
-            drawn = random.uniform(key, np.arange(count), 1)[:, 0] * ends[-1]
+            drawn = random.draw_uniform(key, np.arange(count), 1)[:, 0] * ends[-1]
             # The product can be rounded up to the last end. In this case, select the last sample with a nonzero weight.
             last = int(np.flatnonzero(weights)[-1])
             return np.asarray(np.minimum(np.searchsorted(ends, drawn, side="right"), last), np.int64)
         # Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir": select the samples with the
         # smallest arrival times, which are exponentially distributed with the weights as rates.
-        uniform = 1.0 - random.uniform(key, np.arange(len(weights)), 1)[:, 0]
+        uniform = 1.0 - random.draw_uniform(key, np.arange(len(weights)), 1)[:, 0]
         times = np.full(len(weights), np.inf)
         np.divide(-np.log(uniform), weights, out=times, where=weights > 0)
         return np.argsort(times, kind="stable")[:count].astype(np.int64)
@@ -101,13 +101,15 @@ class ByLength:
         """Return the sample indices of an epoch, int64 of shape [dataset size]."""
         lengths: NDArray[Any] = np.asarray(self.lengths)
         count = len(lengths)
-        shuffled = permutation(self.seed, epoch, count)
+        shuffled = sort_by_hash(self.seed, epoch, count)
         size = self.batch * self.pool
         pools = [shuffled[first : first + size] for first in range(0, count, size)]
         ordered = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
         full_batches = count // self.batch
         batches = ordered[: full_batches * self.batch].reshape(full_batches, self.batch)
-        keys = random.bits(random.key(random.SELECTION, self.seed, epoch), np.arange(full_batches, dtype=np.uint64))
+        keys = random.bits(
+            random.make_key(random.SELECTION, self.seed, epoch), np.arange(full_batches, dtype=np.uint64)
+        )
         return np.concatenate([batches[np.argsort(keys)].ravel(), ordered[full_batches * self.batch :]]).astype(
             np.int64
         )

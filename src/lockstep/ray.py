@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.load import Loaded
+from lockstep.config.load import LoadedConfig
 from lockstep.config.load import load as load_recipe
 from lockstep.errors import EXIT_DONE, TrainingError, UsageError
 from lockstep.launchers import ray as launcher
@@ -64,15 +64,15 @@ def train(
     return TorchTrainer(_run_worker, train_loop_config=config, scaling_config=scaling, run_config=run_config).fit()
 
 
-def _run_worker(config: Mapping[str, Loaded]) -> None:
+def _run_worker(config: Mapping[str, LoadedConfig]) -> None:
     """Run a rank of the recipe in a Ray Train worker."""
-    worker, loaded = launcher.get_worker(), config["loaded"]
+    worker, loaded = launcher.get_train_context(), config["loaded"]
     assert worker is not None
     info = launcher.read_rank(worker, os.environ)
     assert loaded.config.run.dir is not None
     folder = launcher.resolve_run_folder(worker, loaded.config.run.dir)
     loaded = loaded.replace_values("run", {"dir": folder})
-    report = RayReport(folder, lead=info.rank == 0)
+    report = RayReport(folder, is_rank_0=info.rank == 0)
     placement, work = prepare_training_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)
     code = work(rendezvous)
@@ -81,4 +81,4 @@ def _run_worker(config: Mapping[str, Loaded]) -> None:
         report.write(completed_event, time.time())
     rendezvous.leave()
     if code != EXIT_DONE:
-        raise TrainingError(f"the run ended with exit code {code}")
+        raise TrainingError(f"the run ended with exit code {code}; see the output of its workers for the cause")

@@ -23,8 +23,8 @@ from lockstep.common.patterns import list_some
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, UsageError, VerificationError
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.start import import_for_all, run_in_workers
-from lockstep.verification.compare import Values, most_different_elements
+from lockstep.run.start import preload_modules, run_in_workers
+from lockstep.verification.compare import ValuePair, find_largest_difference
 
 ORDER: Final = "order"
 RANDOM: Final = "random numbers"
@@ -121,7 +121,7 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
     """
     if len(worlds) < 2 or min(worlds) < 1:
         raise UsageError(f"worlds: got {tuple(worlds)}; pass two or more numbers of ranks, each at least 1")
-    import_for_all()
+    preload_modules()
     with tempfile.TemporaryDirectory(prefix="lockstep-testing-") as folder:
         reference, *others = (
             _run_ranks(function, size, Path(folder) / str(index)) for index, size in enumerate(worlds)
@@ -207,14 +207,14 @@ def _first_difference(
     if not partial and expected.keys() != actual.keys():
         return f"{list_some([*actual], _LIMIT) or 'nothing'} instead of {list_some([*expected], _LIMIT) or 'nothing'}"
     for name in (name for name in actual if name in expected):
-        values = most_different_elements(expected[name], actual[name])
+        values = find_largest_difference(expected[name], actual[name])
         if values is not None and (values.distance is None or values.distance > tolerance * values.scale):
             index = f" at {list(values.index)}" if values.index else ""
             return f"{name}{index} is {values.actual}, not {values.reference}{_rounding_note(values)}"
     return ""
 
 
-def _rounding_note(values: Values) -> str:
+def _rounding_note(values: ValuePair) -> str:
     """Return a note if the difference is small enough to be a rounding error, or else an empty string."""
     if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
         return ""

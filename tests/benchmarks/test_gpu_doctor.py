@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_doctor
-from lockstep.device.cards import Card, Driver
+from lockstep.device.cards import NvmlDevice, NvmlResult
 
 pytestmark = pytest.mark.slow("the section runs on the CPU; tests/device has what it measures")
 
@@ -12,8 +12,8 @@ CPU = torch.device("cpu")
 
 
 def test_uncorrected_errors_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    sick = Card("Tesla T4", "GPU-1", "0000:00:1e.0", uncorrected=3)
-    monkeypatch.setattr("lockstep.checkup.cards.query_driver", lambda: Driver("515", "11.7", (sick,)))
+    sick = NvmlDevice("Tesla T4", "GPU-1", "0000:00:1e.0", uncorrected=3)
+    monkeypatch.setattr("lockstep.checkup.cards.query_nvml", lambda: NvmlResult("515", "11.7", (sick,)))
     found = gpu_doctor.run(torch.device("cuda"), 20.0)
     assert found["failures"] == ["Tesla T4 at 0000:00:1e.0: 3 uncorrected errors"]
     assert "| card 0 | warning | 3 uncorrected memory errors |" in gpu_doctor.table(found)

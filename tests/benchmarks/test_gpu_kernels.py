@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks import gpu_kernels
 from benchmarks.gpu_uses import EXACT
 from lockstep.device import kernels
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
 
@@ -28,7 +28,7 @@ def test_the_tables_are_those_of_the_code() -> None:
 
 
 def test_every_refused_operation_exists_in_torch() -> None:
-    for entry in kernels.REFUSED:
+    for entry in kernels.NONDETERMINISTIC_OPERATIONS:
         space, _, name = entry.name.partition("::")
         packet = getattr(getattr(torch.ops, space), name, None)
         assert packet or getattr(getattr(torch.ops, space), f"{name}_"), entry.name
@@ -77,7 +77,7 @@ def test_prices_are_ratios_and_what_differs_fails(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gpu
 def test_each_line_gives_the_same_bits_on_a_card() -> None:
-    fix_kernels(1)
+    select_deterministic_kernels(1)
     found = {}
     for name, make in gpu_kernels.here().items():
         work, first = make(CUDA, 32), {}
@@ -87,7 +87,7 @@ def test_each_line_gives_the_same_bits_on_a_card() -> None:
 
 @pytest.mark.gpu
 def test_torch_refuses_what_is_refused() -> None:
-    fix_kernels(1)
+    select_deterministic_kernels(1)
     assert not {name: did for name, did in gpu_kernels._refusals(CUDA) if did}
 
 
@@ -107,7 +107,7 @@ def test_attention_takes_the_kernel_that_the_page_says(
 ) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("flash attention needs compute capability 8.0")
-    fix_kernels(1)
+    select_deterministic_kernels(1)
     query = torch.rand(1, 4, 64, features, device=CUDA, dtype=dtype, requires_grad=True)
     mask = torch.zeros(64, 64, device=CUDA, dtype=dtype) if masked else None
     assert torch._fused_sdp_choice(query, query, query, mask) == backend

@@ -66,7 +66,7 @@ def by_hand(ready: Setup, ranks: int) -> dict[str, float]:
             optimizer.zero_grad()
             for rank, order in enumerate(orders):
                 numbers = torch.tensor(order[first : first + BATCH]).numpy()
-                request = Request(numbers, random.key(random.AUGMENT, 0, epoch))
+                request = Request(numbers, random.make_key(random.AUGMENT, 0, epoch))
                 x, y = change.transform_training_batch(change.prepare(train.fetch(*request), request), 0, 0)
                 loss = functional.cross_entropy(model(x), y)
                 (loss / ranks).backward()

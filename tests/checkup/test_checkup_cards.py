@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from lockstep.checkup import cards
-from lockstep.checkup.cards import gpu_findings
+from lockstep.checkup.cards import make_gpu_findings
 from lockstep.checkup.finding import Finding
-from lockstep.device.cards import Card, Device, Driver, GpuFacts
+from lockstep.device.cards import CudaDevice, GpuInfo, NvmlDevice, NvmlResult
 
 FILES = {"/dev/nvidia0": True, "/dev/nvidia-uvm": True, "/dev/nvidiactl": True}
-CARD = Card(
+CARD = NvmlDevice(
     name="NVIDIA H100 80GB HBM3",
     uuid="GPU-3",
     bus="0000:1b:00.0",
@@ -25,18 +25,18 @@ CARD = Card(
     link_width_max=16,
 )
 USED = replace(CARD, users=("pid 7 (python)", "pid 8 (x)"))
-GOOD = GpuFacts(
-    driver=Driver("590.44.01", "13.1", (CARD,)),
+GOOD = GpuInfo(
+    driver=NvmlResult("590.44.01", "13.1", (CARD,)),
     libraries={"torch": "2.15.0", "CUDA": "13.2", "cuDNN": "9", "NCCL": "2.28"},
     kernel="NVIDIA UNIX x86_64 Kernel Module  590.44.01",
     files=FILES,
     library="",
     visible=None,
-    devices=(Device("NVIDIA H100 80GB HBM3", "3", 80 << 30, "9.0", ()),),
+    devices=(CudaDevice("NVIDIA H100 80GB HBM3", "3", 80 << 30, "9.0", ()),),
     cuda_error="",
 )
 NONE = {"devices": (), "cuda_error": "No CUDA GPUs are available"}
-ABSENT = {"kernel": "", "files": {}, "library": "libcuda.so.1: cannot open", "driver": Driver(problem="not found")}
+ABSENT = {"kernel": "", "files": {}, "library": "libcuda.so.1: cannot open", "driver": NvmlResult(problem="not found")}
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,12 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def found(evidence: GpuFacts, level: str) -> list[Finding]:
-    return [each for each in gpu_findings(evidence, "fp32", None) if each.level == level]
+def found(evidence: GpuInfo, level: str) -> list[Finding]:
+    return [each for each in make_gpu_findings(evidence, "fp32", None) if each.level == level]
 
 
 def test_a_host_whose_cards_are_well() -> None:
-    texts = {each.check: each.found for each in gpu_findings(GOOD, "fp32", [])}
+    texts = {each.check: each.found for each in make_gpu_findings(GOOD, "fp32", [])}
     assert texts == {
         "driver": "590.44.01, supports CUDA up to 13.1",
         "libraries": "torch 2.15.0, CUDA 13.2, cuDNN 9, NCCL 2.28",
@@ -66,22 +66,22 @@ def test_a_host_whose_cards_are_well() -> None:
         (ABSENT, "no driver: /proc/driver/nvidia/version, /dev/nvidia* and libcuda.so.1"),
         ({"libraries": GOOD.libraries | {"CUDA": None}}, "torch 2.15.0 is built without CUDA"),
         (
-            {"driver": Driver("550", "12.4", (CARD,))},
+            {"driver": NvmlResult("550", "12.4", (CARD,))},
             "the driver supports CUDA up to 12.4, but torch 2.15.0 is built with CUDA 13.2",
         ),
         ({"files": {"/dev/nvidiactl": True}}, "the driver is loaded, but no GPU has a device file (/dev/nvidia0)"),
         ({"library": "libcuda.so.1: no such"}, "the driver is loaded, but not its library: libcuda.so.1: no such"),
-        ({"driver": Driver(problem="version mismatch")}, "the driver does not answer: version mismatch"),
+        ({"driver": NvmlResult(problem="version mismatch")}, "the driver does not answer: version mismatch"),
         ({"files": FILES | {"/dev/nvidia0": False}}, "no permission to open /dev/nvidia0"),
         ({"visible": ""}, "CUDA_VISIBLE_DEVICES is '', which hides all GPUs"),
         ({"visible": "-1"}, "CUDA_VISIBLE_DEVICES is '-1', which hides all GPUs"),
         ({"visible": "7"}, "CUDA_VISIBLE_DEVICES=7 names none of the 1 GPUs"),
         (
-            {"driver": Driver("590", "13.1", (replace(USED, mode="Exclusive_Process"),))},
+            {"driver": NvmlResult("590", "13.1", (replace(USED, mode="Exclusive_Process"),))},
             "all GPUs are in exclusive use: pid 7 (python); pid 8 (x)",
         ),
         (
-            {"driver": Driver("590", "13.1", (replace(CARD, mode="Prohibited"),))},
+            {"driver": NvmlResult("590", "13.1", (replace(CARD, mode="Prohibited"),))},
             "all GPUs are in compute mode Prohibited",
         ),
         ({}, "CUDA does not start: No CUDA GPUs are available"),
@@ -122,7 +122,7 @@ def test_several_reasons_are_reported_together_with_what_was_looked_at() -> None
     ],
 )
 def test_what_is_wrong_with_a_card(change: dict[str, Any], warning: str) -> None:
-    [bad] = found(replace(GOOD, driver=Driver("590", "13.1", (replace(CARD, **change),))), "warning")
+    [bad] = found(replace(GOOD, driver=NvmlResult("590", "13.1", (replace(CARD, **change),))), "warning")
     assert (bad.check, bad.found) == ("card 0", warning)
     assert bad.leads_to
     assert bad.remedy
@@ -130,18 +130,21 @@ def test_what_is_wrong_with_a_card(change: dict[str, Any], warning: str) -> None
 
 def test_a_card_that_knows_nothing_of_itself_is_not_warned_of() -> None:
     assert (
-        found(replace(GOOD, driver=Driver("590", "13.1", (Card("NVIDIA H100 80GB HBM3", "GPU-3"),))), "warning") == []
+        found(
+            replace(GOOD, driver=NvmlResult("590", "13.1", (NvmlDevice("NVIDIA H100 80GB HBM3", "GPU-3"),))), "warning"
+        )
+        == []
     )
 
 
 def test_cards_of_two_kinds() -> None:
-    mixed = Driver("590", "13.1", (CARD, replace(CARD, name="NVIDIA A100"), CARD))
+    mixed = NvmlResult("590", "13.1", (CARD, replace(CARD, name="NVIDIA A100"), CARD))
     [text] = [each.found for each in found(replace(GOOD, driver=mixed), "warning")]
     assert text == "several kinds: 2 NVIDIA H100 80GB HBM3, 1 NVIDIA A100"
 
 
 def test_torch_may_number_them_otherwise_and_they_may_not_reach_each_other() -> None:
-    two = Driver("590", "13.1", (CARD, replace(CARD, uuid="GPU-4")))
+    two = NvmlResult("590", "13.1", (CARD, replace(CARD, uuid="GPU-4")))
     devices = (replace(GOOD.devices[0], uuid="4", peer_devices=(1,)), GOOD.devices[0])
     texts = {each.check: each.found for each in found(replace(GOOD, driver=two, devices=devices), "ok")}
     assert texts["cuda:0"].endswith(", card 1; peer access to cuda:1")
@@ -169,5 +172,5 @@ def test_variables_that_break_a_run_are_named(
 
 def test_a_driver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "_DRIVER_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(cards, "query_driver", lambda: time.sleep(10))
+    monkeypatch.setattr(cards, "query_nvml", lambda: time.sleep(10))
     assert cards.query_gpus().driver.problem == "no answer within 20 s, so it hangs"

@@ -1,6 +1,6 @@
 """Findings of several ranks become one list."""
 
-from lockstep.checkup.finding import Finding, merge_ranks, most_serious
+from lockstep.checkup.finding import Finding, get_most_serious_level, merge_ranks
 
 FINE = Finding("cores", "ok", "2")
 BAD = Finding("memory", "problem", "0 MiB", "killed", "buy some")
@@ -18,6 +18,6 @@ def test_what_some_have_is_said_with_their_ranks() -> None:
 
 
 def test_the_worst_of_all_counts() -> None:
-    assert most_serious([FINE, DOUBTFUL, BAD]) == "problem"
-    assert most_serious([FINE, DOUBTFUL]) == "warning"
-    assert most_serious([]) == "ok"
+    assert get_most_serious_level([FINE, DOUBTFUL, BAD]) == "problem"
+    assert get_most_serious_level([FINE, DOUBTFUL]) == "warning"
+    assert get_most_serious_level([]) == "ok"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.checkup.variables import variable_findings
+from lockstep.checkup.variables import make_variable_findings
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from lockstep.checkup.variables import variable_findings
     ],
 )
 def test_a_variable(name: str, value: str, level: str) -> None:
-    first, *rest = variable_findings({name: value})
+    first, *rest = make_variable_findings({name: value})
     assert (first.level, first.found) == (level, f"{name}={value}")
     assert [each.found for each in rest] == (
         [] if level == "ok" else ["none is set that changes numbers or communication"]
@@ -33,5 +33,5 @@ def test_a_variable(name: str, value: str, level: str) -> None:
 
 
 def test_none() -> None:
-    [found] = variable_findings({})
+    [found] = make_variable_findings({})
     assert found.level == "ok"

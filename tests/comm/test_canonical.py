@@ -16,7 +16,7 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Axis, DataRank, Mesh
 from lockstep.core.order import split_range
 from lockstep.core.reduction import FAN_OUT
-from lockstep.core.tree import LeafBlock, total
+from lockstep.core.tree import LeafBlock, sum_pieces
 
 CASES = [
     *itertools.product((1, 2, 3, 4, 5, 6, 7, 8, 12, 13), (0, 1, 2, 3, 7, 1000), (torch.float32, torch.float64)),
@@ -37,7 +37,7 @@ def held(numbers: range, length: int, dtype: torch.dtype) -> dict[LeafBlock, Ten
 
 def added(world: World, leaves: int, length: int, dtype: torch.dtype) -> Tensor:
     pieces = held(split_range(leaves, world.size)[world.rank], length, dtype)
-    return world.canonical(Mesh(world.size), "replicate")(pieces, leaves, torch.empty(length, dtype=dtype))
+    return world.make_canonical_sum(Mesh(world.size), "replicate")(pieces, leaves, torch.empty(length, dtype=dtype))
 
 
 def all_added(world: World) -> list[Tensor]:
@@ -50,7 +50,7 @@ def all_added(world: World) -> list[Tensor]:
 def test_every_rank_has_the_bits_of_one_process(size: int) -> None:
     found = worlds.run(size, all_added)
     for number, (leaves, length, dtype) in enumerate(CASES):
-        expected = total(held(range(leaves), length, dtype), leaves, add_)
+        expected = sum_pieces(held(range(leaves), length, dtype), leaves, add_)
         for rank in range(size):
             assert found[rank][number].dtype == dtype
             assert torch.equal(found[rank][number], expected), (leaves, length, dtype, rank)
@@ -61,7 +61,7 @@ def test_the_values_tell_brackets_apart() -> None:
     in_a_row = torch.zeros(1000)
     for number in range(8):
         in_a_row += leaf(number, 1000, torch.float32)
-    assert not torch.equal(in_a_row, total(held(range(8), 1000, torch.float32), 8, add_))
+    assert not torch.equal(in_a_row, sum_pieces(held(range(8), 1000, torch.float32), 8, add_))
 
 
 MORE_RANKS = pytest.mark.slow("more ranks of the same tree")
@@ -84,7 +84,7 @@ def test_ranks_of_any_number_and_mesh_have_the_bits_of_one_process(mesh: Mesh) -
     chunks = mesh.context
     for microbatches, length in itertools.product((1, 2, 3, mesh.size, mesh.size + 1, 2 * mesh.size, 22), (1, 5, 997)):
         leaves = microbatches * chunks
-        expected = total(held(range(leaves), length, torch.float32), leaves, add_)
+        expected = sum_pieces(held(range(leaves), length, torch.float32), leaves, add_)
         for rank, found in enumerate(posted(mesh, axes, leaves, length, chunks)[0]):
             assert torch.equal(found, expected), (microbatches, length, rank)
 
@@ -112,7 +112,7 @@ def test_of_a_block_more_on_both_sides_half_is_sent_more() -> None:
 
 def missing(world: World) -> str:
     try:
-        world.canonical(Mesh(world.size), "replicate")({}, 2, torch.empty(3))
+        world.make_canonical_sum(Mesh(world.size), "replicate")({}, 2, torch.empty(3))
     except (KeyError, ValueError) as error:
         return type(error).__name__
     return "nothing was raised"

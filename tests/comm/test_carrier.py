@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lockstep.comm import carrier
-from lockstep.comm.carrier import Addressed, Transfer, staged_carrier
+from lockstep.comm.carrier import AddressedTensor, Transfer, make_staged_carrier
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.core.mesh import Mesh
@@ -25,7 +25,7 @@ def mesh_backends(world: World) -> list[str]:
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         assert world._groups is not None
         info = RankInfo(world.rank, world.size, 0, 1, "part")
-        placed = World(info, CPU, replace(world._groups, make_carrier=staged_carrier))
+        placed = World(info, CPU, replace(world._groups, make_carrier=make_staged_carrier))
         return [
             dist.get_backend(placed.make_device_mesh(Mesh(4 // members, shard=members), "shard").get_group())
             for members in (2, 4)
@@ -44,13 +44,13 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
     stream = mock.Mock(synchronize=lambda: done.append("synchronized"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
-    def started(group: object, sent: list[Addressed], received: list[Addressed]) -> list[Any]:
+    def started(group: object, sent: list[AddressedTensor], received: list[AddressedTensor]) -> list[Any]:
         assert all(tensor.device == CPU for tensor, _ in sent + received)
         assert [len(tensor) for tensor, _ in sent + received] == [4, 2]
         done.append("started")
         return [mock.Mock(wait=lambda: done.append("waited"))]
 
-    monkeypatch.setattr(carrier, "_start", started)
+    monkeypatch.setattr(carrier, "_start_transfers", started)
     empty_host_tensor = carrier.empty_host_tensor
 
     def noted(tensor: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
     monkeypatch.setattr(carrier, "empty_host_tensor", noted)
     with FakeTensorMode():
         sent, received = torch.ones(4, device="cuda"), torch.ones(2, device="cuda")
-        transfer = staged_carrier(mock.Mock())([(sent, 1)], [(received, 1)])
+        transfer = make_staged_carrier(mock.Mock())([(sent, 1)], [(received, 1)])
         assert done == ["host", "synchronized", "host", "started"]
         assert not transfer.is_done()
         transfer.wait()

@@ -42,7 +42,7 @@ def test_until_an_order_is_known_all_is_passed_on_at_the_end() -> None:
 
 def test_what_comes_early_waits_for_its_turn() -> None:
     member = Member(0, 1, 2)
-    member.queue.order = [2, 1, 0]
+    member.queue.unit_order = [2, 1, 0]
     member.queue.begin()
     member.put(1)
     assert member.passed == []
@@ -55,7 +55,7 @@ def test_what_comes_early_waits_for_its_turn() -> None:
 
 def test_units_that_were_not_called_have_zeros_in_their_turn() -> None:
     member = Member(0, 2)
-    member.queue.order = [2, 1, 0]
+    member.queue.unit_order = [2, 1, 0]
     member.queue.begin()
     member.put(2)
     assert member.passed == [(2, 1.0, True), (1, 0.0, True)]
@@ -66,7 +66,7 @@ def test_units_that_were_not_called_have_zeros_in_their_turn() -> None:
 def test_gradients_that_are_passed_on_late_are_kept_until_the_backward_is_over() -> None:
     """fully_shard keeps those alone that it has handed over last."""
     member = Member(0, 1, 2)
-    member.queue.order = [2, 1, 0]
+    member.queue.unit_order = [2, 1, 0]
     member.queue.begin()
     member.put(1)
     member.put(2)
@@ -78,7 +78,7 @@ def test_gradients_that_are_passed_on_late_are_kept_until_the_backward_is_over()
 
 def test_a_second_gradient_of_a_unit_in_one_backward_is_refused() -> None:
     member = Member(0, 1)
-    member.queue.order = [1, 0]
+    member.queue.unit_order = [1, 0]
     member.queue.begin()
     member.put(1)
     with pytest.raises(

@@ -10,7 +10,7 @@ from lockstep.comm.canonical import HalfPrecisionSum
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import split_range
-from lockstep.core.tolerance import unit_roundoff, worst_case_bound
+from lockstep.core.tolerance import compute_unit_roundoff, compute_worst_case_bound
 
 pytestmark = pytest.mark.slow("several ranks")
 
@@ -24,7 +24,7 @@ def leaf(number: int) -> Tensor:
 
 
 def summed(world: World, leaves: int, dtype: torch.dtype) -> Tensor:
-    add = HalfPrecisionSum(world.canonical(Mesh(world.size), "replicate"), dtype)
+    add = HalfPrecisionSum(world.make_canonical_sum(Mesh(world.size), "replicate"), dtype)
     return add(held(split_range(leaves, world.size)[world.rank], leaf), leaves, torch.empty(LENGTH))
 
 
@@ -42,10 +42,10 @@ def test_a_sum_in_16_bits(size: int) -> None:
         assert all(torch.equal(first, other) for other in others)
         terms = torch.stack([leaf(number).double() for number in range(leaves)])
         # One rank sends nothing; several round what they send, and each addition after that.
-        roundoff = unit_roundoff("fp32" if size == 1 else precision)
-        allowed = worst_case_bound(roundoff, leaves if size == 1 else size) + worst_case_bound(
-            unit_roundoff("fp32"), leaves
+        roundoff = compute_unit_roundoff("fp32" if size == 1 else precision)
+        allowed = compute_worst_case_bound(roundoff, leaves if size == 1 else size) + compute_worst_case_bound(
+            compute_unit_roundoff("fp32"), leaves
         )
         apart = (first.double() - terms.sum(0)).abs() / terms.abs().sum(0)
         assert float(apart.max()) <= allowed
-        assert size == 1 or float(apart.max()) > worst_case_bound(unit_roundoff("fp32"), leaves)
+        assert size == 1 or float(apart.max()) > compute_worst_case_bound(compute_unit_roundoff("fp32"), leaves)

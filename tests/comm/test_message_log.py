@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.comm.carrier import Addressed, Carrier, Transfer, renumber_ranks
+from lockstep.comm.carrier import AddressedTensor, Carrier, Transfer, renumber_ranks
 from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, group_by_peer
 
 
 def carrier(asked: list[tuple[str, int]]) -> Carrier:
     """Return what notes whom it was asked to send to and to receive from, which are ones."""
 
-    def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
+    def start(sent: Sequence[AddressedTensor], received: Sequence[AddressedTensor]) -> Transfer:
         asked.extend([("to", peer) for _, peer in sent] + [("from", peer) for _, peer in received])
         for tensor, _ in received:
             tensor.fill_(1)

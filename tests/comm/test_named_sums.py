@@ -22,7 +22,7 @@ def total(world: World, count: int) -> dict[str, Tensor]:
             number, {"value": torch.tensor(VALUES[number]), "whole": torch.full((2, 2), number, dtype=torch.uint8)}
         )
         sums.add(number, {"value": torch.tensor(99.0), "whole": torch.zeros(2, 2)})  # done again: it does not count
-    return sums.total(world, count)
+    return sums.compute_total(world, count)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import worlds
 
-from lockstep.comm.world import World, _find_sharing_ranks
+from lockstep.comm.world import World, _find_ranks_sharing_device
 from lockstep.errors import UsageError
 
 pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
@@ -23,7 +23,7 @@ def found(
     feigned = mock.patch.object(torch.cuda, "get_device_properties", return_value=device)
     with feigned, mock.patch.dict("os.environ", variables):
         try:
-            return _find_sharing_ranks(world, backend)
+            return _find_ranks_sharing_device(world, backend)
         except UsageError as error:
             return str(error)
 

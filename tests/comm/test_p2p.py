@@ -49,10 +49,10 @@ def exchange(world: World, turns: int) -> list[Any]:
     peer = 1 - world.rank
     post = PointToPoint(world, [peer])
     for number in range(turns):
-        post.send(goods(), peer, line=1)
-        post.send([torch.full((100_000,), float(number))], peer, line=2)
-    later = [post.receive(peer, line=2) for _ in range(turns)]
-    sooner = [post.receive(peer, line=1) for _ in range(turns)]
+        post.send(goods(), peer, channel=1)
+        post.send([torch.full((100_000,), float(number))], peer, channel=2)
+    later = [post.receive(peer, channel=2) for _ in range(turns)]
+    sooner = [post.receive(peer, channel=1) for _ in range(turns)]
     post.finish()
     assert [value[0][7].item() for value in later] == list(range(turns))  # type: ignore[index]
     return [looks(values) for values in sooner]

@@ -10,11 +10,11 @@ pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 
 
 def noted(world: World) -> str:
-    world.set_compared_facts({"lr": 7})
+    world.set_compared_values({"lr": 7})
     world.agree_on_stop_level(0)
-    world.set_compared_facts({"lr": 8 + world.rank, "clip": None}, "loop.py:9")
+    world.set_compared_values({"lr": 8 + world.rank, "clip": None}, "loop.py:9")
     world.agree_on_stop_level(1)
-    world.set_compared_facts({})
+    world.set_compared_values({})
     with pytest.raises(UsageError) as refused:
         world.agree_on_stop_level(0)
     assert world.agree_on_stop_level(0) == 1
@@ -22,25 +22,25 @@ def noted(world: World) -> str:
 
 
 def noted_more(world: World) -> str:
-    world.set_compared_facts(dict.fromkeys(["lr", "clip"][: 3 - world.rank], 7))
+    world.set_compared_values(dict.fromkeys(["lr", "clip"][: 3 - world.rank], 7))
     world.agree_on_stop_level(0)
-    world.set_compared_facts({})
+    world.set_compared_values({})
     with pytest.raises(UsageError) as refused:
-        world.compare_places(1)
+        world.compare_positions(1)
     return str(refused.value)
 
 
 def met(world: World, places: list[int]) -> tuple[int, int] | None:
     """Come together as often as it takes; the last time at these places."""
     world.agree_on_stop_level(2)
-    assert world.compare_places(3) is None
+    assert world.compare_positions(3) is None
     assert world.agree_on_stop_level(0) == 2
-    return world.compare_places(places[world.rank])
+    return world.compare_positions(places[world.rank])
 
 
 def stayed_behind(world: World) -> str:
     if world.rank == 1:
-        return str(world.compare_places(4))
+        return str(world.compare_positions(4))
     world.agree_on_stop_level(0)
     with pytest.raises(UsageError) as refused:
         world.agree_on_stop_level(0)
@@ -50,13 +50,13 @@ def stayed_behind(world: World) -> str:
 def said(world: World, figures: list[dict[str, float]], meets: bool) -> bool:
     world.add_metrics(figures[world.rank])
     if meets:
-        world.compare_places(1)
+        world.compare_positions(1)
     else:
         world.agree_on_stop_level(0)
         world.agree_on_stop_level(0)
     found = world.metrics_differ
     world.agree_on_stop_level(0)
-    world.compare_places(1)
+    world.compare_positions(1)
     assert not world.metrics_differ
     return found
 
@@ -90,5 +90,5 @@ def test_figures_that_differ_between_the_ranks_that_have_some_are_noticed(meets:
 
 
 def test_one_process_is_everywhere() -> None:
-    assert worlds.run(1, World.compare_places, 5) == [None]
+    assert worlds.run(1, World.compare_positions, 5) == [None]
     assert worlds.run(1, said, [{"hits": 1.0}], True) == [False]

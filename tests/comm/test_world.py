@@ -143,8 +143,8 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert [world.agree_on_stop_level(level) for level in (0, 2, 1)] == [0, 2, 1]
     world.compare({"anything": 1})
     world.barrier()
-    assert world.canonical(Mesh())({LeafBlock(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
-    assert isinstance(world.stream(), InlineStream)
+    assert world.make_canonical_sum(Mesh())({LeafBlock(0, 1): torch.ones(2)}, 1, torch.empty(2)).tolist() == [1.0, 1.0]
+    assert isinstance(world.make_stream(), InlineStream)
     assert world.get_generators() == [torch.default_generator]
     world.close()
 
@@ -157,7 +157,7 @@ def test_a_world_whose_process_group_a_script_has_left_is_closed() -> None:
 
 
 def lane_kind(world: World) -> str:
-    stream = world.stream()
+    stream = world.make_stream()
     stream.close()
     return type(stream).__name__
 

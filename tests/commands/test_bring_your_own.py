@@ -57,7 +57,7 @@ def test_its_source_is_part_of_the_recipe(run, mine: Path) -> None:
         assert {"mine/steps.py", "mine/rates.py"} <= source.keys()
     (mine / "steps.py").write_text(f"# changed\n{OWN.read_text()}")
     changed = run(*words, "run.dir=other", "run.resume=run/checkpoints/step-00000020")
-    assert "your source files changed since step 20 was saved: mine/steps.py: the run continues" in changed.err
+    assert "your source files changed since step 20 was saved: mine/steps.py; the run continues" in changed.err
 
 
 def test_eval_runs_it_only_where_the_command_says_so(run, mine: Path) -> None:

@@ -14,7 +14,7 @@ from event_examples import done, evaluated, saved, started, stepped, write
 import lockstep
 from lockstep.config.load import load, to_yaml
 from lockstep.errors import UsageError
-from lockstep.jobs.reader import runs_by_name
+from lockstep.jobs.reader import read_runs_by_name
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.page import Table, ValueGrid
@@ -40,7 +40,7 @@ report = partial(invoke, "report")
 
 def tables(*folders: Path) -> dict[str, list[dict[str, str]]]:
     """Return the tables of a page on the runs, by their headings."""
-    found, _ = runs_by_name(folders or [Path("runs")])
+    found, _ = read_runs_by_name(folders or [Path("runs")])
     made = [each for each in make_sections(found) if isinstance(each, Table)]
     return {each.title: [dict(zip(each.columns, row, strict=True)) for row in each.rows] for each in made}
 
@@ -136,7 +136,7 @@ def test_more_than_three_keys_that_differ_have_a_table() -> None:
 def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
     twice = [replace(evaluated(), step=step, weights=weights) for weights in ("model", "ema") for step in (46, 69)]
     run_folder("a", started(), stepped(46), *twice, stepped(), done())
-    found, _ = runs_by_name([Path("runs")])
+    found, _ = read_runs_by_name([Path("runs")])
     drawn = [
         each for each in make_curve_sections({run.folder: run.history for run in found}) if isinstance(each, Chart)
     ]
@@ -151,7 +151,7 @@ def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
 
 def test_one_run_differs_from_none() -> None:
     run_folder("a", started(), stepped(), done())
-    runs, _ = runs_by_name([Path("runs/a"), Path("runs")])  # named twice
+    runs, _ = read_runs_by_name([Path("runs/a"), Path("runs")])  # named twice
     grid, *others = make_sections(runs)
     assert isinstance(grid, ValueGrid)
     assert dict(grid.entries)["machine"] == "2 cores of EPYC, torch 2.15.0"

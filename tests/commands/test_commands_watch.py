@@ -141,7 +141,7 @@ def test_only_what_was_added_is_read_and_another_log_from_its_beginning(
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or loads(text, **options))
     followed.refresh()
-    assert (len(parsed), followed.view(None).status.step) == (500, 499)
+    assert (len(parsed), followed.make_view(None).status.step) == (500, 499)
     with (run / "events.jsonl").open("a") as log:
         log.write('{"event": "step", "half')
     for _ in range(3):
@@ -150,11 +150,11 @@ def test_only_what_was_added_is_read_and_another_log_from_its_beginning(
     run_folder(run, stepped(500))  # which cuts the half line off, as a run that resumes does
     parsed.clear()
     followed.refresh()
-    assert (len(parsed), followed.view(None).status.step) == (1, 500)
+    assert (len(parsed), followed.make_view(None).status.step) == (1, 500)
     (run / "events.jsonl").unlink()
     run_folder(run, started(), stepped(1), first=9_000.0)
     followed.refresh()
-    found = followed.view(None)
+    found = followed.make_view(None)
     assert (found.status.step, found.notice_count, len(found.history.curves["loss/train"])) == (1, 1, 1)
 
 
@@ -166,7 +166,7 @@ def test_a_long_log_is_read_in_parts_and_goes_on_until_it_is_read(
     followed, states = RunReader(run), []
     for _ in range(4):
         followed.refresh()
-        found = followed.view(None)
+        found = followed.make_view(None)
         states.append((found.is_fully_read, found.state, found.status.step))
     assert states == [(False, "running", 9), (False, "running", 19), (True, "done", 690), (True, "done", 690)]
 
@@ -178,7 +178,7 @@ def test_lines_that_are_no_events_are_left_out_and_said(tmp_path: Path) -> None:
     run_folder(run, stepped(2), evaluated(), first=200.0)
     followed = RunReader(run)
     followed.refresh()
-    found = followed.view(None)
+    found = followed.make_view(None)
     assert [point.step for point in found.history.curves["loss/train"]] == [1, 2]
     warnings = [each.text for each in found.notices if each.kind == "warning"]
     assert f"{run}/events.jsonl:3: not an event; skipped" in warnings
@@ -202,6 +202,6 @@ def test_a_run_that_resumes_under_another_placement(tmp_path: Path) -> None:
     followed.refresh()
     run_folder(run, started(46, RESUMED_FROM), stepped(50), first=500.0)
     followed.refresh()
-    found = followed.view(None)
+    found = followed.make_view(None)
     assert [point.step for point in found.history.curves["loss/train"]] == [46, 50]
     assert found.notices[-1].text.startswith("resumed after step 46")

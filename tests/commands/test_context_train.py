@@ -35,9 +35,9 @@ def test_it_is_stopped_and_resumed_and_evaluated_elsewhere(start, run, tiny, wor
     assert 0 < end["step"] < 8
     resumed = run("train", tiny, "run.dir=run", *words, *second)
     assert resumed.sha256 == whole.sha256
-    digests = {(each.step, each.weights): each for each in read(resumed.folder / "run/digests.bin")}
+    digests = {(each.step, each.is_weights): each for each in read(resumed.folder / "run/digests.bin")}
     undisturbed = read(whole.folder / "whole/digests.bin")
-    assert [digests[each.step, each.weights] for each in undisturbed] == undisturbed
+    assert [digests[each.step, each.is_weights] for each in undisturbed] == undisturbed
     assert (resumed.folder / MANIFEST).read_bytes() == expected
     lines = [line for line in run("eval", "run", *evaluated).out.splitlines() if line.startswith("evaluated")]
     assert lines[0].split("  ")[:3] == next(

@@ -7,19 +7,19 @@ import pytest
 from conftest import invoke
 
 from lockstep.checkup import cards
-from lockstep.device.cards import Card, Device, Driver, GpuFacts
+from lockstep.device.cards import CudaDevice, GpuInfo, NvmlDevice, NvmlResult
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
-CARD = Card("NVIDIA RTX A5000", "GPU-3", "0000:81:00.0", uncorrected=2)
-GOOD = GpuFacts(
-    driver=Driver("590.44.01", "13.1", (CARD,)),
+CARD = NvmlDevice("NVIDIA RTX A5000", "GPU-3", "0000:81:00.0", uncorrected=2)
+GOOD = GpuInfo(
+    driver=NvmlResult("590.44.01", "13.1", (CARD,)),
     libraries={"torch": "2.15.0", "CUDA": "13.2"},
     kernel="Kernel Module 590.44.01",
     files={"/dev/nvidia0": True},
     library="",
     visible=None,
-    devices=(Device("NVIDIA RTX A5000", "3", 24 << 30, "8.6", ()),),
+    devices=(CudaDevice("NVIDIA RTX A5000", "3", 24 << 30, "8.6", ()),),
     cuda_error="",
 )
 REFUSING = """

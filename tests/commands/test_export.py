@@ -20,7 +20,7 @@ from lockstep.exports import to_safetensors, to_torch
 from lockstep.exports.check import check_export
 from lockstep.exports.export import export_saved
 from lockstep.inference.pictures import get_preprocessing
-from lockstep.inference.saved import Facts, SavedModel, open_saved
+from lockstep.inference.saved import DatasetInfo, SavedModel, open_saved
 from lockstep.run.evaluation import EvalRequest
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -123,7 +123,7 @@ def test_what_is_not_installed_is_named(saved, monkeypatch):
 
 def test_samples_of_several_inputs_are_no_pictures(saved):
     with pytest.raises(UsageError, match="samples of dataset digits have no single shape, but images have 1 or 3"):
-        get_preprocessing(replace(saved, facts=Facts()))
+        get_preprocessing(replace(saved, facts=DatasetInfo()))
 
 
 def test_models_of_others_are_refused(run, trained):

@@ -20,7 +20,7 @@ from lockstep.probe import findings as causes
 from lockstep.probe import first_look as looking
 from lockstep.probe.first_look import check_in_background, is_part_of_lockstep, is_plain
 from lockstep.setup.build import Setup, build_setup
-from lockstep.tasks.facts import make_dataset_properties
+from lockstep.tasks.facts import make_dataset_info
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -31,7 +31,7 @@ LOOKING = (*DIGITS, 'recipe.loss={name: "cross_entropy"}', "run.probe=auto", "ru
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a look as long as it takes beside other tests; as a user waits for it, 10 s were too short there."""
-    monkeypatch.setattr(looking, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(looking, "_MAX_WAIT_S", 60.0)
 
 
 def ready(*overrides: str) -> Setup:
@@ -113,7 +113,7 @@ def test_a_look_that_takes_too_long_or_fails_is_told_and_ends_no_run(monkeypatch
     chosen = ready('recipe.model={name: "planted:linear"}')
     for what, reason in ((slow, "more than 0 s"), (fail, "ValueError: no such layer"), (die, "was killed")):
         monkeypatch.setattr(looking, "run_quick_probe", what)
-        monkeypatch.setattr(looking, "_PATIENCE_S", 0.1 if what is slow else 60.0)
+        monkeypatch.setattr(looking, "_MAX_WAIT_S", 0.1 if what is slow else 60.0)
         with check_in_background(chosen) as look:
             (finding,) = look()
         assert finding.culprit == looking.NOT_CHECKED
@@ -126,7 +126,7 @@ def test_a_look_that_takes_too_long_or_fails_is_told_and_ends_no_run(monkeypatch
 def test_models_of_timm_are_known_by_their_layers(name, plain):
     with torch.device("meta"):
         model = build_model(
-            name=name, source="timm", facts=make_dataset_properties([*map(str, range(10))], (3, 224, 224))
+            name=name, source="timm", dataset_info=make_dataset_info([*map(str, range(10))], (3, 224, 224))
         )
     assert is_plain(model)
 

@@ -16,18 +16,18 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.common.schemas import SCHEMA
-from lockstep.config.base import values
-from lockstep.config.load import comparable, load_text
+from lockstep.config.base import section_to_dict
+from lockstep.config.load import load_text, select_comparable_values
 from lockstep.data.loader import Loader
 from lockstep.errors import LockstepError
 from lockstep.parallel.engine import Engine
-from lockstep.run.checkpoints import engine_state
+from lockstep.run.checkpoints import get_engine_state
 from lockstep.setup.build import Setup, build_setup
-from lockstep.setup.data_facts import model_facts
+from lockstep.setup.data_facts import make_dataset_info
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun
-from lockstep.setup.resolved import resolve
-from lockstep.setup.resume import resume_state
+from lockstep.setup.resolved import resolve_config
+from lockstep.setup.resume import get_resume_state
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import EMA, MANIFEST, MODEL, OPTIMIZER, STATE
 from lockstep.training.progress import Progress
@@ -60,7 +60,7 @@ def ready(loaded: Any) -> Setup:
 
 
 def engine(ready: Setup, loaded: Any) -> tuple[Engine, Loader]:
-    return start_engine(PreparedRun(resolve(loaded, 1), ready), World(ALONE, torch.device("cpu")))
+    return start_engine(PreparedRun(resolve_config(loaded, 1), ready), World(ALONE, torch.device("cpu")))
 
 
 def save(ready: Setup, loaded: Any, folder: Path) -> Path:
@@ -77,10 +77,10 @@ def save(ready: Setup, loaded: Any, folder: Path) -> Path:
         "schema": SCHEMA,
         "progress": asdict(progress),
         "engine": state.scalars,
-        "recipe": comparable(values(loaded.config.recipe)),
+        "recipe": select_comparable_values(section_to_dict(loaded.config.recipe)),
         "numerics": {"torch": "2", "threads": 1},
-        "data": model_facts(ready),
-        "source": dict(ready.source),
+        "data": make_dataset_info(ready),
+        "source": dict(ready.source_hashes),
     }
     snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept)
     return store.save(folder, 3, snapshot, keep=1, best=False)
@@ -101,9 +101,9 @@ def everything(training: Engine, progress: Progress) -> tuple[Any, ...]:
 def resume(path: Path, ready: Setup, loaded: Any) -> tuple[Any, ...]:
     """Do what a start does in a folder with this checkpoint."""
     found = store.load_newest(path.parent)
-    state = resume_state(found.path, found.snapshot, ready)
+    state = get_resume_state(found.path, found.snapshot, ready)
     training, _ = engine(ready, loaded)
-    training.load(engine_state(found.snapshot))
+    training.load(get_engine_state(found.snapshot))
     return everything(training, state.progress)
 
 
@@ -125,7 +125,7 @@ def test_what_is_genuine_resumes_under_every_kind_of_optimizer(tmp_path: Path, o
     ready = build_setup(loaded.config.recipe)
     path = save(ready, loaded, tmp_path)
     found = store.read_checkpoint(path)
-    state = resume_state(path, found, ready)
+    state = get_resume_state(path, found, ready)
     assert state.progress.step == 3
     assert resume(path, ready, loaded)[1] == store.weights_sha256(found.optimizer)
 

@@ -14,12 +14,12 @@ from lockstep.comm.world import open_world
 from lockstep.common.own_code import convert_user_error
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
-from lockstep.ranks.external import single_process_rendezvous
+from lockstep.ranks.external import make_single_process_rendezvous
 from lockstep.run.events import make_evaluation_event
 from lockstep.setup.build import build_setup
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun
-from lockstep.setup.resolved import resolve
+from lockstep.setup.resolved import resolve_config
 from lockstep.training.progress import Progress
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -82,9 +82,9 @@ def train(folder: Path, code: str) -> None:
     (folder / "M.py").write_text(f"{SOUND}{blank}{code}\n", encoding="utf-8")
     loss = "cross_entropy" if "loss" not in code else "M:loss"
     words = ["recipe.model={name: 'M:net'}", "recipe.data={name: 'M:data'}", f"recipe.loss={{name: '{loss}'}}"]
-    resolved = resolve(load("digits", [*words, "recipe.batch=4", "recipe.microbatches=2", "recipe.epochs=1"]), 1)
+    resolved = resolve_config(load("digits", [*words, "recipe.batch=4", "recipe.microbatches=2", "recipe.epochs=1"]), 1)
     ready = build_setup(resolved.recipe)
-    world = open_world(single_process_rendezvous(), torch.device("cpu"))
+    world = open_world(make_single_process_rendezvous(), torch.device("cpu"))
     engine, loader = start_engine(PreparedRun(resolved, ready), world)
     for step, microbatches in islice(loader.iterate_steps(0), 3):
         engine.forward_backward(microbatches, step)

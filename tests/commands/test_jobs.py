@@ -184,7 +184,8 @@ def test_a_saved_run_whose_next_start_failed_has_the_reason_of_that_start(
         ("[1]\n", "warning: runs/bad/events.jsonl:2: not an event"),
         (
             '{"event": "step"}\n',
-            "warning: runs/bad/events.jsonl: was not written by this version of Lockstep (KeyError('loss'))",
+            "warning: runs/bad/events.jsonl: was not written by this version of Lockstep (KeyError('loss')); use the "
+            "version that wrote it",
         ),
         ("\xff\n", "warning: runs/bad/events.jsonl:2: not JSON"),
         ("[" * 100_000 + "\n", "warning: runs/bad/events.jsonl:2: not JSON"),

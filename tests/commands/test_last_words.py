@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import DIGITS, held_at
 
-from lockstep.common.interrupts import COPIES_S
+from lockstep.common.interrupts import DUPLICATES_S
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -37,6 +37,6 @@ def test_ranks_meet_in_a_file_that_nobody_can_remove(start) -> None:
     assert list(Path("/dev/shm").glob(f"*{command.pid}*")) == []
     command.signal(signal.SIGINT)
     command.until_heard()
-    time.sleep(COPIES_S)
+    time.sleep(DUPLICATES_S)
     command.signal(signal.SIGINT)
     assert command.wait() == 130

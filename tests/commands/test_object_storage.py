@@ -194,7 +194,7 @@ def test_ranks_on_two_hosts_share_no_folder(url: str, reference: str, tmp_path: 
     assert sha256(text) == reference
     assert "logs/rank-1.log" in objects(url)
     assert not [name for name in objects(url) if ".tmp" in name]
-    assert not (remote.storage_folder(url) / "run/checkpoints").is_symlink()
+    assert not (remote.get_storage_folder(url) / "run/checkpoints").is_symlink()
     # As after a kill before the last checkpoint, three hosts resume, of which the last has never seen the run.
     import boto3
 

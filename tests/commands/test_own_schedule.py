@@ -10,7 +10,7 @@ import pytest
 from lockstep.common.own_code import format_location
 from lockstep.config.load import load
 from lockstep.config.plan import compute_steps
-from lockstep.core.rate import Rate
+from lockstep.core.rate import RateSchedule
 from lockstep.errors import UsageError
 from lockstep.setup.schedule import check_rate, find_rate
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow("runs whole commands")
 FILE = own_schedules.__file__
 
 
-def rate(*words: str) -> Rate:
+def rate(*words: str) -> RateSchedule:
     recipe = load("digits", ["recipe.epochs=2", *words]).config.recipe
     run = compute_steps(recipe, 1000)
     check_rate(recipe, run)

@@ -11,7 +11,7 @@ from conftest import DIGITS
 from forked import as_rank
 from waiting import free_port
 
-from lockstep.common.user_source import source_changes, source_digests
+from lockstep.common.user_source import describe_source_changes, hash_sources
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -55,14 +55,14 @@ def test_files_are_found_along_their_imports(here: Path) -> None:
         "losses.py": "def (",  # told elsewhere
     }
     write(here, files)
-    found = source_digests(["own.nets:net", "losses:loss"])
+    found = hash_sources(["own.nets:net", "losses:loss"])
     assert found == {name: digest(text) for name, text in sorted(files.items()) if name != "own/unused.py"}
 
 
 def test_neither_libraries_nor_what_is_installed_nor_lockstep_is_the_users(here: Path) -> None:
     write(here, {"lib/site-packages/installed.py": "", "nets.py": "import installed, torch, json, lockstep.core.tree"})
     sys.path.append(str(here / "lib/site-packages"))
-    assert list(source_digests(["nets:net", "torch.nn:Linear", "lockstep.models.botnet:botnet50"])) == ["nets.py"]
+    assert list(hash_sources(["nets:net", "torch.nn:Linear", "lockstep.models.botnet:botnet50"])) == ["nets.py"]
 
 
 def test_a_package_installed_as_editable_is_the_users(here: Path) -> None:
@@ -70,23 +70,23 @@ def test_a_package_installed_as_editable_is_the_users(here: Path) -> None:
     import site
 
     site.addsitedir(str(here / "lib/site-packages"))
-    assert source_digests(["mine.nets:net"]) == {"mine/nets.py": digest("x = 1")}
+    assert hash_sources(["mine.nets:net"]) == {"mine/nets.py": digest("x = 1")}
 
 
 def test_what_is_found_does_not_depend_on_what_is_imported(here: Path) -> None:
     write(here, {"own/__init__.py": "", "own/nets.py": "from own import blocks", "own/blocks.py": "x = 1"})
-    before = source_digests(["own.nets:net"])
+    before = hash_sources(["own.nets:net"])
     __import__("own.nets")
-    assert source_digests(["own.nets:net"]) == before
+    assert hash_sources(["own.nets:net"]) == before
     assert len(before) == 3
 
 
 def test_changes_are_named() -> None:
     before = {"a.py": "1", "b.py": "2", "c.py": "3"}
-    assert source_changes(before, {"a.py": "1", "b.py": "5", "d.py": "4"}) == "b.py, c.py (gone), d.py (new)"
-    assert source_changes(before, before) == ""
+    assert describe_source_changes(before, {"a.py": "1", "b.py": "5", "d.py": "4"}) == "b.py, c.py (gone), d.py (new)"
+    assert describe_source_changes(before, before) == ""
     many = {f"{number:02}.py": "" for number in range(13)}
-    assert source_changes({}, many).endswith("09.py (new) and 3 more")
+    assert describe_source_changes({}, many).endswith("09.py (new) and 3 more")
 
 
 def test_a_resumed_run_warns_of_what_changed(run, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_resumed_run_warns_of_what_changed(run, tmp_path: Path) -> None:
     write(tmp_path, {"zoo/blocks.py": "WIDTH = 2 * 4\n"})
     resumed = run(*again, "run.dir=changed")
     assert resumed.err == (
-        "warning: your source files changed since step 20 was saved: zoo/blocks.py: the run continues with the new "
+        "warning: your source files changed since step 20 was saved: zoo/blocks.py; the run continues with the new "
         "files, and its results can differ from an uninterrupted run\n"
     )
 

@@ -10,7 +10,7 @@ from test_resume import TRAIN, stop, undisturbed
 
 from lockstep.config.load import load
 from lockstep.setup.strategy import find_strategy
-from lockstep.strategies import names
+from lockstep.strategies import list_strategy_names
 from lockstep.strategies.base import Strategy
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -19,7 +19,7 @@ OWN = "own_strategies"
 LATE = (f"placement.strategy.name={OWN}:Late", "placement.processes=3", "recipe.microbatches=4")
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_strategy_names())
 def test_shipped_strategies_hold_the_contract(name: str) -> None:
     _, strategy = find_strategy(load("digits", [f"placement.strategy={name}"]).config.placement, 2)
     needed = {each for each in vars(Strategy) if not each.startswith("_")}

@@ -13,7 +13,7 @@ from conftest import FOLDER
 from PIL import Image
 
 import lockstep
-from lockstep.data.images.digits import digits
+from lockstep.data.images.digits import load_digits
 from lockstep.errors import UsageError
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -67,7 +67,7 @@ def rows(command):
 
 def test_all_validation_pictures_are_told_as_an_evaluation_tells_them(run, trained, tmp_path):
     (tmp_path / "pictures").mkdir()
-    validation = digits().validation
+    validation = load_digits().validation
     for number in range(360):
         Image.fromarray(validation.images[number, 0].numpy()).save(tmp_path / f"pictures/{number:03}.png")
     for weights, place in (("ema", "run"), ("model", "run/checkpoints/step-00000023")):
@@ -106,7 +106,7 @@ def test_from_python_the_same_is_predicted(run, trained, tmp_path, capfd):
 
 
 def test_dark_digits_on_white_are_told(run, trained, tmp_path, capfd):
-    image = digits().validation.images[0, 0].numpy()
+    image = load_digits().validation.images[0, 0].numpy()
     for name, pixels in (("light", image), ("dark", 255 - image), ("more", 255 - image)):
         Image.fromarray(pixels).save(tmp_path / f"{name}.png")
     told = "dark.png: dark on light (mean brightness 0."

@@ -84,13 +84,15 @@ def test_a_step_that_is_another_one_is_named(run, folder):
     digests = digest_file.read(path)
     digest_file.truncate(path, 0)
     digest_file.append(
-        path, [each._replace(value=each.value ^ (each.step == 12 and not each.weights)) for each in digests]
+        path, [each._replace(value=each.value ^ (each.step == 12 and not each.is_weights)) for each in digests]
     )
     different = run("replay", "run", "--trust", "--step", "13", code=3)
     assert "step 12 differs from the run; step 11 is still the same" in different.out
     assert run("replay", "run", "--trust", "--step", "11").out.count("the same bits") == 1
     digest_file.truncate(path, 0)
-    digest_file.append(path, [each._replace(value=each.value ^ (each.step == 7 and each.weights)) for each in digests])
+    digest_file.append(
+        path, [each._replace(value=each.value ^ (each.step == 7 and each.is_weights)) for each in digests]
+    )
     different = run("replay", "run", "--trust", "--step", "13", code=3)
     assert "weights   after step 7 do not match the digest of the run" in different.out
 

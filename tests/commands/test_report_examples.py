@@ -17,7 +17,7 @@ from looked import pixels
 from test_predict import SEGMENTS, TRUST, plain
 
 import lockstep
-from lockstep.data.images.digits import digits
+from lockstep.data.images.digits import load_digits
 from lockstep.inference.inspection import _compare_with_log
 from lockstep.reporting.run_log import History, Point
 
@@ -75,7 +75,7 @@ def test_the_matrix_is_that_of_the_runs_evaluation(run, trained, tmp_path):
     assert (row["weights"], row["samples"], row["compared with the log"]) == ("ema", "360 of 360", "equal")
     assert row["top1"] == f"{100 * last['top1']:.2f} %"
     assert "evaluating 360 of 360 validation samples on cpu" in command.err
-    validation, mistakes = digits().validation, 360 - sum(matrix[n][n] for n in range(10))
+    validation, mistakes = load_digits().validation, 360 - sum(matrix[n][n] for n in range(10))
     assert len(page.tiles) == min(mistakes, 24)
     for source, name in page.tiles:
         number = int(name.removeprefix("sample "))

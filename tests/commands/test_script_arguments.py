@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.commands import launch, verify
-from lockstep.commands._script import ScriptCommand, misplaced_options
+from lockstep.commands._script import ScriptCommand, find_misplaced_options
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -46,7 +46,7 @@ def test_options_may_follow_a_recipe_and_a_wrong_one_is_reported() -> None:
 
 
 def test_an_option_of_the_command_behind_the_script_is_noticed() -> None:
-    assert misplaced_options(verify.command, ["--epochs", "1", "--processes=2"]) == ["--processes=2"]
+    assert find_misplaced_options(verify.command, ["--epochs", "1", "--processes=2"]) == ["--processes=2"]
 
 
 def test_launch_takes_a_script_without_dashes() -> None:

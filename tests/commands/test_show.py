@@ -4,7 +4,7 @@ import pytest
 from conftest import invoke
 from forked import imported
 
-from lockstep.commands.show import derived_values
+from lockstep.commands.show import iterate_derived_values
 from lockstep.config.load import load
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -52,7 +52,7 @@ def test_it_does_not_import_torch(tmp_path):
 
 
 def follows(name, *overrides):
-    return dict(derived_values(load(name, overrides).config.recipe))
+    return dict(iterate_derived_values(load(name, overrides).config.recipe))
 
 
 def test_digits():

@@ -111,7 +111,7 @@ def test_ranks_with_other_files_are_told_before_the_run(start, tmp_path: Path, a
 def test_the_hash_of_a_runs_weights_is_the_one_it_printed(run, a: Command) -> None:
     words = ("train", *DIGITS, *SHORT, "placement.processes=1", "run.dir=b")
     weights = f"recipe.model.weights={{path: a/checkpoints/best, sha256: {a.sha256}}}"
-    assert store.manifest(Path("a/checkpoints/best")).weights_sha256 == a.sha256
+    assert store.read_manifest(Path("a/checkpoints/best")).weights_sha256 == a.sha256
     run(*words, weights)
     refused = run(*words, weights.replace(a.sha256, "f" * 64), "run.dir=c", code=2)
     assert f"expected tensors with SHA-256 {'f' * 64}, but a/checkpoints/best has {a.sha256}" in refused.err

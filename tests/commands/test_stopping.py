@@ -14,7 +14,7 @@ from conftest import DIGITS, FOLDER, held_at
 from forked import events
 from held import HELD, HOLD, hold
 
-from lockstep.common.interrupts import COPIES_S
+from lockstep.common.interrupts import DUPLICATES_S
 
 pytestmark = pytest.mark.slow("runs whole commands")
 
@@ -140,7 +140,7 @@ def test_a_second_ctrl_c_ends_at_once(start, run, finished, temporary, processes
     command = held_at(start, 7, *TRAIN, f"placement.processes={processes}", TMPDIR=str(temporary))
     command.signal_group(signal.SIGINT)
     command.until_heard()
-    time.sleep(COPIES_S)  # an earlier signal is a copy of the first
+    time.sleep(DUPLICATES_S)  # an earlier signal is a copy of the first
     command.signal_group(signal.SIGINT)
     assert command.wait() == 130
     assert command.left() == []

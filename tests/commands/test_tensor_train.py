@@ -37,8 +37,8 @@ def test_a_stopped_run_goes_on_on_another_mesh(start, run, finished):
     whole = finished(*NET, "placement.processes=1")
     assert resumed.sha256 == whole.sha256
     digests, undisturbed = ([*read(each.folder / DIGESTS)] for each in (resumed, whole))
-    assert [each for each in digests if not each.weights or each.step == 12] == undisturbed
-    assert [each.step for each in digests if each.weights] == [5, end["step"], 12]
+    assert [each for each in digests if not each.is_weights or each.step == 12] == undisturbed
+    assert [each.step for each in digests if each.is_weights] == [5, end["step"], 12]
 
 
 def test_chunks_are_the_recipes_and_change_its_bits(run, finished):

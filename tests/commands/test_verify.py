@@ -11,9 +11,9 @@ import pytest
 from forked import Command
 
 from lockstep import strategies
-from lockstep.config.load import Loaded, load
+from lockstep.config.load import LoadedConfig, load
 from lockstep.core.order import Steps
-from lockstep.setup.resolved import resolve
+from lockstep.setup.resolved import resolve_config
 from lockstep.verification import cases
 from lockstep.verification.traced_run import TraceJob, open_setup
 
@@ -111,13 +111,16 @@ def test_an_interrupt_ends_everything(start):
     assert command.left() == []
 
 
-def every(loaded: Loaded) -> list[cases.VerifyCase]:
+def every(loaded: LoadedConfig) -> list[cases.VerifyCase]:
     return cases._make_all_cases(loaded, open_setup(loaded))
 
 
 def test_all_means_every_exact_strategy_on_one_to_four_processes_or_the_reason_why_not():
     places = every(load("digits", ["placement.device=cpu"]))
-    traits = {name: import_module(f"lockstep.strategies.{name}").Strategy().traits for name in strategies.names()}
+    traits = {
+        name: import_module(f"lockstep.strategies.{name}").Strategy().traits
+        for name in strategies.list_strategy_names()
+    }
     exact = [name for name in traits if traits[name].exactness == "bits"]
     assert {place.label for place in places} == {f"{name} on {size}" for name in exact for size in (1, 2, 3, 4)}
     assert {"single", "ddp", "tensor"} < {*exact} < {*traits}
@@ -164,7 +167,7 @@ def test_the_first_steps_and_the_last_of_the_epoch_are_compared(steps, count, ch
 
 def test_where_a_model_is_compiled_a_contestant_goes_on_with_the_short_step(tmp_path):
     for overrides, half in ((), 2), (("recipe.compile=true",), 4):
-        job = TraceJob(resolve(load("digits", overrides), 1), (0, 1, 2, 3, 22), 8, tmp_path)
+        job = TraceJob(resolve_config(load("digits", overrides), 1), (0, 1, 2, 3, 22), 8, tmp_path)
         assert cases.choose_save_point(job) == half
 
 

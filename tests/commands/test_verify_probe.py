@@ -15,7 +15,7 @@ from lockstep.config.load import load
 from lockstep.errors import UsageError
 from lockstep.probe import findings as causes
 from lockstep.probe import probe
-from lockstep.probe.findings import ProbeResult, findings
+from lockstep.probe.findings import ProbeResult, make_findings
 from lockstep.verification import trace
 from lockstep.verification.traced_run import open_setup
 
@@ -49,7 +49,7 @@ def placed(text: str, above: int = 0) -> str:
 
 
 def faults(probed: ProbeResult) -> dict[str, str]:
-    return {finding.culprit: finding.text for finding in findings(probed) if finding.fault}
+    return {finding.culprit: finding.text for finding in make_findings(probed) if finding.fault}
 
 
 def model(name: str, options: str = "") -> str:
@@ -81,7 +81,7 @@ def data(name: str) -> str:
     ],
 )
 def test_code_without_a_fault_has_no_findings(override):
-    assert findings(look(override)) == []
+    assert make_findings(look(override)) == []
 
 
 # What is planted, the culprit, and what is said of it, with the place of a text in braces, or so many lines from there.
@@ -164,7 +164,7 @@ def test_what_was_seen_of_it_is_kept(override, facts):
     ],
 )
 def test_what_has_no_consequence_is_a_note(override, culprit, said):
-    (finding,) = findings(look(override))
+    (finding,) = make_findings(look(override))
     assert (finding.culprit, finding.fault) == (culprit, False)
     assert said in finding.text
 
@@ -198,7 +198,7 @@ GPT = (
 )
 def test_a_data_set_that_is_random_for_each_call(model, name, what):
     probed = look(*model, data(name))
-    assert probed.random_samples[0].part == "training"
+    assert probed.random_samples[0].split_name == "training"
     # Some are alike by chance.
     assert {what} <= {sample.difference for sample in probed.random_samples} <= {what, "random draws"}
     assert list(faults(probed)) == [causes.RANDOM_DATA]
@@ -214,6 +214,6 @@ def test_facts_survive_being_written(tmp_path):
 
 def test_noise_in_a_cache_is_named_with_the_function_that_is_cached():
     planted._noise_of.cache_clear()
-    found = {each.culprit: each.text for each in findings(look(model("Cached")))}
+    found = {each.culprit: each.text for each in make_findings(look(model("Cached")))}
     assert re.search(r"draws from Python's random generator \([^ ]*planted.py:\d+\)", found[causes.FOREIGN_RANDOMNESS])
     assert "planted._noise_of (cache of " in found[causes.GLOBALS]

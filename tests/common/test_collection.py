@@ -7,8 +7,8 @@ SCRIPT = """
 import gc
 usual = gc.get_threshold()
 {before}
-from lockstep.common.collection import collect_rarely
-collect_rarely()
+from lockstep.common.collection import reduce_garbage_collection
+reduce_garbage_collection()
 rare = gc.get_threshold()
 {after}
 import lockstep
@@ -18,7 +18,7 @@ print(usual, rare, gc.get_threshold(), sep="; ")
 
 
 def thresholds(before: str = "", after: str = "") -> list[str]:
-    """The thresholds of a new process, after `collect_rarely`, and after a rank was opened."""
+    """The thresholds of a new process, after `reduce_garbage_collection`, and after a rank was opened."""
     script = SCRIPT.format(before=before, after=after)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     return ended.stdout.splitlines()[-1].split("; ")
@@ -41,10 +41,10 @@ def test_thresholds_from_before_the_command_are_restored() -> None:
 FROZEN = """
 import atexit, gc
 atexit.register(lambda: print(gc.get_freeze_count()))
-from lockstep.common.collection import collect_rarely, exclude_imports
+from lockstep.common.collection import reduce_garbage_collection, exclude_imports
 exclude_imports()
 before = gc.get_freeze_count()
-collect_rarely()
+reduce_garbage_collection()
 exclude_imports()
 frozen = gc.get_freeze_count()
 models = [[] for _ in range(1000)]

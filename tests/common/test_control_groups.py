@@ -12,16 +12,16 @@ def test_the_cores_that_a_container_allows(tmp_path: Path, text: str, cores: flo
     own = group(tmp_path, "0::/a/b")
     (tmp_path / "a" / "cpu.max").write_text(text, encoding="utf-8")
     (tmp_path / "a" / "b" / "cpu.max").write_text("400000 100000", encoding="utf-8")
-    assert control_groups.quota_cores(tmp_path, own) == (cores or 4.0)  # the tighter one holds
-    assert control_groups.quota_cores(tmp_path / "none", own) is None
+    assert control_groups.read_cpu_limit(tmp_path, own) == (cores or 4.0)  # the tighter one holds
+    assert control_groups.read_cpu_limit(tmp_path / "none", own) is None
 
 
 def test_the_memory_that_a_container_allows(tmp_path: Path) -> None:
     own = group(tmp_path, "0::/a/b")
     (tmp_path / "a" / "b" / "memory.max").write_text("max", encoding="utf-8")
-    assert control_groups.limit_bytes(tmp_path, own) is None
+    assert control_groups.read_memory_limit(tmp_path, own) is None
     (tmp_path / "a" / "memory.max").write_text("1048576", encoding="utf-8")
-    assert control_groups.limit_bytes(tmp_path, own) == 1 << 20
+    assert control_groups.read_memory_limit(tmp_path, own) == 1 << 20
 
 
 def test_control_groups_of_version_1(tmp_path: Path) -> None:
@@ -32,8 +32,8 @@ def test_control_groups_of_version_1(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "x" / "cpu.cfs_period_us").write_text("100000\n", encoding="utf-8")
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n", encoding="utf-8")
     (tmp_path / "memory" / "x" / "memory.limit_in_bytes").write_text("9223372036854771712\n", encoding="utf-8")
-    assert control_groups.quota_cores(tmp_path, own) == 0.5
-    assert control_groups.limit_bytes(tmp_path, own) is None
+    assert control_groups.read_cpu_limit(tmp_path, own) == 0.5
+    assert control_groups.read_memory_limit(tmp_path, own) is None
 
 
 def group(root: Path, text: str) -> Path:
@@ -47,5 +47,5 @@ def test_what_is_usable_is_what_both_the_affinity_and_a_container_allow(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int
 ) -> None:
     monkeypatch.setattr(platforms.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(platforms, "quota_cores", lambda: quota)
-    assert platforms.usable_cores() == cores
+    monkeypatch.setattr(platforms, "read_cpu_limit", lambda: quota)
+    assert platforms.count_usable_cores() == cores

@@ -106,8 +106,8 @@ def test_a_child_of_process_1_has_lost_its_launcher_unless_it_is_that(
 ) -> None:
     tied = []
     monkeypatch.setattr(follow_parent, "die_with_parent", lambda: tied.append(True))
-    monkeypatch.setattr(follow_parent, "parent_command", lambda: first)
-    monkeypatch.setattr(follow_parent, "_reader_is_gone", lambda _: not read)
+    monkeypatch.setattr(follow_parent, "read_parent_command", lambda: first)
+    monkeypatch.setattr(follow_parent, "_is_reader_gone", lambda _: not read)
     monkeypatch.setattr(follow_parent, "_has_torch", lambda pid: pid == 1 and first[1:] != ["supervise.py"])
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with pytest.raises(TrainingError, match="is gone") if gone else nullcontext():
@@ -125,12 +125,12 @@ def test_a_process_that_has_torch_is_known_by_its_libraries() -> None:
 
 def test_nobody_reads_what_goes_into_a_pipe_or_a_terminal_that_is_closed() -> None:
     for reader, writer in (os.pipe(), os.openpty()):
-        assert not follow_parent._reader_is_gone(writer)
+        assert not follow_parent._is_reader_gone(writer)
         os.close(reader)
-        assert follow_parent._reader_is_gone(writer)
+        assert follow_parent._is_reader_gone(writer)
         os.close(writer)
     with open(os.devnull, "w") as nowhere:
-        assert not follow_parent._reader_is_gone(nowhere.fileno())
+        assert not follow_parent._is_reader_gone(nowhere.fileno())
 
 
 @pytest.mark.parametrize("words", [("train", "digits"), ("eval", "run")])

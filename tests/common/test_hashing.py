@@ -9,9 +9,8 @@ import pytest
 
 from lockstep.common import hashing
 
-TOLD = (
-    "import os; os.environ['PYTHONHASHSEED'] = '42'\nfrom lockstep.common.hashing import hash_seed; print(hash_seed())"
-)
+TOLD = """import os; os.environ['PYTHONHASHSEED'] = '42'
+from lockstep.common.hashing import get_hash_seed; print(get_hash_seed())"""
 
 
 @pytest.mark.parametrize(("given", "told"), [("", "random"), ("random", "random"), ("0", "0"), ("7", "7")])
@@ -36,7 +35,7 @@ def test_the_command_becomes_one_with_a_fixed_seed_unless_it_has_one(monkeypatch
 
 def test_what_is_spawned_has_the_seed_that_it_is_given_and_this_process_its_own(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with hashing.hash_seed_for_children("7"):
+    with hashing.set_hash_seed_for_children("7"):
         assert subprocess.check_output([sys.executable, "-c", TOLD], text=True).strip() == "7"
     assert "PYTHONHASHSEED" not in os.environ
 
@@ -53,9 +52,9 @@ def test_two_starts_of_the_command_go_through_a_set_in_one_order(monkeypatch):
 
 
 def test_ranks_whose_sets_have_another_order_are_warned_of():
-    assert hashing.hash_seed_warning([hashing.sample_hash(), hashing.sample_hash()]) == ""
-    assert "or start the ranks with PYTHONHASHSEED=0, as lockstep launch does" in hashing.hash_seed_warning(
-        [hashing.sample_hash(), "7"]
+    assert hashing.make_hash_seed_warning([hashing.get_sample_hash(), hashing.get_sample_hash()]) == ""
+    assert "or start the ranks with PYTHONHASHSEED=0, as lockstep launch does" in hashing.make_hash_seed_warning(
+        [hashing.get_sample_hash(), "7"]
     )
 
 
@@ -67,6 +66,6 @@ def test_what_ssh_starts_on_another_host_has_a_fixed_seed(monkeypatch):
 
 
 def test_a_resume_with_another_seed_is_told_how_to_keep_the_first():
-    assert hashing.changed_seed_warning("0", "random").endswith("; to keep it, start with PYTHONHASHSEED=0")
-    assert "was random when" in hashing.changed_seed_warning("random", "0")
-    assert "to keep it" not in hashing.changed_seed_warning("random", "0")
+    assert hashing.make_changed_seed_warning("0", "random").endswith("; to keep it, start with PYTHONHASHSEED=0")
+    assert "was random when" in hashing.make_changed_seed_warning("random", "0")
+    assert "to keep it" not in hashing.make_changed_seed_warning("random", "0")

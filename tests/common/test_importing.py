@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.common.importing import import_object
-from lockstep.common.names import nearest
+from lockstep.common.names import find_nearest
 from lockstep.errors import UsageError
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -21,7 +21,7 @@ def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_returns_the_object() -> None:
-    assert import_object("lockstep.common.names:nearest", "model") is nearest
+    assert import_object("lockstep.common.names:nearest", "model") is find_nearest
 
 
 def test_finds_modules_of_the_current_directory_and_adds_it_once(here: Path) -> None:

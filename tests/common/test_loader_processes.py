@@ -16,9 +16,15 @@ WORKER = "DataLoader worker (pid 17)"
             f"{WORKER} is killed by signal: Bus error. It is possible",
             "17 was killed by SIGBUS; /dev/shm is probably full",
         ),
-        (f"{WORKER} is killed by signal: Segmentation fault. ", "17 was killed by SIGSEGV; the code of the dataset"),
-        (f"{WORKER} exited unexpectedly with exit code 3. Details", "17 exited with code 3; the code of the dataset"),
-        ("DataLoader worker (pid(s) 17, 18) exited unexpectedly", "17 exited; the code of the dataset"),
+        (
+            f"{WORKER} is killed by signal: Segmentation fault. ",
+            "17 was killed by SIGSEGV; the dataset code or a library",
+        ),
+        (
+            f"{WORKER} exited unexpectedly with exit code 3. Details",
+            "17 exited with code 3; the dataset code or a library",
+        ),
+        ("DataLoader worker (pid(s) 17, 18) exited unexpectedly", "17 exited; the dataset code or a library"),
     ],
 )
 def test_the_process_its_end_and_the_way_out_are_named(text: str, told: str) -> None:

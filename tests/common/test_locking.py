@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.common.locking import lock_file, private_folder
+from lockstep.common.locking import get_private_folder, lock_file
 from lockstep.errors import UsageError
 
 
@@ -23,9 +23,9 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 def test_the_private_folder_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = private_folder()
+    folder = get_private_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert private_folder() == folder
+    assert get_private_folder() == folder
 
 
 @pytest.mark.parametrize("planted", ["link", "file", "open"])
@@ -43,7 +43,7 @@ def test_what_another_user_planted_in_its_place_is_refused(
         folder.mkdir()
         folder.chmod(0o777)
     with pytest.raises(UsageError, match="only you can access"):
-        private_folder()
+        get_private_folder()
 
 
 def _is_free(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.common.names import format_choices, nearest, suggest
+from lockstep.common.names import find_nearest, format_choices, format_suggestion
 
 
 @pytest.mark.parametrize(
@@ -14,15 +14,15 @@ from lockstep.common.names import format_choices, nearest, suggest
     ],
 )
 def test_suggestion(typed, expected):
-    assert suggest(typed, ["name", "momentum", "nesterov"]) == expected
+    assert format_suggestion(typed, ["name", "momentum", "nesterov"]) == expected
 
 
 def test_several_near_names_are_all_offered_the_nearest_first():
-    assert suggest("resnet5", ["resnet50", "resnet152", "vgg"]) == "; did you mean 'resnet50' or 'resnet152'?"
+    assert format_suggestion("resnet5", ["resnet50", "resnet152", "vgg"]) == "; did you mean 'resnet50' or 'resnet152'?"
 
 
 def test_nearest_keeps_the_spelling_of_the_valid_name():
-    assert nearest("adamw", ["AdamW"]) == ["AdamW"]
+    assert find_nearest("adamw", ["AdamW"]) == ["AdamW"]
 
 
 def test_choices_always_list_what_is_valid():

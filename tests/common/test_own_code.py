@@ -14,10 +14,10 @@ from lockstep.common.own_code import (
     convert_user_error,
     describe_code_between,
     describe_error,
+    find_source_line,
     is_user_code,
-    source_line,
 )
-from lockstep.core.tree import total
+from lockstep.core.tree import sum_pieces
 from lockstep.errors import TrainingError, UserCodeError
 from lockstep.parallel.pipeline.stage import _run_backward
 
@@ -65,9 +65,9 @@ def test_errors_meant_for_the_user_and_interrupts_pass(error: BaseException) -> 
 
 def test_what_lockstep_raises_in_shared_code_passes() -> None:
     with pytest.raises(KeyError), UserCode("model m", shared=True):
-        total({}, 1, max)
+        sum_pieces({}, 1, max)
     with pytest.raises(UserCodeError), UserCode("model m"):
-        total({}, 1, max)
+        sum_pieces({}, 1, max)
 
 
 def test_what_torch_raises_in_shared_code_is_the_models() -> None:
@@ -92,7 +92,7 @@ def test_an_error_that_passed_no_guard_is_told_by_its_frames() -> None:
     found = convert_user_error(own.value)
     assert str(found).startswith("ZeroDivisionError: x (")
     with pytest.raises(KeyError) as ours:
-        total({}, 1, max)
+        sum_pieces({}, 1, max)
     assert convert_user_error(ours.value) is None
 
 
@@ -106,7 +106,7 @@ def test_what_is_left_of_ddp_is_told_how_to_go() -> None:
 def test_the_place_of_bad_syntax_is_in_its_file(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as caught:
         compile("x = (", str(tmp_path / "nets.py"), "exec")
-    assert source_line(caught.value) == f"{tmp_path}/nets.py:1"
+    assert find_source_line(caught.value) == f"{tmp_path}/nets.py:1"
     assert describe_error(caught.value) == f"SyntaxError: '(' was never closed ({tmp_path}/nets.py:1); fix it there"
 
 

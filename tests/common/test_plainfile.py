@@ -60,7 +60,7 @@ def test_a_folder_for_a_library_has_plain_files_alone(tmp_path: Path) -> None:
 
 def test_a_header_of_tensors_has_a_length_that_can_be(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    for length, refused in ((plainfile.LARGEST_HEADER, False), (plainfile.LARGEST_HEADER + 1, True)):
+    for length, refused in ((plainfile.MAX_HEADER_BYTES, False), (plainfile.MAX_HEADER_BYTES + 1, True)):
         file.write_bytes(length.to_bytes(8, "little"))
         with pytest.raises(OSError, match="its header has") if refused else nullcontext():
             plainfile.check_safetensors(file)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.common.rank import RankInfo, format_ranks_with_hosts, rendezvous_address
+from lockstep.common.rank import RankInfo, format_ranks_with_hosts, resolve_rendezvous_address
 from lockstep.errors import UsageError
 
 
@@ -17,16 +17,16 @@ from lockstep.errors import UsageError
     ],
 )
 def test_where_ranks_meet(launcher: str, master: str | None, rendezvous: str, address: str) -> None:
-    assert rendezvous_address(RankInfo(0, 2, 0, 2, launcher, master, 20016), rendezvous) == address
+    assert resolve_rendezvous_address(RankInfo(0, 2, 0, 2, launcher, master, 20016), rendezvous) == address
 
 
 def test_what_a_launcher_does_not_say_is_asked_for_in_its_own_words() -> None:
     with pytest.raises(
         UsageError, match=r"not both set; set them \(mpirun -x MASTER_ADDR=HOST\), or set placement.ren"
     ):
-        rendezvous_address(RankInfo(0, 2, 0, 1, "openmpi", None, 20016, "mpirun -x MASTER_ADDR=HOST"), "env://")
+        resolve_rendezvous_address(RankInfo(0, 2, 0, 1, "openmpi", None, 20016, "mpirun -x MASTER_ADDR=HOST"), "env://")
     with pytest.raises(UsageError, match=r"not both set; set them, or set placement.rendezvous"):
-        rendezvous_address(RankInfo(0, 2, 0, 1, "environment", "n1", None), "env://")
+        resolve_rendezvous_address(RankInfo(0, 2, 0, 1, "environment", "n1", None), "env://")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_a_launcher_does_not_say_is_asked_for_in_its_own_words() -> None:
 )
 def test_what_is_no_place_is_told(rendezvous: str) -> None:
     with pytest.raises(UsageError, match=f"rendezvous {rendezvous}: expected env://, tcp://HOST:PORT or file:///PATH"):
-        rendezvous_address(RankInfo(0, 2, 0, 2, "environment", "n1", 20016), rendezvous)
+        resolve_rendezvous_address(RankInfo(0, 2, 0, 2, "environment", "n1", 20016), rendezvous)
 
 
 def test_ranks_are_told_with_their_hosts_where_those_are_known() -> None:

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from lockstep.common.reserved_metrics import RESERVED_BY_EVENTS, RESERVED_IN_TRAINING, first_reserved
+from lockstep.common.reserved_metrics import RESERVED_BY_EVENTS, RESERVED_IN_TRAINING, find_reserved_name
 from lockstep.training.events import Done, Evaluated, Logged, Stepped
 
 WRITTEN_OTHERWISE = {"name", "figures", "best"}  # as `event`, and under the names of the figures
@@ -19,5 +19,5 @@ def test_fields_of_events_are_reserved(events: tuple[type, ...], reserved: froze
 
 
 def test_the_first_that_is_taken_is_named() -> None:
-    assert first_reserved({"top1": 1.0, "lr": 0.1, "step": 2.0}, RESERVED_IN_TRAINING) == "lr"
-    assert first_reserved(["top1", "lr"], RESERVED_BY_EVENTS) is None
+    assert find_reserved_name({"top1": 1.0, "lr": 0.1, "step": 2.0}, RESERVED_IN_TRAINING) == "lr"
+    assert find_reserved_name(["top1", "lr"], RESERVED_BY_EVENTS) is None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.common.type_name import type_name
+from lockstep.common.type_name import describe_type
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from lockstep.common.type_name import type_name
     ],
 )
 def test_values_are_called_by_their_kind(value: Any, words: str) -> None:
-    assert type_name(value) == words
+    assert describe_type(value) == words

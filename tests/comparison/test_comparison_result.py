@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from event_examples import SHA, done, evaluated, started, stepped
 
-from lockstep.comparison.output import Display, write
+from lockstep.comparison.output import Display, write_results
 from lockstep.comparison.page import make_sections, make_title
-from lockstep.comparison.result import Comparison, ResultRow, conclusion_lines, make_columns, to_json
+from lockstep.comparison.result import Comparison, ResultRow, format_conclusions, make_columns, to_json
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import to_json_fields
 from lockstep.reporting.page import Paragraphs, Table
@@ -99,7 +99,7 @@ def test_the_table() -> None:
 
 
 def test_what_is_said_below_it() -> None:
-    failed, broken = conclusion_lines(COMPARISON)
+    failed, broken = format_conclusions(COMPARISON)
     assert failed == "ddp on 4 failed: lost a rank"
     assert broken.startswith("zero3 on 2 has different weights than one process, although strategy zero3 promises the")
 
@@ -174,7 +174,7 @@ def test_a_narrow_terminal_gets_whole_columns_and_what_is_asked_for(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
-    write(Comparison("digits", ROWS[:4]), tmp_path, stream, with_page=False, with_png=False)
+    write_results(Comparison("digits", ROWS[:4]), tmp_path, stream, with_page=False, with_png=False)
     assert "single on 1" in stream.getvalue()
     assert (
         "hidden, because the terminal is too narrow: waiting, data, computing, peak memory, efficiency"
@@ -184,11 +184,11 @@ def test_a_narrow_terminal_gets_whole_columns_and_what_is_asked_for(
 
 def test_the_files(tmp_path: Path) -> None:
     stream = StringIO()
-    paths = write(COMPARISON, tmp_path, stream, with_page=True, with_png=False)
+    paths = write_results(COMPARISON, tmp_path, stream, with_page=True, with_png=False)
     assert [path.name for path in paths] == ["comparison.json", "comparison.html"]
     assert "<title>2 variants of digits under 5 placements</title>" in paths[1].read_text(encoding="utf-8")
     assert "ddp on 4 failed: lost a rank" in stream.getvalue()
-    assert write(COMPARISON, tmp_path, stream, with_page=False, with_png=False) == paths[:1]
+    assert write_results(COMPARISON, tmp_path, stream, with_page=False, with_png=False) == paths[:1]
 
 
 def test_a_page_is_called_after_what_it_compares() -> None:

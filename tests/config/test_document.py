@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config.document import KeyProblem, SourcePosition, locate, parse, parse_scalar
+from lockstep.config.document import KeyProblem, SourcePosition, find_position, parse, parse_scalar
 
 FURTHER = "not valid YAML: indented further than the line above"
 NO_SPACE = "not valid YAML: a space is missing after the colon"
@@ -78,8 +78,8 @@ def test_every_key_and_item_has_its_place():
 
 def test_a_key_without_a_place_has_that_of_the_mapping_around_it():
     places = {(): SourcePosition("r.yaml", 1, 1), ("a",): SourcePosition("r.yaml", 2, 3)}
-    assert locate(places, ("a", "b", "c")) == SourcePosition("r.yaml", 2, 3)
-    assert locate(places, ("x", "y")) == SourcePosition("r.yaml", 1, 1)
+    assert find_position(places, ("a", "b", "c")) == SourcePosition("r.yaml", 2, 3)
+    assert find_position(places, ("x", "y")) == SourcePosition("r.yaml", 1, 1)
 
 
 def test_a_key_is_text_as_it_stands():

@@ -10,16 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.commands.show import derived_values
+from lockstep.commands.show import iterate_derived_values
 from lockstep.config import strategy_name
-from lockstep.config.base import values
-from lockstep.config.load import comparable, differences, load, load_text, split, to_yaml
+from lockstep.config.base import section_to_dict
+from lockstep.config.load import (
+    list_recipe_differences,
+    load,
+    load_text,
+    select_comparable_values,
+    split_arguments,
+    to_yaml,
+)
 from lockstep.config.recorded import find_location_keys
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
-from lockstep.config.wording import section_at
+from lockstep.config.wording import get_section_class
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.setup.user_code import import_paths
+from lockstep.setup.user_code import get_import_paths
 
 MINIMAL = """\
 recipe:
@@ -35,7 +42,7 @@ PRECISIONS = "fp32, tf32, bf16, bf16-compute, fp16, fp16-compute, fp16-true"
 
 def test_an_override_may_be_longer_than_a_file_name():
     word = f"recipe.model.options={{x: {'y' * 300}}}"
-    assert split([word]) == ("digits", [word])
+    assert split_arguments([word]) == ("digits", [word])
 
 
 @pytest.mark.parametrize("source", ["x" * 300, "a\0b", f"{'x' * 300}.yaml", "digits.yaml/below.yaml"])
@@ -48,7 +55,7 @@ def test_many_problems_are_cut_to_a_screen(recipe):
     text = MINIMAL + "".join(f"  key{number}: 1\n" for number in range(43))
     with pytest.raises(ConfigError) as caught:
         load(recipe(text))
-    lines = caught.value.told.splitlines()
+    lines = caught.value.terminal_text.splitlines()
     assert len(lines) == 12
     assert lines[0] == "error: 43 problems"
     assert lines[10].startswith("recipe.yaml:16:3  recipe.key9: ")
@@ -56,7 +63,7 @@ def test_many_problems_are_cut_to_a_screen(recipe):
     assert len(caught.value.problems) == 43
     with pytest.raises(ConfigError) as caught:
         load(recipe(MINIMAL + "".join(f"  key{number}: 1\n" for number in range(11))))
-    assert len(caught.value.told.splitlines()) == 12
+    assert len(caught.value.terminal_text.splitlines()) == 12
 
 
 def test_a_long_key_is_cut(recipe):
@@ -74,7 +81,7 @@ def every_key(section=Config, path=()):
     for name in section.model_fields:
         here = (*path, name)
         yield ".".join(here)
-        if inner := section_at(here):
+        if inner := get_section_class(here):
             yield from every_key(inner, here)
 
 
@@ -85,7 +92,7 @@ def test_absurd_values_are_refused_or_planned_with(value):
     assert "recipe.optimizer.lr.value" in keys
     for key in keys:
         with suppress(LockstepError):
-            list(derived_values(load("digits", [f"{key}={value}"]).config.recipe))
+            list(iterate_derived_values(load("digits", [f"{key}={value}"]).config.recipe))
 
 
 @pytest.fixture
@@ -116,7 +123,7 @@ def problems(source, *overrides):
 )
 def test_the_recipe_may_be_left_out(words, expected, here):
     Path("a=b.yaml").touch()
-    assert split(words) == expected
+    assert split_arguments(words) == expected
 
 
 def test_a_file_is_loaded_under_its_name(recipe):
@@ -346,8 +353,8 @@ def test_what_has_no_effect_is_noted(override, note):
 
 
 def test_a_strategy_is_one_of_the_files(monkeypatch):
-    assert {"single", "ddp", "zero3"} <= set(strategy_name.names())
-    monkeypatch.setattr(strategy_name, "names", lambda: ["ddp", "single"])
+    assert {"single", "ddp", "zero3"} <= set(strategy_name.list_strategy_names())
+    monkeypatch.setattr(strategy_name, "list_strategy_names", lambda: ["ddp", "single"])
     problem = "no strategy 'dpd'; did you mean 'ddp'? Valid: auto, fastest, ddp, single, fsdp"
     expected = f"override placement.strategy.name: {problem}"
     assert problems("digits", "placement.strategy=dpd") == [expected]
@@ -390,7 +397,9 @@ def test_a_recipe_by_the_size_of_micro_batches_is_that_by_their_number():
     """Its run writes both down, and is read again; what decides the numbers is how many there are."""
     by_size, by_number = load("imagenet-resnet18"), load("imagenet-resnet18", ["recipe.microbatches=8"])
     assert by_number.notes == ["recipe.microbatches replaces recipe.microbatch=32 (imagenet.yaml:11:3)"]
-    assert comparable(values(by_size.config.recipe)) == comparable(values(by_number.config.recipe))
+    assert select_comparable_values(section_to_dict(by_size.config.recipe)) == select_comparable_values(
+        section_to_dict(by_number.config.recipe)
+    )
     again = load_text(to_yaml(by_size), "config.yaml", "again")
     assert again.config == by_size.config
 
@@ -538,10 +547,12 @@ def test_the_yaml_shows_origins_and_leaves_out_what_is_not_set():
 
 
 def test_differences_name_the_keys():
-    run = values(load("digits").config.recipe)
-    now = values(load("digits", ["recipe.optimizer.lr=0.2", "recipe.clip_norm=", "recipe.ema.decay=0.9"]).config.recipe)
-    assert differences(run, run) == []
-    assert differences(run, now) == [
+    run = section_to_dict(load("digits").config.recipe)
+    now = section_to_dict(
+        load("digits", ["recipe.optimizer.lr=0.2", "recipe.clip_norm=", "recipe.ema.decay=0.9"]).config.recipe
+    )
+    assert list_recipe_differences(run, run) == []
+    assert list_recipe_differences(run, now) == [
         "optimizer.lr.value: 0.1 in the run, 0.2 now",
         "clip_norm: 1.0 in the run, not set now",
         "ema.decay: not set in the run, 0.9 now",
@@ -569,12 +580,12 @@ def test_the_sources_of_a_mixture_may_lie_elsewhere_too():
     def nested(root):
         return {"name": "mixture", "options": {"of": {"b": {"name": "text", "root": root}}}}
 
-    before = comparable(mixture(a={"name": "text", "root": "x"}, c=nested("x")))
-    assert before == comparable(mixture(a={"name": "text", "root": "y"}, c=nested("y")))
-    assert before != comparable(mixture(a={"name": "tokens", "root": "x"}, c=nested("x")))
-    assert before != comparable(mixture(a={"name": "text", "root": "x", "weight": 2}, c=nested("x")))
+    before = select_comparable_values(mixture(a={"name": "text", "root": "x"}, c=nested("x")))
+    assert before == select_comparable_values(mixture(a={"name": "text", "root": "y"}, c=nested("y")))
+    assert before != select_comparable_values(mixture(a={"name": "tokens", "root": "x"}, c=nested("x")))
+    assert before != select_comparable_values(mixture(a={"name": "text", "root": "x", "weight": 2}, c=nested("x")))
     own = {"name": "m:f", "options": {"of": {"a": {"name": "text", "root": "x"}}}}  # the options of a function
-    assert comparable({"data": own, "model": {}})["data"] == own
+    assert select_comparable_values({"data": own, "model": {}})["data"] == own
     sources = mixture(a={"name": "text", "root": "x", "weight": 2}, c=nested("x"))
     where = {"data.root", "data.options.of.a.root", "data.options.of.c.options.of.b.root"}
     assert find_location_keys(sources) == where
@@ -588,5 +599,5 @@ def test_the_sources_of_a_mixture_may_lie_elsewhere_too():
 def test_code_that_a_mixture_names_is_known_as_code():
     words = 'recipe.data={name: mixture, options: {of: {a: {name: "m:f"}, b: {name: text}, '
     words += 'c: {name: mixture, options: {of: {d: {name: "n:g"}}}}}}}'
-    found = import_paths(load("digits", [words]).config.recipe)
+    found = get_import_paths(load("digits", [words]).config.recipe)
     assert found == {"data.options.of.a": "m:f", "data.options.of.c.options.of.d": "n:g"}

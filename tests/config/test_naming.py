@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 
-from lockstep.config.load import Loaded, load_text, to_yaml
+from lockstep.config.load import LoadedConfig, load_text, to_yaml
 from lockstep.errors import ConfigError
 
 TEXT = """
@@ -28,7 +28,7 @@ placement:
 """
 
 
-def loaded(*overrides: str) -> Loaded:
+def loaded(*overrides: str) -> LoadedConfig:
     return load_text(TEXT, "mine.yaml", "mine", overrides)
 
 

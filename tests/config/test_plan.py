@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.config.load import load
-from lockstep.config.plan import compute_base_rate, compute_steps, count_warm_up_steps, make_rate, rule
+from lockstep.config.plan import compute_base_rate, compute_steps, count_warm_up_steps, format_base_rate, make_rate
 from lockstep.errors import UsageError
 
 
@@ -12,9 +12,9 @@ def recipe(name, *overrides):
 
 
 def test_the_linear_scaling_rule_is_said():
-    assert rule(recipe("imagenet-resnet50")) == "0.2 = 0.1 x 256 / 128"
+    assert format_base_rate(recipe("imagenet-resnet50")) == "0.2 = 0.1 x 256 / 128"
     assert compute_base_rate(recipe("imagenet-resnet50")) == 0.2
-    assert rule(recipe("imagenet-resnet50", "recipe.optimizer.lr=0.3")) == "0.3"
+    assert format_base_rate(recipe("imagenet-resnet50", "recipe.optimizer.lr=0.3")) == "0.3"
 
 
 def test_steps_of_epochs_and_of_a_number_of_steps():

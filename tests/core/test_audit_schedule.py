@@ -25,11 +25,11 @@ def test_each_rank_repeats_one_of_another_and_nobody_is_left_out(ranks: int) -> 
         repeated = [index for rank in range(ranks) if (index := schedule.get_assignment(rank, here)) is not None]
         assert sorted(repeated) == sorted(schedule.get_audited_microbatch(rank, here) for rank in range(ranks))
         for rank, index in enumerate(repeated):
-            own = {mine for mine, _ in schedule.mesh.data_rank(rank).indices(8)}
+            own = {mine for mine, _ in schedule.mesh.get_data_rank(rank).get_microbatches(8)}
             assert index not in own
             seen[rank].add(index)
     for rank, indices in seen.items():
-        assert indices | {mine for mine, _ in schedule.mesh.data_rank(rank).indices(8)} == set(range(8))
+        assert indices | {mine for mine, _ in schedule.mesh.get_data_rank(rank).get_microbatches(8)} == set(range(8))
 
 
 def test_a_rank_alone_repeats_its_own_in_turn() -> None:

@@ -15,7 +15,7 @@ NESTED: dict[str, Any] = {"x": (torch.ones(3, 2), "name"), "y": [torch.zeros(3)]
 
 
 def test_tensors_come_out_in_order_and_go_back() -> None:
-    first, second = batch.tensors_of(NESTED)
+    first, second = batch.get_tensors(NESTED)
     assert (first.shape, second.shape) == ((3, 2), (3,))
     assert batch.get_batch_size(NESTED) == 3
     back = batch.replace_tensors(NESTED, [torch.full((1,), 5.0), torch.full((1,), 6.0)])
@@ -62,11 +62,11 @@ class Pair:
 )
 def test_an_object_is_a_batch_by_its_attributes(made: Any) -> None:
     nested = [made(), 5]
-    assert [each.shape for each in batch.tensors_of(nested)] == [(3, 2), (3,)]
+    assert [each.shape for each in batch.get_tensors(nested)] == [(3, 2), (3,)]
     changed, five = batch.map_tensors(lambda tensor: tensor + 1, nested)
     assert (type(changed), five) == (type(nested[0]), 5)
-    assert [each.unique().item() for each in batch.tensors_of(changed)] == [2, 1]
-    assert [each.unique().item() for each in batch.tensors_of(nested)] == [1, 0]  # which is left alone
+    assert [each.unique().item() for each in batch.get_tensors(changed)] == [2, 1]
+    assert [each.unique().item() for each in batch.get_tensors(nested)] == [1, 0]  # which is left alone
     assert [path.startswith("[0]") for path, _ in batch.leaves_with_paths(nested)][:2] == [True, True]
     paths = batch.map_with_paths(lambda path, leaf: path if isinstance(leaf, Tensor) else leaf, nested)
     assert [each for each, leaf in batch.leaves_with_paths(nested) if isinstance(leaf, Tensor)] == [

@@ -38,7 +38,9 @@ def test_too_few_devices_are_refused_on_all_ranks(visible: int, hidden: bool, fo
 
 @pytest.mark.parametrize(("visible", "numbers"), [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0])])
 def test_processes_that_share_take_the_devices_in_turn(visible: int, numbers: list[int]) -> None:
-    assert [choose_device_index(visible, local_rank, 4, False, sharing=True) for local_rank in range(4)] == numbers
+    assert [
+        choose_device_index(visible, local_rank, 4, False, allow_sharing=True) for local_rank in range(4)
+    ] == numbers
 
 
 def test_what_carries_tensors_follows_from_the_device() -> None:

@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def digest(tensor: Tensor) -> int:
-    return int(DIGESTS.digest(tensor))
+    return int(DIGESTS.compute_digest(tensor))
 
 
 def flipped(tensor: Tensor, byte: int, bit: int) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.mesh import Axis, DataRank, Mesh
-from lockstep.core.tree import Counter, total
+from lockstep.core.tree import BinaryCounter, sum_pieces
 
 SIZES = st.integers(1, 5)
 SHORT = st.integers(1, 3)
@@ -19,11 +19,11 @@ MESHES = st.tuples(SHORT, SHORT, SHORT, SHORT).map(lambda axes: Mesh(*axes))
 
 
 def data_ranks(mesh: Mesh) -> list[DataRank]:
-    return [mesh.data_rank(rank) for rank in range(mesh.size)]
+    return [mesh.get_data_rank(rank) for rank in range(mesh.size)]
 
 
 def assert_one_ranks_own(places: Iterable[DataRank], leaves: int) -> None:
-    own = [index for place in places for index, dummy in place.indices(leaves) if not dummy]
+    own = [index for place in places for index, dummy in place.get_microbatches(leaves) if not dummy]
     assert sorted(own) == list(range(leaves))
 
 
@@ -39,12 +39,12 @@ def assert_evaluated_once(places: Sequence[DataRank], batches: int, together: in
 def test_coordinates_count_the_last_axis_first(mesh: Mesh) -> None:
     found = [mesh.get_coordinates(rank) for rank in range(mesh.size)]
     assert found == [Mesh(*each) for each in product(*map(range, mesh))]
-    assert [mesh.rank(mesh.get_coordinates(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
+    assert [mesh.get_rank(mesh.get_coordinates(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
 
 
 @given(MESHES, st.sets(st.sampled_from(get_args(Axis))))
 def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(mesh: Mesh, axes: set[Axis]) -> None:
-    groups = mesh.groups(*axes)
+    groups = mesh.get_groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
     for group in groups:
         assert group == sorted(group)
@@ -60,23 +60,25 @@ def test_a_group_has_the_ranks_that_differ_along_its_axes_alone(mesh: Mesh, axes
 @given(st.builds(Mesh, SHORT, SHORT, SHORT, st.just(1), SHORT, SHORT), LEAVES)
 def test_each_micro_batch_has_one_primary_rank_on_any_mesh(mesh: Mesh, leaves: int) -> None:
     ranks = data_ranks(mesh)
-    assert all(each._replace(first=True) in ranks and each._replace(sequence_index=0) in ranks for each in ranks)
-    assert_evaluated_once([each for each in ranks if each.first], leaves)
-    assert_one_ranks_own([each for each in ranks if each.primary], leaves)
+    assert all(
+        each._replace(reports_results=True) in ranks and each._replace(sequence_index=0) in ranks for each in ranks
+    )
+    assert_evaluated_once([each for each in ranks if each.reports_results], leaves)
+    assert_one_ranks_own([each for each in ranks if each.counts_microbatches], leaves)
 
 
 def test_golden_meshes() -> None:
-    assert Mesh(replicate=2, shard=3).groups("shard") == [[0, 1, 2], [3, 4, 5]]
-    assert Mesh(replicate=2, shard=3).groups("replicate") == [[0, 3], [1, 4], [2, 5]]
-    assert Mesh(pipe=2, shard=2, tensor=2).groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert Mesh(pipe=2, shard=2, tensor=2).groups("pipe", "tensor") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert Mesh(replicate=2, shard=3).get_groups("shard") == [[0, 1, 2], [3, 4, 5]]
+    assert Mesh(replicate=2, shard=3).get_groups("replicate") == [[0, 3], [1, 4], [2, 5]]
+    assert Mesh(pipe=2, shard=2, tensor=2).get_groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert Mesh(pipe=2, shard=2, tensor=2).get_groups("pipe", "tensor") == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 @given(SIZES, SIZES, LEAVES)
 def test_each_micro_batch_is_one_ranks_own(replicas: int, members: int, leaves: int) -> None:
     places = data_ranks(Mesh(replicas, shard=members))
     assert_one_ranks_own(places, leaves)
-    assert all(0 <= index < leaves for place in places for index, _ in place.indices(leaves))
+    assert all(0 <= index < leaves for place in places for index, _ in place.get_microbatches(leaves))
 
 
 @given(SIZES, SIZES, LEAVES)
@@ -84,11 +86,11 @@ def test_members_go_through_as_many_rounds_as_each_other(replicas: int, members:
     places = data_ranks(Mesh(replicas, shard=members))
     for replica in range(replicas):
         ours = places[replica * members : (replica + 1) * members]
-        assert len({len(place.indices(leaves)) for place in ours}) == 1
+        assert len({len(place.get_microbatches(leaves)) for place in ours}) == 1
         if members > 1:
-            assert ours[0].indices(leaves)
-        for number, (first, holders) in enumerate(ours[0].rounds(leaves)):
-            held = [place.indices(leaves)[number] for place in ours]
+            assert ours[0].get_microbatches(leaves)
+        for number, (first, holders) in enumerate(ours[0].get_rounds(leaves)):
+            held = [place.get_microbatches(leaves)[number] for place in ours]
             assert [index for index, dummy in held if not dummy] == list(range(first, first + holders))
 
 
@@ -98,12 +100,12 @@ def test_replicas_in_step_have_as_many_rounds_as_each_other(replicas: int, in_st
     assert_one_ranks_own(places, leaves)
     assert_evaluated_once(places, leaves, in_step)
     for first in range(0, len(places), in_step):
-        [rounds] = {len(place.indices(leaves)) for place in places[first : first + in_step]}
+        [rounds] = {len(place.get_microbatches(leaves)) for place in places[first : first + in_step]}
         assert in_step == 1 or rounds
 
 
 def test_golden_rounds_in_step() -> None:
-    assert [place.indices(5) for place in data_ranks(Mesh(expert=3))] == [
+    assert [place.get_microbatches(5) for place in data_ranks(Mesh(expert=3))] == [
         [(0, False), (1, False)],
         [(2, False), (3, False)],
         [(4, False), (4, True)],
@@ -111,12 +113,12 @@ def test_golden_rounds_in_step() -> None:
 
 
 def test_alone_nothing_is_a_dummy() -> None:
-    assert DataRank().indices(3) == [(0, False), (1, False), (2, False)]
-    assert DataRank(3, 4).indices(2) == []  # a replica of one rank has nobody to keep company
+    assert DataRank().get_microbatches(3) == [(0, False), (1, False), (2, False)]
+    assert DataRank(3, 4).get_microbatches(2) == []  # a replica of one rank has nobody to keep company
 
 
 def test_golden_rounds() -> None:
-    assert [place.indices(5) for place in data_ranks(Mesh(shard=3))] == [
+    assert [place.get_microbatches(5) for place in data_ranks(Mesh(shard=3))] == [
         [(0, False), (3, False)],
         [(1, False), (4, False)],
         [(2, False), (4, True)],
@@ -127,10 +129,10 @@ def test_golden_rounds() -> None:
 def test_what_all_hold_is_the_tree(replicas: int, members: int, leaves: int) -> None:
     pieces = {}
     for place in data_ranks(Mesh(replicas, shard=members)):
-        held = counted(index for index, dummy in place.indices(leaves) if not dummy).pieces()
-        assert list(held) == place.own_blocks(leaves)
+        held = counted(index for index, dummy in place.get_microbatches(leaves) if not dummy).pop_pieces()
+        assert list(held) == place.get_own_blocks(leaves)
         pieces |= held
-    assert total(pieces, leaves, bracketed) == alone(leaves)
+    assert sum_pieces(pieces, leaves, bracketed) == alone(leaves)
 
 
 @given(SIZES, SIZES, st.integers(0, 40))
@@ -152,24 +154,28 @@ def test_ranks_share_the_chunks_of_sequences(
     for place in places:
         found = counted(
             chunk * microbatches + index
-            for index, dummy in place.indices(microbatches)  # as an engine goes: its chunks of one, then of the next
+            for index, dummy in place.get_microbatches(
+                microbatches
+            )  # as an engine goes: its chunks of one, then of the next
             for chunk in range(place.sequence_index * own, (place.sequence_index + 1) * own)
             if not dummy
-        ).pieces()
-        assert list(found) == place.own_blocks(microbatches * chunks, chunks)
+        ).pop_pieces()
+        assert list(found) == place.get_own_blocks(microbatches * chunks, chunks)
         pieces |= found
-    assert total(pieces, microbatches * chunks, bracketed) == alone(microbatches * chunks)
-    assert_one_ranks_own([each for each in places if each.primary], microbatches)
+    assert sum_pieces(pieces, microbatches * chunks, bracketed) == alone(microbatches * chunks)
+    assert_one_ranks_own([each for each in places if each.counts_microbatches], microbatches)
     # The members of a replica evaluate together.
     together = shard * context if shard > 1 else 1
-    assert_evaluated_once([each for each in places if each.first], microbatches, together)
+    assert_evaluated_once([each for each in places if each.reports_results], microbatches, together)
 
 
 @given(SIZES, SIZES, LEAVES)
 def test_what_ranks_in_step_hold_together_is_merged(replicas: int, in_step: int, leaves: int) -> None:
     for first in range(0, replicas * in_step, in_step):
-        joined = Counter[str](lambda left, right: left + right)
+        joined = BinaryCounter[str](lambda left, right: left + right)
         for rank in range(first, first + in_step):
-            for block in DataRank(rank, replicas * in_step).own_blocks(leaves):
+            for block in DataRank(rank, replicas * in_step).get_own_blocks(leaves):
                 joined.add_block(block, "")
-        assert [*joined.pieces()] == DataRank(first, replicas * in_step, spans=in_step).own_blocks(leaves)
+        assert [*joined.pop_pieces()] == DataRank(
+            first, replicas * in_step, num_summed_replicas=in_step
+        ).get_own_blocks(leaves)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.core import norm
-from lockstep.core.norm import clip_, folded_norms, norm_of_rows, row_norms
+from lockstep.core.norm import clip_, compute_folded_norms, compute_row_norms, compute_total_norm
 
 SHAPES = [
     (1,),
@@ -34,16 +34,18 @@ def _gradient(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.
 
 
 def _folded(tensor: Tensor) -> Tensor:
-    return folded_norms([tensor.reshape(len(tensor), math.prod(tensor.shape[1:]))])[0]
+    return compute_folded_norms([tensor.reshape(len(tensor), math.prod(tensor.shape[1:]))])[0]
 
 
 # That of the CPU, and that of CUDA, which goes anywhere.
-WAYS = pytest.mark.parametrize("norms_of", [lambda tensor: row_norms([tensor])[0], _folded], ids=["kernel", "folded"])
+WAYS = pytest.mark.parametrize(
+    "norms_of", [lambda tensor: compute_row_norms([tensor])[0], _folded], ids=["kernel", "folded"]
+)
 Way = Callable[[Tensor], Tensor]
 
 
 def _total_norm(tensors: list[Tensor]) -> Tensor:
-    return norm_of_rows(torch.cat(row_norms(tensors)))
+    return compute_total_norm(torch.cat(compute_row_norms(tensors)))
 
 
 @WAYS
@@ -83,8 +85,8 @@ def test_many_tensors_are_folded_as_each_alone(at_once: int, monkeypatch: pytest
     tensors = [_gradient((rows, 24), rows).to(dtypes[rows % 3]) for rows in range(6)]
     tensors += [_gradient((5, 8), 1), _gradient((0, 24)), _gradient((3, 0))]
     before = [each.clone() for each in tensors]
-    for found, tensor in zip(folded_norms(tensors), tensors, strict=True):
-        assert torch.equal(found, folded_norms([tensor])[0])
+    for found, tensor in zip(compute_folded_norms(tensors), tensors, strict=True):
+        assert torch.equal(found, compute_folded_norms([tensor])[0])
     assert all(map(torch.equal, tensors, before))
 
 
@@ -93,12 +95,12 @@ def test_many_tensors_are_folded_as_each_alone(at_once: int, monkeypatch: pytest
 @pytest.mark.parametrize("width", [1, 27, 576, 768, 3072, 100_000])
 def test_on_a_card_no_row_s_norm_depends_on_other_rows_or_on_where_it_begins(width: int) -> None:
     whole = _gradient((33, width)).cuda()
-    expected = row_norms([whole])[0]
+    expected = compute_row_norms([whole])[0]
     for start, stop in ((0, 1), (1, 2), (3, 20), (32, 33)):
         memory = torch.empty(whole[start:stop].numel() + 3, device="cuda")
         for offset in range(4):
             rows = memory[offset : offset + whole[start:stop].numel()].view(-1, width).copy_(whole[start:stop])
-            assert torch.equal(row_norms([rows])[0], expected[start:stop])
+            assert torch.equal(compute_row_norms([rows])[0], expected[start:stop])
     torch.testing.assert_close(expected, torch.linalg.vector_norm(whole.double(), dim=1), rtol=1e-6, atol=0.0)
 
 
@@ -107,7 +109,7 @@ def test_on_a_card_no_row_s_norm_depends_on_other_rows_or_on_where_it_begins(wid
 def test_against_the_norm_in_float64(dtype: torch.dtype, norms_of: Way) -> None:
     tensors = [_gradient(shape, seed).to(dtype) for seed, shape in enumerate([*SHAPES, (1, 1)])]
     expected = torch.linalg.vector_norm(torch.cat([tensor.double().flatten() for tensor in tensors]))
-    found = norm_of_rows(torch.cat([norms_of(tensor) for tensor in tensors]))
+    found = compute_total_norm(torch.cat([norms_of(tensor) for tensor in tensors]))
     assert found.dtype == torch.float64
     assert found.ndim == 0
     torch.testing.assert_close(found, expected, rtol=_rounding(dtype), atol=0.0)
@@ -124,7 +126,7 @@ def test_a_golden_norm() -> None:
 
 
 def test_no_rows_have_no_norms() -> None:
-    assert row_norms([torch.empty(0, 3)])[0].shape == (0,)
+    assert compute_row_norms([torch.empty(0, 3)])[0].shape == (0,)
     assert _total_norm([torch.empty(0), torch.tensor([2.0])]).item() == 2.0
 
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.rate import Rate, scale_rate
+from lockstep.core.rate import RateSchedule, scale_rate
 
 SAMPLES = 1_281_167
 
 
 def imagenet(each="epoch", **changes):
     settings = {"base": 0.2, "samples_per_epoch": SAMPLES, "epochs": 100.0, "curve": "cosine", "update_interval": each}
-    return Rate(**settings | {"warmup_epochs": 5.0} | changes)
+    return RateSchedule(**settings | {"warmup_epochs": 5.0} | changes)
 
 
 @pytest.mark.parametrize("each", ["epoch", "step"])
@@ -36,23 +36,23 @@ def test_a_rate_for_each_step_moves_inside_an_epoch():
 
 
 def test_linear_and_polynomial_of_power_one_are_the_same_line():
-    linear = Rate(1.0, 100, 10.0, "linear", minimum=0.1)
-    power = Rate(1.0, 100, 10.0, "polynomial", minimum=0.1)
+    linear = RateSchedule(1.0, 100, 10.0, "linear", minimum=0.1)
+    power = RateSchedule(1.0, 100, 10.0, "polynomial", minimum=0.1)
     assert [linear.compute_rate(seen) for seen in (0, 500, 1000)] == pytest.approx([1.0, 0.55, 0.1])
     assert [power.compute_rate(seen) for seen in (0, 500, 1000)] == pytest.approx([1.0, 0.55, 0.1])
 
 
 def test_polynomial_bends_by_its_power():
-    assert Rate(1.0, 100, 10.0, "polynomial", power=2.0).compute_rate(500) == pytest.approx(0.25)
+    assert RateSchedule(1.0, 100, 10.0, "polynomial", power=2.0).compute_rate(500) == pytest.approx(0.25)
 
 
 def test_steps_multiply_by_gamma_from_each_milestone_on():
-    rate = Rate(1.0, 100, 10.0, "steps", milestones=(3.0, 6.0), gamma=0.1)
+    rate = RateSchedule(1.0, 100, 10.0, "steps", milestones=(3.0, 6.0), gamma=0.1)
     assert [rate.compute_rate(seen) for seen in (299, 300, 599, 600)] == pytest.approx([1.0, 0.1, 0.1, 0.01])
 
 
 def test_constant_is_constant():
-    assert {Rate(0.3, 100, 2.0).compute_rate(seen) for seen in range(0, 200, 7)} == {0.3}
+    assert {RateSchedule(0.3, 100, 2.0).compute_rate(seen) for seen in range(0, 200, 7)} == {0.3}
 
 
 curves = st.sampled_from(["cosine", "linear", "polynomial", "constant"])
@@ -67,24 +67,26 @@ curves = st.sampled_from(["cosine", "linear", "polynomial", "constant"])
 )
 def test_a_rate_lies_between_the_smallest_it_may_be_and_the_base(curve, seen, base, warmup, each):
     minimum = base / 10
-    rate = Rate(base, 100, 100.0, curve, minimum=minimum, warmup_epochs=warmup, warmup_factor=0.1, update_interval=each)
+    rate = RateSchedule(
+        base, 100, 100.0, curve, minimum=minimum, warmup_epochs=warmup, warmup_factor=0.1, update_interval=each
+    )
     assert minimum * 0.1 * (1 - 1e-12) <= rate.compute_rate(seen) <= base * (1 + 1e-12)
 
 
 @given(curve=curves, first=st.integers(0, 10_000), later=st.integers(0, 10_000))
 def test_without_warm_up_no_curve_rises(curve, first, later):
-    rate = Rate(1.0, 100, 100.0, curve)
+    rate = RateSchedule(1.0, 100, 100.0, curve)
     assert rate.compute_rate(first) >= rate.compute_rate(first + later) - 1e-12
 
 
 @given(st.integers(0, 499))
 def test_warm_up_rises_in_a_line(seen):
-    rate = Rate(1.0, 100, 100.0, warmup_epochs=5.0, warmup_factor=0.1)
+    rate = RateSchedule(1.0, 100, 100.0, warmup_epochs=5.0, warmup_factor=0.1)
     assert math.isclose(rate.compute_rate(seen), 0.1 + 0.9 * seen / 500)
 
 
 def test_the_curve_ends_at_its_minimum_and_stays_there():
-    rate = Rate(1.0, 100, 10.0, "cosine", minimum=0.01)
+    rate = RateSchedule(1.0, 100, 10.0, "cosine", minimum=0.01)
     assert rate.compute_rate(1000) == rate.compute_rate(5000) == pytest.approx(0.01)
 
 

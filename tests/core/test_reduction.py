@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.core.mesh import DataRank
-from lockstep.core.reduction import FAN_OUT, Part, Reduction, Shares, plan_reduction
+from lockstep.core.reduction import FAN_OUT, Reduction, Shares, VectorPart, plan_reduction
 from lockstep.core.tree import LeafBlock
 
 RANKS = st.lists(st.integers(0, 50), min_size=1, max_size=40, unique=True).map(tuple)
@@ -13,16 +13,16 @@ LENGTHS = st.integers(0, 200)
 
 
 def contiguous(size: int, leaves: int) -> Reduction:
-    return plan_reduction([DataRank(rank, size).own_blocks(leaves) for rank in range(size)], leaves)
+    return plan_reduction([DataRank(rank, size).get_own_blocks(leaves) for rank in range(size)], leaves)
 
 
 @given(RANKS, LENGTHS)
 def test_shares_are_all_of_a_vector_once(ranks: tuple[int, ...], length: int) -> None:
     shares = Shares(ranks)
-    parts = [Part(rank, shares.part_of(rank, length)) for rank in ranks]
+    parts = [VectorPart(rank, shares.get_part(rank, length)) for rank in ranks]
     assert [number for _, part in parts for number in part] == list(range(length))
-    assert [*shares.parts_over(range(length), length)] == [each for each in parts if each.part]
-    assert not shares.part_of(51, length)
+    assert [*shares.find_overlaps(range(length), length)] == [each for each in parts if each.element_range]
+    assert not shares.get_part(51, length)
 
 
 @given(RANKS, RANKS)
@@ -43,20 +43,25 @@ def test_what_is_sent_is_what_is_taken(size: int, leaves: int, length: int) -> N
     for _, moves in contiguous(size, leaves).rounds:
         for move in moves:
             ranks = {*move.source.ranks, *move.target.ranks}
-            sent = {(rank, *each) for rank in ranks for each in move.sent(rank, length)}
-            taken = {(peer, rank, part) for rank in ranks for peer, part in move.received(rank, length) if peer != rank}
+            sent = {(rank, *each) for rank in ranks for each in move.get_sent_parts(rank, length)}
+            taken = {
+                (peer, rank, part)
+                for rank in ranks
+                for peer, part in move.get_received_parts(rank, length)
+                if peer != rank
+            }
             assert sent == taken
 
 
 @given(st.integers(2, 40), LENGTHS)
 def test_what_is_gathered_is_the_whole(size: int, length: int) -> None:
     shares = Shares(tuple(range(size)))
-    known = [{*shares.part_of(rank, length)} for rank in range(size)]
-    for passes in zip(*(shares.gather_rounds(rank, length) for rank in range(size)), strict=True):
+    known = [{*shares.get_part(rank, length)} for rank in range(size)]
+    for passes in zip(*(shares.iterate_gather_rounds(rank, length) for rank in range(size)), strict=True):
         before = [set(each) for each in known]
         for rank, (sent, received) in enumerate(passes):
             for peer, part in sent:
-                assert Part(rank, part) in passes[peer][1]
+                assert VectorPart(rank, part) in passes[peer][1]
                 assert 0 <= part.start <= part.stop <= length
                 assert before[rank] >= set(part)
             known[rank] |= {number for _, part in received for number in part}

@@ -7,24 +7,26 @@ import pytest
 import torch
 
 from lockstep.core.sample_order import SampleOrder
-from lockstep.core.shuffle import shuffle
+from lockstep.core.shuffle import make_shuffled_order
 from lockstep.errors import UsageError
 
 POSITIONS = np.arange(10)
 
 
 def test_the_default_is_the_shuffle_and_sequential_is_none() -> None:
-    assert (SampleOrder("shuffled", 3, 10).for_epoch(2)(POSITIONS) == shuffle(3, 2, 10)(POSITIONS)).all()
-    assert (SampleOrder("sequential", 3, 10).for_epoch(2)(POSITIONS) == POSITIONS).all()
-    assert SampleOrder("sequential", 3, 10).length == 10
+    assert (
+        SampleOrder("shuffled", 3, 10).get_epoch_order(2)(POSITIONS) == make_shuffled_order(3, 2, 10)(POSITIONS)
+    ).all()
+    assert (SampleOrder("sequential", 3, 10).get_epoch_order(2)(POSITIONS) == POSITIONS).all()
+    assert SampleOrder("sequential", 3, 10).samples_per_epoch == 10
 
 
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor])
 def test_a_function_gives_the_samples_of_an_epoch(make: Any) -> None:
     order = SampleOrder(lambda epoch: make([epoch, 9, 9]), 0, 10)
-    assert (order.length, order.for_epoch(4)(np.array([0, 2])).tolist()) == (3, [4, 9])
-    assert order.digest(0) in order.name
-    assert order.digest(0) != order.digest(1)
+    assert (order.samples_per_epoch, order.get_epoch_order(4)(np.array([0, 2])).tolist()) == (3, [4, 9])
+    assert order.compute_digest(0) in order.name
+    assert order.compute_digest(0) != order.compute_digest(1)
 
 
 @pytest.mark.parametrize(
@@ -42,4 +44,4 @@ def test_a_function_gives_the_samples_of_an_epoch(make: Any) -> None:
 )
 def test_what_is_no_order_is_refused(asked: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        SampleOrder(asked, 0, 10, "run.steps").for_epoch(1)
+        SampleOrder(asked, 0, 10, "run.steps").get_epoch_order(1)

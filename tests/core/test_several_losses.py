@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.core.several_losses import add_total, loss_means, loss_sums, sum_of_losses
+from lockstep.core.several_losses import add_losses, add_total, compute_loss_means, make_loss_sums
 from lockstep.errors import UsageError
-from lockstep.tasks.own import OwnTask, compute_metric_values
-from lockstep.training.evaluate import batch_sums, task_metrics
+from lockstep.tasks.own import CustomTask, compute_metric_values
+from lockstep.training.evaluate import compute_batch_sums, compute_task_metrics
 
 BATCH = (torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 2, 0]))
 OUTPUTS = torch.empty(4, 3, device="meta")
@@ -38,36 +38,38 @@ def changed(**members: Any) -> Any:
 
 
 def test_a_task_with_names_is_complete() -> None:
-    task = OwnTask("task a:B", Two())
+    task = CustomTask("task a:B", Two())
     task.check(OUTPUTS, BATCH)
     assert task.weight(BATCH) == {"odd": 1, "right": 4}
     assert task.counts_samples is False
 
 
 def test_a_loss_may_be_what_is_monitored() -> None:
-    OwnTask("task a:B", type("Monitored", (Two,), {"monitor": ("loss/odd", False)})()).check(OUTPUTS, BATCH)
+    CustomTask("task a:B", type("Monitored", (Two,), {"monitor": ("loss/odd", False)})()).check(OUTPUTS, BATCH)
 
 
 def test_the_figures_have_the_mean_of_each_loss() -> None:
-    task, outputs = OwnTask("task a:B", Two()), torch.zeros(4, 3)
-    sums = {name: value.double() for name, value in batch_sums(task, outputs, BATCH, task.weight(BATCH)).items()}
+    task, outputs = CustomTask("task a:B", Two()), torch.zeros(4, 3)
+    sums = {
+        name: value.double() for name, value in compute_batch_sums(task, outputs, BATCH, task.weight(BATCH)).items()
+    }
     each = torch.tensor(3.0).log().item()
     expected = {"loss": 2 * each, "loss/odd": each, "loss/right": each, "share": 0.25, "twice": 4 * each}
-    assert task_metrics(task, sums) == pytest.approx(expected)
-    assert [*task_metrics(task, sums)] == [*expected]
+    assert compute_task_metrics(task, sums) == pytest.approx(expected)
+    assert [*compute_task_metrics(task, sums)] == [*expected]
 
 
 def test_a_loss_of_weight_0_has_the_mean_0() -> None:
-    sums = loss_sums({"a": torch.tensor(3.0), "b": torch.tensor(0.0)}, {"a": 2, "b": 0})
-    assert loss_means(sums) == {"loss/a": 1.5, "loss/b": 0.0}
+    sums = make_loss_sums({"a": torch.tensor(3.0), "b": torch.tensor(0.0)}, {"a": 2, "b": 0})
+    assert compute_loss_means(sums) == {"loss/a": 1.5, "loss/b": 0.0}
     assert add_total(sums)["loss"] == 1.5
 
 
 def test_a_single_loss_has_no_means_of_names() -> None:
-    sums = loss_sums(torch.tensor(3.0), 2)
+    sums = make_loss_sums(torch.tensor(3.0), 2)
     assert {name: float(value) for name, value in sums.items()} == {"loss": 3.0, "weight": 2.0}
-    assert (loss_means(sums), add_total(sums)) == ({}, sums)
-    assert float(sum_of_losses({"a": torch.tensor(3.0), "b": torch.tensor(2.0)})) == 5.0
+    assert (compute_loss_means(sums), add_total(sums)) == ({}, sums)
+    assert float(add_losses({"a": torch.tensor(3.0), "b": torch.tensor(2.0)})) == 5.0
 
 
 def test_metrics_are_divided_by_the_samples() -> None:
@@ -94,7 +96,7 @@ def test_metrics_are_divided_by_the_samples() -> None:
 )
 def test_names_that_do_not_match_are_refused(task: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        OwnTask("task a:B", task).check(OUTPUTS, BATCH)
+        CustomTask("task a:B", task).check(OUTPUTS, BATCH)
 
 
 def test_a_mean_by_name_is_refused() -> None:
@@ -103,7 +105,7 @@ def test_a_mean_by_name_is_refused() -> None:
             return {**super().loss(outputs, batch), "right": F.cross_entropy(outputs, batch[1])}
 
     with pytest.raises(UsageError, match=r"loss returned .* for right for two identical samples .* so it is a mean"):
-        OwnTask("task a:B", Mean()).check(OUTPUTS, BATCH)
+        CustomTask("task a:B", Mean()).check(OUTPUTS, BATCH)
 
 
 def test_the_tasks_of_other_tests_are_complete() -> None:

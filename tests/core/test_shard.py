@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.core.shard import (
-    Chunked,
+    ChunkLayout,
     Segment,
     Shard,
-    local_tensor,
-    make_shard,
+    get_local_tensor,
+    get_unsharded_tensors,
+    make_element_shard,
     select_rows,
     shard_like,
-    unsharded_tensors,
 )
 
 
@@ -33,7 +33,7 @@ def chunked_rows(draw: st.DrawFn) -> tuple[Tensor, Shard]:
     view = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
     dim = draw(st.integers(0, len(view) - 2))
     shape = (prod(view),) if draw(st.booleans()) else (prod(view[:-1]), view[-1])
-    chunked = Chunked(shape, view, dim)
+    chunked = ChunkLayout(shape, view, dim)
     whole = torch.arange(float(prod(view))).reshape(shape)
     rows = chunked.to_rows(whole)
     first = draw(st.integers(0, len(rows)))
@@ -47,7 +47,7 @@ def pieces(draw: st.DrawFn) -> tuple[Tensor, Shard]:
     whole = torch.arange(float(prod(shape))).reshape(shape)
     first = draw(st.integers(0, whole.numel()))
     length = draw(st.integers(0, whole.numel() - first))
-    return whole, make_shard(whole.flatten()[first : first + length], first, whole.shape)
+    return whole, make_element_shard(whole.flatten()[first : first + length], first, whole.shape)
 
 
 @given(plain_rows() | chunked_rows() | pieces())
@@ -80,10 +80,10 @@ def test_golden_runs() -> None:
 
 def test_golden_chunks() -> None:
     """Of 3 x 4 outputs of 2 inputs in 2 chunks: the second has the last two of each of the three."""
-    outputs = Chunked((12, 2), (3, 2, 2, 2), 1)
+    outputs = ChunkLayout((12, 2), (3, 2, 2, 2), 1)
     rows = Shard(torch.empty(6, 2), 6, torch.Size((12, 2)), chunked=outputs)
     assert list(rows.iterate_segments()) == [Segment(4, 0, 4), Segment(12, 4, 4), Segment(20, 8, 4)]
-    inputs = Chunked((2, 6), (2, 3, 2), 1)  # of 6 inputs in 3 chunks: each row of the weight is cut
+    inputs = ChunkLayout((2, 6), (2, 3, 2), 1)  # of 6 inputs in 3 chunks: each row of the weight is cut
     assert inputs.to_rows(torch.arange(12.0).reshape(2, 6))[:2].tolist() == [[0.0, 1.0], [6.0, 7.0]]
 
 
@@ -95,5 +95,5 @@ def test_what_is_like_a_shard_is_the_same_rows() -> None:
     assert rows.tensor is other
     assert (rows.first, rows.shape, rows.primary) == (1, torch.Size((4, 5)), False)
     assert shard_like(other, torch.zeros(2, 1)) is other
-    assert local_tensor(shard) is shard.tensor
-    assert unsharded_tensors({"cut": shard, "whole": other}) == {"whole": other}
+    assert get_local_tensor(shard) is shard.tensor
+    assert get_unsharded_tensors({"cut": shard, "whole": other}) == {"whole": other}

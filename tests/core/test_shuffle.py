@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lockstep.core import random
-from lockstep.core.shuffle import MAX_SORTED_SAMPLES, Network, permutation, shuffle
+from lockstep.core.shuffle import MAX_SORTED_SAMPLES, FeistelNetwork, make_shuffled_order, sort_by_hash
 
 Int64 = NDArray[np.int64]
 lengths = st.one_of(st.integers(1, 300), st.integers(MAX_SORTED_SAMPLES - 2, 3 * MAX_SORTED_SAMPLES))
 
 
-def network(length: int, epoch: int = 0, rounds: int = 8) -> Network:
-    keys = [random.key(0, epoch, number) for number in range(rounds)]
-    return Network(length, tuple(zip(keys[::2], keys[1::2], strict=True)))
+def network(length: int, epoch: int = 0, rounds: int = 8) -> FeistelNetwork:
+    keys = [random.make_key(0, epoch, number) for number in range(rounds)]
+    return FeistelNetwork(length, tuple(zip(keys[::2], keys[1::2], strict=True)))
 
 
 @given(st.integers(0, 2**32), st.integers(0, 1000), lengths)
 @example(0, 0, 71**2)
 @example(0, 0, 71**2 + 1)
 def test_each_sample_is_visited_once(seed, epoch, length) -> None:
-    order = shuffle(seed, epoch, length)(np.arange(length))
+    order = make_shuffled_order(seed, epoch, length)(np.arange(length))
     assert order.dtype == np.int64
     assert sorted(order.tolist()) == list(range(length))
 
@@ -51,19 +51,19 @@ def test_a_network_of_any_length_gives_each_number_to_one_position(length: int, 
 
 def test_golden_orders() -> None:
     """Another value here means that every recipe gives other weights: never by accident."""
-    assert permutation(0, 0, 12).tolist() == [8, 1, 10, 9, 0, 2, 3, 4, 7, 5, 11, 6]
-    assert permutation(0, 1, 12).tolist() == [2, 8, 9, 10, 7, 3, 6, 1, 5, 11, 4, 0]
-    assert permutation(1, 0, 12).tolist() == [7, 9, 4, 5, 6, 0, 11, 8, 10, 3, 1, 2]
-    assert _sha256(permutation(42, 3, 100_000)) == "510536e9a77704da7804d49f154a10e75d0e7ab7419c8ec3909c5767f2de0cf5"
-    assert shuffle(0, 0, 10**10)(np.arange(3)).tolist() == [6581555266, 5869193404, 4374798442]
-    digest = _sha256(shuffle(42, 3, 100_000)(np.arange(100_000)))
+    assert sort_by_hash(0, 0, 12).tolist() == [8, 1, 10, 9, 0, 2, 3, 4, 7, 5, 11, 6]
+    assert sort_by_hash(0, 1, 12).tolist() == [2, 8, 9, 10, 7, 3, 6, 1, 5, 11, 4, 0]
+    assert sort_by_hash(1, 0, 12).tolist() == [7, 9, 4, 5, 6, 0, 11, 8, 10, 3, 1, 2]
+    assert _sha256(sort_by_hash(42, 3, 100_000)) == "510536e9a77704da7804d49f154a10e75d0e7ab7419c8ec3909c5767f2de0cf5"
+    assert make_shuffled_order(0, 0, 10**10)(np.arange(3)).tolist() == [6581555266, 5869193404, 4374798442]
+    digest = _sha256(make_shuffled_order(42, 3, 100_000)(np.arange(100_000)))
     assert digest == "e4e17a46404cf476caa24599b10752fda1ac01cb458f4f5df69d2705262ee339"
 
 
 def test_the_network_is_that_of_its_description() -> None:
     """Round by round with Python's own numbers, which know no 64 bits."""
     length, columns, rows = 5000, 72, 70
-    keys = [random.key(random.ORDER, 7, 2, number) for number in range(8)]
+    keys = [random.make_key(random.ORDER, 7, 2, number) for number in range(8)]
     expected = []
     for position in range(length):
         number, is_first = position, True
@@ -74,7 +74,7 @@ def test_the_network_is_that_of_its_description() -> None:
                 row = (row + _below(down, column, rows)) % rows
             number, is_first = row * columns + column, False
         expected.append(number)
-    assert shuffle(7, 2, length)(np.arange(length)).tolist() == expected
+    assert make_shuffled_order(7, 2, length)(np.arange(length)).tolist() == expected
 
 
 def _sha256(order: Int64) -> str:
@@ -90,10 +90,10 @@ def _below(key: int, counter: int, bound: int) -> int:
 
 def test_few_samples_are_sorted_by_their_hashes() -> None:
     for length in (1, 1437, MAX_SORTED_SAMPLES):
-        assert (shuffle(1, 2, length)(np.arange(length)) == permutation(1, 2, length)).all()
+        assert (make_shuffled_order(1, 2, length)(np.arange(length)) == sort_by_hash(1, 2, length)).all()
     assert (
-        shuffle(1, 2, MAX_SORTED_SAMPLES + 1)(np.arange(MAX_SORTED_SAMPLES))
-        != permutation(1, 2, MAX_SORTED_SAMPLES + 1)[:MAX_SORTED_SAMPLES]
+        make_shuffled_order(1, 2, MAX_SORTED_SAMPLES + 1)(np.arange(MAX_SORTED_SAMPLES))
+        != sort_by_hash(1, 2, MAX_SORTED_SAMPLES + 1)[:MAX_SORTED_SAMPLES]
     ).any()
 
 
@@ -101,7 +101,7 @@ def test_few_samples_are_sorted_by_their_hashes() -> None:
 def test_every_order_of_a_few_is_as_likely_as_any_other(length: int) -> None:
     drawn = 400 * math.factorial(length)
     places = np.arange(length)
-    found = [tuple(shuffle(0, epoch, length)(places).tolist()) for epoch in range(drawn)]
+    found = [tuple(make_shuffled_order(0, epoch, length)(places).tolist()) for epoch in range(drawn)]
     counts = [found.count(each) for each in itertools.permutations(range(length))]
     assert sum(counts) == drawn
     assert _deviations(np.array(counts), 400) < 4
@@ -109,7 +109,9 @@ def test_every_order_of_a_few_is_as_likely_as_any_other(length: int) -> None:
 
 def test_each_epoch_and_each_seed_has_its_own_order() -> None:
     for length, places in ((50, np.arange(50)), (10**4, np.arange(5))):
-        orders = {tuple(shuffle(seed, epoch, length)(places).tolist()) for seed in range(5) for epoch in range(5)}
+        orders = {
+            tuple(make_shuffled_order(seed, epoch, length)(places).tolist()) for seed in range(5) for epoch in range(5)
+        }
         assert len(orders) == 25
 
 
@@ -159,7 +161,7 @@ def _cycles(order: list[int]) -> int:
 
 @pytest.mark.parametrize("length", [16 * 257, 65 * 65, 71 * 72])
 def test_no_figure_tells_an_order_from_one_drawn_by_chance(length: int) -> None:
-    orders = np.stack([shuffle(1, epoch, length)(np.arange(length)) for epoch in range(250)])
+    orders = np.stack([make_shuffled_order(1, epoch, length)(np.arange(length)) for epoch in range(250)])
     assert np.abs(_figures(orders)).max() < 4.5
 
 

@@ -9,7 +9,7 @@ from brackets import alone, bracketed, counted
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.tree import Counter, LeafBlock, blocks, total
+from lockstep.core.tree import BinaryCounter, LeafBlock, split_into_blocks, sum_pieces
 
 leaf_counts = st.integers(1, 70)
 
@@ -18,8 +18,8 @@ def shared(shares: list[range]) -> str:
     """Add the leaves of each share, then the pieces of all."""
     pieces: dict[LeafBlock, str] = {}
     for share in shares:
-        pieces |= counted(share).pieces()
-    return total(pieces, sum(map(len, shares)), bracketed)
+        pieces |= counted(share).pop_pieces()
+    return sum_pieces(pieces, sum(map(len, shares)), bracketed)
 
 
 def defined(first: int, stop: int, size: int) -> str:
@@ -61,7 +61,7 @@ def test_any_shares_give_the_brackets_of_one_process(leaves: int, data: st.DataO
 @given(leaf_counts, st.integers(0, 70))
 def test_a_counter_holds_the_blocks_of_its_range(stop: int, start: int) -> None:
     leaves = range(min(start, stop), stop)
-    assert list(counted(leaves).pieces()) == blocks(leaves)
+    assert list(counted(leaves).pop_pieces()) == split_into_blocks(leaves)
 
 
 @given(leaf_counts)
@@ -73,19 +73,19 @@ def test_few_partial_sums_are_alive(leaves: int) -> None:
         alive -= 1
         return bracketed(left, right)
 
-    counter = Counter(add)
+    counter = BinaryCounter(add)
     for leaf in range(leaves):
         counter.push(leaf, str(leaf))
         alive += 1
         most = max(most, alive)
     assert most <= math.log2(leaves) + 1
-    assert len(counter.pieces()) == alive
+    assert len(counter.pop_pieces()) == alive
 
 
 @given(leaf_counts, leaf_counts)
 def test_blocks_are_aligned_few_and_cover_the_range(start: int, stop: int) -> None:
     leaves = range(min(start, stop), max(start, stop))
-    found = blocks(leaves)
+    found = split_into_blocks(leaves)
     assert [leaf for block in found for leaf in range(block.first, block.first + block.size)] == list(leaves)
     assert all(block.first % block.size == 0 and block.size & (block.size - 1) == 0 for block in found)
     assert len(found) <= 2 * math.log2(len(leaves) + 1) + 1
@@ -93,8 +93,8 @@ def test_blocks_are_aligned_few_and_cover_the_range(start: int, stop: int) -> No
 
 def test_pieces_are_forgotten_once_given() -> None:
     counter = counted([0])
-    assert counter.pieces() == {LeafBlock(0, 1): "0"}
-    assert counter.pieces() == {}
+    assert counter.pop_pieces() == {LeafBlock(0, 1): "0"}
+    assert counter.pop_pieces() == {}
 
 
 @pytest.mark.parametrize(
@@ -102,16 +102,16 @@ def test_pieces_are_forgotten_once_given() -> None:
 )
 def test_a_gap_is_named(held: dict[LeafBlock, str], missing: int) -> None:
     with pytest.raises(KeyError, match=f"no piece covers leaf {missing}"):
-        total(held, max(block.first + block.size for block in held) + (missing == 1), bracketed)
+        sum_pieces(held, max(block.first + block.size for block in held) + (missing == 1), bracketed)
 
 
 def test_leaves_left_out_are_never_bridged() -> None:
     # 3 is a right child, as leaf 1 would be, but not the sibling of leaf 0.
-    assert counted([0, 3]).pieces() == {LeafBlock(0, 1): "0", LeafBlock(3, 1): "3"}
+    assert counted([0, 3]).pop_pieces() == {LeafBlock(0, 1): "0", LeafBlock(3, 1): "3"}
 
 
 @given(leaf_counts, st.randoms())
 def test_the_order_in_which_leaves_arrive_changes_no_bracket(leaves: int, order: random.Random) -> None:
-    pieces = counted(order.sample(range(leaves), leaves)).pieces()
-    assert list(pieces) == blocks(range(leaves))
-    assert total(pieces, leaves, bracketed) == alone(leaves)
+    pieces = counted(order.sample(range(leaves), leaves)).pop_pieces()
+    assert list(pieces) == split_into_blocks(range(leaves))
+    assert sum_pieces(pieces, leaves, bracketed) == alone(leaves)

@@ -13,16 +13,16 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     sent = [torch.ones(3), torch.zeros(2)]
     copies = DeviceCopier(torch.device("cpu"))
     assert copies.steps_ahead == 0
-    assert copies.start(sent)() is sent
+    assert copies.start_copy(sent)() is sent
 
 
 def _computed(copies: DeviceCopier, count: int = 3) -> list[torch.Tensor]:
     """Send some tensors, each while the one before is computed with."""
     sums = []
-    arrival = copies.start([torch.full((4,), 0.0)])
+    arrival = copies.start_copy([torch.full((4,), 0.0)])
     for number in range(1, count + 1):
         (here,) = arrival()
-        arrival = copies.start([torch.full((4,), float(number))])
+        arrival = copies.start_copy([torch.full((4,), float(number))])
         sums.append((here + 1).sum())
         del here
     return sums

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.data.base import DataSet
-from lockstep.data.images.digits import digits
+from lockstep.data.images.digits import load_digits
 from lockstep.data.images.leaves import to_tensor
 from lockstep.data.imported import import_dataset
 from lockstep.errors import UsageError, UserCodeError
@@ -95,7 +95,7 @@ def test_other_data_is_left_as_it_is(open_with: Open) -> None:
 
 
 def test_a_whole_data_set_is_taken_as_it_is(open_with: Open) -> None:
-    whole = digits()
+    whole = load_digits()
     found = open_with(lambda: whole)
     assert found.facts == whole.facts
     assert (len(found.train), len(found.validation)) == (len(whole.train), len(whole.validation))

@@ -21,7 +21,7 @@ from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
-from lockstep.core.shuffle import Order, permutation, shuffle
+from lockstep.core.shuffle import OrderFunction, make_shuffled_order, sort_by_hash
 from lockstep.data.base import DataSet, NoTransforms, Split
 from lockstep.data.copies import DeviceCopier, FinishCopy
 from lockstep.data.images.device_transforms import ImageTransforms
@@ -51,7 +51,7 @@ class Decoded:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
         if self._broken in indices:
             raise TrainingError(f"/images/{self._broken}.jpg: cannot be read as an image: truncated")
-        noise = random.uniform(draw or 0, indices, 48).reshape(-1, 3, 4, 4)
+        noise = random.draw_uniform(draw or 0, indices, 48).reshape(-1, 3, 4, 4)
         targets = torch.from_numpy(np.where(indices == self._skipped, SKIPPED, indices))
         return torch.from_numpy((noise * 256).astype(np.uint8)), targets
 
@@ -104,10 +104,10 @@ def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers
     for (step, every), (_, own) in zip(alone, loader.iterate_steps(0), strict=True):
         expected = [every[1], *every[2:]] if step.number % 2 else every[2:]
         assert _same((step, own), (step, expected))
-        assert [each.dummy for each in own] == [step.number % 2 == 1] * (len(own) - 2) + [False, False]
+        assert [each.is_dummy for each in own] == [step.number % 2 == 1] * (len(own) - 2) + [False, False]
         anywhere = loader.fetch_microbatch(step, 0)
         assert _same((step, [anywhere]), (step, every[:1]))
-        assert anywhere.dummy
+        assert anywhere.is_dummy
     own_targets = [each.batch[1] for _, every in alone for each in every[2:]]
     assert loader.unreadable[0] == ({skipped} if any((targets == SKIPPED).any() for targets in own_targets) else set())
 
@@ -119,7 +119,7 @@ def test_micro_batches_are_copied_to_their_devices_in_turn(monkeypatch: pytest.M
         copied.append((copies._device.index, int(batch[1][0])))
         return lambda: batch
 
-    monkeypatch.setattr(DeviceCopier, "start", start)
+    monkeypatch.setattr(DeviceCopier, "start_copy", start)
     devices = [torch.device("cpu", number) for number in range(3)]
     steps = Steps(10, 10, epochs=1)
     loader = Loader(DataSet(_numbered(10), _numbered(10)), steps, 5, NoTransforms(), devices[1], 3, devices=devices)
@@ -135,8 +135,8 @@ def test_an_epoch_visits_each_sample_once_in_its_permutation() -> None:
     updates = list(_loader(_numbered(23), 8, 3).iterate_steps(0))
     visited = [torch.cat([each.batch[1] for each in microbatches]).tolist() for _, microbatches in updates]
     assert [len(batch) for batch in visited] == [8, 8, 7] * 2
-    assert list(chain.from_iterable(visited[:3])) == permutation(3, 0, 23).tolist()
-    assert list(chain.from_iterable(visited[3:])) == permutation(3, 1, 23).tolist()
+    assert list(chain.from_iterable(visited[:3])) == sort_by_hash(3, 0, 23).tolist()
+    assert list(chain.from_iterable(visited[3:])) == sort_by_hash(3, 1, 23).tolist()
     assert [[len(each.batch[1]) for each in microbatches] for _, microbatches in updates[:3]] == [
         [3, 3, 2],
         [3, 3, 2],
@@ -257,11 +257,11 @@ def test_data_that_is_no_image_comes_as_it_is() -> None:
 def test_an_epoch_s_order_is_made_when_it_is_wanted_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def counting(seed: int, epoch: int, length: int) -> Order:
+    def counting(seed: int, epoch: int, length: int) -> OrderFunction:
         made.append(epoch)
-        return shuffle(seed, epoch, length)
+        return make_shuffled_order(seed, epoch, length)
 
-    monkeypatch.setattr("lockstep.data.loader.shuffle", counting)
+    monkeypatch.setattr("lockstep.data.loader.make_shuffled_order", counting)
     updates = _loader(_numbered(6), 2, 1).iterate_steps(0)
     for epoch in range(2):
         for _ in range(3):
@@ -279,7 +279,7 @@ def test_a_large_set_is_visited_in_one_order_by_all_ranks_together(batch: int) -
     for shares in zip(*loaders, strict=True):
         own = sorted((each for _, microbatches in shares for each in microbatches), key=lambda each: each.index)
         visited += torch.cat([each.batch[1] for each in own]).tolist()
-    expected = [shuffle(3, epoch, length)(np.arange(length)) for epoch in range(2)]
+    expected = [make_shuffled_order(3, epoch, length)(np.arange(length)) for epoch in range(2)]
     assert visited == np.concatenate(expected).tolist()
 
 
@@ -381,7 +381,7 @@ def test_a_loader_process_that_dies_is_named_with_its_signal_and_what_to_do(numb
         list(_loader(Killing(number), 8, 3, workers=2).iterate_steps(0))
     advice = {
         signal.SIGKILL: "probably out of memory: reduce placement.workers",
-        signal.SIGSEGV: "the code of the data",
+        signal.SIGSEGV: "the dataset code or a library probably crashed",
     }
     told = rf"loader process [01] of 2 \(pid \d+\) was killed by {number.name}; {advice[number]}"
     assert re.match(told, str(caught.value))

@@ -42,7 +42,7 @@ EPOCH = Mixture([LARGE, SMALL], [300, 100])
 
 def samples(mixture: Mixture, indices: NDArray[np.int64], epoch: int | None) -> list[tuple[int, ...]]:
     """Return (source, row, draw) of each."""
-    found = mixture.fetch(indices, None if epoch is None else random.key(random.AUGMENT, 0, epoch))
+    found = mixture.fetch(indices, None if epoch is None else random.make_key(random.AUGMENT, 0, epoch))
     return [*zip(*(found[key].tolist() for key in ("source", "row", "draw")), strict=True)]
 
 

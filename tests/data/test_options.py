@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 import pytest
 
-from lockstep.data.options import Count, NoOptions, Share, build_options, find_option_errors
+from lockstep.data.options import Count, Fraction, NoOptions, build_options, find_option_errors
 
 
 @dataclass(frozen=True)
 class Options:
     samples: Count
-    share: Share = 0.1
+    share: Fraction = 0.1
     kind: Literal["a", "b"] = "a"
     shuffled: bool = False
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.base import values
+from lockstep.config.base import section_to_dict
 from lockstep.config.recipe import DataConfig, Recipe
 from lockstep.data.images.device_transforms import ImageTransforms, make_device_transforms
 from lockstep.data.request import DataRequest, make_data_request
@@ -16,11 +16,11 @@ FACTS = {"classes": ["a", "b"], "shape": [3, 8, 8]}
 def recipe(**sections: Any) -> dict[str, Any]:
     """Return a recipe as plain values."""
     whole = {"model": {"name": "m"}, "batch": 8, "epochs": 1, "optimizer": {"name": "sgd", "lr": 0.1}}
-    return values(Recipe.model_validate({**whole, "data": {"name": "d"}, **sections}))
+    return section_to_dict(Recipe.model_validate({**whole, "data": {"name": "d"}, **sections}))
 
 
 def test_what_is_left_out_is_what_sources_take_for_granted() -> None:
-    assert make_data_request(values(DataConfig(name="folder"))) == DataRequest("folder")
+    assert make_data_request(section_to_dict(DataConfig(name="folder"))) == DataRequest("folder")
 
 
 def test_every_key_reaches_the_source() -> None:
@@ -29,7 +29,7 @@ def test_every_key_reaches_the_source() -> None:
     others = {"name": "folder", "root": "r", "download": False, "on_error": "skip", "collate": "a:b"}
     given = DataConfig.model_validate({**others, **images, "augment": augment, "options": {"validation": 0.1}})
     found = DataRequest("folder", "r", False, "skip", {"validation": 0.1}, "a:b", 16, 20, True, (0.5, 1.0), False)
-    assert make_data_request(values(given)) == found
+    assert make_data_request(section_to_dict(given)) == found
     on_device = {"mean", "std", "augment"}  # see below
     assert given.model_dump().keys() == {*others, *images, "options"} | on_device
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from lockstep.core.order import Step
-from lockstep.data.weigh import BatchWeigher
+from lockstep.data.weigh import BatchWeighting
 from lockstep.errors import UsageError
 
 STEP = Step(0, 0, 0, 4, 0, False)
 
 
-def weigh(sums: list[list[int]], texts: Sequence[str] = (), own: Any = 0) -> tuple[BatchWeigher, list[Sequence[int]]]:
+def weigh(sums: list[list[int]], texts: Sequence[str] = (), own: Any = 0) -> tuple[BatchWeighting, list[Sequence[int]]]:
     """Return what weighs a batch as itself, what the ranks add up to, and what this rank adds."""
     added: list[Sequence[int]] = []
 
@@ -20,15 +20,15 @@ def weigh(sums: list[list[int]], texts: Sequence[str] = (), own: Any = 0) -> tup
         added.append(list(numbers))
         return sums[len(added) - 1]
 
-    return BatchWeigher(lambda batch: batch, over_ranks, lambda own: [own, *texts]), added
+    return BatchWeighting(lambda batch: batch, over_ranks, lambda own: [own, *texts]), added
 
 
 def test_a_single_weight_is_added_with_one_exchange_a_step() -> None:
     found, added = weigh([[9, 0], [12, 0]])
     for batch in (3, 4):
         assert found.compute_weight(batch) == batch
-    assert found.add_total_weight(STEP, [3, 4]) == STEP._replace(counted=9)
-    assert found.add_total_weight(STEP, [5]).counted == 12
+    assert found.add_total_weight(STEP, [3, 4]) == STEP._replace(total_weight=9)
+    assert found.add_total_weight(STEP, [5]).total_weight == 12
     assert added == [[7, 0], [5, 0]]
 
 
@@ -37,7 +37,7 @@ def test_each_name_is_added_by_itself() -> None:
     weights = [{"a": 1, "b": 2}, {"a": 3, "b": 0}]
     assert [found.compute_weight(each) for each in weights] == weights
     step = found.add_total_weight(STEP, weights)
-    assert (step.counted, step.weights) == (15, {"a": 10, "b": 5})
+    assert (step.total_weight, step.weights) == (15, {"a": 10, "b": 5})
     assert found.add_total_weight(STEP, [{"a": 2, "b": 0}]).weights == {"a": 6, "b": 0}
     assert added == [[0, 1], [4, 2], [2, 0]]  # the names are told once
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.device import cards
-from lockstep.device.cards import Card, Driver
+from lockstep.device.cards import NvmlDevice, NvmlResult
 
 ANSWERS = {
     "Name": "NVIDIA A100-SXM4-80GB",
@@ -62,7 +62,7 @@ def test_the_functions_are_those_of_the_library() -> None:
 
 
 def test_a_card_that_answers_all(nvml: dict[str, Any]) -> None:
-    found = Card(
+    found = NvmlDevice(
         name="NVIDIA A100-SXM4-80GB",
         uuid="GPU-00000000-0000-0000-0000-000000000002",
         bus="0000:9d:00.0",
@@ -80,18 +80,18 @@ def test_a_card_that_answers_all(nvml: dict[str, Any]) -> None:
         link_width=8,
         link_width_max=16,
     )
-    assert cards.query_driver() == Driver("535.54.03", "12.2", (found,))
+    assert cards.query_nvml() == NvmlResult("535.54.03", "12.2", (found,))
 
 
 def test_a_card_that_knows_little(nvml: dict[str, Any]) -> None:
     for question in ANSWERS.keys() - {"Name", "UUID"}:
         del nvml[question]
-    assert cards.query_driver().cards == (Card(ANSWERS["Name"], ANSWERS["UUID"], mode=""),)
+    assert cards.query_nvml().cards == (NvmlDevice(ANSWERS["Name"], ANSWERS["UUID"], mode=""),)
 
 
 def test_a_card_that_fell_off_the_bus(nvml: dict[str, Any]) -> None:
     del nvml["Name"]
-    assert cards.query_driver() == Driver(problem="Not Supported")
+    assert cards.query_nvml() == NvmlResult(problem="Not Supported")
 
 
 def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    assert cards.query_driver() == Driver(problem="NVML Shared Library Not Found")
+    assert cards.query_nvml() == NvmlResult(problem="NVML Shared Library Not Found")
 
 
 def test_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,18 +110,18 @@ def test_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("nvidia0", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / "dev" / name).touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    evidence = cards.collect_evidence(Driver(), tmp_path)
+    evidence = cards.collect_gpu_info(NvmlResult(), tmp_path)
     assert evidence.kernel == "NVIDIA UNIX x86_64 Kernel Module  515.105.01  Fri Apr  7"
     assert evidence.files == {"/dev/nvidia-uvm": True, "/dev/nvidia0": True, "/dev/nvidiactl": True}
     assert evidence.visible == "0"
 
 
 def test_a_host_without_a_driver(tmp_path: Path) -> None:
-    evidence = cards.collect_evidence(Driver(), tmp_path)
+    evidence = cards.collect_gpu_info(NvmlResult(), tmp_path)
     assert (evidence.kernel, evidence.files) == ("", {})
     assert evidence.libraries["torch"] == torch.__version__
     assert bool(evidence.devices) == bool(torch.cuda.device_count())
 
 
 def test_an_address_as_sysfs_has_it() -> None:
-    assert cards.sysfs_address("00000000:9D:00.0") == "0000:9d:00.0"
+    assert cards.to_sysfs_address("00000000:9D:00.0") == "0000:9d:00.0"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.device import clock
-from lockstep.device.clock import Clock
+from lockstep.device.clock import ActivityClock
 
 CPU = torch.device("cpu")
 
@@ -28,14 +28,14 @@ def pass_time(now: SimpleNamespace, wall: float, core: float, queue: float) -> N
 
 
 def test_each_second_goes_to_one_activity(now: SimpleNamespace) -> None:
-    made = Clock(CPU, "setting up", split="training")
+    made = ActivityClock(CPU, "setting up", split_activity="training")
     pass_time(now, 2.0, 2.0, 0.0)
     made.start_activity("training")
     pass_time(now, 10.0, 5.0, 3.0)
     with made.track_activity("data"):
         pass_time(now, 4.0, 1.0, 0.0)
     pass_time(now, 1.0, 1.0, 0.0)
-    assert made.activity_seconds() == {
+    assert made.get_activity_seconds() == {
         "setting up": 2.0,
         "computing": 6.0,
         "waiting for a core": pytest.approx(3.0),
@@ -47,40 +47,40 @@ def test_each_second_goes_to_one_activity(now: SimpleNamespace) -> None:
 
 
 def test_an_error_ends_an_activity_too(now: SimpleNamespace) -> None:
-    made = Clock(CPU, "setting up", split="training")
+    made = ActivityClock(CPU, "setting up", split_activity="training")
     with pytest.raises(ZeroDivisionError), made.track_activity("data"):
         raise ZeroDivisionError
     pass_time(now, 1.0, 1.0, 0.0)
-    assert made.activity_seconds() == {"setting up": 1.0, "data": 0.0}
+    assert made.get_activity_seconds() == {"setting up": 1.0, "data": 0.0}
     made.close()
 
 
 def test_on_a_card_the_training_is_not_divided(now: SimpleNamespace) -> None:
-    made = Clock(torch.device("cuda"), "training", split="training")
+    made = ActivityClock(torch.device("cuda"), "training", split_activity="training")
     pass_time(now, 3.0, 3.0, 0.0)
-    assert made.activity_seconds() == {"training": 3.0}
-    assert made.split_seconds() == 3.0
+    assert made.get_activity_seconds() == {"training": 3.0}
+    assert made.get_split_seconds() == 3.0
     made.close()
 
 
 def test_a_kernel_that_does_not_count_the_queue(now: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "_SCHEDSTAT", "/nowhere")
-    made = Clock(CPU, "training", split="training")
+    made = ActivityClock(CPU, "training", split_activity="training")
     pass_time(now, 3.0, 1.0, 2.0)
-    assert made.activity_seconds() == {"computing": 1.0, "waiting for a core": 0.0, "waiting": 2.0}
-    assert made.split_seconds() == 3.0
+    assert made.get_activity_seconds() == {"computing": 1.0, "waiting for a core": 0.0, "waiting": 2.0}
+    assert made.get_split_seconds() == 3.0
     made.close()
 
 
 def test_this_machine() -> None:
     """By the real clocks: who sleeps waits, who computes is on a core or in the queue for one."""
-    made = Clock(CPU, "training", split="training")
+    made = ActivityClock(CPU, "training", split_activity="training")
     time.sleep(0.05)
-    asleep = made.activity_seconds()
+    asleep = made.get_activity_seconds()
     end = time.thread_time() + 0.05
     while time.thread_time() < end:
         pass
-    awake = made.activity_seconds()
+    awake = made.get_activity_seconds()
     made.close()
     assert asleep["waiting"] > 0.04
     assert asleep["computing"] < 0.04

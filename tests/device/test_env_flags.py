@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.device.env_flags import NONE, check_switches, read_switches
+from lockstep.device.env_flags import NO_FLAGS, check_env_flags, read_env_flags
 from lockstep.errors import UsageError
 
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "PYTORCH_TUNABLEOP_ENABLED")
@@ -16,26 +16,26 @@ def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_set_is_recorded_where_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_switches(torch.device("cuda")) == NONE
+    assert read_env_flags(torch.device("cuda")) == NO_FLAGS
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
-    assert read_switches(torch.device("cuda")) == "TIMM_FUSED_ATTN=0 CUBLAS_WORKSPACE_CONFIG=:16:8"
-    assert read_switches(torch.device("cpu")) == "TIMM_FUSED_ATTN=0"
+    assert read_env_flags(torch.device("cuda")) == "TIMM_FUSED_ATTN=0 CUBLAS_WORKSPACE_CONFIG=:16:8"
+    assert read_env_flags(torch.device("cpu")) == "TIMM_FUSED_ATTN=0"
 
 
 @pytest.mark.parametrize("name", VARIABLES)
 def test_what_would_break_fp32_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "0")
-    check_switches("fp32")
+    check_env_flags("fp32")
     monkeypatch.setenv(name, "1")
     with pytest.raises(UsageError, match=name):
-        check_switches("fp32")
+        check_env_flags("fp32")
 
 
 def test_tf32_may_be_forced_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    check_switches("tf32")
-    check_switches("bf16")
+    check_env_flags("tf32")
+    check_env_flags("bf16")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    with pytest.raises(UsageError, match="disables it"):
-        check_switches("tf32")
+    with pytest.raises(UsageError, match="disables TF32"):
+        check_env_flags("tf32")

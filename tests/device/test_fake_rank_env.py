@@ -5,13 +5,13 @@ import os
 import pytest
 import torch.distributed as dist
 
-from lockstep.device.fake_rank_env import as_rank
+from lockstep.device.fake_rank_env import simulate_rank
 
 
 def test_whoever_asks_sees_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with as_rank(2, 3):
+    with simulate_rank(2, 3):
         assert (dist.get_rank(), dist.get_world_size()) == (2, 3)
         assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("2", "2", "3")
     assert not dist.is_initialized()
@@ -20,6 +20,6 @@ def test_whoever_asks_sees_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_ends_it_too() -> None:
-    with pytest.raises(ZeroDivisionError), as_rank(0, 2):
+    with pytest.raises(ZeroDivisionError), simulate_rank(0, 2):
         raise ZeroDivisionError
     assert not dist.is_initialized()

@@ -10,7 +10,7 @@ from lockstep.device import host
 
 
 def test_facts_are_ready_for_json() -> None:
-    found = json.loads(json.dumps(host.get_host_facts()))
+    found = json.loads(json.dumps(host.get_host_info()))
     assert found["versions"]["python"] == platform.python_version()
     assert found["versions"]["torch"] is not None
     assert "pytest" not in found["versions"]
@@ -20,7 +20,7 @@ def test_facts_are_ready_for_json() -> None:
 
 
 def test_memory_is_that_of_the_host() -> None:
-    assert host.memory()["all"] == psutil.virtual_memory().total
+    assert host.get_memory_info()["all"] == psutil.virtual_memory().total
 
 
 def test_variables_of_libraries_are_shown_and_no_secrets() -> None:
@@ -32,4 +32,4 @@ def test_variables_of_libraries_are_shown_and_no_secrets() -> None:
         "LOCKSTEP_JOB_SECRET": "x",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    assert host.get_env_facts(env) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    assert host.get_env_variables(env) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

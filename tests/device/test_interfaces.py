@@ -24,18 +24,18 @@ FOUND = {
     ],
 )
 def test_which_interface_gloo_takes(named: list[str], env: dict[str, str], taken: str | None) -> None:
-    assert interfaces.gloo_interface(FOUND, named, env) == taken
+    assert interfaces.find_gloo_interface(FOUND, named, env) == taken
 
 
 def test_the_interfaces_here() -> None:
-    found = interfaces.network()
-    assert "127.0.0.1" in found["interfaces"][ports.loopback()]["addresses"]
+    found = interfaces.get_network_info()
+    assert "127.0.0.1" in found["interfaces"][ports.get_loopback_name()]["addresses"]
     assert set(found) == {"interfaces", "addresses", "gloo"}
 
 
 def test_names() -> None:
-    assert "127.0.0.1" in interfaces.addresses("localhost")
-    assert interfaces.addresses("no-such-host.invalid") == []
+    assert "127.0.0.1" in interfaces.resolve_addresses("localhost")
+    assert interfaces.resolve_addresses("no-such-host.invalid") == []
     assert interfaces.is_loopback("127.0.1.1")
     assert interfaces.is_loopback("::1")
     assert not interfaces.is_loopback("10.0.0.1")

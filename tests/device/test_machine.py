@@ -13,7 +13,7 @@ from lockstep.device import machine
 
 
 def test_the_record_is_json_with_versions_and_devices() -> None:
-    record = json.loads(json.dumps(machine.environment(), allow_nan=False))
+    record = json.loads(json.dumps(machine.describe_environment(), allow_nan=False))
     assert record["packages"]["torch"] == torch.__version__.split("+")[0]
     assert record["packages"]["lockstep-train"] == __version__
     assert record["cpu"]["cores"] == os.cpu_count()
@@ -23,29 +23,29 @@ def test_the_record_is_json_with_versions_and_devices() -> None:
 
 def test_the_record_holds_no_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "very-secret-value")
-    assert "very-secret-value" not in json.dumps(machine.environment())
+    assert "very-secret-value" not in json.dumps(machine.describe_environment())
 
 
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_PACKAGES", ("torch", "no-such-distribution-at-all"))
-    assert machine.environment()["packages"]["no-such-distribution-at-all"] is None
+    assert machine.describe_environment()["packages"]["no-such-distribution-at-all"] is None
 
 
 def test_the_commit_of_the_working_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(here.parent))
-    assert machine.environment()["git"] is None
+    assert machine.describe_environment()["git"] is None
     author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     subprocess.run(["git", "init", "-q", "."], check=True)
     subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
     head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    assert machine.environment()["git"] == {"commit": head, "dirty": False}
+    assert machine.describe_environment()["git"] == {"commit": head, "dirty": False}
     (here / "new").touch()
-    assert machine.environment()["git"] == {"commit": head, "dirty": True}
+    assert machine.describe_environment()["git"] == {"commit": head, "dirty": True}
 
 
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.environment()["git"] is None
+    assert machine.describe_environment()["git"] is None
 
 
 def test_the_fingerprint_sees_the_number_of_threads() -> None:
@@ -56,8 +56,8 @@ def test_the_fingerprint_sees_the_number_of_threads() -> None:
         now = machine.make_fingerprint(torch.device("cpu"))
     finally:
         torch.set_num_threads(threads)
-    assert machine.numerics_differences(before, before) == []
-    assert machine.numerics_differences(before, now) == [f"threads: {threads} before, {threads + 1} now"]
+    assert machine.describe_fingerprint_differences(before, before) == []
+    assert machine.describe_fingerprint_differences(before, now) == [f"threads: {threads} before, {threads + 1} now"]
 
 
 def test_the_fingerprint_survives_json() -> None:
@@ -69,7 +69,9 @@ def test_the_fingerprint_survives_json() -> None:
 
 
 def test_what_one_of_two_lacks_is_a_difference() -> None:
-    differences = machine.numerics_differences({"cpu": "x", "device": "cpu"}, {"gpu": "y", "device": "cuda"})
+    differences = machine.describe_fingerprint_differences(
+        {"cpu": "x", "device": "cpu"}, {"gpu": "y", "device": "cuda"}
+    )
     assert differences == [
         "cpu: x before, nothing now",
         "device: cpu before, cuda now",
@@ -83,7 +85,7 @@ def test_the_fingerprint_keeps_variables_that_change_kernels(monkeypatch: pytest
     before = machine.make_fingerprint(torch.device("cpu"))
     monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
     now = machine.make_fingerprint(torch.device("cpu"))
-    assert machine.numerics_differences(before, now) == ["switches: none before, TIMM_FUSED_ATTN=0 now"]
+    assert machine.describe_fingerprint_differences(before, now) == ["switches: none before, TIMM_FUSED_ATTN=0 now"]
 
 
 @pytest.mark.slow("needs a card")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.device.peak import peak_flops
+from lockstep.device.peak import find_peak_flops
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from lockstep.device.peak import peak_flops
     ],
 )
 def test_known_cards(device: str, precision: str, teraflops: float) -> None:
-    assert peak_flops(device, precision) == teraflops * 1e12
+    assert find_peak_flops(device, precision) == teraflops * 1e12
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_known_cards(device: str, precision: str, teraflops: float) -> None:
     ],
 )
 def test_no_peak_is_invented(device: str, precision: str) -> None:
-    assert peak_flops(device, precision) is None
+    assert find_peak_flops(device, precision) is None

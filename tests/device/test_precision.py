@@ -16,7 +16,14 @@ import lockstep
 from lockstep.comm import world
 from lockstep.core.engine_recipe import PlainLossScale
 from lockstep.core.precision import Precision
-from lockstep.device.precision import autocast, check_precision, fix_kernels, fix_workspace, loss_scaler, unscale_
+from lockstep.device.precision import (
+    autocast,
+    check_precision,
+    make_loss_scaler,
+    select_deterministic_kernels,
+    set_cublas_workspace,
+    unscale_,
+)
 from lockstep.errors import PreflightError, UsageError
 
 CPU = torch.device("cpu")
@@ -46,7 +53,7 @@ def test_a_product_has_the_precision_asked_for_each_time(precision: Precision, d
     ],
 )
 def test_only_fp16_is_scaled(precision: Precision, enabled: bool) -> None:
-    scaler = loss_scaler(precision, PlainLossScale(8.0, 2), CPU)
+    scaler = make_loss_scaler(precision, PlainLossScale(8.0, 2), CPU)
     assert scaler.is_enabled() is enabled
     assert scaler.scale(torch.tensor(3.0)).item() == (24.0 if enabled else 3.0)
 
@@ -56,7 +63,7 @@ def test_a_scaler_is_ready_before_it_has_scaled_a_loss() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.tensor([8.0])
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    scaler = loss_scaler("fp16", PlainLossScale(8.0, 1), CPU)
+    scaler = make_loss_scaler("fp16", PlainLossScale(8.0, 1), CPU)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
@@ -70,7 +77,7 @@ def test_gradients_of_any_dtype_are_unscaled_by_a_scale_that_stays(gradient: flo
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, gradient)
     optimizer = torch.optim.SGD(parameters, lr=0.5)
-    scaler = loss_scaler("fp16-true", PlainLossScale(65536.0, 1, static=8.0), CPU)
+    scaler = make_loss_scaler("fp16-true", PlainLossScale(65536.0, 1, static=8.0), CPU)
     unscale_(scaler, optimizer)
     assert [parameter.grad.item() for parameter in parameters if parameter.grad is not None] == [gradient / 8] * 2
     assert [bool(each) for each in scaler._found_inf_per_device(optimizer).values()] == [gradient == torch.inf]
@@ -89,7 +96,7 @@ _LESS_THAN_ASKED = [
 
 READ = f"""
 import json, operator, sys, torch
-from lockstep.device.precision import fix_kernels, list_attention_backends
+from lockstep.device.precision import select_deterministic_kernels, list_attention_backends
 exec(sys.argv[1])
 exec(sys.argv[2])
 try:
@@ -137,7 +144,7 @@ def fixed(before: str, fix: str) -> dict[str, Any]:
 @STARTS
 def test_kernels_are_fixed(before: str) -> None:
     """In a process of its own: what torch has set is the process's, and not all of it can be put back."""
-    assert fixed(before, "fix_kernels(2)") == {
+    assert fixed(before, "select_deterministic_kernels(2)") == {
         **{f"{name}.fp32_precision".lstrip("."): "ieee" for name in _PRECISIONS},
         **dict.fromkeys(_LESS_THAN_ASKED, False),
         "matmul": "highest",
@@ -164,7 +171,7 @@ def test_threads_that_cannot_be_started_are_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     before = threading.active_count()
     with pytest.raises(PreflightError, match=r"recipe\.threads: got 64, but this process could only start 50"):
-        fix_kernels(64)
+        select_deterministic_kernels(64)
     assert threading.active_count() == before
 
 
@@ -175,14 +182,14 @@ def test_the_workspace_of_cublas_is_an_exact_one(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", chosen or "")  # so that it is put back, also if it was not there
     if chosen is None:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    fix_workspace()
+    set_cublas_workspace()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept
 
 
 def test_another_workspace_of_cublas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(UsageError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0: .* use :4096:8 or :16:8"):
-        fix_workspace()
+        set_cublas_workspace()
 
 
 def test_every_way_to_a_device_sets_the_workspace() -> None:
@@ -191,12 +198,12 @@ def test_every_way_to_a_device_sets_the_workspace() -> None:
     users = [path.name for path in source.rglob("*.py") if "cuda.set_device" in path.read_text(encoding="utf-8")]
     assert users == ["world.py"]
     chooses = inspect.getsource(world.choose_device)
-    assert 0 < chooses.index("fix_workspace()") < chooses.index("torch.cuda.set_device")
+    assert 0 < chooses.index("set_cublas_workspace()") < chooses.index("torch.cuda.set_device")
 
 
 ON_AMPERE = """
 torch.cuda.get_device_capability = lambda device: (8, 0)
-fix_kernels(2, "tf32", torch.device("cuda", 0))
+select_deterministic_kernels(2, "tf32", torch.device("cuda", 0))
 """
 
 

@@ -38,25 +38,26 @@ def view(inputs: torch.Tensor, targets: torch.Tensor = TRUTHS) -> list[Section]:
 def test_the_largest_loss_is_first() -> None:
     found = collect_predictions(TASK, batches(torch.zeros(5, 7)))
     assert found.sample_indices.tolist() == [0, 1, 2, 4]  # what could not be read is no mistake
-    assert [(each.sample_index, each.target, each.predicted) for each in found.get_worst()] == [
+    assert [(each.sample_index, each.target, each.predicted) for each in found.find_worst_mistakes()] == [
         (2, 2, 0),
         (4, 1, 2),
         (1, 0, 1),
     ]
-    assert [each.target_probability for each in found.get_worst()] == pytest.approx([0.01, 0.2, 0.3])
-    assert [each.predicted_probability for each in found.get_worst(2)] == pytest.approx([0.9, 0.6])
+    assert [each.target_probability for each in found.find_worst_mistakes()] == pytest.approx([0.01, 0.2, 0.3])
+    assert [each.predicted_probability for each in found.find_worst_mistakes(2)] == pytest.approx([0.9, 0.6])
 
 
 def test_what_is_no_number_is_the_worst_and_equals_stay_in_order() -> None:
     losses = torch.tensor([1.0, 5.0, math.nan, 5.0], dtype=torch.float64)
     found = ClassPredictions(torch.arange(4), torch.zeros(4).long(), torch.ones(4).long(), losses, losses)
-    assert [each.sample_index for each in found.get_worst()] == [2, 1, 3, 0]
+    assert [each.sample_index for each in found.find_worst_mistakes()] == [2, 1, 3, 0]
 
 
 def test_the_heaviest_class_of_a_mixture_is_the_truth() -> None:
     mixtures = torch.tensor([[0.6, 0.4, 0], [0.6, 0.4, 0], [0, 0, 1], [0, 0, 0], [0, 1, 0]])
     assert [
-        each.sample_index for each in collect_predictions(TASK, batches(torch.zeros(5, 7), mixtures)).get_worst()
+        each.sample_index
+        for each in collect_predictions(TASK, batches(torch.zeros(5, 7), mixtures)).find_worst_mistakes()
     ] == [2, 4, 1]
 
 

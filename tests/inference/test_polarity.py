@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.data.images.digits import digits
+from lockstep.data.images.digits import load_digits
 from lockstep.inference.polarity import Polarity, describe_inverted, find_polarity
 
 
@@ -15,7 +15,7 @@ def found(polarity: Polarity | None, images: Tensor) -> list[float]:
 
 
 def test_every_digit_is_recognized_in_both_polarities() -> None:
-    data = digits()
+    data = load_digits()
     images = torch.cat([data.train.images, data.validation.images])
     polarity = find_polarity(data.facts["mean"], data.facts["std"])
     assert found(polarity, images) == []

@@ -12,14 +12,14 @@ from component import require
 
 from lockstep.errors import UsageError
 from lockstep.launchers import slurm
-from lockstep.launchers.batch import Batch, check_batch, parse_states, render_script
+from lockstep.launchers.batch import BatchJob, check_batch, parse_states, render_script
 from lockstep.launchers.job import Job, Resources
 
 pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
 
 WORDS = ("train", "digits", "recipe.loss={name: a}")
 JOB = Job(WORDS, "/opt/python", nodes=2, processes_per_node=4, options=("--partition=gpu", "--comment=it's a b"))
-BATCH = Batch(JOB, "digits", "/home/me", "runs/a", "04:00:00", 120)
+BATCH = BatchJob(JOB, "digits", "/home/me", "runs/a", "04:00:00", 120)
 NASTY = "it's 100%j; $(touch broken) \"#"
 STOPPED = '{"event": "stopped", "time": 1.5, "step": 3, "epoch": 0, "samples": 9, "reason": "SIGUSR1"}'
 
@@ -73,7 +73,7 @@ def test_what_is_left_out_leaves_no_line() -> None:
 
 
 @pytest.mark.parametrize("batch", [BATCH, replace(BATCH, restart_args=("run.resume=auto",))])
-def test_names_of_any_kind_are_quoted(tmp_path: Path, batch: Batch) -> None:
+def test_names_of_any_kind_are_quoted(tmp_path: Path, batch: BatchJob) -> None:
     job = replace(JOB, words=("train", NASTY), options=(f"--comment={NASTY}",))
     text = render_script(replace(batch, job=job, name=NASTY, folder=f"/home/{NASTY}", run=NASTY))
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""

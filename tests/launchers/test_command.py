@@ -27,7 +27,7 @@ BOUND = "--map-by ppr:4:node --bind-to none"
     [
         (local.command, HERE, f"{LOCKSTEP} placement.processes=4"),
         (
-            torchrun.agent_command,
+            torchrun.make_agent_command,
             replace(JOB, min_nodes=1, nodes=3, restarts=9, id="x"),
             f"env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {TORCHRUN} --nnodes=1:3 "
             f"--rdzv-backend=c10d --rdzv-endpoint=a:29600 --rdzv-id=x "
@@ -95,7 +95,7 @@ def test_lines(command, job, line):
     ],
 )
 def test_lines_of_torchrun(job, line):
-    assert shlex.join(torchrun.agent_command(job)) == f"{TORCHRUN} {line}"
+    assert shlex.join(torchrun.make_agent_command(job)) == f"{TORCHRUN} {line}"
 
 
 def test_ssh_ties_what_it_starts_to_itself():
@@ -105,7 +105,7 @@ def test_ssh_ties_what_it_starts_to_itself():
     assert words[-4:-1] == ["-p", "2222", "b"]
     folder, _, there = words[-1].partition(" && exec ")
     assert shlex.split(folder) == ["cd", "/data/it's here"]
-    line = torchrun.agent_command(replace(job, host_index=1, options=()))
+    line = torchrun.make_agent_command(replace(job, host_index=1, options=()))
     assert shlex.split(there) == ["/opt/python", "-m", "lockstep.common.follow_parent", "--knows", "a", *line]
     *_, there = ssh.commands(replace(job, signed=True))["b"]
     assert shlex.split(there)[-len(line) - 4 :] == ["lockstep.common.follow_parent", "--secret", "--knows", "a", *line]
@@ -125,7 +125,7 @@ def test_ssh_ties_what_it_starts_to_itself():
             "only starts train, eval and doctor; run lockstep doctor launch directly",
         ),
         (
-            torchrun.agent_command,
+            torchrun.make_agent_command,
             replace(JOB, hosts=()),
             "2 hosts for torchrun, but no rendezvous endpoint; pass --endpoint HOST:PORT",
         ),
@@ -203,7 +203,7 @@ def test_hosts_that_may_go_and_come_are_checked(job, problem):
 def test_a_script_is_started_by_python_itself() -> None:
     words = ("python", "loop.py", "--lr", "1")
     job = Job(words=words, python="py", processes_per_node=2)
-    assert torchrun.agent_command(job)[-3:] == ["loop.py", "--lr", "1"]
+    assert torchrun.make_agent_command(job)[-3:] == ["loop.py", "--lr", "1"]
     assert openmpi.command(job)[-4:] == ["py", "loop.py", "--lr", "1"]
     there = openmpi.command(replace(job, nodes=2, hosts=("a", "b")))
     assert there[-6:] == ["-x", "PYTHONHASHSEED", "py", "loop.py", "--lr", "1"]

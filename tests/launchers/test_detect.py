@@ -167,7 +167,7 @@ def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
             | {"SLURM_STEP_TASKS_PER_NODE": "2(x", "SLURM_STEP_NODELIST": "n[2-1]", "SLURM_LOCALID": "a"},
             [
                 "SLURM_LOCALID=a: expected an integer",
-                "SLURM_STEP_TASKS_PER_NODE=2(x: expected counts such as 2(x3),1",
+                "SLURM_STEP_TASKS_PER_NODE=2(x: expected task counts such as 2(x3),1",
                 "SLURM_STEP_NODELIST=n[2-1]: expected numbers such as 1-2,5 in the brackets, got 2-1",
             ],
         ),
@@ -224,13 +224,15 @@ def test_a_step_without_its_variables_is_told(name: str) -> None:
 def test_a_job_of_several_tasks_without_srun_is_told_of_it(
     env: Mapping[str, str], processes: int | str, warned: bool
 ) -> None:
-    found = slurm.warning(env, processes)
+    found = slurm.make_warning(env, processes)
     assert ("srun did not start this process" in found and "--ntasks=1" in found) is warned
     assert warned or not found
 
 
 def test_train_warns_in_a_job_of_several_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.setup.completed.completion_notice", lambda _: "done")  # so that nothing is trained
+    monkeypatch.setattr(
+        "lockstep.setup.completed.make_completion_notice", lambda _: "done"
+    )  # so that nothing is trained
     words = ["digits", "placement.processes=1"]
     assert "SLURM_NTASKS" not in CliRunner().invoke(train.command, words).output
     for name, value in {"JOB_ID": "7", "NTASKS": "2", "JOB_NUM_NODES": "1"}.items():
@@ -244,7 +246,7 @@ def test_a_loop_of_ones_own_warns_in_a_job_of_several_tasks(
 ) -> None:
     for name, value in {"JOB_ID": "7", "NTASKS": "2", "JOB_NUM_NODES": "2"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr("lockstep.loop.member.single_process_rendezvous", _end)  # what comes after the warning
+    monkeypatch.setattr("lockstep.loop.member.make_single_process_rendezvous", _end)  # what comes after the warning
     with pytest.raises(KeyboardInterrupt):
         lockstep.join(seed=0)
     assert "warning: this Slurm job has 2 tasks" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launchers.torchrun import check_hosts, check_leaving, check_restarts, warning
+from lockstep.launchers.torchrun import check_can_leave, check_hosts, check_restarts, make_store_warning
 
 pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
 
@@ -74,18 +74,20 @@ def test_a_run_that_may_start_again_has_a_folder(words: list[str], env: dict[str
 def test_a_host_that_is_to_leave_can(tmp_path: Path) -> None:
     for words, restarts in (["--nnodes=3"], "3"), (["--nnodes=2:3"], "0"), ([], "3"):
         with pytest.raises(UsageError, match="on_corruption: go_on requires a torchrun that restarts"):
-            check_leaving([*AGENT, *words], {"TORCHELASTIC_MAX_RESTARTS": restarts})
-    check_leaving([*AGENT, "--nnodes=2:3"], {"TORCHELASTIC_MAX_RESTARTS": "3"})
+            check_can_leave([*AGENT, *words], {"TORCHELASTIC_MAX_RESTARTS": restarts})
+    check_can_leave([*AGENT, "--nnodes=2:3"], {"TORCHELASTIC_MAX_RESTARTS": "3"})
 
 
 def test_who_may_wait_in_vain_is_warned(tmp_path: Path) -> None:
     shared = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     words = ["--nnodes", "1:3"]
-    assert "torchrun --nnodes=1:3 without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in warning([*AGENT, *words], shared)
-    assert not warning([*AGENT, *words], {"TORCHELASTIC_USE_AGENT_STORE": "False"})
-    assert not warning([*AGENT, "--nnodes=2"], shared)
-    assert not warning([*AGENT, "--nnodes=2:2"], shared)
-    assert not warning(AGENT, shared)
+    assert "torchrun --nnodes=1:3 without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in make_store_warning(
+        [*AGENT, *words], shared
+    )
+    assert not make_store_warning([*AGENT, *words], {"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert not make_store_warning([*AGENT, "--nnodes=2"], shared)
+    assert not make_store_warning([*AGENT, "--nnodes=2:2"], shared)
+    assert not make_store_warning(AGENT, shared)
 
 
 def test_torchrun_says_what_the_check_and_the_warning_go_by(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import ended, until
 
-from lockstep.common.interrupts import COPIES_S
+from lockstep.common.interrupts import DUPLICATES_S
 from lockstep.launchers.hosts import CommandExit, run_on_hosts
 
 # What stands in for `ssh HOST python -m lockstep.common.follow_parent ...`: it ends when its stdin does.
@@ -139,7 +139,7 @@ def test_the_second_interrupt_kills(start: Callable[..., subprocess.Popen[str]],
     pids = [pid(tmp_path / name) for name in "ab"]
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "SIGINT; ending a, b\n"
-    time.sleep(COPIES_S)
+    time.sleep(DUPLICATES_S)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 137
     assert all(map(ended, pids))

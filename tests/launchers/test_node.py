@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from lockstep.common.follow_parent import SECRET_FLAG
-from lockstep.common.rank import RankInfo, rendezvous_address
+from lockstep.common.rank import RankInfo, resolve_rendezvous_address
 from lockstep.errors import UsageError
 from lockstep.jobs import launch
 from lockstep.launchers import detect
 from lockstep.launchers.job import PORT, Job
-from lockstep.launchers.node import commands, node_job
+from lockstep.launchers.node import commands, make_node_job
 
 JOB = Job(("train", "digits"), "/opt/python")
 SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9\n"}
@@ -50,7 +50,7 @@ KUBEFLOW = {
 def test_each_platform_says_which_node_this_is(
     env: dict[str, str], asked: int | None, expected: tuple[int, int, str, int, int]
 ) -> None:
-    placed = node_job(JOB, env, asked)
+    placed = make_node_job(JOB, env, asked)
     assert (placed.host_index, placed.nodes, placed.first_address, placed.port, placed.processes_per_node) == expected
 
 
@@ -58,7 +58,7 @@ def test_a_first_node_that_is_not_told_its_address_has_its_own_name(monkeypatch:
     monkeypatch.setattr("socket.gethostname", lambda: "main")
     env = BATCH | {"AWS_BATCH_JOB_NODE_INDEX": "1"}
     del env["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
-    assert node_job(JOB, env, None).first_address == "main"
+    assert make_node_job(JOB, env, None).first_address == "main"
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_a_first_node_that_is_not_told_its_address_has_its_own_name(monkeypatch:
 )
 def test_what_does_not_say_it_is_refused(env: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        node_job(JOB, env, None)
+        make_node_job(JOB, env, None)
 
 
 def test_a_rank_is_told_its_place_and_finds_it() -> None:
-    job = node_job(JOB, SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::7\nfd00::8"}, 2)
+    job = make_node_job(JOB, SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::7\nfd00::8"}, 2)
     assert [*commands(job)] == ["rank 2", "rank 3"]
     words = commands(job)["rank 3"]
     assert words[:4] == ["/opt/python", "-m", "lockstep.common.follow_parent", "env"]
@@ -87,7 +87,7 @@ def test_a_rank_is_told_its_place_and_finds_it() -> None:
     told = dict(word.split("=", 1) for word in words[4:-5])
     found = detect(KUBEFLOW | {"RANK": "7", "WORLD_SIZE": "8"} | told)  # what a job around it has set
     assert found == RankInfo(3, 6, 1, 2, "node", "fd00::7", PORT, restarted_separately=True)
-    assert rendezvous_address(found, "env://") == f"tcp://[fd00::7]:{PORT}"
+    assert resolve_rendezvous_address(found, "env://") == f"tcp://[fd00::7]:{PORT}"
     assert SECRET_FLAG in commands(replace(job, signed=True))["rank 2"]
     assert commands(replace(job, words=("python", "loop.py", "a")))["rank 2"][-3:] == ["/opt/python", "loop.py", "a"]
     with pytest.raises(UsageError, match=r"^--on node: there is no launcher to pass --tee to; remove --option$"):
@@ -101,9 +101,11 @@ def test_a_first_node_without_an_address_yet_is_waited_for(
     monkeypatch.setattr(launch, "check_host_resolves", lambda host, timeout_s=5.0: next(answers))
     ran = []
     monkeypatch.setattr(launch, "_run_on_hosts", lambda launcher, lines, job, secret: ran.append(lines.keys()) or 0)
-    assert launch.start_job("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False) == 0
+    assert launch.start_job("node", make_node_job(JOB, SKYPILOT, None), None, 1, dry_run=False) == 0
     assert capfd.readouterr().err == "waiting for an address of 10.0.0.7, at most 10 minutes\n"
     assert ran == [{"rank 1"}]
     monkeypatch.setattr(launch, "check_host_resolves", lambda host, timeout_s=5.0: "no such host")
-    with pytest.raises(UsageError, match=r"^no such host; set the variable of the first node to its address$"):
-        launch.start_job("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False)
+    with pytest.raises(
+        UsageError, match=r"^no such host; in the environment of the job, set the address of the first node$"
+    ):
+        launch.start_job("node", make_node_job(JOB, SKYPILOT, None), None, 1, dry_run=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.common.rank import rendezvous_address
+from lockstep.common.rank import resolve_rendezvous_address
 from lockstep.errors import UsageError
 from lockstep.launchers import ray
 
@@ -46,7 +46,7 @@ def stored(kind: str, path: str) -> Any:
 def test_a_worker_has_the_rank_that_ray_says_and_meets_the_others_at_rays_store() -> None:
     info = ray.read_rank(Context(), STORE)
     assert (info.rank, info.size, info.local_rank, info.local_size, info.hosted) == (2, 3, 1, 2, True)
-    assert rendezvous_address(info, "env://") == "tcp://10.0.0.7:41234"
+    assert resolve_rendezvous_address(info, "env://") == "tcp://10.0.0.7:41234"
 
 
 def test_a_node_that_is_to_be_taken_is_known_by_rays_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_a_node_that_is_to_be_taken_is_known_by_rays_own_call(monkeypatch: pytes
 )
 def test_without_rays_store_it_says_what_sets_it(env: Mapping[str, str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        rendezvous_address(ray.read_rank(Context(), env), "env://")
+        resolve_rendezvous_address(ray.read_rank(Context(), env), "env://")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, DeprecationWarning])
@@ -75,11 +75,11 @@ def test_neither_the_driver_nor_a_trial_of_tune_is_a_worker(
         raise error
 
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=outside))
-    assert ray.get_worker() is None
+    assert ray.get_train_context() is None
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=Context))
-    assert ray.get_worker() == Context()
+    assert ray.get_train_context() == Context()
     monkeypatch.delitem(sys.modules, "ray.train")
-    assert ray.get_worker() is None
+    assert ray.get_train_context() is None
 
 
 def test_a_relative_run_folder_lies_in_that_of_rays_run() -> None:

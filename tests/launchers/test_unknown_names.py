@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.common.rank import RankInfo
-from lockstep.launchers.slurm import node_address, resolve_master
+from lockstep.launchers.slurm import parse_node_address, resolve_master
 
 pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
 
@@ -48,7 +48,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_address_of_a_node(text: str, address: str) -> None:
-    assert node_address(text) == address
+    assert parse_node_address(text) == address
 
 
 def test_the_address_that_slurm_has_is_taken_for_a_name_that_nobody_knows(scontrol: Path) -> None:

@@ -18,7 +18,7 @@ from lockstep.comm.world import World
 from lockstep.core.order import Steps, get_subrange
 from lockstep.core.shuffle import MAX_SORTED_SAMPLES
 from lockstep.data.base import DataSet, NoTransforms
-from lockstep.data.items import Items
+from lockstep.data.items import MapStyleSplit
 from lockstep.data.loader import Loader
 
 SAMPLES, BATCH, SEED = 30, 12, 5  # 3 steps an epoch, the last of 6
@@ -27,7 +27,7 @@ STEPS = 7
 
 def of_lockstep(steps: Steps, microbatches: int, seed: int) -> Iterator[list[int]]:
     """Yield the samples of each step as recipes and own loops have them."""
-    items = Items(TensorDataset(torch.arange(steps.length)), None)
+    items = MapStyleSplit(TensorDataset(torch.arange(steps.length)), None)
     loader = Loader(DataSet(items, items), steps, microbatches, NoTransforms(), torch.device("cpu"), seed)
     return (list(chain(*loader.get_sample_indices(steps[number]))) for number in count())
 
@@ -119,8 +119,8 @@ def test_what_a_loader_has_asked_for_is_not_done() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch": 0}, "batch=0 does not fit 30 samples; set batch from 1 to the number of samples"),
-        ({"batch": 31, "drop_last": True}, "batch=31 does not fit 30 samples"),
+        ({"batch": 0}, "got batch=0 for 30 samples; set batch from 1 to the number of samples"),
+        ({"batch": 31, "drop_last": True}, "got batch=31 for 30 samples"),
         ({"batch": "8"}, "batch must be an integer, got '8'; pass an int"),
         ({"batch": 8, "microbatches": 2.0}, "microbatches must be an integer, got 2.0; pass an int"),
         ({"batch": 8, "microbatches": 9}, "microbatches=9 is not between 1 and batch=8; set microbatches from 1 to 8"),

@@ -207,22 +207,22 @@ def gradient_hook_in_the_last_step(run, model, optimizer):
             model[0].weight.register_hook(lambda gradient: gradient * 2)  # <-
 
 
-@refused("a running statistic of BatchNorm was modified", "after")
+@refused("1.running_mean, a running statistic of BatchNorm, was modified", "after")
 def statistics_reset(step, model, optimizer):
     model[1].reset_running_stats()  # <-
 
 
-@refused("step 1: a running statistic of BatchNorm was modified", "forward")
+@refused("step 1: 1.running_var, a running statistic of BatchNorm, was modified", "forward")
 def statistics_written_before_a_forward(step, model, optimizer):
     model[1].running_var.data.mul_(2)  # <-
 
 
-@refused("step 1: a running statistic of BatchNorm was modified", "backward")
+@refused("step 1: 1.running_mean, a running statistic of BatchNorm, was modified", "backward")
 def statistics_written_after_a_forward(step, model, optimizer):
     model[1].running_mean.mul_(0.5)  # <-
 
 
-@refused("step 1: a running statistic of BatchNorm was modified", "last")
+@refused("step 1: 1.running_mean, a running statistic of BatchNorm, was modified", "last")
 def statistics_written_within_a_step(step, model, optimizer):
     model[1].running_mean.zero_()  # <-
 

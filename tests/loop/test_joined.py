@@ -148,7 +148,7 @@ def test_a_run_has_one_dataset_and_one_batch(other):
             for batch in step:
                 step.backward(sum=loops.loss(model, batch))
             step.update()
-        with pytest.raises(lockstep.UsageError, match="no steps are left of epochs=2: 6 steps are done"):
+        with pytest.raises(lockstep.UsageError, match="no steps are left, because 6 steps are done, and epochs=2 ends"):
             run.steps(**given | {"dataset": loops.data()})  # which is the same
         with pytest.raises(
             lockstep.UsageError,
@@ -181,8 +181,8 @@ def test_an_epoch_loop_around_the_steps_is_refused_and_told_both_ways():
         assert steps(run, model) == [1, 2, 3]
         with pytest.raises(
             UsageError,
-            match=r"epochs=1: 3 steps are done \(.*loops\.py:\d+\); remove the outer loop, or pass "
-            r"`epochs=epoch \+ 1`, because epochs count from the start of the run",
+            match=r"3 steps are done, and epochs=1 ends after step 3 \(.*loops\.py:\d+\); remove the outer loop, or "
+            r"pass `epochs=epoch \+ 1`, because epochs count from the start of the run",
         ):
             steps(run, model)
 
@@ -200,7 +200,9 @@ def test_an_epoch_loop_that_counts_from_the_start_prints_one_summary(tmp_path, c
 def test_a_run_of_no_steps_is_refused():
     with joined() as run:
         model, _ = loops.placed(run)
-        with pytest.raises(UsageError, match=r"run\.steps: no steps are left of epochs=0: 0 steps are done"):
+        with pytest.raises(
+            UsageError, match=r"run\.steps: no steps are left, because 0 steps are done, and epochs=0 ends"
+        ):
             steps(run, model, epochs=0)
 
 
@@ -472,7 +474,7 @@ def test_a_model_in_chunks_goes_on_with_as_many_alone(tmp_path):
         model, optimizer = run.place(model, optimizer, chunks=chunks, plan=loops.PLAN)
         assert not optimizer.param_groups[0]["params"][4].numel()  # what was cut is not kept whole besides
         steps(run, model, epochs)
-        assert [list(each.shape) for each in run._placed.weights().values()] == [
+        assert [list(each.shape) for each in run._placed.gather_weights().values()] == [
             list(each.shape) for each in loops.cut_net().state_dict().values()
         ]
         return run.fingerprint()
@@ -530,7 +532,7 @@ def test_another_loop_does_not_go_on_with_a_folder(tmp_path):
 
 def test_other_data_and_another_rate_than_before_a_resume_are_warned_of(tmp_path, capsys):
     other = TensorDataset(loops.data().tensors[0] + 1, loops.data().tensors[1])
-    changed = "changed since step 2 was saved: the optimizer's lr, the first or the last sample: the run continues"
+    changed = "the optimizer's lr, the first or the last sample changed since step 2 was saved; the run continues"
     for rate, data, warned in ((0.1, loops.data(), 0), (0.1, loops.data(), 0), (0.2, other, 1)):
         with joined(dir=tmp_path / "run") as run:
             model = nn.Linear(6, 3)
@@ -737,7 +739,7 @@ def test_a_dataset_that_is_told_its_epoch_is_warned_of(capsys):
     with joined() as run:
         loops.placed(run)
         run.steps(Curriculum(*loops.data().tensors), batch=16, steps=1)
-    assert "warning: run.steps: the dataset has set_epoch, but " in capsys.readouterr().err
+    assert "warning: run.steps: set_epoch of the dataset has no reliable effect, " in capsys.readouterr().err
 
 
 def test_a_collate_is_never_given_samples_of_two_steps():

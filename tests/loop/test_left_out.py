@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.config.load import load
-from lockstep.run.training import without
+from lockstep.run.training import remove_ranks
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_the_device_of_the_rank_is_hidden(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen or "")
     before = load("digits", ["placement.processes=3", "run.resume=never"])
-    after = without(before, [1], 3, Path("run")).config
+    after = remove_ranks(before, [1], 3, Path("run")).config
     assert os.environ["CUDA_VISIBLE_DEVICES"] == (left or "")
     assert (after.placement.processes, after.run.dir, after.run.resume) == (2, "run", "auto")
     assert after.recipe == before.config.recipe

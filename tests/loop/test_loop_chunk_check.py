@@ -119,7 +119,7 @@ class NeverTwice(Net):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (NeverTwice, "copy.deepcopy cannot copy it: one is enough"),
+        (NeverTwice, "copy.deepcopy failed: one is enough; make"),
         (Net, "this would copy its 865 parameters twice; check"),
     ],
 )
@@ -130,6 +130,6 @@ def test_a_model_that_is_not_compared_is_warned_of(
         monkeypatch.setattr("lockstep.loop.chunk_check.MAX_COMPARED_PARAMETERS", 100)
     with joined() as run:
         assert train(run, model(F.gelu)) == [1, 2]
-    assert f"warning: run.place: the chunked model was not compared with the whole model: {reason}" in (
+    assert f"warning: run.place: the chunked model was not compared with the whole model, because {reason}" in (
         capsys.readouterr().err
     )

@@ -11,7 +11,7 @@ from loop_ends import ended
 from torch.utils.data import TensorDataset
 
 from lockstep.core.sample_order import SampleOrder
-from lockstep.data.items import Items
+from lockstep.data.items import MapStyleSplit
 from lockstep.errors import UsageError
 from lockstep.loop.plan import LoopPlan, make_plan
 from lockstep.orders import Weighted
@@ -19,7 +19,7 @@ from lockstep.orders import Weighted
 
 def plan(batch: int, microbatches: int | None, microbatch: int | None) -> LoopPlan:
     order = SampleOrder("shuffled", 0, 100)
-    return make_plan(Items(range(100), None), batch, microbatches, microbatch, 1, None, None, False, order)
+    return make_plan(MapStyleSplit(range(100), None), batch, microbatches, microbatch, 1, None, None, False, order)
 
 
 @pytest.mark.parametrize(

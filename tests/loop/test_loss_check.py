@@ -421,7 +421,7 @@ def test_a_mean_over_the_only_sample_is_a_sum() -> None:
 
 def test_a_factor_of_as_many_processes_is_taken_and_warned_of_once() -> None:
     lines: list[str] = []
-    seen = LossCheck(processes=7, warn=lines.append)
+    seen = LossCheck(world_size=7, warn=lines.append)
     for factor in (2.5, 7, 7):
         check(lambda x, factor=factor: factor * entropy(x), seen=seen)
     [line] = lines

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.loop.model_modes import find_mode_dependent_layer, is_evaluating
+from lockstep.loop.model_modes import find_mode_dependent_layer, is_in_evaluation_mode
 
 
 class DropPath(nn.Module):
@@ -62,9 +62,9 @@ def test_a_layer_depends_on_its_mode_by_class_settings_and_forward(layer: nn.Mod
 
 def test_a_model_is_in_evaluation_if_all_that_has_a_forward_is() -> None:
     model = nn.ModuleDict({"a": nn.Linear(1, 1).eval(), "b": nn.Linear(1, 1).eval()})
-    assert is_evaluating(model)
+    assert is_in_evaluation_mode(model)
     model["b"].train()
-    assert not is_evaluating(model)
+    assert not is_in_evaluation_mode(model)
 
 
 def train(model: nn.Module, between: Any = lambda model: None) -> Tensor:
@@ -78,7 +78,9 @@ def train(model: nn.Module, between: Any = lambda model: None) -> Tensor:
 
 
 def test_a_model_that_came_in_evaluation_mode_is_refused_in_the_first_step() -> None:
-    with pytest.raises(lockstep.UsageError, match=r"evaluation mode, .* but 1, a BatchNorm1d, .*call model.train\(\)"):
+    with pytest.raises(
+        lockstep.UsageError, match=r"evaluation mode, .* but the result of 1, a BatchNorm1d, .*call model.train\(\)"
+    ):
         train(loops.net().eval())
 
 

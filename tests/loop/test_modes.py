@@ -12,7 +12,7 @@ from test_joined import assert_resumes, joined
 from torch import nn
 
 import lockstep
-from lockstep.loop.modes import Modes
+from lockstep.loop.modes import ModuleModes
 
 
 def modes(model: nn.Module) -> list[bool]:
@@ -94,7 +94,7 @@ def test_a_summary_names_the_outermost_modules_in_evaluation_mode(resting: list[
     model = nested()
     for name, module in model.named_modules():
         module.training = name not in resting
-    assert Modes(model, []).summary() == text
+    assert ModuleModes(model, []).summarize() == text
 
 
 def resting_elsewhere(run: Any) -> None:
@@ -132,7 +132,7 @@ def test_a_whole_model_in_another_mode_on_a_rank_is_refused_before_its_calls_com
 
 def test_a_checkpoint_of_an_earlier_version_leaves_modes_alone() -> None:
     model, warnings = loops.net(), []
-    kept = Modes(model, [])
+    kept = ModuleModes(model, [])
     model[1].eval()
     kept.load(None, None, warnings.append)
     kept.restore()
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_an_earlier_version_leaves_modes_alone() -> None:
 def test_modes_that_differ_at_place_from_those_the_run_began_with_are_warned_of() -> None:
     model, warnings = loops.net(), []
     model.eval()
-    kept = Modes(model, ["1"])
+    kept = ModuleModes(model, ["1"])
     kept.load(["0"], [], warnings.append)
     kept.restore()
     assert modes(model) == [True, False, True, True, True, True]

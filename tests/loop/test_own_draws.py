@@ -11,7 +11,7 @@ import torch
 from test_joined import joined
 from torch import nn
 
-from lockstep.data.items import preserve_generators
+from lockstep.data.items import preserve_rng_states
 from lockstep.errors import UsageError
 from lockstep.loop.model import CallConsistencyCheck
 from lockstep.parallel.batchnorm import RunningStatistics
@@ -64,7 +64,7 @@ def test_a_look_at_data_gives_all_generators_back() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    with preserve_generators():
+    with preserve_rng_states():
         draw()
     assert draw() == first
 

@@ -9,22 +9,22 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lockstep.errors import UsageError
-from lockstep.loop.placing import Groups
+from lockstep.loop.placing import UserParamGroups
 
 
-def made() -> tuple[AdamW, list[dict], Groups]:
+def made() -> tuple[AdamW, list[dict], UserParamGroups]:
     two = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizer = AdamW([{"params": [each]} for each in two], lr=0.1, weight_decay=0.5)
     of_engine = [{**each, "steps": 7} for each in optimizer.param_groups]
     of_engine[1]["lr_scale"] = 10.0
-    return optimizer, of_engine, Groups(optimizer, of_engine)
+    return optimizer, of_engine, UserParamGroups(optimizer, of_engine)
 
 
 def test_numbers_are_handed_on_and_nothing_else_is_touched():
     optimizer, of_engine, groups = made()
     assert optimizer.param_groups[1]["lr_scale"] == 10.0
     groups.apply_to(of_engine, 1)
-    assert groups.changes() == [{}, {}]
+    assert groups.collect_changes() == [{}, {}]
     first, second = optimizer.param_groups
     first["weight_decay"], first["betas"], first["lr_scale"] = 0.25, (0.5, 0.75), 0.0
     second.update(eps=1e-3)
@@ -38,7 +38,7 @@ def test_what_was_changed_is_taken_over_from_a_file():
     optimizer, of_engine, groups = made()
     optimizer.param_groups[0].update(weight_decay=0.25, betas=(0.5, 0.75))
     groups.apply_to(of_engine, 1)
-    kept = json.loads(json.dumps(groups.changes()))
+    kept = json.loads(json.dumps(groups.collect_changes()))
     other, of_other, later = made()
     assert (
         later.get_compared_values(1, {"lr": 0.1})
@@ -84,7 +84,7 @@ def test_the_message_about_a_rate_names_what_gives_each_group_its_own_schedule()
 def test_groups_that_were_taken_before_or_replaced_are_refused():
     optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     before = optimizer.param_groups[0]
-    groups = Groups(optimizer, optimizer.param_groups)
+    groups = UserParamGroups(optimizer, optimizer.param_groups)
     before["momentum"] = 0.9
     with pytest.raises(UsageError, match="an optimizer group that you read before"):
         groups.apply_to([{}], 1)

@@ -166,7 +166,7 @@ def again(step: Any, model: nn.ModuleDict) -> None:
         (unknown, "step.update: got of='judge', expected the name of an optimizer group: 'critic', 'generator'"),
         (second, "step 1: step.update was called twice"),
         (left_open, "step 1: the loop left the step without step.update"),
-        (again, "step 1: a second iteration over its micro-batches without step.update(of=...)"),
+        (again, "step 1: its micro-batches are iterated over twice without step.update(of=...)"),
     ],
 )
 def test_what_is_no_phase_is_refused(body: Callable[[Any, nn.ModuleDict], None], text: str) -> None:
@@ -178,7 +178,7 @@ def test_an_average_of_which_nobody_knows_how_often_it_moves_is_refused() -> Non
 
 
 def test_a_save_between_two_updates_is_refused(tmp_path: Path) -> None:
-    text = r"step 1: an iteration over its micro-batches after run\.save .*test_own_phases\.py"
+    text = r"step 1: its micro-batches are iterated over after run\.save .*test_own_phases\.py"
     with pytest.raises(UsageError, match=text), joined(dir=tmp_path / "run") as run:
         save_between(run)
 

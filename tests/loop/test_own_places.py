@@ -134,7 +134,7 @@ def warned_in_evaluation(world: World, by: str) -> str:
 
 def test_an_evaluation_that_no_rank_adds_up_with_others_is_warned_of_once() -> None:
     found, *others = worlds.run(2, warned_in_evaluation, "itself")
-    assert found.count("warning: run.each: the results were not summed over ranks with run.sum: each rank") == 1
+    assert found.count("warning: run.each: the results were not summed over ranks, so what rank 0 prints") == 1
     assert others == [""]
     assert worlds.run(1, warned_in_evaluation, "itself") == [""]
     assert [worlds.run(2, warned_in_evaluation, by) for by in ("run", "torch")] == [[""] * 2] * 2
@@ -166,4 +166,4 @@ def saved_within_an_evaluation(run: Any) -> None:
 @pytest.mark.parametrize(("loop", "what"), [(evaluations_side_by_side, "each"), (saved_within_an_evaluation, "save")])
 def test_what_is_called_within_an_evaluation_is_refused(loop: Callable[[Any], None], what: str) -> None:
     [found] = worlds.run(1, ended, "single", loop)
-    assert found.startswith(f"run.{what}: called within a batch of run.each (tests/loop/test_own_places.py:")
+    assert found.startswith(f"run.{what}: called within a loop over run.each (tests/loop/test_own_places.py:")

@@ -5,12 +5,12 @@ import re
 import pytest
 
 import lockstep
-from lockstep.loop.settings import Settings, validate_settings
+from lockstep.loop.settings import JoinSettings, validate_settings
 
 
 def given(
     seed: int = 0, dir: str | None = None, precision: str = "fp32", placement: object = None, run: object = None
-) -> Settings:
+) -> JoinSettings:
     return validate_settings(seed, dir, precision, 1, placement, run)  # type: ignore[arg-type]
 
 

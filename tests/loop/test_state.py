@@ -19,7 +19,7 @@ from torch import nn
 
 import lockstep
 from lockstep.comm.world import World
-from lockstep.loop.state import compare_tensors, display_name, join_state, split_state
+from lockstep.loop.state import compare_tensors, format_tensor_name, join_state, split_state
 
 CPU = torch.device("cpu")
 STATE: dict[str, Any] = {
@@ -32,7 +32,7 @@ STATE: dict[str, Any] = {
 def test_tensors_come_back_as_they_were_at_their_places() -> None:
     plain, tensors = split_state(STATE, CPU)
     assert plain == {"step": 3, "queue": None, "banks": [{"a": None}, None, None]}
-    assert [*map(display_name, tensors)] == [
+    assert [*map(format_tensor_name, tensors)] == [
         'run.state["queue"]',
         'run.state["banks"][0]["a"]',
         'run.state["banks"][2]',
@@ -121,11 +121,13 @@ def test_a_copied_state_dict_of_the_placed_model_comes_back_and_the_live_one_is_
         run.state["best"] = model.state_dict()
         with pytest.raises(
             lockstep.UsageError,
-            match=r'run\.state\["best"\]\["0\.weight"\] is 0\.weight of the placed model.*store a copy',
+            match=r'run\.state\["best"\]\["0\.weight"\] shares memory with 0\.weight of the placed model.*store a copy',
         ):
             run.save()
         run.state["best"] = [model[0].weight.detach()[1:]]
-        with pytest.raises(lockstep.UsageError, match=r'run\.state\["best"\]\[0\] is 0\.weight of the placed model'):
+        with pytest.raises(
+            lockstep.UsageError, match=r'run\.state\["best"\]\[0\] shares memory with 0\.weight of the placed model'
+        ):
             run.save()
         run.state["best"] = kept = copy.deepcopy(model.state_dict())
         run.save()

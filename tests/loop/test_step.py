@@ -151,7 +151,7 @@ def two_passes(between: Callable[[Any], None], change: Callable[[Tensor], Tensor
 
 
 def test_a_second_pass_without_an_update_of_its_own_shows_the_line_to_write() -> None:
-    with pytest.raises(lockstep.UsageError, match=r'a second iteration over its micro-batches .*step.update\(of="D"\)'):
+    with pytest.raises(lockstep.UsageError, match=r'its micro-batches are iterated over twice .*step.update\(of="D"\)'):
         two_passes(lambda step: step.update(), lambda x: x)
 
 

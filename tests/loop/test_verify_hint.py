@@ -32,4 +32,4 @@ def test_a_process_of_lockstep_launch_is_told_and_one_that_the_script_started_is
 ) -> None:
     monkeypatch.setattr("multiprocessing.parent_process", lambda: "a process")
     assert make_verify_hint(2, None, ["train.py"]) == ""
-    assert make_verify_hint(2, None, ["train.py"], by_launch=True).endswith("lockstep verify train.py")
+    assert make_verify_hint(2, None, ["train.py"], started_by_launch=True).endswith("lockstep verify train.py")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.check import Summary, check_dtype, check_model, check_weights
+from lockstep.models.check import ModelSummary, check_dtype, check_model, check_weights
 from lockstep.models.digits_convnet import digits_convnet
 from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.tasks.batches import get_predictions
@@ -32,7 +32,7 @@ class _Two(nn.Linear):
         return (outputs, outputs) if self.training else outputs
 
 
-def check(build: Callable[[], nn.Module], inputs: Tensor, classes: int, smallest: int = 2) -> Summary:
+def check(build: Callable[[], nn.Module], inputs: Tensor, classes: int, smallest: int = 2) -> ModelSummary:
     """Check a model `m` on two samples like the first of `inputs` in evaluation, and on `smallest` in training."""
     rows = torch.arange(max(2, smallest)) % len(inputs)
     return check_model(
@@ -46,7 +46,7 @@ def check(build: Callable[[], nn.Module], inputs: Tensor, classes: int, smallest
 
 def test_summary_counts_parameters_and_names_buffers() -> None:
     summary = check(digits_convnet, torch.zeros(1, 1, 8, 8), 10)
-    assert (summary.num_parameters, summary.batchnorm) == (151_274, True)
+    assert (summary.num_parameters, summary.has_active_batchnorm) == (151_274, True)
     assert len(summary.buffers) == 24
     assert "4.shortcut.1.running_mean" in summary.buffers
 
@@ -62,7 +62,7 @@ def test_summary_has_the_form_of_each_tensor() -> None:
             return self.frozen(self.into(x.double()).float())
 
     summary = check(Tied, torch.zeros(1, 4), 3)
-    assert {name: str(form) for name, form in summary.trained.items()} == {
+    assert {name: str(form) for name, form in summary.trained_parameters.items()} == {
         "into.weight": "float64 of shape [4, 4]",
         "into.bias": "float64 of shape [4]",
     }

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.common.importing import import_object
 from lockstep.errors import UsageError
 from lockstep.models.find import OURS, build_model, make_construction
-from lockstep.tasks.facts import make_dataset_properties
+from lockstep.tasks.facts import make_dataset_info
 
 
 class Plain(nn.Linear):
@@ -45,9 +45,9 @@ def not_a_module() -> int:
 
 
 def _build(name: str, **changes: Any) -> nn.Module:
-    own = make_dataset_properties([*map(str, range(changes.pop("classes", 10)))], changes.pop("shape", (3, 32, 32)))
+    own = make_dataset_info([*map(str, range(changes.pop("classes", 10)))], changes.pop("shape", (3, 32, 32)))
     with torch.device("meta"):
-        return build_model(name=name, facts=own, **changes)
+        return build_model(name=name, dataset_info=own, **changes)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,12 @@ def test_import_path_with_the_number_of_classes_where_wanted() -> None:
 
 
 def test_import_path_with_the_sizes_of_a_regression_where_they_are_named() -> None:
-    model = build_model(name=f"{__name__}:regression", facts={"shape": [6], "outputs": 2})
+    model = build_model(name=f"{__name__}:regression", dataset_info={"shape": [6], "outputs": 2})
     assert isinstance(model, nn.Linear)
     assert (model.in_features, model.out_features) == (6, 2)
-    assert isinstance(build_model(name=f"{__name__}:open_ended", facts={"shape": [6], "outputs": 2}), nn.Identity)
+    assert isinstance(
+        build_model(name=f"{__name__}:open_ended", dataset_info={"shape": [6], "outputs": 2}), nn.Identity
+    )
 
 
 def test_import_path_of_a_class_that_wants_nothing() -> None:
@@ -112,7 +114,7 @@ WIDTH = "widht=3.*unexpected keyword argument 'widht'"
         ("digits_convnte", {}, f"{LIKES}digits_convnet"),
         ("densnet121", {"source": "torchvision"}, f"{LIKES}densenet121"),
         ("botnet5", {"source": "lockstep"}, f"{LIKES}botnet50"),
-        ("qqqqqqqqqq", {}, "not found in Lockstep, timm or torchvision; use a name"),
+        ("qqqqqqqqqq", {}, "not found in Lockstep, timm or torchvision; use a model of one of them"),
         ("digits_convnet", {"source": "torchvision"}, "not found in torchvision; use"),
         (
             "resnet18",
@@ -138,7 +140,7 @@ def test_what_nobody_has_or_does_not_fit_is_refused(name: str, asked: dict[str, 
 def test_ours_import_neither_timm_nor_torchvision() -> None:
     code = (
         "import sys; from lockstep.models.find import build_model;"
-        "build_model(name='digits_convnet', facts={'classes': ['0'] * 10, 'shape': [1, 8, 8]});"
+        "build_model(name='digits_convnet', dataset_info={'classes': ['0'] * 10, 'shape': [1, 8, 8]});"
         "assert not {'timm', 'torchvision'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -146,9 +148,9 @@ def test_ours_import_neither_timm_nor_torchvision() -> None:
 
 def test_a_model_of_tokens_gets_the_sizes_of_the_data_and_options_win() -> None:
     facts = {"vocabulary": 7, "context": 5}
-    model = build_model(name="gpt", options={"layers": 1}, facts=facts)
+    model = build_model(name="gpt", options={"layers": 1}, dataset_info=facts)
     assert (model.embedding.tokens.num_embeddings, model.embedding.positions.num_embeddings) == (7, 5)
-    longer = build_model(name="gpt", options={"layers": 1, "context": 9}, facts=facts)
+    longer = build_model(name="gpt", options={"layers": 1, "context": 9}, dataset_info=facts)
     assert longer.embedding.positions.num_embeddings == 9
 
 
@@ -164,10 +166,10 @@ def test_a_model_of_tokens_gets_the_sizes_of_the_data_and_options_win() -> None:
 def test_the_call_that_builds_a_model_is_known(name: str, function: str) -> None:
     options = {"depth": 2} if ":" in name else {}
     made = make_construction(
-        name=name, source="auto", options=options, facts=make_dataset_properties(["a", "b"], (3, 32, 32))
+        name=name, source="auto", options=options, dataset_info=make_dataset_info(["a", "b"], (3, 32, 32))
     )
     assert made.function == function
     with torch.device("meta"):
         built = import_object(made.function, "model")(*made.arguments, **made.options)
-        own = build_model(name=name, options=options, facts=make_dataset_properties(["a", "b"], (3, 32, 32)))
+        own = build_model(name=name, options=options, dataset_info=make_dataset_info(["a", "b"], (3, 32, 32)))
     assert [each.shape for each in built.parameters()] == [each.shape for each in own.parameters()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.models.hugging_face import check_weights_exist, get_kind, transformers_model
+from lockstep.models.hugging_face import build_transformers_model, check_weights_exist, get_model_kind
 
 TOKENS: dict[str, Any] = {"vocabulary": 65}
 IMAGES: dict[str, Any] = {"classes": [str(digit) for digit in range(10)], "shape": [1, 8, 8]}
@@ -29,7 +29,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 def tiny(name: str, facts: dict[str, Any], **options: Any) -> Any:
     torch.manual_seed(0)
-    return transformers_model(name, options=TINY[name] | options, facts=facts)
+    return build_transformers_model(name, options=TINY[name] | options, dataset_info=facts)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_sizes_follow_from_the_data(
     assert "past_key_values" not in outputs
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert type(model).__name__.endswith(
-        {"CausalLM": ("CausalLM", "LMHeadModel")}.get(get_kind(facts), get_kind(facts))
+        {"CausalLM": ("CausalLM", "LMHeadModel")}.get(get_model_kind(facts), get_model_kind(facts))
     )
 
 
@@ -72,8 +72,8 @@ def test_options_win() -> None:
 def test_a_folder_gives_config_and_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     saved = tiny("llama", TOKENS)
     saved.save_pretrained(tmp_path)
-    fresh = transformers_model(str(tmp_path), options={}, facts=TOKENS)
-    loaded = transformers_model(str(tmp_path), options={}, facts=TOKENS, pretrained=True)
+    fresh = build_transformers_model(str(tmp_path), options={}, dataset_info=TOKENS)
+    loaded = build_transformers_model(str(tmp_path), options={}, dataset_info=TOKENS, pretrained=True)
     assert [*fresh.state_dict()] == [*saved.state_dict()]
     assert not torch.equal(fresh.get_parameter("lm_head.weight"), saved.lm_head.weight)
     assert all(torch.equal(tensor, saved.state_dict()[name]) for name, tensor in loaded.state_dict().items())
@@ -81,8 +81,8 @@ def test_a_folder_gives_config_and_weights(tmp_path: Path, capfd: pytest.Capture
 
 def test_a_head_for_other_classes_starts_at_random(tmp_path: Path) -> None:
     tiny("vit", IMAGES).save_pretrained(tmp_path)
-    model = transformers_model(
-        str(tmp_path), options={}, facts=IMAGES | {"classes": ["cat", "dog", "cow"]}, pretrained=True
+    model = build_transformers_model(
+        str(tmp_path), options={}, dataset_info=IMAGES | {"classes": ["cat", "dog", "cow"]}, pretrained=True
     )
     assert model(torch.zeros(2, 1, 8, 8)).logits.shape == (2, 3)
 
@@ -92,7 +92,7 @@ def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(UsageError, match=r"the folder has no \.safetensors files; save the weights with save_p"):
-        transformers_model(str(tmp_path), options={}, facts=TOKENS, pretrained=True)
+        build_transformers_model(str(tmp_path), options={}, dataset_info=TOKENS, pretrained=True)
 
 
 @pytest.mark.parametrize(
@@ -107,19 +107,19 @@ def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
 )
 def test_what_cannot_be(name: str, options: dict[str, Any], facts: dict[str, Any], pretrained: bool, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        transformers_model(name, options=options, facts=facts, pretrained=pretrained)
+        build_transformers_model(name, options=options, dataset_info=facts, pretrained=pretrained)
 
 
 def test_a_folder_keeps_its_vocabulary_where_the_data_has_a_smaller_one(tmp_path: Path) -> None:
     """That of a tokenizer is often smaller than what a model has room for, and its weights must fit."""
     saved = tiny("llama", {"vocabulary": 70})
     saved.save_pretrained(tmp_path)
-    loaded = transformers_model(str(tmp_path), options={}, facts=TOKENS, pretrained=True)
+    loaded = build_transformers_model(str(tmp_path), options={}, dataset_info=TOKENS, pretrained=True)
     assert torch.equal(loaded.get_parameter("lm_head.weight"), saved.lm_head.weight)
     larger = {"vocabulary": 71}
-    assert transformers_model(str(tmp_path), options={}, facts=larger).config.vocab_size == 71
+    assert build_transformers_model(str(tmp_path), options={}, dataset_info=larger).config.vocab_size == 71
     with pytest.raises(UsageError, match=r"the weights have 70 tokens, but the data has 71; set recipe.data.options"):
-        transformers_model(str(tmp_path), options={}, facts=larger, pretrained=True)
+        build_transformers_model(str(tmp_path), options={}, dataset_info=larger, pretrained=True)
 
 
 def test_classes_have_their_names() -> None:
@@ -142,10 +142,10 @@ def test_a_config_that_cannot_be_is_told_in_one_line(tmp_path: Path, changes: di
     file = tmp_path / "config.json"
     written = {key: each for key, each in json.loads(file.read_text()).items() if key != "hidden_act"}
     file.write_text(json.dumps(written | {"torch_dtype": "float32", "pretraining_tp": 1}))
-    transformers_model(str(tmp_path), options={}, facts=TOKENS)
+    build_transformers_model(str(tmp_path), options={}, dataset_info=TOKENS)
     file.write_text(json.dumps(written | changes))
     with pytest.raises(UsageError, match=said) as caught:
-        transformers_model(str(tmp_path), options={}, facts=TOKENS)
+        build_transformers_model(str(tmp_path), options={}, dataset_info=TOKENS)
     assert "\n" not in str(caught.value)
 
 
@@ -159,4 +159,4 @@ def test_weights_are_looked_at_before_they_are_loaded(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"a folder without config\.json"):
-        transformers_model(str(tmp_path), options={}, facts=TOKENS)
+        build_transformers_model(str(tmp_path), options={}, dataset_info=TOKENS)

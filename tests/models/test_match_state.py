@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.match_state import fit
+from lockstep.models.match_state import copy_matching_tensors
 
 
 class Net(nn.Module):
@@ -29,25 +29,25 @@ def state(**changes: Any) -> dict[str, Tensor]:
 
 def test_all_is_taken() -> None:
     model, tensors = Net(), state()
-    found = fit(model, tensors, "file")
-    assert (len(found.taken), found.fresh, found.left_over) == (len(tensors), (), ())
+    found = copy_matching_tensors(model, tensors, "file")
+    assert (len(found.copied), found.initialized, found.unused) == (len(tensors), (), ())
     assert all(torch.equal(each, tensors[name]) for name, each in model.state_dict().items())
 
 
 def test_a_tied_tensor_may_have_one_of_its_names() -> None:
     model, tensors = Net(), state(out__weight=None)
-    assert fit(model, tensors, "file").fresh == ()
+    assert copy_matching_tensors(model, tensors, "file").initialized == ()
     assert torch.equal(model.out.weight, tensors["embedding.weight"])
-    assert fit(Net(), state(embedding__weight=None), "file").fresh == ()
+    assert copy_matching_tensors(Net(), state(embedding__weight=None), "file").initialized == ()
     with pytest.raises(UsageError, match=r"out.weight: shares a tensor with embedding.weight in the model, but"):
-        fit(Net(), state(out__weight=torch.zeros(5, 4)), "file")
+        copy_matching_tensors(Net(), state(out__weight=torch.zeros(5, 4)), "file")
 
 
 def test_what_is_named_stays_as_initialised() -> None:
     model, tensors = Net(classes=2), state(old__head=torch.zeros(1))
     before = model.head.weight.clone()
-    found = fit(model, tensors, "file", ["head.*"])
-    assert (found.fresh, found.left_over) == (("head.weight", "head.bias"), ("head.bias", "head.weight", "old.head"))
+    found = copy_matching_tensors(model, tensors, "file", ["head.*"])
+    assert (found.initialized, found.unused) == (("head.weight", "head.bias"), ("head.bias", "head.weight", "old.head"))
     assert torch.equal(model.head.weight, before)
     assert str(found).endswith("as initialized: head.weight, head.bias; not used: head.bias, head.weight, old.head")
 
@@ -56,7 +56,7 @@ def test_counters_may_be_missing_and_floats_are_converted() -> None:
     model = Net()
     tensors = state(norm__num_batches_tracked=None)
     tensors["head.bias"] = tensors["head.bias"].bfloat16()
-    assert fit(model, tensors, "file").fresh == ("norm.num_batches_tracked",)
+    assert copy_matching_tensors(model, tensors, "file").initialized == ("norm.num_batches_tracked",)
     assert torch.equal(model.head.bias, tensors["head.bias"].float())
     assert model.head.bias.dtype == torch.float32
 
@@ -67,7 +67,7 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_changes() -> None:
     tensors = state(head__bias=torch.zeros(7), norm__bias=None, norm__bais=torch.zeros(4))
     tensors["head.weight"] = torch.zeros(3, 5, dtype=torch.int64)
     with pytest.raises(UsageError) as error:
-        fit(model, tensors, "file")
+        copy_matching_tensors(model, tensors, "file")
     lines = str(error.value).splitlines()
     assert lines[0].startswith("file: does not match the model; ")
     assert "recipe.model.weights.fresh" in lines[0]
@@ -83,10 +83,10 @@ def test_a_model_without_values_is_compared() -> None:
     with torch.device("meta"):
         model = Net(classes=2)
     with pytest.raises(UsageError, match=r"head.weight: \[3, 5\] in the file, \[2, 5\] in the model"):
-        fit(model, state(), "file")
-    assert len(fit(model, state(), "file", ["head.*"]).taken) == len(state()) - 2
+        copy_matching_tensors(model, state(), "file")
+    assert len(copy_matching_tensors(model, state(), "file", ["head.*"]).copied) == len(state()) - 2
 
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match=r"recipe.model.weights.fresh: 'haed.\*' matches no parameter"):
-        fit(Net(), state(), "file", ["haed.*"])
+        copy_matching_tensors(Net(), state(), "file", ["haed.*"])

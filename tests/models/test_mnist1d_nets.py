@@ -12,7 +12,7 @@ FACTS = {"classes": [str(digit) for digit in range(10)], "shape": [40]}
     ("name", "parameters"), [("mnist1d_logistic", 410), ("mnist1d_mlp", 15_210), ("mnist1d_cnn", 5_210)]
 )
 def test_each_has_the_published_size_and_scores_signals(name: str, parameters: int) -> None:
-    model = build_model(name=name, facts=FACTS)
+    model = build_model(name=name, dataset_info=FACTS)
     assert sum(each.numel() for each in model.parameters()) == parameters
     signals = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     scores = model(signals)
@@ -21,7 +21,7 @@ def test_each_has_the_published_size_and_scores_signals(name: str, parameters: i
 
 
 def test_the_second_layer_of_the_perceptron_is_beside_a_shortcut() -> None:
-    model = build_model(name="mnist1d_mlp", options={"width": 3}, facts=FACTS)
+    model = build_model(name="mnist1d_mlp", options={"width": 3}, dataset_info=FACTS)
     first, second, last = (model.get_parameter(name) for name in ("0.weight", "2.linear.weight", "3.weight"))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_uses import REFUSED as USES
 from benchmarks.gpu_uses import Function, interpolated
-from lockstep.device.kernels import REFUSED, RNN_DROPOUT
+from lockstep.device.kernels import NONDETERMINISTIC_OPERATIONS, RNN_DROPOUT
 from lockstep.models.operations import NondeterministicCall, find_nondeterministic_calls
 
 
@@ -50,7 +50,7 @@ def names(model: Callable[[], nn.Module], *shape: int) -> set[str]:
 
 def test_every_refused_operation_has_a_use_here() -> None:
     # cudnn_grid_sampler is chosen on a card alone, for shapes that the others take too.
-    assert {each.name for each in REFUSED} == USES.keys() | {"aten::cudnn_grid_sampler_backward"}
+    assert {each.name for each in NONDETERMINISTIC_OPERATIONS} == USES.keys() | {"aten::cudnn_grid_sampler_backward"}
 
 
 @pytest.mark.parametrize("operation", USES)
@@ -60,7 +60,7 @@ def test_it_is_found_with_its_module(operation: str) -> None:
     found = [
         each
         for each in looked(lambda: Ends(Layer(function), dims), *(6,) * dims)
-        if each.kernel.name == operation or each.kernel.is_avoided() == each.kernel.has_alternative
+        if each.kernel.name == operation or each.kernel.has_deterministic_alternative() == each.kernel.has_alternative
     ]
     assert [each.kernel.name for each in found] == [operation]
     assert found[0].module == "middle (Layer)"
@@ -79,7 +79,7 @@ AVOIDED = {
 
 def test_every_avoided_operation_has_its_function_here() -> None:
     # That of roi_align is chosen where Triton is, which is where a card is.
-    assert {each.name for each in REFUSED if each.has_alternative} == AVOIDED.keys() | {
+    assert {each.name for each in NONDETERMINISTIC_OPERATIONS if each.has_alternative} == AVOIDED.keys() | {
         "torchvision::_roi_align_backward"
     }
 
@@ -87,9 +87,9 @@ def test_every_avoided_operation_has_its_function_here() -> None:
 @pytest.mark.parametrize("operation", AVOIDED)
 def test_functions_go_another_way_on_cuda_where_this_torch_has_one(operation: str) -> None:
     function, dims = AVOIDED[operation]
-    [entry] = [each for each in REFUSED if each.name == operation]
+    [entry] = [each for each in NONDETERMINISTIC_OPERATIONS if each.name == operation]
     found = looked(lambda: Ends(Layer(function), dims), *(6,) * dims)
-    assert [each.kernel.name for each in found] == ([] if entry.is_avoided() else [operation])
+    assert [each.kernel.name for each in found] == ([] if entry.has_deterministic_alternative() else [operation])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torchvision.models import WeightsEnum
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
 from lockstep.models.pretrained import lock_download
-from lockstep.tasks.facts import make_dataset_properties
+from lockstep.tasks.facts import make_dataset_info
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _torchvision(classes: int) -> nn.Module:
         name="shufflenet_v2_x0_5",
         source="torchvision",
         pretrained=True,
-        facts=make_dataset_properties([*map(str, range(classes))], (3, 32, 32)),
+        dataset_info=make_dataset_info([*map(str, range(classes))], (3, 32, 32)),
     )
 
 
@@ -85,7 +85,7 @@ def test_no_such_weights_are_said_by_timm() -> None:
             name="efficientnet_b0_gn",
             source="timm",
             pretrained=True,
-            facts=make_dataset_properties([*map(str, range(10))], (3, 32, 32)),
+            dataset_info=make_dataset_info([*map(str, range(10))], (3, 32, 32)),
         )
 
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora
-from lockstep.models.finetuning import Tuning, build_finetuned
-from lockstep.models.hugging_face import transformers_model
+from lockstep.models.finetuning import FinetuneSettings, build_finetuned
+from lockstep.models.hugging_face import build_transformers_model
 from lockstep.models.reference import add_reference, remove_reference
-from lockstep.tasks.dpo import answer_log_probs
+from lockstep.tasks.dpo import compute_answer_log_probs
 
 pytestmark = pytest.mark.imports("transformers.models.llama.modeling_llama")
 IDS = torch.randint(1, 30, (3, 2, 6), generator=torch.Generator().manual_seed(0))
@@ -27,18 +27,20 @@ LORAS = {
 
 def _plain() -> nn.Module:
     torch.manual_seed(0)
-    return transformers_model("llama", options={**LLAMA, "attention_dropout": 0.4}, facts={"vocabulary": 30})
+    return build_transformers_model(
+        "llama", options={**LLAMA, "attention_dropout": 0.4}, dataset_info={"vocabulary": 30}
+    )
 
 
 def _build(lora: Lora | None) -> nn.Module:
-    return build_finetuned(_plain, Tuning(lora, reference=True))
+    return build_finetuned(_plain, FinetuneSettings(lora, uses_reference=True))
 
 
 @pytest.mark.parametrize("name", LORAS)
 def test_the_reference_is_the_model_of_the_start_and_does_not_move(name: str) -> None:
     model = _build(LORAS[name]).train()
     logits = _plain().eval()(IDS.flatten(0, 1)).logits
-    expected = answer_log_probs(logits, ANSWERS.flatten(0, 1)).unflatten(0, (3, 2)).detach()
+    expected = compute_answer_log_probs(logits, ANSWERS.flatten(0, 1)).unflatten(0, (3, 2)).detach()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=5.0)
     for _ in range(3):
         outputs = model(IDS, ANSWERS)
@@ -63,7 +65,7 @@ def _of_reference(model: nn.Module) -> list[nn.Module]:
 
 @pytest.mark.parametrize("name", LORAS)
 def test_names_stay_and_a_copy_compares_with_its_own_reference(name: str) -> None:
-    tuned = build_finetuned(_plain, Tuning(LORAS[name]))
+    tuned = build_finetuned(_plain, FinetuneSettings(LORAS[name]))
     model = _build(LORAS[name])
     names = {key for key in model.state_dict() if not key.startswith("reference.")}
     assert names == tuned.state_dict().keys()
@@ -89,7 +91,7 @@ def test_without_answers_it_is_the_model_and_it_can_be_removed() -> None:
 
 
 class Adapted:
-    adapted = True
+    has_adapters = True
 
     def load_into(self, model: nn.Module) -> Any:
         return None
@@ -97,7 +99,7 @@ class Adapted:
 
 def test_first_weights_with_adapters_and_a_taken_name_are_refused() -> None:
     with pytest.raises(UsageError, match="dpo cannot start from weights with adapters"):
-        build_finetuned(_plain, Tuning(LORAS["adapters"], reference=True), Adapted())
+        build_finetuned(_plain, FinetuneSettings(LORAS["adapters"], uses_reference=True), Adapted())
     taken = nn.Module()
     taken.reference = nn.Linear(1, 1)
     with pytest.raises(UsageError, match="adds a module reference to the model, which already has one"):

@@ -17,14 +17,14 @@ from toys import Trace
 from lockstep.comm.world import World
 from lockstep.parallel import activations, data_parallel
 from lockstep.parallel.activations import (
+    ActivationOffload,
     DeviceTensor,
     HostElements,
     HostTensor,
-    Offload,
     TensorPacker,
     training_forward_context,
 )
-from lockstep.parallel.blocks import recompute
+from lockstep.parallel.blocks import enable_recomputation
 from lockstep.parallel.pipeline import engine
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def forced() -> Iterator[list[DeviceTensor | HostTensor]]:
         return packed[-1]
 
     def always(inner: AbstractContextManager[None], model: nn.Module, device: torch.device, offload: bool) -> Any:
-        return Offload(model, device, inner, 1) if offload else inner
+        return ActivationOffload(model, device, inner, 1) if offload else inner
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TensorPacker, "pack", noted)
@@ -129,7 +129,7 @@ def test_a_cpu_has_nothing_to_move() -> None:
     model = nn.Linear(2, 2)
     assert training_forward_context(inner, model, CPU, True) is inner
     assert training_forward_context(inner, model, torch.device("cuda", 0), False) is inner
-    assert isinstance(training_forward_context(inner, model, torch.device("cuda", 0), True), Offload)
+    assert isinstance(training_forward_context(inner, model, torch.device("cuda", 0), True), ActivationOffload)
 
 
 def blocks(count: int) -> nn.Sequential:
@@ -157,7 +157,7 @@ def gradients(model: nn.Module, context: AbstractContextManager[None]) -> tuple[
 def test_only_activations_leave() -> None:
     model = blocks(3)
     with forced() as packed:
-        moved, held = gradients(model, Offload(model, CPU, nullcontext(), 1))
+        moved, held = gradients(model, ActivationOffload(model, CPU, nullcontext(), 1))
     kept = [each for each in packed if isinstance(each, DeviceTensor)]
     own = {each.untyped_storage().data_ptr() for each in [*model.parameters(), *model.buffers()]}
     assert {each.tensor.untyped_storage().data_ptr() for each in kept} <= own
@@ -171,9 +171,9 @@ def test_only_activations_leave() -> None:
 
 
 def test_recomputed_blocks_have_their_inputs_moved() -> None:
-    model = recompute(blocks(3), 1)
+    model = enable_recomputation(blocks(3), 1)
     with forced() as packed:
-        moved, held = gradients(model, Offload(model, CPU, nullcontext(), 1))
+        moved, held = gradients(model, ActivationOffload(model, CPU, nullcontext(), 1))
     assert [each.size for each in packed if isinstance(each, HostTensor)] == [(16, 8)] * 4  # the last one is the loss's
     assert held == [False] * 3
     assert_equal(moved, gradients(blocks(3), nullcontext())[0])
@@ -182,7 +182,7 @@ def test_recomputed_blocks_have_their_inputs_moved() -> None:
 def test_each_forward_begins_anew() -> None:
     """Several may wait for their backward at once, and what was moved in one is no business of the next."""
     model = blocks(2)
-    offload = Offload(model, CPU, nullcontext(), 1)
+    offload = ActivationOffload(model, CPU, nullcontext(), 1)
     losses, plain = [], []
     for step in range(3):
         inputs = torch.full((4, 8), step + 1.0).cumsum(0).sin()
@@ -290,7 +290,7 @@ def test_what_lies_elsewhere_stays() -> None:
 @pytest.mark.parametrize("written", ["activation", "weight", "buffer"])
 def test_writing_to_what_was_saved_is_an_error_as_ever(written: str) -> None:
     model = blocks(1)
-    for context in (nullcontext(), Offload(model, CPU, nullcontext(), 1)):
+    for context in (nullcontext(), ActivationOffload(model, CPU, nullcontext(), 1)):
         with context:
             hidden = model(torch.ones(2, 8)).exp()
             outputs = hidden * 2

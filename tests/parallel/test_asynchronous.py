@@ -9,7 +9,7 @@ import worlds
 from toys import Case
 
 from lockstep.comm.world import World
-from lockstep.core.shard import local_tensor
+from lockstep.core.shard import get_local_tensor
 from lockstep.parallel.engine import State
 
 pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
@@ -49,19 +49,21 @@ def test_all_ranks_end_with_the_weights_of_rank_0(name: str, size: int) -> None:
     (first, again), *others = worlds.run(size, ends, replace(CASES[name], **ASYNCHRONOUS), 0, None)
     for state, _ in [(again, None), *others]:
         assert state.model.keys() == first.model.keys()
-        assert all(torch.equal(local_tensor(state.model[key]), local_tensor(first.model[key])) for key in first.model)
+        assert all(
+            torch.equal(get_local_tensor(state.model[key]), get_local_tensor(first.model[key])) for key in first.model
+        )
     for key, tensor in first.optimizer.items():
-        assert torch.equal(local_tensor(again.optimizer[key]), local_tensor(tensor))
+        assert torch.equal(get_local_tensor(again.optimizer[key]), get_local_tensor(tensor))
 
 
 def updates(world: World, case: Case) -> tuple[int, float]:
     """Return how many updates the optimizer counts, and how far the weights moved."""
     engine, _ = toys.trained(world, case)
     state = toys.whole_state(world, engine)
-    steps = [int(local_tensor(each)) for name, each in state.optimizer.items() if name.endswith("/step")]
+    steps = [int(get_local_tensor(each)) for name, each in state.optimizer.items() if name.endswith("/step")]
     initial = toys.build(case).state_dict()
     moved = sum(
-        float((local_tensor(state.model[name]) - tensor).double().abs().sum()) for name, tensor in initial.items()
+        float((get_local_tensor(state.model[name]) - tensor).double().abs().sum()) for name, tensor in initial.items()
     )
     engine.close()
     return max(steps, default=0), moved

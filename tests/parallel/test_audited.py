@@ -17,7 +17,7 @@ from toys import Case
 
 from lockstep.comm.world import World
 from lockstep.core.order import Step, get_subrange
-from lockstep.core.shard import local_tensor
+from lockstep.core.shard import get_local_tensor
 from lockstep.errors import TrainingError
 
 pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
@@ -102,7 +102,7 @@ def weight(engine: Any) -> None:
 
 
 def rows_of_weight(engine: Any) -> None:
-    flip(local_tensor(engine.state().model["stem.weight"]))
+    flip(get_local_tensor(engine.state().model["stem.weight"]))
 
 
 def frozen_weight(engine: Any) -> None:
@@ -115,11 +115,11 @@ def buffer(engine: Any) -> None:
 
 
 def momentum(engine: Any) -> None:
-    flip(local_tensor(engine.state().optimizer["stem.weight/momentum_buffer"]))
+    flip(get_local_tensor(engine.state().optimizer["stem.weight/momentum_buffer"]))
 
 
 def average(engine: Any) -> None:
-    flip(local_tensor(engine.state().ema["head.weight"]))
+    flip(get_local_tensor(engine.state().ema["head.weight"]))
 
 
 def activation(engine: Any) -> None:
@@ -146,7 +146,7 @@ def sum_of_gradients(engine: Any) -> None:
     def faulty(*given: Any) -> Any:
         sums = forward_backward(*given)
         engine.forward_backward = forward_backward
-        flip(local_tensor(next(iter(engine.gradients().values()))))
+        flip(get_local_tensor(next(iter(engine.gradients().values()))))
         return sums
 
     engine.forward_backward = faulty
@@ -178,7 +178,7 @@ def after_the_check(engine: Any) -> None:
     update = engine.update
 
     def faulty(*given: Any) -> Any:
-        flip(local_tensor(next(iter(engine.gradients().values()))))
+        flip(get_local_tensor(next(iter(engine.gradients().values()))))
         return update(*given)
 
     engine.update = faulty

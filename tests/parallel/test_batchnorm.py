@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.blocks import recompute
+from lockstep.parallel.blocks import enable_recomputation
 
 CHANNELS = 3
 
@@ -29,7 +29,7 @@ def _step(model: nn.Module, running: RunningStatistics, microbatches: Sequence[T
     for inputs in microbatches:
         running.before_forward()
         model(inputs)
-        total += running.observations(len(inputs))
+        total += running.get_weighted_statistics(len(inputs))
     running.finish_step(True, total / sum(map(len, microbatches)))
 
 
@@ -85,7 +85,7 @@ def test_what_one_layer_keeps_for_backward_is_not_touched_by_another_that_writes
     model[1].running_mean.copy_(torch.ones(CHANNELS))
     model[1].num_batches_tracked.add_(1)
     outputs.square().sum().backward()  # which torch refuses where what it kept has changed since
-    statistics = running.observations(1)[:-2].tolist()  # the calls of the two layers are last
+    statistics = running.get_weighted_statistics(1)[:-2].tolist()  # the calls of the two layers are last
     assert statistics.count(1.0) == 3 + CHANNELS  # variances that began as 1, and what was written
 
 
@@ -235,7 +235,7 @@ def test_a_layer_counts_the_micro_batches_that_call_it() -> None:
             expected(inputs)
         running.before_forward()
         layers[number % 2](inputs)
-        running.finish_step(True, running.observations(1))
+        running.finish_step(True, running.get_weighted_statistics(1))
     _assert_close(layers[1], expected)
     assert [layer.num_batches_tracked.item() for layer in layers] == [2, 2]
 
@@ -248,7 +248,7 @@ def test_of_micro_batches_that_call_a_layer_differently_often_it_counts_the_mean
         running.before_forward()
         for _ in range(times):
             model(inputs)
-        total += running.observations(2)
+        total += running.get_weighted_statistics(2)
     running.finish_step(True, total / 6)
     assert model.layer.num_batches_tracked == 2
 
@@ -289,7 +289,7 @@ def test_calls_that_torch_keeps_no_statistics_of_are_no_observations(apart: Call
         [inputs] = _inputs([6], number)
         running.before_forward()
         call(ours, inputs)
-        running.finish_step(True, running.observations(1))
+        running.finish_step(True, running.get_weighted_statistics(1))
         call(torchs, inputs)
     _assert_close(ours, torchs)
 
@@ -300,7 +300,7 @@ def test_recomputation_within_the_forward_and_after_it_is_no_call(within: str) -
     ours, torchs = Repeated(nn.BatchNorm2d(CHANNELS), 2), Repeated(nn.BatchNorm2d(CHANNELS), 2)
     running = RunningStatistics(ours)
     if within == "in a block that is recomputed":
-        recompute(ours.layer, 1)
+        enable_recomputation(ours.layer, 1)
     else:
         ours.call = partial(checkpoint, use_reentrant="reentrant" in within)
     for number in range(3):
@@ -308,7 +308,7 @@ def test_recomputation_within_the_forward_and_after_it_is_no_call(within: str) -
         running.before_forward()
         ours(inputs).square().sum().backward()
         ours(inputs + 1).square().sum().backward()
-        observed = running.observations(1)
+        observed = running.get_weighted_statistics(1)
         ours(inputs + 2).square().sum().backward()
         running.finish_step(True, observed)
         torchs(inputs)
@@ -337,7 +337,7 @@ def test_values_that_are_not_finite_are_gone_with_their_step() -> None:
         [inputs] = _inputs([6], number)
         running.before_forward()
         ours(inputs if applied else inputs * torch.nan)
-        running.finish_step(applied, running.observations(1))
+        running.finish_step(applied, running.get_weighted_statistics(1))
         if applied:
             torchs(inputs)
     _assert_close(ours, torchs)
@@ -355,12 +355,12 @@ def test_a_copy_of_a_layer_is_not_observed(copy: Callable[[nn.Module], nn.Module
     running.before_forward()
     [inputs] = _inputs([4])
     layer(inputs)
-    before = running.observations(1)
+    before = running.get_weighted_statistics(1)
     running.before_forward()
     layer(inputs)
     copied = copy(layer)
     copied(inputs + 7)
-    assert torch.equal(running.observations(1), before)
+    assert torch.equal(running.get_weighted_statistics(1), before)
     assert copied.num_batches_tracked == 3
 
 
@@ -372,6 +372,6 @@ def test_user_code_that_compiles_by_itself_observes_its_last_call() -> None:
         [inputs] = _inputs([4], number)
         running.before_forward()
         twice(inputs)
-        running.finish_step(True, running.observations(1))
+        running.finish_step(True, running.get_weighted_statistics(1))
         expected(2 * inputs)
     _assert_close(layer, expected)

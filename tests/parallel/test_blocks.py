@@ -6,12 +6,12 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from lockstep.parallel.blocks import find_units
+from lockstep.parallel.blocks import find_blocks
 
 
 def names(model: nn.Module) -> list[str]:
     by_module = {module: name for name, module in model.named_modules()}
-    return [by_module[unit] for unit in find_units(model)]
+    return [by_module[unit] for unit in find_blocks(model)]
 
 
 def test_golden_blocks() -> None:

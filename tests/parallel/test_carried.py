@@ -14,7 +14,7 @@ import worlds
 from pipeline_models import in_pipeline, own_trace, recipe
 from same_bits import alone
 
-from lockstep.comm.carrier import Addressed, Carrier, direct_carrier, staged_carrier
+from lockstep.comm.carrier import AddressedTensor, Carrier, make_direct_carrier, make_staged_carrier
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE, RankInfo
 
@@ -53,12 +53,12 @@ class Rendezvous:
         self._group = group
         self._line = ThreadPoolExecutor(1)
 
-    def __call__(self, sent: Sequence[Addressed], received: Sequence[Addressed]) -> Any:
+    def __call__(self, sent: Sequence[AddressedTensor], received: Sequence[AddressedTensor]) -> Any:
         return Waiting(self._line.submit(self._run, [*sent], [*received]))
 
-    def _run(self, sent: list[Addressed], received: list[Addressed]) -> None:
+    def _run(self, sent: list[AddressedTensor], received: list[AddressedTensor]) -> None:
         Rendezvous.kept += sum(tensor.numel() for tensor, _ in sent)
-        carrier = direct_carrier(self._group)
+        carrier = make_direct_carrier(self._group)
         carrier(sent, received).wait()
         answers = [(torch.zeros(1), peer) for _, peer in received]
         carrier(answers, [(torch.zeros(1), peer) for _, peer in sent]).wait()
@@ -87,7 +87,7 @@ def carried(
 
 
 def staged_trace(world: World, case: toys.Case) -> toys.Trace:
-    return toys.whole_trace(carried(world, staged_carrier), case)
+    return toys.whole_trace(carried(world, make_staged_carrier), case)
 
 
 @pytest.mark.parametrize(("strategy", "size", "options"), LOCAL)
@@ -98,7 +98,7 @@ def test_by_way_of_the_host_the_bits_are_those_of_one_process(strategy: str, siz
 
 
 def staged_pipeline(world: World, options: dict[str, Any]) -> toys.Trace:
-    return own_trace(carried(world, staged_carrier), in_pipeline(recipe(clip=0.1), options))
+    return own_trace(carried(world, make_staged_carrier), in_pipeline(recipe(clip=0.1), options))
 
 
 def nccl_pipeline(world: World, options: dict[str, Any]) -> toys.Trace:

@@ -14,7 +14,7 @@ from toys import Case, Trace
 
 from lockstep.comm.world import World
 from lockstep.errors import UsageError
-from lockstep.parallel.compiled import compile_blocks, units_to_compile
+from lockstep.parallel.compiled import compile_blocks, find_modules_to_compile
 from lockstep.parallel.engine import State
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
@@ -102,9 +102,9 @@ def compiled_states(world: World, case: Case, first: int, state: State | None) -
 
 def test_a_model_without_blocks_is_compiled_as_one() -> None:
     whole = toys.Plain()
-    assert units_to_compile(whole) == [whole]
+    assert find_modules_to_compile(whole) == [whole]
     parts = Blocks()
-    assert units_to_compile(parts) == [*parts.blocks]
+    assert find_modules_to_compile(parts) == [*parts.blocks]
 
 
 @needs_a_compiler

@@ -9,8 +9,8 @@ import toys
 import worlds
 from toys import Case
 
-from lockstep.core.shard import local_tensor
-from lockstep.core.tolerance import comm_tolerance, tolerance, unit_roundoff
+from lockstep.core.shard import get_local_tensor
+from lockstep.core.tolerance import compute_comm_tolerance, compute_tolerance, compute_unit_roundoff
 
 pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 CASES = {
@@ -36,15 +36,17 @@ def test_all_ranks_agree_and_are_near_one_process(name: str, compress: str) -> N
     assert first == second
     differing = [name for name in alone.model if not torch.equal(*_pair(alone, state, name))]
     assert differing or (case.precision, compress) == ("fp16-true", "fp16")
-    allowed = comm_tolerance(unit_roundoff(compress), 2, STEPS) + tolerance(unit_roundoff(case.precision), 12, 6, STEPS)
-    largest = max(float(local_tensor(each).abs().max()) for each in alone.model.values())
+    allowed = compute_comm_tolerance(compute_unit_roundoff(compress), 2, STEPS) + compute_tolerance(
+        compute_unit_roundoff(case.precision), 12, 6, STEPS
+    )
+    largest = max(float(get_local_tensor(each).abs().max()) for each in alone.model.values())
     for name in differing:
         one, other = _pair(alone, state, name)
         assert float((one - other).abs().max()) <= allowed * largest, name
 
 
 def _pair(one: Any, other: Any, name: str) -> tuple[Any, Any]:
-    return local_tensor(one.model[name]).double(), local_tensor(other.model[name]).double()
+    return get_local_tensor(one.model[name]).double(), get_local_tensor(other.model[name]).double()
 
 
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one() -> None:

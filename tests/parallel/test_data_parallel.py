@@ -115,7 +115,7 @@ def by_hand(case: Case) -> tuple[dict[str, Tensor], list[float]]:
         optimizer.zero_grad()
         loss = 0.0
         for index, part in enumerate(torch.arange(step.samples).tensor_split(min(case.microbatches, step.samples))):
-            torch.manual_seed(random.torch_seed(random.key(random.FORWARD, 7, step.number, index)))
+            torch.manual_seed(random.make_torch_seed(random.make_key(random.FORWARD, 7, step.number, index)))
             each = F.cross_entropy(model(images[part]), targets[part], reduction="sum") / step.samples
             each.backward()  # type: ignore[no-untyped-call]
             loss += each.item()
@@ -187,7 +187,7 @@ def by_ddp(world: World, case: Case) -> tuple[dict[str, Tensor], dict[str, Tenso
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
     for step, _, _ in toys.steps(case):
         [mine] = toys.share(world, case, step)
-        torch.manual_seed(random.torch_seed(random.key(random.FORWARD, 7, step.number, mine.index)))
+        torch.manual_seed(random.make_torch_seed(random.make_key(random.FORWARD, 7, step.number, mine.index)))
         optimizer.zero_grad()
         F.cross_entropy(replicated(mine.batch[0]), mine.batch[1]).backward()  # type: ignore[no-untyped-call]
         zeros_for_missing(model)

@@ -14,7 +14,7 @@ from torch import Tensor
 from toys import Case, Trace
 
 from lockstep.comm.world import World
-from lockstep.core.shard import local_tensor
+from lockstep.core.shard import get_local_tensor
 from lockstep.parallel.engine import State
 from lockstep.parallel.layouts.base import gather_full_tensors
 
@@ -109,7 +109,7 @@ def assert_close(found: State, expected: State, where: str) -> None:
     for mine, theirs in pairs:
         assert mine.keys() == theirs.keys(), where
         for name, tensor in theirs.items():
-            assert furthest(local_tensor(mine[name]), local_tensor(tensor)) < TOLERANCE, (where, name)
+            assert furthest(get_local_tensor(mine[name]), get_local_tensor(tensor)) < TOLERANCE, (where, name)
 
 
 def furthest(one: Tensor, other: Tensor) -> float:
@@ -166,7 +166,7 @@ def _first_gradients(world: World, case: Case) -> dict[str, Tensor]:
     (step, *_), *_ = toys.steps(case)
     own = toys.share(world, case, step)
     before = toys.fingerprint(toys.as_from_disk(toys.whole_state(world, engine)))
-    engine.forward_backward([replace(each, weight=0) for each in own], step._replace(counted=0))
+    engine.forward_backward([replace(each, weight=0) for each in own], step._replace(total_weight=0))
     assert not engine.update(0.1, 1.0).applied
     assert toys.fingerprint(toys.as_from_disk(toys.whole_state(world, engine))) == before
     engine.forward_backward(own, step)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.ema import WeightAverage
-from lockstep.parallel.layouts.base import load_local_parts
+from lockstep.parallel.layouts.base import load_local_rows
 
 
 def _model() -> nn.Module:
@@ -86,7 +86,7 @@ def test_a_state_goes_into_another_average() -> None:
     saved = {name: tensor.clone() for name, tensor in ema.state().items()}
     _move(model, 1.0)
     other = WeightAverage(model.state_dict(), decay=0.5)
-    load_local_parts(saved, other.shards(model.state_dict()))
+    load_local_rows(saved, other.shards(model.state_dict()))
     ema.update()
     other.update()
     assert all(torch.equal(tensor, other.state()[name]) for name, tensor in ema.state().items())
@@ -95,7 +95,7 @@ def test_a_state_goes_into_another_average() -> None:
 def test_a_state_of_another_model_is_refused() -> None:
     own, other = (WeightAverage(each.state_dict(), decay=0.5) for each in (nn.Linear(2, 3), _model()))
     with pytest.raises(UsageError, match=r"does not match the model: only one of them has 0\.bias"):
-        load_local_parts(other.state(), own.state())
+        load_local_rows(other.state(), own.state())
 
 
 def test_shared_weights_have_all_their_names() -> None:

@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.core.mesh import DataRank
 from lockstep.errors import UsageError
-from lockstep.parallel.gradients import Gradients, flatten, partition, unflatten, wide_gradient
+from lockstep.parallel.gradients import (
+    BucketedGradientSum,
+    flatten_gradients,
+    get_wide_gradient,
+    partition_into_buckets,
+    unflatten_gradients,
+)
 from lockstep.tasks.base import MicroBatch
 
 T = TypeVar("T")
@@ -34,9 +40,11 @@ class Noted:
     def close(self) -> None: ...
 
 
-def _gradients(parameters: Sequence[Parameter], stream: Noted, alone: bool, bucket_bytes: int = 1) -> Gradients:
+def _gradients(
+    parameters: Sequence[Parameter], stream: Noted, alone: bool, bucket_bytes: int = 1
+) -> BucketedGradientSum:
     trained = [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
-    return Gradients(trained, CanonicalSum(0, [DataRank()], None), stream, alone, bucket_bytes)
+    return BucketedGradientSum(trained, CanonicalSum(0, [DataRank()], None), stream, alone, bucket_bytes)
 
 
 def microbatches(count: int) -> list[MicroBatch]:
@@ -49,14 +57,14 @@ def _sizes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
 
 def test_buckets_run_from_the_last_parameter_to_the_first() -> None:
     a, b, c, d = _sizes((10,), (2,), (3,), (4,))  # 40, 8, 12 and 16 bytes
-    assert partition([a, b, c, d], 28) == [[d, c], [b], [a]]
-    assert partition([a, b, c, d], 1) == [[d], [c], [b], [a]]
-    assert partition([a, b, c, d], None) == [[d, c, b, a]]
+    assert partition_into_buckets([a, b, c, d], 28) == [[d, c], [b], [a]]
+    assert partition_into_buckets([a, b, c, d], 1) == [[d], [c], [b], [a]]
+    assert partition_into_buckets([a, b, c, d], None) == [[d, c, b, a]]
 
 
 def test_a_bucket_has_one_dtype() -> None:
     [single], [double] = _sizes((2,)), _sizes((2,), dtype=torch.float64)
-    assert [[each.dtype for each in bucket] for bucket in partition([single, double, double], None)] == [
+    assert [[each.dtype for each in bucket] for bucket in partition_into_buckets([single, double, double], None)] == [
         [torch.float64, torch.float64],
         [torch.float32],
     ]
@@ -65,7 +73,7 @@ def test_a_bucket_has_one_dtype() -> None:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 200))
 def test_every_parameter_is_in_one_bucket_and_none_is_too_large(lengths: list[int], limit: int) -> None:
     parameters = _sizes(*((length,) for length in lengths))
-    buckets = partition(parameters, limit)
+    buckets = partition_into_buckets(parameters, limit)
     assert [id(each) for bucket in buckets for each in bucket] == [id(each) for each in reversed(parameters)]
     assert all(len(bucket) == 1 or sum(each.nbytes for each in bucket) <= limit for bucket in buckets)
 
@@ -86,7 +94,7 @@ def test_every_parameter_is_in_one_bucket_and_none_is_too_large(lengths: list[in
 def test_flat_and_back_keeps_values_and_memory_format(parameter: Tensor) -> None:
     parameters = [Parameter(parameter), Parameter(torch.zeros(2))]
     parts = [torch.randn(each.shape) for each in parameters]  # contiguous, as a user's function may give them
-    back = unflatten(flatten(parts, parameters), parameters)
+    back = unflatten_gradients(flatten_gradients(parts, parameters), parameters)
     for part, returned, each in zip(parts, back, parameters, strict=True):
         assert torch.equal(returned, part)
         moved = [(size, stride) for size, stride in zip(each.shape, each.stride(), strict=True) if size > 1]
@@ -96,15 +104,15 @@ def test_flat_and_back_keeps_values_and_memory_format(parameter: Tensor) -> None
 def test_a_gradient_that_lies_as_its_parameter_is_not_moved() -> None:
     parameter = Parameter(torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last))
     gradient = torch.randn_like(parameter)
-    flat = flatten([gradient], [parameter])
+    flat = flatten_gradients([gradient], [parameter])
     assert torch.equal(flat[: gradient.numel()], gradient.permute(0, 2, 3, 1).flatten())
     assert not flat[gradient.numel() :].any()
 
 
 def test_in_a_bucket_each_parameter_begins_where_memory_of_its_own_might() -> None:
     parameters = _sizes((10,), (3, 43), (), (0, 3), (256,))
-    flat = flatten([torch.ones(each.shape) for each in parameters], parameters)
-    places = [each.storage_offset() for each in unflatten(flat, parameters)]
+    flat = flatten_gradients([torch.ones(each.shape) for each in parameters], parameters)
+    places = [each.storage_offset() for each in unflatten_gradients(flat, parameters)]
     assert places == [0, 128, 384, 512, 512]
 
 
@@ -214,9 +222,7 @@ def test_a_gradient_that_a_nested_backward_adds_to_again_is_sent_when_complete(
 
 
 def test_a_gradient_that_a_later_step_adds_to_after_it_was_sent_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match=r"gradient of parameter \d after this gradient was sent.*; pass use_reentrant=False"
-    ):
+    with pytest.raises(UsageError, match=r"gradient of parameter \d after it was sent.*; pass use_reentrant=False"):
         _reentrant_steps(alone=False, steps=[[1], [2]], head=False)
 
 
@@ -225,5 +231,5 @@ def test_what_a_copy_in_16_bits_gets_is_added_in_float32() -> None:
     copy.grad_dtype = None  # see weights.py
     for parameter in (copy, own):
         parameter.grad = torch.ones(3, dtype=torch.bfloat16)
-    assert wide_gradient(copy).dtype == torch.float32
-    assert wide_gradient(own) is own.grad
+    assert get_wide_gradient(copy).dtype == torch.float32
+    assert get_wide_gradient(own) is own.grad

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from lockstep.errors import UsageError
-from lockstep.parallel.groups import GroupSettings, compute_settings, find_distinct_options
+from lockstep.parallel.groups import GroupSettings, compute_parameter_options, find_distinct_options
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_step import store_lr_ratios
 
@@ -29,7 +29,7 @@ def made(special: dict[str, dict[str, Any]], **changes: Any) -> list[tuple[list[
 
 def test_the_first_group_that_matches_counts_and_scales_multiply() -> None:
     groups = [GroupSettings(["head.*"], 3.0), GroupSettings(["*.weight"], 2.0, {"weight_decay": 0.0})]
-    found = compute_settings(NAMES, groups, {"stem.weight": 0.25, "stem.bias": 0.25, "block.weight": 0.5})
+    found = compute_parameter_options(NAMES, groups, {"stem.weight": 0.25, "stem.bias": 0.25, "block.weight": 0.5})
     assert found == {
         "stem.weight": {"weight_decay": 0.0, "lr_scale": 0.5},
         "stem.bias": {"lr_scale": 0.25},
@@ -51,7 +51,7 @@ def test_the_first_group_that_matches_counts_and_scales_multiply() -> None:
 )
 def test_groups_that_select_nothing_are_refused(groups: list[GroupSettings], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        compute_settings(NAMES, groups, {})
+        compute_parameter_options(NAMES, groups, {})
 
 
 def test_parameters_alike_are_one_group() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep.parallel.layerwise import Lamb, Lars, full_norms
+from lockstep.parallel.layerwise import Lamb, Lars, compute_full_norms
 
 SHAPES = ((6, 5), (7,), (4, 3, 2, 2), (1,))
 
@@ -78,7 +78,7 @@ def test_rows_move_as_in_the_whole(kind: type[Any], options: dict[str, Any]) -> 
         together = {
             torch.empty(0): torch.cat([one, other]) for one, other in zip(values[::2], values[1::2], strict=True)
         }
-        return full_norms(together).repeat_interleave(2)
+        return compute_full_norms(together).repeat_interleave(2)
 
     one, other = kind(whole, lr=0.1, **options), kind(parts, lr=0.1, norms=norms, **options)
     generator = torch.Generator().manual_seed(0)

@@ -16,7 +16,7 @@ from toys import Case
 from lockstep.comm.world import World
 from lockstep.core.order import Step
 from lockstep.errors import UsageError
-from lockstep.parallel.losses import Losses, NamedLoss, Root, name_totals, total_loss, wrap_losses
+from lockstep.parallel.losses import BackwardRoot, Losses, NamedLoss, compute_total_loss, name_totals, wrap_losses
 
 
 class Staged(nn.Module):
@@ -173,16 +173,18 @@ STEP = Step(0, 0, 0, 4, 0, False, 7, {"a": 4, "b": 3, "c": 0})
 def test_the_total_is_the_sum_of_the_means() -> None:
     losses = name_totals(torch.tensor([2.0, 9.0, 5.0], dtype=torch.float64), STEP)
     assert {name: loss.mean.item() for name, loss in losses.items()} == {"a": 0.5, "b": 3.0, "c": 0.0}
-    assert total_loss(losses).item() == 3.5
+    assert compute_total_loss(losses).item() == 3.5
 
 
 def test_a_step_without_any_weight_has_no_loss() -> None:
-    assert total_loss({"a": NamedLoss(torch.tensor(torch.nan), 0)}).item() == 0.0
+    assert compute_total_loss({"a": NamedLoss(torch.tensor(torch.nan), 0)}).item() == 0.0
 
 
 def test_a_mean_over_nothing_is_left_out_of_the_sums() -> None:
     nan = torch.tensor(torch.nan)
-    losses = Losses([Root(torch.tensor(1.5), 2, 7), Root(nan, 0, 7), Root(torch.tensor(3.0), 1, 7)])
+    losses = Losses(
+        [BackwardRoot(torch.tensor(1.5), 2, 7), BackwardRoot(nan, 0, 7), BackwardRoot(torch.tensor(3.0), 1, 7)]
+    )
     assert losses.sums.tolist() == [3.0, 0.0, 3.0]
     assert losses.sums.dtype == torch.float64
 

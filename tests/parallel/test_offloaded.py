@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lockstep.parallel import offloaded
-from lockstep.parallel.offloaded import Offloaded, group_by_size, on_device_copies
+from lockstep.parallel.offloaded import OffloadedOptimizer, group_by_size, on_device_copies
 from lockstep.parallel.optimize import make_optimizer
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_pieces_make_one_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     for in_pieces in (False, True):
         parameters = trained()
         optimizer = make(parameters)
-        by = Offloaded(optimizer, {each: each.nbytes for _, each in parameters}, CPU)
+        by = OffloadedOptimizer(optimizer, {each: each.nbytes for _, each in parameters}, CPU)
         pieces_seen = mock.Mock(side_effect=optimizer.step)
         for number in range(4):
             for index, (_, parameter) in enumerate(parameters):

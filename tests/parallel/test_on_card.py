@@ -18,14 +18,14 @@ from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
 from lockstep.core import norm
-from lockstep.core.shard import local_tensor
+from lockstep.core.shard import get_local_tensor
 from lockstep.parallel.engine import State
-from lockstep.parallel.offloaded import Offloaded
-from lockstep.parallel.optimizer_step import gradient
+from lockstep.parallel.offloaded import OffloadedOptimizer
+from lockstep.parallel.optimizer_step import get_gradient
 from lockstep.setup.build import build_setup
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun
-from lockstep.setup.resolved import resolve
+from lockstep.setup.resolved import resolve_config
 from lockstep.training.evaluate import evaluate
 
 STEPS = 3
@@ -46,7 +46,7 @@ def _trained(
     """Train some steps; return all tensors of the state and what waited in all steps but the first."""
     loaded = load("digits", [*BASE, *overrides, f"placement.strategy={strategy}"])
     ready = build_setup(loaded.config.recipe)
-    engine, loader = start_engine(PreparedRun(resolve(loaded, world.size), ready), world)
+    engine, loader = start_engine(PreparedRun(resolve_config(loaded, world.size), ready), world)
     steps = loader.iterate_steps(0)
     for number in range(STEPS):
         step, microbatches = next(steps)
@@ -71,7 +71,7 @@ def _trained(
 def _tensors(state: State) -> dict[str, Tensor]:
     held = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema or {}}
     return {
-        f"{kind} {name}": local_tensor(each).detach().cpu().clone()
+        f"{kind} {name}": get_local_tensor(each).detach().cpu().clone()
         for kind, tensors in held.items()
         for name, each in tensors.items()
     }
@@ -106,7 +106,7 @@ def test_one_process(overrides: list[str]) -> None:
 def test_skipping_steps_waits_once_in_each() -> None:
     world = World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu"))
     _, waits, races = on_card(world, "single", ["recipe.nonfinite=skip"])
-    assert [each.split(" (")[1] for each in waits] == ["_is_finite)"] * (STEPS - 1)
+    assert [each.split(" (")[1] for each in waits] == ["_are_finite)"] * (STEPS - 1)
     assert not races
 
 
@@ -117,7 +117,7 @@ def test_no_step_waits_for_a_real_card() -> None:
     loaded = load("digits", [*BASE, "placement.strategy=single"])
     ready = build_setup(loaded.config.recipe)
     world = World(RankInfo(0, 1, 0, 1, "test"), DEVICE)
-    engine, loader = start_engine(PreparedRun(resolve(loaded, world.size), ready), world)
+    engine, loader = start_engine(PreparedRun(resolve_config(loaded, world.size), ready), world)
     steps = loader.iterate_steps(0)
     try:
         for number in range(STEPS + 1):
@@ -154,12 +154,12 @@ def test_what_is_offloaded_is_computed_with_on_the_card() -> None:
 
 def offloaded(world: World, strategy: str, overrides: list[str]) -> tuple[dict[str, Tensor], list[str], list[str]]:
     """Train in small pieces, each of which has to be on the card for its update."""
-    step_of = Offloaded.step
+    step_of = OffloadedOptimizer.step
 
-    def step(self: Offloaded, own: Callable[[], object]) -> None:
+    def step(self: OffloadedOptimizer, own: Callable[[], object]) -> None:
         def checked() -> None:
             [group] = self.optimizer.param_groups
-            moved = [each for parameter in group["params"] for each in (parameter, gradient(parameter))]
+            moved = [each for parameter in group["params"] for each in (parameter, get_gradient(parameter))]
             assert {each.device for each in moved} == {DEVICE}
             own()
 
@@ -169,7 +169,7 @@ def offloaded(world: World, strategy: str, overrides: list[str]) -> tuple[dict[s
         torch.utils.swap_tensors(parameter, nn.Parameter(data, requires_grad=False))
 
     with (
-        mock.patch.object(Offloaded, "step", step),
+        mock.patch.object(OffloadedOptimizer, "step", step),
         mock.patch.multiple("lockstep.parallel.offloaded", _PIECE_BYTES=1 << 12, _set_data=put),
     ):
         return on_card(world, strategy, overrides)
@@ -220,7 +220,10 @@ def blocks_left_out(world: World, case: toys.Case, anywhere: bool) -> list[str]:
     def pass_on(self: ShardedModel, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
         self.receive(unit, gradients, output, may_wait)
 
-    with mock.patch.object(ShardedModel, "_deliver", pass_on) if anywhere else nullcontext(), Streams() as streams:
+    with (
+        mock.patch.object(ShardedModel, "_receive_on_stream", pass_on) if anywhere else nullcontext(),
+        Streams() as streams,
+    ):
         toys.whole_trace(world, case)
     return streams.races
 

@@ -10,7 +10,7 @@ from toys import Case
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.device.kernels import find_refusal
+from lockstep.device.kernels import find_nondeterministic_operation
 
 
 class Refused(TorchDispatchMode):
@@ -23,7 +23,7 @@ class Refused(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.add(func._schema.name)
-        if find_refusal(func, args, kwargs or {}):
+        if find_nondeterministic_operation(func, args, kwargs or {}):
             self.refused.add(func._schema.name)
         return func(*args, **(kwargs or {}))
 

@@ -12,7 +12,12 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.optimize import make_optimizer, unwrap_step
-from lockstep.parallel.optimizer_trials import check_optimizer, check_stored_dtype, check_updates, needs_full_tensors
+from lockstep.parallel.optimizer_trials import (
+    check_optimizer,
+    check_row_updates,
+    check_stored_dtype,
+    needs_full_tensors,
+)
 
 
 def _make(name: str, **changes: Any) -> torch.optim.Optimizer:
@@ -146,12 +151,12 @@ def test_an_element_wise_optimizer_can_update_rows(name: str) -> None:
 )
 def test_other_optimizers_need_whole_tensors_which_some_strategies_lend(name: str, options: dict[str, Any]) -> None:
     make = partial(make_optimizer, name=name, lr=0.1, options=options)
-    assert check_updates(make, "zero1", lends_wholes=True)
+    assert check_row_updates(make, "zero1", lends_wholes=True)
     with pytest.raises(
         UsageError,
         match=r"strategy pipeline: optimizer .* use strategy ddp, zero1, zero2, zero3, hsdp, tensor or expert",
     ):
-        check_updates(make, "pipeline", lends_wholes=False)
+        check_row_updates(make, "pipeline", lends_wholes=False)
 
 
 class _CountsItsSteps(torch.optim.Adafactor):
@@ -172,7 +177,7 @@ class _CountsItsSteps(torch.optim.Adafactor):
 )
 def test_an_optimizer_whose_tensors_depend_on_each_other_cannot_have_several_owners(make: Any) -> None:
     with pytest.raises(UsageError, match=r"strategy zero3: optimizer .* depends on tensors that other ranks update"):
-        check_updates(make, "zero3", lends_wholes=True)
+        check_row_updates(make, "zero3", lends_wholes=True)
 
 
 def _options(asked: dict[str, Any]) -> partial[torch.optim.Optimizer]:

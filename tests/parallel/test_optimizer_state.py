@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_state import get_optimizer_state, load_optimizer_state
 from lockstep.parallel.optimizer_trials import check_optimizer
 
 NAMES = [
@@ -57,7 +57,7 @@ def test_going_on_from_a_state_is_going_on(name: str, dtype: torch.dtype) -> Non
     _train(whole, _make(name, whole), range(6))
     first = _make(name, half)
     _train(half, first, range(3))
-    tensors, scalars = optimizer_state([*half.named_parameters()], first)
+    tensors, scalars = get_optimizer_state([*half.named_parameters()], first)
     assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
     copied = {key: tensor.clone() for key, tensor in tensors.items()}
     rest.load_state_dict(half.state_dict())
@@ -75,7 +75,7 @@ def test_names_are_the_models_whatever_the_groups(name: str) -> None:
     for model, together in zip(models, (True, False), strict=True):
         optimizer = _make(name, model, decay_bias_and_norm=together)
         _train(model, optimizer, range(1))
-        states.append(optimizer_state([*model.named_parameters()], optimizer)[0])
+        states.append(get_optimizer_state([*model.named_parameters()], optimizer)[0])
     assert states[0].keys() == states[1].keys()
     shapes = {key: parameter.shape for key, parameter in models[0].named_parameters()}
     for key, tensor in states[1].items():
@@ -88,7 +88,7 @@ def test_golden_names() -> None:
     optimizer = make_optimizer(model.named_parameters(), name="adamw", lr=0.5)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    tensors, scalars = optimizer_state([*model.named_parameters()], optimizer)
+    tensors, scalars = get_optimizer_state([*model.named_parameters()], optimizer)
     assert sorted(tensors) == [
         f"{name}/{slot}" for name in ("bias", "weight") for slot in ("exp_avg", "exp_avg_sq", "step")
     ]
@@ -101,7 +101,7 @@ def test_what_an_optimizer_counts_for_a_group_is_kept() -> None:
     model = _model()
     optimizer = _make("lambc", model)  # timm's
     _train(model, optimizer, range(3))
-    tensors, _ = optimizer_state([*model.named_parameters()], optimizer)
+    tensors, _ = get_optimizer_state([*model.named_parameters()], optimizer)
     assert [tensors[f"group {number}/step"].item() for number in range(2)] == [3, 3]
 
 
@@ -109,7 +109,7 @@ def test_the_learning_rate_is_not_the_states() -> None:
     model = _model()
     optimizer = _make("sgd", model)
     _train(model, optimizer, range(1))
-    state = optimizer_state([*model.named_parameters()], optimizer)
+    state = get_optimizer_state([*model.named_parameters()], optimizer)
     other = make_optimizer(model.named_parameters(), name="sgd", lr=3.0, momentum=0.9, decay_bias_and_norm=False)
     load_optimizer_state([*model.named_parameters()], other, *state)
     assert [group["lr"] for group in other.param_groups] == [3.0, 3.0]
@@ -122,13 +122,13 @@ def test_moments_lie_as_their_parameters_do() -> None:
     optimizer = _make("lamb", model)
     model(torch.ones(1, 3, 3, 3)).sum().backward()
     optimizer.step()
-    tensors, scalars = optimizer_state([*model.named_parameters()], optimizer)
+    tensors, scalars = get_optimizer_state([*model.named_parameters()], optimizer)
     moment = tensors["weight/exp_avg"]
     assert moment.stride() == model.weight.stride() != moment.contiguous().stride()
     load_optimizer_state(
         [*model.named_parameters()], optimizer, {key: tensor.contiguous() for key, tensor in tensors.items()}, scalars
     )
-    loaded = optimizer_state([*model.named_parameters()], optimizer)[0]["weight/exp_avg"]
+    loaded = get_optimizer_state([*model.named_parameters()], optimizer)[0]["weight/exp_avg"]
     assert loaded.stride() == model.weight.stride()
     assert torch.equal(loaded, moment)
 
@@ -136,7 +136,7 @@ def test_moments_lie_as_their_parameters_do() -> None:
 def test_an_untrained_optimizer_has_a_state() -> None:
     model = _model()
     optimizer = _make("adamw", model)
-    tensors, scalars = optimizer_state([*model.named_parameters()], optimizer)
+    tensors, scalars = get_optimizer_state([*model.named_parameters()], optimizer)
     assert tensors == {}
     load_optimizer_state([*model.named_parameters()], optimizer, tensors, scalars)
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
-from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.layerwise import ComputeNorms
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.optimizer_state import NamedParameter, load_optimizer_state, optimizer_state
-from lockstep.parallel.optimizer_step import Updates
-from lockstep.parallel.weights import Weights
+from lockstep.parallel.optimizer_state import NamedParameter, get_optimizer_state, load_optimizer_state
+from lockstep.parallel.optimizer_step import WeightUpdater
+from lockstep.parallel.weights import ReplicatedLayout
 
 
 def model() -> nn.Sequential:
@@ -21,21 +21,21 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
 
 
-def with_rates_of_their_own(trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
+def with_rates_of_their_own(trained: Sequence[NamedParameter], norms: ComputeNorms) -> Optimizer:
     return SGD([{"params": [p], "lr": 0.4 if name.startswith("0") else 0.1} for name, p in trained], lr=0.1)
 
 
-def with_timms_scales(trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
+def with_timms_scales(trained: Sequence[NamedParameter], norms: ComputeNorms) -> Optimizer:
     """As timm.optim.param_groups_layer_decay makes groups, for timm's schedules to apply."""
     return SGD([{"params": [p], "lr_scale": 0.5 if name.startswith("0") else 1.0} for name, p in trained], lr=0.1)
 
 
-def updates(make: Any) -> tuple[Updates, Weights]:
-    layout = Weights(model(), None)
-    return Updates(layout, make, Numerics(PlainRecipe(1)), torch.device("cpu")), layout
+def updates(make: Any) -> tuple[WeightUpdater, ReplicatedLayout]:
+    layout = ReplicatedLayout(model(), None)
+    return WeightUpdater(layout, make, Numerics(PlainRecipe(1)), torch.device("cpu")), layout
 
 
-def moved(by: Updates, layout: Weights, lr: float) -> dict[str, float]:
+def moved(by: WeightUpdater, layout: ReplicatedLayout, lr: float) -> dict[str, float]:
     """Return how far a gradient of ones moves each parameter, which for plain SGD is its rate."""
     before = {name: parameter.detach().clone() for name, parameter in layout.trained}
     for _, parameter in layout.trained:
@@ -57,8 +57,8 @@ def test_timms_scales_of_groups_are_applied() -> None:
         assert distance == pytest.approx(0.1 if name.startswith("0") else 0.2, rel=1e-5)
 
 
-def state_of(by: Updates, layout: Weights) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    return optimizer_state(layout.trained, by.optimizer)
+def state_of(by: WeightUpdater, layout: ReplicatedLayout) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    return get_optimizer_state(layout.trained, by.optimizer)
 
 
 def test_ratios_are_in_the_state_and_older_states_without_them_load() -> None:
@@ -81,9 +81,9 @@ def test_one_rate_for_all_is_that_rate_and_leaves_the_state_as_it_was() -> None:
 
 
 def test_a_gradient_that_overflowed_moves_nothing_and_halves_the_scale() -> None:
-    layout = Weights(model(), None)
+    layout = ReplicatedLayout(model(), None)
     numerics = Numerics(PlainRecipe(1, precision="fp16", loss_scale=PlainLossScale(initial=1024.0)))
-    by = Updates(layout, with_rates_of_their_own, numerics, torch.device("cpu"))
+    by = WeightUpdater(layout, with_rates_of_their_own, numerics, torch.device("cpu"))
     before = {name: parameter.detach().clone() for name, parameter in layout.trained}
     for number, (_, parameter) in enumerate(layout.trained):
         parameter.grad = torch.full_like(parameter, torch.inf if number == 1 else 1.0)

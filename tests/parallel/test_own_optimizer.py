@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep.common.own_code import format_location
 from lockstep.errors import UsageError, UserCodeError
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_trials import check_custom_optimizer, check_optimizer, check_updates
+from lockstep.parallel.optimizer_trials import check_custom_optimizer, check_optimizer, check_row_updates
 
 FILE = Path(own_optimizers.__file__)
 
@@ -46,7 +46,7 @@ def place(text: str) -> str:
 def test_what_works_may_also_be_cut(make: Any) -> None:
     check_optimizer(make)
     check_custom_optimizer("x:y", make)
-    assert not check_updates(make, "zero1", lends_wholes=False)
+    assert not check_row_updates(make, "zero1", lends_wholes=False)
 
 
 def test_groups_have_their_options_and_names() -> None:
@@ -63,12 +63,12 @@ def test_torchs_own_form_is_chosen_here_for_a_class_that_has_forms() -> None:
 def test_an_optimizer_that_updates_rows_differently_needs_whole_tensors() -> None:
     check_custom_optimizer("x:y", named("Centered"))
     with pytest.raises(UsageError, match=r"its step fails if a tensor has no gradient: .*; .* so skip such tensors"):
-        check_updates(named("Centered"), "zero2", lends_wholes=True)
-    assert check_updates(named("CenteredIfAny"), "zero2", lends_wholes=True)
+        check_row_updates(named("Centered"), "zero2", lends_wholes=True)
+    assert check_row_updates(named("CenteredIfAny"), "zero2", lends_wholes=True)
     with pytest.raises(
         UsageError, match="strategy pipeline: optimizer Centered updates rows of a tensor differently than"
     ):
-        check_updates(named("Centered"), "pipeline", lends_wholes=False)
+        check_row_updates(named("Centered"), "pipeline", lends_wholes=False)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from toys import Case
 from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.world import World
 from lockstep.core.mesh import DataRank, Mesh
-from lockstep.core.shard import local_tensor
+from lockstep.core.shard import get_local_tensor
 from lockstep.core.tree import LeafBlock
-from lockstep.parallel.gradients import flatten, unflatten
-from lockstep.parallel.powersgd import PowerSgd, elements_sent, is_compressible
+from lockstep.parallel.gradients import flatten_gradients, unflatten_gradients
+from lockstep.parallel.powersgd import PowerSgd, count_elements_sent, is_compressible
 
 SHAPES = {"conv": (8, 3, 2, 2), "bias": (8,), "linear": (9, 7)}
 PARAMETERS = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
@@ -36,10 +36,12 @@ def _named() -> list[tuple[str, nn.Parameter]]:
 
 
 def sent(power: PowerSgd, gradient: Tensor, rank: DataRank = DataRank()) -> Tensor:  # noqa: B008
-    [block] = rank.own_blocks(rank.replicas) or [LeafBlock(0, 1)]
+    [block] = rank.get_own_blocks(rank.num_replicas) or [LeafBlock(0, 1)]
     parts = [part.view_as(each) for part, each in zip(torch.split(gradient, ENDS), PARAMETERS, strict=True)]
-    flat = flatten(parts, PARAMETERS)
-    found = unflatten(power.sum_bucket(PARAMETERS, {block: flat}, rank.replicas, torch.empty_like(flat)), PARAMETERS)
+    flat = flatten_gradients(parts, PARAMETERS)
+    found = unflatten_gradients(
+        power.sum_bucket(PARAMETERS, {block: flat}, rank.num_replicas, torch.empty_like(flat)), PARAMETERS
+    )
     return torch.cat([each.reshape(-1) for each in found])
 
 
@@ -49,18 +51,18 @@ def drawn(seed: int) -> Tensor:
 
 def errors(power: PowerSgd) -> Tensor:
     """Return what all ranks that are here hold back, as a bucket."""
-    kept = power.feedback()
+    kept = power.get_feedback()
     found = [
-        local_tensor(kept[f"{name}/error"])[0] if f"{name}/error" in kept else torch.zeros(SHAPES[name])
+        get_local_tensor(kept[f"{name}/error"])[0] if f"{name}/error" in kept else torch.zeros(SHAPES[name])
         for name in SHAPES
     ]
     return torch.cat([each.reshape(-1) for each in found])
 
 
 def test_two_matrices_are_sent_where_they_are_smaller() -> None:
-    assert elements_sent((8, 3, 2, 2), 4) == 80
-    assert elements_sent((8, 3, 2, 2), 5) == 96
-    assert elements_sent((1000,), 1) == 1000
+    assert count_elements_sent((8, 3, 2, 2), 4) == 80
+    assert count_elements_sent((8, 3, 2, 2), 5) == 96
+    assert count_elements_sent((1000,), 1) == 1000
     assert is_compressible((8, 3, 2, 2), 4)
     assert not is_compressible((8, 3, 2, 2), 5)  # 100 elements in the place of 96
     assert not is_compressible((1000,), 1)
@@ -108,8 +110,8 @@ def test_it_reaches_a_minimum_by_one_column() -> None:
 def over_ranks(world: World) -> tuple[Tensor, Tensor]:
     """Return what three steps gave, and the sum of the errors."""
     mesh = Mesh(world.size)
-    rank = mesh.data_rank(world.rank)
-    power = PowerSgd(_named(), world.canonical(mesh, "replicate", side_stream=False), rank, 2, 0)
+    rank = mesh.get_data_rank(world.rank)
+    power = PowerSgd(_named(), world.make_canonical_sum(mesh, "replicate", side_stream=False), rank, 2, 0)
     steps = []
     for step in range(3):
         own = sum(drawn(10 * step + part) for part in range(world.rank, 12, world.size))
@@ -147,6 +149,6 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(name: str) -> None:
     kept = whole.feedback or {}
     assert fewer.feedback.keys() == kept.keys()
     for slot, held in fewer.feedback.items():
-        own, before = local_tensor(held), local_tensor(kept[slot])
+        own, before = get_local_tensor(held), get_local_tensor(kept[slot])
         assert torch.isfinite(before).all()
         assert torch.equal(own, before) if slot.endswith("factor") else torch.equal(own[0], before.sum(0))

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from toys import Case
 
 from lockstep.core.precision import Precision
-from lockstep.parallel.blocks import recompute
+from lockstep.parallel.blocks import enable_recomputation
 
 # timm's smallest: convolutions in bf16 take a CPU seconds in a ResNet-18.
 RESNET = partial(timm.create_model, "test_resnet", num_classes=toys.CLASSES)
@@ -72,13 +72,16 @@ def kept_bytes(model: nn.Module) -> int:
 
 
 def test_fewer_activations_are_kept() -> None:
-    plain, half, full = (kept_bytes(model) for model in (blocks(4), recompute(blocks(4), 2), recompute(blocks(4), 1)))
+    plain, half, full = (
+        kept_bytes(model)
+        for model in (blocks(4), enable_recomputation(blocks(4), 2), enable_recomputation(blocks(4), 1))
+    )
     assert full < half < plain
     assert full <= plain / 3
 
 
 def test_names_stay() -> None:
-    assert [*recompute(blocks(2), 1).state_dict()] == [*blocks(2).state_dict()]
+    assert [*enable_recomputation(blocks(2), 1).state_dict()] == [*blocks(2).state_dict()]
 
 
 @dataclass
@@ -116,7 +119,7 @@ class ByKeyword(nn.Module):
 def test_blocks_may_be_called_by_keyword_and_return_what_they_like(every: int) -> None:
     torch.manual_seed(0)
     plain = ByKeyword()
-    saving = recompute(deepcopy(plain), every)
+    saving = enable_recomputation(deepcopy(plain), every)
     results = []
     for model in (plain, saving):
         torch.manual_seed(1)
@@ -140,7 +143,7 @@ def test_in_evaluation_nothing_is_done_twice() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(1))
 
-    model = recompute(nn.Sequential(Counting()), 1)
+    model = enable_recomputation(nn.Sequential(Counting()), 1)
     with torch.no_grad():
         model(torch.ones(2))
     assert calls == 1

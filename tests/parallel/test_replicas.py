@@ -130,7 +130,7 @@ class Devices(TorchDispatchMode):
         self._kept.append(storage)
 
     def moved(self, replicas: Replicas, tensor: Tensor) -> Tensor:
-        """Stands for `to_home`: on the CPU, there is nothing to copy."""
+        """Stands for `copy_to_home`: on the CPU, there is nothing to copy."""
         home = replicas._home
         self.copies += self.numbers(tensor) != {home}
         with _disable_current_modes():
@@ -177,12 +177,12 @@ def test_devices_meet_only_after_a_backward_and_after_an_update(home: int, monke
     with Devices() as seen:
         monkeypatch.setattr(Replicas, "switch_to", used)
         monkeypatch.setattr(Replicas, "return_home", came_home)
-        monkeypatch.setattr(Replicas, "to_home", lambda replicas, tensor: seen.moved(replicas, tensor))
+        monkeypatch.setattr(Replicas, "copy_to_home", lambda replicas, tensor: seen.moved(replicas, tensor))
         world, mesh = World(ALONE, devices[home]), Mesh()
         engine = DataParallelEngine(
             *(problem, toys.making("adamw", 0.1), world, case.numerics(), mesh, replicated(world, mesh, 0)),
             devices=devices,
-            home=home,
+            home_index=home,
         )
         assert engine._replicas is not None
         for number, storages in enumerate(engine._replicas._storages):

@@ -19,7 +19,7 @@ from toys import Case
 
 from lockstep.comm.carrier import Transfer
 from lockstep.comm.world import World
-from lockstep.core.shard import local_tensor
+from lockstep.core.shard import get_local_tensor
 from lockstep.errors import TrainingError
 
 pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
@@ -90,7 +90,7 @@ def audited(world: World, case: Case, fault: tuple[str, bool] | str) -> str:
             faulty = at_fault and step.number == 1
             if faulty and fault == "link":
                 carried_wrongly(world)
-            kept = map(local_tensor, engine.state().model.values())  # which all ranks ask for
+            kept = map(get_local_tensor, engine.state().model.values())  # which all ranks ask for
             if faulty and fault == "memory":
                 flip(next(each for each in kept if each.numel() and each.dtype == torch.float32))
             with Flips(*fault) if faulty and not isinstance(fault, str) else nullcontext():

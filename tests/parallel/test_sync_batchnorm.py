@@ -19,7 +19,7 @@ from lockstep.core.order import get_subrange
 from lockstep.errors import UsageError
 from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.isolated_grads import IsolatedGradients
-from lockstep.parallel.sync_batchnorm import StepSums, synchronize
+from lockstep.parallel.sync_batchnorm import BatchNormSums, synchronize_batchnorm
 
 CHANNELS = 6
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (), nn.BatchNorm2d: (4, 5), nn.BatchNorm3d: (2, 3, 2)}
@@ -55,8 +55,8 @@ def _synced(
     leaves: int,
 ) -> list[Tensor]:
     """Return the same of a layer that normalizes over a step of `leaves` micro-batches, of which `own` are here."""
-    together, sums = CooperativeScheduler([]), StepSums(canonical)
-    synchronize(layer, together, sums)
+    together, sums = CooperativeScheduler([]), BatchNormSums(canonical)
+    synchronize_batchnorm(layer, together, sums)
     sums.begin(leaves, own)
     given = [each.clone().requires_grad_() for each in inputs]
     apart = IsolatedGradients(layer, len(given))
@@ -101,7 +101,7 @@ def share(world: World, sizes: Sequence[int]) -> list[Tensor]:
     inputs, gradients = _parts(sizes, SHAPES[nn.BatchNorm2d])
     own = get_subrange(len(sizes), world.size, world.rank)
     parts = [inputs[number] for number in own], [gradients[number] for number in own]
-    canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
+    canonical = world.make_canonical_sum(mesh, "replicate", "shard", side_stream=False)
     return [each.detach() for each in _synced(_layer(nn.BatchNorm2d), *parts, canonical, own, len(sizes))]
 
 
@@ -129,7 +129,7 @@ def test_what_a_layer_of_timm_adds_is_kept(make: type[nn.Module]) -> None:
 
 def test_in_evaluation_it_is_that_of_torch() -> None:
     layer, plain = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-    synchronize(layer, CooperativeScheduler([]), StepSums(ALONE))
+    synchronize_batchnorm(layer, CooperativeScheduler([]), BatchNormSums(ALONE))
     inputs = torch.randn(3, CHANNELS, 2, 2)
     layer(inputs)
     plain(inputs)
@@ -153,7 +153,7 @@ class Own(nn.BatchNorm2d):
 @pytest.mark.parametrize(("make", "times"), [(MetaModel, 2), (Own, 0)])
 def test_a_layer_that_does_not_call_torchs_function_once_is_refused(make: type[nn.Module], times: int) -> None:
     layer = make(CHANNELS)
-    synchronize(layer, CooperativeScheduler([]), StepSums(ALONE))
+    synchronize_batchnorm(layer, CooperativeScheduler([]), BatchNormSums(ALONE))
     with pytest.raises(
         UsageError, match=rf"torch.nn.functional.batch_norm once in its forward method, got {times} calls"
     ):

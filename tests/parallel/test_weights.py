@@ -16,8 +16,8 @@ from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.core.order import split_range
 from lockstep.core.precision import Precision
-from lockstep.core.shard import local_tensor
-from lockstep.parallel.weights import Weights, convert_compute_dtype
+from lockstep.core.shard import get_local_tensor
+from lockstep.parallel.weights import ReplicatedLayout, convert_compute_dtype
 
 BF16 = torch.bfloat16
 CASE = Case(precision="bf16-compute", model=toys.Plain)
@@ -145,12 +145,12 @@ def test_weights_and_state_are_in_fp32_or_all_in_fp16(precision: Precision, kept
     engine, _ = toys.trained(World(ALONE, torch.device("cpu")), case)
     state = engine.state()
     parameters = {name for name, _ in toys.build(case).named_parameters()}
-    assert {local_tensor(state.model[name]).dtype for name in parameters} == {kept}
-    assert {local_tensor(each).dtype for each in state.optimizer.values()} == {kept}
-    assert {local_tensor(each).dtype for each in (state.ema or {}).values()} == {torch.float32, torch.int64}
+    assert {get_local_tensor(state.model[name]).dtype for name in parameters} == {kept}
+    assert {get_local_tensor(each).dtype for each in state.optimizer.values()} == {kept}
+    assert {get_local_tensor(each).dtype for each in (state.ema or {}).values()} == {torch.float32, torch.int64}
     wide, _ = toys.trained(World(ALONE, torch.device("cpu")), replace(case, precision="fp32"))
     for name in parameters:
-        one, other = local_tensor(state.model[name]).float(), local_tensor(wide.state().model[name])
+        one, other = get_local_tensor(state.model[name]).float(), get_local_tensor(wide.state().model[name])
         assert torch.allclose(one, other, atol=1e-2), name
 
 
@@ -159,7 +159,7 @@ def test_frozen_weights_are_kept_and_shared_ones_stay_shared() -> None:
     model[1].weight = model[0].weight
     model.append(nn.Linear(3, 3).requires_grad_(False))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    weights = Weights(model, BF16)
+    weights = ReplicatedLayout(model, BF16)
     assert {each.dtype for each in model.parameters()} == {BF16}
     assert model[1].weight is model[0].weight
     assert [name for name, _ in weights.trained] == ["0.weight"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.config.load import Loaded, load, to_yaml
+from lockstep.config.load import LoadedConfig, load, to_yaml
 from lockstep.config.placement import Placement, StrategyConfig
 from lockstep.device import host
 from lockstep.errors import UsageError
@@ -16,7 +16,7 @@ from lockstep.planning import fastest
 from lockstep.planning import survey as surveying
 from lockstep.planning.fastest import select_fastest
 from lockstep.planning.measure import Measurements
-from lockstep.planning.survey import Machine, PlacementEstimate, memory_per_rank, open_for_survey, survey
+from lockstep.planning.survey import Machine, PlacementEstimate, get_memory_per_rank, open_for_survey, survey
 
 pytestmark = pytest.mark.usefixtures("here")
 MIB = 2**20
@@ -76,8 +76,8 @@ def test_all_ranks_are_measured_where_they_have_room(
 
     monkeypatch.setattr(surveying, "measure_maxima", largest)
     monkeypatch.setattr(surveying, "MIN_CPU_RANKS", 2)
-    monkeypatch.setattr(surveying, "usable_cores", lambda: 2)
-    monkeypatch.setattr(host, "memory", lambda: {"free": free, "limit": None})
+    monkeypatch.setattr(surveying, "count_usable_cores", lambda: 2)
+    monkeypatch.setattr(host, "get_memory_info", lambda: {"free": free, "limit": None})
     loaded = load("digits", ["placement.device=cpu", *words])
     ready = open_for_survey(loaded.replace_values("placement", {"device": "cpu"}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -106,7 +106,7 @@ def test_the_fastest_that_fits_is_written_into_the_configuration(surveyed: Surve
     assert config.run.predicted.model_dump() == {"strategy": "zero1", "processes": 2, "step_s": 1.0, "peak_bytes": MIB}
 
 
-def load_again(loaded: Loaded) -> Loaded:
+def load_again(loaded: LoadedConfig) -> LoadedConfig:
     Path("again.yaml").write_text(to_yaml(loaded), encoding="utf-8")
     return load("again.yaml")
 
@@ -142,7 +142,7 @@ def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
     surveyed: Surveyed, monkeypatch: pytest.MonkeyPatch, rows: list[PlacementEstimate], error: str
 ) -> None:
     surveyed(rows)
-    monkeypatch.setattr(fastest, "memory_per_rank", lambda *_: 2**30)
+    monkeypatch.setattr(fastest, "get_memory_per_rank", lambda *_: 2**30)
     with pytest.raises(UsageError) as raised:
         select_fastest(load("digits", WORDS), str)
     assert str(raised.value).startswith(f"placement.strategy: fastest: {error}")
@@ -150,7 +150,7 @@ def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
 
 def test_what_unpickles_is_measured_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.planning.survey._check_and_measure", lambda strategy, *_: strategy.name)
-    found = partial(survey, load("digits"), None, counts=(2,), machine=Machine(), report=str)
+    found = partial(survey, load("digits"), None, process_counts=(2,), machine=Machine(), report=str)
     assert {"ddp", "zero3", "pipeline"} <= {*found(strategies=())}
     assert "parameter_server" not in found(strategies=())
     assert found(strategies=[StrategyConfig(name="parameter_server")]) == ["parameter_server"]
@@ -171,5 +171,5 @@ def test_ranks_share_what_is_free_of_the_host_or_have_a_card(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=80 + 10 * number)
     )
-    monkeypatch.setattr(host, "memory", lambda: {"free": 1000, "limit": limit})
-    assert memory_per_rank(Placement(device=device), 4) == expected  # two of the four ranks share a card
+    monkeypatch.setattr(host, "get_memory_info", lambda: {"free": 1000, "limit": limit})
+    assert get_memory_per_rank(Placement(device=device), 4) == expected  # two of the four ranks share a card

@@ -7,7 +7,7 @@ from rich.console import Console
 from lockstep.planning.costs import Costs
 from lockstep.planning.measure import Measurements
 from lockstep.planning.survey import Machine, PlacementEstimate
-from lockstep.planning.table import find_best, make_table, sort_rows, to_json, unmeasured_lines
+from lockstep.planning.table import find_best, format_unmeasured_placements, make_table, sort_rows, to_json
 
 MIB = 2**20
 DDP = PlacementEstimate(
@@ -37,7 +37,7 @@ def test_cells_say_by_how_much_it_does_not_fit() -> None:
     assert lines[1] == "ddp 2 500 MiB 300 MiB 100 MiB, 4 2 s no, by 100 MiB"
     assert lines[2] == "pipeline 2 300 MiB 150 MiB 3 s yes"
     assert len(lines) == 3
-    assert unmeasured_lines([DDP, *NONE]) == ["not measured: tensor on 2, 4: no chunks"]
+    assert format_unmeasured_placements([DDP, *NONE]) == ["not measured: tensor on 2, 4: no chunks"]
     priced = replace(DDP, costs=Costs(epoch=3.2075, run=24690.0, save_every=99, kept=0.98765))
     with console.capture() as shown:
         console.print(make_table([priced], Machine()))

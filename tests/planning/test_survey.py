@@ -5,12 +5,12 @@ import pytest
 from lockstep.comparison import plan
 from lockstep.config.load import load
 from lockstep.config.placement import StrategyConfig
-from lockstep.planning.survey import _list_placements
+from lockstep.planning.survey import _iterate_placements
 from lockstep.verification.own_loop import _list_placements as list_placements_of_loop
 
 
 def pairs(*names: str) -> list[tuple[str, int]]:
-    found = _list_placements(load("digits", []), [StrategyConfig(name=name) for name in names], [1, 2, 3])
+    found = _iterate_placements(load("digits", []), [StrategyConfig(name=name) for name in names], [1, 2, 3])
     return [(strategy.name, processes) for strategy, processes in found]
 
 
@@ -24,5 +24,5 @@ def test_replicas_are_measured_on_one_process_if_they_are_named() -> None:
 def test_they_are_verified_and_compared_on_one_process(processes: tuple[int, ...]) -> None:
     single = [("single", 1)] if 1 in processes else []
     assert list_placements_of_loop(processes, ("ddp", "data_parallel")) == [*single, ("data_parallel", 1), ("ddp", 2)]
-    assert list(plan._process_counts({"name": "data_parallel"}, processes)) == [1]
-    assert list(plan._process_counts({"name": "ddp"}, processes)) == [2]
+    assert list(plan._list_process_counts({"name": "data_parallel"}, processes)) == [1]
+    assert list(plan._list_process_counts({"name": "ddp"}, processes)) == [2]

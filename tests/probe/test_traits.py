@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.parallel.gradients import Gradients
+from lockstep.parallel.gradients import BucketedGradientSum
 from lockstep.probe.traits import ModelTraits
 
 
@@ -70,7 +70,7 @@ def test_a_trait_that_may_depend_on_the_strategy_is_named(model, words: str) -> 
 
 def test_hooks_of_lockstep_are_no_traits() -> None:
     part = nn.Linear(3, 3)
-    part.weight.register_post_accumulate_grad_hook(partial(Gradients._on_gradient_ready, None, None))
+    part.weight.register_post_accumulate_grad_hook(partial(BucketedGradientSum._on_gradient_ready, None, None))
     traits = ModelTraits()
     traits.watch(Net(part))
     assert traits.describe() == []

@@ -14,7 +14,7 @@ import worlds
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.device.cores import format_cores, parse_cores
-from lockstep.ranks.affinity import bind, make_locality, pci_address, siblings
+from lockstep.ranks.affinity import bind_to_gpu_cores, get_pci_address, make_locality, map_to_first_siblings
 
 CARDS = ["0000:1b:00.0", "0000:43:00.0", "0000:9d:00.0", "0000:c3:00.0"]
 
@@ -38,26 +38,26 @@ def sysfs(root: Path, online: str, cards: dict[str, tuple[int, str]], threads: d
 def test_a_seat_is_read(tmp_path) -> None:
     root = sysfs(tmp_path, "0-7", {CARDS[0]: (1, "4-7")}, {0: "0,4", 4: "0,4"})
     seat = make_locality("a", CARDS[0], parse_cores("0-5"), root)
-    assert (format_cores(seat.near), format_cores(seat.usable), seat.limited) == ("4-7", "0-5", True)
-    assert not make_locality("a", CARDS[0], parse_cores("0-7"), root).limited
-    assert siblings(parse_cores("0,4,5"), root) == {0: 0, 4: 0, 5: 5}
+    assert (format_cores(seat.near_cores), format_cores(seat.usable_cores), seat.is_limited) == ("4-7", "0-5", True)
+    assert not make_locality("a", CARDS[0], parse_cores("0-7"), root).is_limited
+    assert map_to_first_siblings(parse_cores("0,4,5"), root) == {0: 0, 4: 0, 5: 5}
 
 
 @pytest.mark.parametrize("card", [CARDS[0], CARDS[1], CARDS[2]])
 def test_a_card_without_a_node_has_no_cores_near(tmp_path, card) -> None:
     """-1: Linux lists all cores as local. A container may not show the card, and a file may not be what it was."""
     root = sysfs(tmp_path, "0-7", {CARDS[0]: (-1, "0-7"), CARDS[1]: (0, "none")})
-    assert not make_locality("a", card, parse_cores("0-7"), root).near
+    assert not make_locality("a", card, parse_cores("0-7"), root).near_cores
 
 
 def test_the_address_is_that_of_sysfs() -> None:
     card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0)
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=card):
-        assert pci_address(torch.device("cuda", 0)) == "0000:9d:00.0"
+        assert get_pci_address(torch.device("cuda", 0)) == "0000:9d:00.0"
 
 
 def test_nothing_is_bound_on_the_cpu(tmp_path) -> None:
-    assert bind(World(ALONE, torch.device("cpu")), 1, tmp_path) == []
+    assert bind_to_gpu_cores(World(ALONE, torch.device("cpu")), 1, tmp_path) == []
 
 
 def as_on_cards(world: World, root: Path, threads: int) -> tuple[list[str], set[str]]:
@@ -78,7 +78,7 @@ def as_on_cards(world: World, root: Path, threads: int) -> tuple[list[str], set[
     try:
         both[0].start()
         with mock.patch.object(torch.cuda, "get_device_properties", return_value=card):
-            said = bind(world, threads, root)
+            said = bind_to_gpu_cores(world, threads, root)
         both[1].start()
         look_here = format_cores(os.sched_getaffinity(0))
         return said, {look_here, *_ended(both, bound, found)}

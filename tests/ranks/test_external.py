@@ -34,38 +34,40 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rendezvous(rank: int, launcher: str = "slurm") -> Rendezvous:
     """Return a rank of two hosts with two ranks each; its store is gone."""
-    met = Rendezvous(RankInfo(rank, 4, rank % 2, 2, launcher), 1.0, external._end, b"", QUICK)
+    met = Rendezvous(RankInfo(rank, 4, rank % 2, 2, launcher), 1.0, external._report_and_exit, b"", QUICK)
     met.hosts = (*[met.rank_log.host] * 2, "b", "b") if rank < 2 else ("a", "a", *[met.rank_log.host] * 2)
     return met
 
 
 def test_one_rank_of_each_host_says_that_rank_0_is_gone() -> None:
-    said = {rank: external._failure_lines_without_store(rendezvous(rank), LOST) for rank in (1, 2, 3)}
+    said = {rank: external._format_failure_lines_without_store(rendezvous(rank), LOST) for rank in (1, 2, 3)}
     assert said == {1: [LOST.message], 2: [LOST.message], 3: []}
-    assert all(external._failure_lines_without_store(rendezvous(rank, "environment"), LOST) for rank in (1, 2, 3))
+    assert all(
+        external._format_failure_lines_without_store(rendezvous(rank, "environment"), LOST) for rank in (1, 2, 3)
+    )
 
 
 def test_a_cause_of_its_own_is_said_by_any_rank() -> None:
     own = Failure(3, 4, "b", "error: disk full")
-    assert external._failure_lines_without_store(rendezvous(3), own) == [own.message]
-    assert external._failure_lines_without_store(rendezvous(3), replace(own, secondary=True)) == []
+    assert external._format_failure_lines_without_store(rendezvous(3), own) == [own.message]
+    assert external._format_failure_lines_without_store(rendezvous(3), replace(own, secondary=True)) == []
 
 
 def test_a_rank_ends_though_there_is_no_terminal_and_no_room_for_its_log(tmp_path: Path) -> None:
     ending = rendezvous(1)
     os.close(ending.rank_log._terminal)
-    ending.rank_log.log = tmp_path  # a folder cannot be written
+    ending.rank_log.log_path = tmp_path  # a folder cannot be written
     with pytest.raises(Ended, match="1"):
-        external._end(ending, LOST)
+        external._report_and_exit(ending, LOST)
 
 
 def test_a_rank_ends_whose_last_words_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = rendezvous(1)
-    ending.timing = replace(QUICK, end_s=0.2)
+    ending.timing = replace(QUICK, end_timeout_s=0.2)
     monkeypatch.setattr(type(ending.rank_log), "write", lambda *_: time.sleep(3))  # a terminal that was stopped
     began = time.monotonic()
     with pytest.raises(Ended, match="1"):
-        external._end(ending, LOST)
+        external._report_and_exit(ending, LOST)
     assert time.monotonic() - began < 2
 
 

@@ -19,7 +19,7 @@ from lockstep.errors import (
     UsageError,
     UserCodeError,
 )
-from lockstep.ranks.external import _failure_lines
+from lockstep.ranks.external import _format_failure_lines
 from lockstep.ranks.failure import Failure, PeerFailedError, make_failure, parse_failure_json
 from lockstep.ranks.rank_log import RankLog
 
@@ -31,8 +31,8 @@ def test_a_failure_tells_who_what_and_where_to_read_on() -> None:
     assert FAILURE.message == (
         "[rank 1 of 4, a] Traceback (most recent call last):\n  in x\nValueError: no\n  its log: logs/rank-1.log"
     )
-    assert FAILURE.line == "[rank 1 of 4, a] ValueError: no"
-    assert replace(FAILURE, text="error: a\nb", log="").line == "[rank 1 of 4, a] error: a"
+    assert FAILURE.summary == "[rank 1 of 4, a] ValueError: no"
+    assert replace(FAILURE, text="error: a\nb", log="").summary == "[rank 1 of 4, a] error: a"
     assert parse_failure_json(FAILURE.to_json()) == FAILURE
 
 
@@ -66,7 +66,7 @@ def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
         (PeerLostError("gone"), "error: gone", 1, "transient"),
         (
             PeerFailedError(replace(FAILURE, exit_code=2, cause="data")),
-            f"error: stopped because another rank failed: {re.escape(FAILURE.line)}",
+            f"error: stopped because another rank failed: {re.escape(FAILURE.summary)}",
             2,
             "data",
         ),
@@ -90,11 +90,11 @@ def test_a_cause_that_nobody_knows_is_refused() -> None:
 def test_each_failure_is_told_in_full_once_and_by_each_host_in_a_line() -> None:
     elsewhere = replace(FAILURE, secondary=True)
     on_host = [RankInfo(rank, 4, rank % 2, 2, "slurm") for rank in range(4)]
-    assert _failure_lines(on_host[1], FAILURE, FAILURE) == [FAILURE.message]
-    said = [_failure_lines(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
+    assert _format_failure_lines(on_host[1], FAILURE, FAILURE) == [FAILURE.message]
+    said = [_format_failure_lines(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
     assert said == [
-        [f"rank 0 stops because another rank failed: {FAILURE.line}"],
-        [f"rank 2 stops because another rank failed: {FAILURE.line}"],
+        [f"rank 0 stops because another rank failed: {FAILURE.summary}"],
+        [f"rank 2 stops because another rank failed: {FAILURE.summary}"],
         [],
     ]
 
@@ -103,9 +103,9 @@ def test_the_same_failure_of_several_ranks_is_told_once_unless_they_have_termina
     own = replace(FAILURE, rank=2)
     other = replace(own, text="error: another")
     by_slurm, by_hand = RankInfo(2, 4, 0, 2, "slurm"), RankInfo(2, 4, 0, 2, "environment")
-    assert _failure_lines(by_slurm, own, FAILURE) == []
-    assert _failure_lines(by_hand, own, FAILURE) == [own.message]
-    assert _failure_lines(by_slurm, other, FAILURE) == [other.message]
+    assert _format_failure_lines(by_slurm, own, FAILURE) == []
+    assert _format_failure_lines(by_hand, own, FAILURE) == [own.message]
+    assert _format_failure_lines(by_slurm, other, FAILURE) == [other.message]
 
 
 def test_a_loader_process_that_died_is_told_in_a_line_whatever_was_running() -> None:

@@ -163,12 +163,12 @@ def test_the_table_has_all_keys_that_ranks_write(tmp_path: Path, monkeypatch: py
         rendezvous.compare({})
         rendezvous.broadcast_text("")
         rendezvous.gather({})
-        rendezvous.status = lambda: RankStatus("training")  # where a device may wait for the other rank
+        rendezvous.get_status = lambda: RankStatus("training")  # where a device may wait for the other rank
         stall = StallDetector(rendezvous, 0.2, lambda _: reported.set(), waits_on_device=True)
         with Heartbeat(rendezvous, 30.0), stall:
             assert reported.wait(60)
             until(lambda: stall._next_query > 0)
-        rendezvous.fail(Failure(rank, 2, "a", "error: disk full"))
+        rendezvous.report_failure(Failure(rank, 2, "a", "error: disk full"))
         rendezvous.leave()
 
     with ThreadPoolExecutor(2) as pool:

@@ -22,7 +22,7 @@ from lockstep.ranks.local_launcher import WorkerExit, find_first_failure, run_wo
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.run import training
 from lockstep.runs.folder import RunStart
-from lockstep.setup.resolved import resolve
+from lockstep.setup.resolved import resolve_config
 
 
 def note(folder: Path, rendezvous: Rendezvous) -> int:
@@ -92,13 +92,13 @@ OWN = Failure(0, 3, "a", "error: gone wrong", time=3.0)
 @pytest.mark.parametrize(
     ("ends", "first"),
     [
-        ([WorkerExit(0, 0, 1.0, result=0), WorkerExit(1, 0, 1.0, result=75)], None),
+        ([WorkerExit(0, 0, 1.0, reported_code=0), WorkerExit(1, 0, 1.0, reported_code=75)], None),
         ([WorkerExit(0, 1, 1.0, failure=LOST), WorkerExit(1, -9, 2.0)], 1),  # killed, and seen late
         ([WorkerExit(0, 1, 1.0, failure=LOST), WorkerExit(1, 0, 2.0)], 1),  # os._exit(0)
         ([WorkerExit(0, 1, 1.0, failure=LOST), WorkerExit(1, 1, 3.1, failure=OWN)], 1),
         ([WorkerExit(0, -6, 3.2), WorkerExit(1, -9, 2.0), WorkerExit(2, 1, 3.1, failure=OWN)], 1),
         ([WorkerExit(0, -6, 3.2), WorkerExit(1, 1, 3.3, failure=OWN)], 1),  # it is the time of the error that counts
-        ([WorkerExit(0, 0, 5.0, result=0), WorkerExit(1, 1, 1.0, failure=LOST)], 1),  # nobody knows more
+        ([WorkerExit(0, 0, 5.0, reported_code=0), WorkerExit(1, 1, 1.0, failure=LOST)], 1),  # nobody knows more
     ],
 )
 def test_the_cause_is_the_first_failure_that_is_no_lost_peer(ends: list[WorkerExit], first: int | None) -> None:
@@ -114,7 +114,7 @@ def limited(kind: int, room: int) -> None:
     try:
         run_workers(partial(leave, ()), 8, "fork", 60.0)
     except PreflightError as error:
-        os.write(2, error.told.encode())
+        os.write(2, error.terminal_text.encode())
         os._exit(error.exit_code)
 
 
@@ -159,5 +159,5 @@ def test_a_loopback_interface_that_is_down_is_named_at_once(monkeypatch):
 
 def test_what_a_worker_of_a_run_needs_can_be_sent_to_a_spawned_process():
     start = RunStart(Path("run"), None)
-    sent = partial(training.run_rank, resolve(load("digits")), start, None)
+    sent = partial(training.run_rank, resolve_config(load("digits")), start, None)
     assert pickle.loads(pickle.dumps(sent)).args[1] == start  # noqa: S301

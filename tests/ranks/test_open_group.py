@@ -16,8 +16,8 @@ from torch.optim import SGD
 import lockstep
 from lockstep.comm.world import open_world
 from lockstep.errors import UsageError
-from lockstep.ranks.external import single_process_rendezvous
-from lockstep.ranks.open_group import rank_in_open_group
+from lockstep.ranks.external import make_single_process_rendezvous
+from lockstep.ranks.open_group import find_rank_in_open_group
 
 
 def train(run: Any) -> str:
@@ -41,7 +41,7 @@ def spawned(rank: int, port: int, folder: Path) -> None:
 def refused(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     texts = []
-    for ask in (rank_in_open_group, lambda: open_world(single_process_rendezvous(), torch.device("cpu"))):
+    for ask in (find_rank_in_open_group, lambda: open_world(make_single_process_rendezvous(), torch.device("cpu"))):
         try:
             ask()
         except UsageError as error:
@@ -70,4 +70,4 @@ def test_a_group_that_met_by_a_file_is_refused_and_never_ignored(tmp_path: Path)
 
 
 def test_without_a_group_there_is_no_rank() -> None:
-    assert rank_in_open_group() is None
+    assert find_rank_in_open_group() is None

@@ -62,7 +62,7 @@ def each(infos: Any, work: Callable[[Rendezvous], Any], timeout_s: float = 20.0,
             rendezvous.join(infos[1])
             result = work(rendezvous)
         except LockstepError as error:
-            rendezvous.fail(make_failure(error, info, rendezvous.rank_log))
+            rendezvous.report_failure(make_failure(error, info, rendezvous.rank_log))
             result = error
         rendezvous.leave()
         return result
@@ -170,7 +170,7 @@ def test_what_was_over_before_a_rank_came_is_not_its_start(infos: Any, earlier: 
 def test_a_start_that_was_over_is_believed_in_the_end(infos: Any) -> None:
     assert each(([replace(info, size=2) for info in infos[0][:2]], infos[1]), lambda _: None) == [None, None]
     with pytest.raises(UsageError, match=r"rank 0 \(.*\) was started with world size 2, but rank 2 .* with 3"):
-        Rendezvous(infos[0][2], 20.0, end, SECRET, replace(QUICK, late_s=0.5)).join(infos[1])
+        Rendezvous(infos[0][2], 20.0, end, SECRET, replace(QUICK, late_timeout_s=0.5)).join(infos[1])
 
 
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
@@ -187,7 +187,7 @@ def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any) -> N
 
     def work(rendezvous: Rendezvous) -> Failure | None:
         if rendezvous.info.rank == 1:
-            [error] = each(([stranger], infos[1]), lambda _: None, timing=replace(QUICK, late_s=0.5))
+            [error] = each(([stranger], infos[1]), lambda _: None, timing=replace(QUICK, late_timeout_s=0.5))
             assert isinstance(error, UsageError)
             assert re.search(
                 r"world size 3, but .* with 4; .* if another run uses the same rendezvous, choose ", str(error)
@@ -195,7 +195,7 @@ def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any) -> N
             refused.set()
         assert refused.wait(60)
         rendezvous.compare({})
-        return rendezvous.first_failure()
+        return rendezvous.get_first_failure()
 
     assert each(infos, work) == [None] * SIZE
 
@@ -257,7 +257,7 @@ def test_who_listens_and_never_answers_is_given_up() -> None:
             UsageError,
             match=r"timed out after 0 s waiting for rank 0 at .*; if another run uses the same rendezvous, ",
         ):
-            Rendezvous(info, 20.0, end, b"", replace(QUICK, late_s=0.1)).join("env://")
+            Rendezvous(info, 20.0, end, b"", replace(QUICK, late_timeout_s=0.1)).join("env://")
 
 
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
@@ -296,7 +296,7 @@ def test_a_missing_rank_is_named(infos: Any, capfd: pytest.CaptureFixture[str]) 
 def test_another_number_of_ranks_is_told_to_all(infos: Any) -> None:
     ranks = [*infos[0][:2], replace(infos[0][2], size=4)]
     # A thread that comes after the failure waits for a new start.
-    errors = each((ranks, infos[1]), lambda _: None, timing=replace(QUICK, late_s=0.5))
+    errors = each((ranks, infos[1]), lambda _: None, timing=replace(QUICK, late_timeout_s=0.5))
     assert isinstance(errors[0], UsageError)
     assert "rank 2" in str(errors[0])
     assert "started with world size 4" in str(errors[0])
@@ -352,7 +352,7 @@ def test_a_file_to_meet_in_is_made_for_this_user_alone(tmp_path: Path) -> None:
 
 
 def test_a_name_that_stands_for_no_address_is_told_in_seconds() -> None:
-    timing = replace(QUICK, unknown_host_s=0.3)
+    timing = replace(QUICK, unknown_host_timeout_s=0.3)
     for rank in range(2):
         with pytest.raises(
             UsageError, match=r"cannot resolve the host no.such.host.invalid \(.*placement.rendezvous=tcp"
@@ -366,7 +366,7 @@ def test_one_process_waits_for_nobody() -> None:
     rendezvous = Rendezvous(RankInfo(0, 1, 0, 1, "torchrun"), 1.0, end)
     rendezvous.join("env://")
     rendezvous.compare({"recipe": 1})
-    assert (rendezvous.broadcast_text("folder"), rendezvous.first_failure()) == ("folder", None)
+    assert (rendezvous.broadcast_text("folder"), rendezvous.get_first_failure()) == ("folder", None)
     assert rendezvous.hosts == (socket.gethostname(),)
 
 
@@ -384,8 +384,8 @@ def beating(infos: Any, work: Callable[[Rendezvous, Heartbeat], Any], lost_after
 
         rendezvous = Rendezvous(info, 20.0, note, SECRET, QUICK)
         rendezvous.join(infos[1])
-        rendezvous.rank_log.log = Path(f"run/logs/rank-{info.rank}.log")
-        rendezvous.status = lambda: RankStatus("training", 5)
+        rendezvous.rank_log.log_path = Path(f"run/logs/rank-{info.rank}.log")
+        rendezvous.get_status = lambda: RankStatus("training", 5)
         try:
             with Heartbeat(rendezvous, lost_after_s) as heartbeat:
                 if answer := work(rendezvous, heartbeat):
@@ -452,7 +452,7 @@ def test_a_rank_that_is_seen_to_run_is_waited_for(infos: Any) -> None:
 def test_a_failure_elsewhere_ends_who_does_not_notice(infos: Any) -> None:
     def work(rendezvous: Rendezvous, _: Heartbeat) -> str | None:
         if rendezvous.info.rank == 2:
-            rendezvous.fail(Failure(2, SIZE, "b", "error: disk full"))
+            rendezvous.report_failure(Failure(2, SIZE, "b", "error: disk full"))
             return "failed"
         return None
 

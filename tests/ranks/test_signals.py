@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.common.interrupts import COPIES_S, InterruptCount
+from lockstep.common.interrupts import DUPLICATES_S, InterruptCount
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
 from lockstep.ranks.signals import EXIT_CODES, STOP_LEVELS, StopRequest, get_stop_signals
 
@@ -93,7 +93,7 @@ def test_a_second_interrupt_ends_at_once(trainer: "subprocess.Popen[str]") -> No
     assert trainer.stdout.readline() == "level 3\n"
     trainer.send_signal(signal.SIGINT)
     assert trainer.stdout.readline() == "level 4\n"
-    time.sleep(COPIES_S)
+    time.sleep(DUPLICATES_S)
     assert trainer.poll() is None
     trainer.send_signal(signal.SIGINT)
     assert trainer.wait(60) == EXIT_INTERRUPTED
@@ -111,7 +111,7 @@ def test_an_interrupt_is_the_second_when_it_comes_later(monkeypatch: pytest.Monk
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     interrupts = InterruptCount()
     assert not interrupts.is_second()
-    now[0] += COPIES_S
+    now[0] += DUPLICATES_S
     assert not interrupts.is_second()
     now[0] += 0.01
     assert interrupts.is_second()

@@ -18,7 +18,7 @@ from waiting import QUICK
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.ranks import stall
-from lockstep.ranks.external import join_ranks, single_process_rendezvous
+from lockstep.ranks.external import join_ranks, make_single_process_rendezvous
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import StallDetector, ThreadState, make_stall_report
 from lockstep.ranks.status import RankStatus
@@ -31,7 +31,7 @@ def rendezvous(world: World, folder: Path, status: RankStatus = RankStatus("trai
     ranks = join_ranks(
         RankInfo(world.rank, world.size, world.rank, world.size, "test"), f"file://{folder}/meet", 20, QUICK
     )
-    ranks.status = lambda: status
+    ranks.get_status = lambda: status
     return ranks
 
 
@@ -172,7 +172,7 @@ def quick(world: World, folder: Path) -> list[str]:
     reports: list[str] = []
     steps = 0
     ranks = rendezvous(world, folder)
-    ranks.status = lambda: RankStatus("training", steps)
+    ranks.get_status = lambda: RankStatus("training", steps)
     with StallDetector(ranks, STALL_S, reports.append):
         until = time.monotonic() + 4 * STALL_S
         while world.add_(torch.tensor([float(time.monotonic() < until)])).item():
@@ -207,7 +207,7 @@ def test_a_place_to_meet_that_is_gone_ends_the_watch_and_nothing_else() -> None:
         def clone(self) -> None:
             raise RuntimeError("Connection was likely closed")
 
-    ranks = single_process_rendezvous()
+    ranks = make_single_process_rendezvous()
     ranks.store = Gone()
     with StallDetector(ranks, STALL_S, pytest.fail) as watch:
         watch._threads[1].join()  # an error of a thread fails a test

@@ -17,7 +17,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.errors import LockstepError, UsageError
 from lockstep.ranks import failure, heartbeat, stall
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError
-from lockstep.ranks.heartbeat import Beat, Heartbeat, watched_ranks
+from lockstep.ranks.heartbeat import Beat, Heartbeat, get_watched_ranks
 from lockstep.ranks.job_store import JobStore, UntrustedError
 from lockstep.ranks.rendezvous import Rendezvous, describe_differences
 from lockstep.ranks.stall import StallDetector
@@ -62,7 +62,7 @@ def test_a_failure_that_no_rank_signed_ends_nobody(capfd: pytest.CaptureFixture[
             stranger(rendezvous).set("failure", f"- {FORGED.to_json()}")
         rendezvous.compare({"recipe": 1})
         rendezvous.broadcast_text("folder")
-        return rendezvous.first_failure()
+        return rendezvous.get_first_failure()
 
     assert started(work) == [None, None]
     said = [line for line in capfd.readouterr().err.splitlines() if "warning: ignored a failure report: " in line]
@@ -75,7 +75,7 @@ def test_a_failure_of_a_rank_is_heard_though_a_stranger_was_first() -> None:
         if rendezvous.info.rank == 0:
             stranger(rendezvous).set("failure", f"- {FORGED.to_json()}")
             stranger(rendezvous).add("failures", 7)
-            return rendezvous.fail(Failure(0, 2, "a", "error: no such file", exit_code=2))
+            return rendezvous.report_failure(Failure(0, 2, "a", "error: no such file", exit_code=2))
         rendezvous.compare({})  # for which rank 0 does not come
         return None
 
@@ -94,15 +94,15 @@ def test_without_a_secret_a_stranger_ends_a_run_but_neither_well_nor_with_escape
             stranger(rendezvous).set("failure", f"- {json.dumps(forged)}")
         else:
             rendezvous.compare({})
-        until(lambda: rendezvous.first_failure() is not None)
-        return rendezvous.first_failure()
+        until(lambda: rendezvous.get_first_failure() is not None)
+        return rendezvous.get_first_failure()
 
     for found in started(work, (b"", b"")):
         assert found.exit_code == 75
         assert found.message == (
             "[rank 1 of 2, b\\n\\x1b[1A] error: \\x1b[2J\\x1b]0;owned\\x07\\u202e\\rdisk full\n  its log: \\x9b1A"
         )
-        assert "\x1b" not in found.line
+        assert "\x1b" not in found.summary
 
 
 @pytest.mark.parametrize(("key", "value"), [("here 1", {"size": 2, "host": "b"}), ("begin", {"size": 2, "hosts": []})])
@@ -157,7 +157,7 @@ def test_later_starts_and_ranks_that_are_not_there_change_nothing() -> None:
             base.set("lockstep start", f'- "{"cd" * 16}"')
             base.set(f"{'cd' * 16}/failure", f"- {FORGED.to_json()}")
         rendezvous.compare({"recipe": 1})
-        return rendezvous.first_failure()
+        return rendezvous.get_first_failure()
 
     assert started(work) == [None, None]
 
@@ -261,7 +261,7 @@ def test_what_is_no_beat_is_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 65, 66, 5000])
 def test_each_rank_is_watched_by_one_other_and_rank_0_by_all(size: int) -> None:
-    ranks = [watched_ranks(rank, size) for rank in range(size)]
+    ranks = [get_watched_ranks(rank, size) for rank in range(size)]
     times = Counter({rank: 1 if rank else size - 1 for rank in range(size)})
     assert Counter(each for own in ranks for each in own) == times
     assert max(map(len, ranks)) <= 65

@@ -27,7 +27,7 @@ def trained(world: World, strategy: str, recipe: Recipe) -> dict[str, Tensor]:
     samples = PROCESSES * SAMPLES
     for number in range(STEPS):
         step = Step(number, 0, number * samples, samples, number * samples, False)
-        indices = placed.mesh(world.size).data_rank(world.rank).indices(PROCESSES)
+        indices = placed.mesh(world.size).get_data_rank(world.rank).get_microbatches(PROCESSES)
         own = [MicroBatch(index, data(number, index), SAMPLES, SAMPLES, dummy) for index, dummy in indices]
         engine.forward_backward(own, step)
         engine.update(recipe.lr, recipe.max_norm)

@@ -10,7 +10,7 @@ from test_examine import examined
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.replay.trace import Trace, TraceHeader, compare
+from lockstep.replay.trace import Trace, TraceHeader, compare_traces
 
 HERE = TraceHeader(step=5, numerics={"torch": "2.15.0", "threads": 1}, sources={"nets.py": "0"}, steps={4: "0", 5: "0"})
 ONE_BIT = torch.tensor(1 + 2**-23)
@@ -54,7 +54,7 @@ def in_backward(x: Tensor) -> Tensor:
     ],
 )
 def test_the_first_tensor_that_differs_is_named(tmp_path: Path, change, head: TraceHeader, found: list[str]) -> None:
-    agree, lines = compare(traced(tmp_path / "a"), traced(tmp_path / "b", change, head))
+    agree, lines = compare_traces(traced(tmp_path / "a"), traced(tmp_path / "b", change, head))
     for line in found:
         assert any(re.match(line, each) for each in lines), lines
     assert agree == ("have the same bits" in lines[-1])
@@ -74,4 +74,4 @@ def test_what_is_no_trace_is_said(tmp_path: Path, content: str | None, problem: 
     if content is not None:
         (tmp_path / "b").write_text(content)
     with pytest.raises(UsageError, match=problem):
-        compare(traced(tmp_path / "a"), tmp_path / "b")
+        compare_traces(traced(tmp_path / "a"), tmp_path / "b")

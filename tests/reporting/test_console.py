@@ -26,7 +26,7 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Open:
 
     def make(terminal: bool | None) -> tuple[Console, io.StringIO]:
         stream = io.StringIO()
-        return Console(stream, "runs/x", RULE, terminal=terminal), stream
+        return Console(stream, "runs/x", RULE, is_terminal=terminal), stream
 
     return make
 

@@ -14,7 +14,7 @@ from lockstep.reporting.run_view import RunView
 
 EVENTS = [(0.0, started()), (10.0, evaluated()), (60.0, stepped(60, loss=0.5))]
 RUNNING = RunView("runs/a", "running", build_history(logged(*EVENTS)), 12, "RUNNING")
-QUEUED = RunView("runs/a-name-that-is-long", "queued", job=13, queued="PENDING (Resources)")
+QUEUED = RunView("runs/a-name-that-is-long", "queued", job=13, job_state="PENDING (Resources)")
 
 HEADINGS = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
 

@@ -55,7 +55,7 @@ def test_before_a_run_begins_and_while_its_log_is_read() -> None:
 
 def test_in_a_pipe_each_line_is_written_once() -> None:
     stream = io.StringIO()
-    view = LiveView(stream, terminal=False)
+    view = LiveView(stream, is_terminal=False)
 
     def new(now: float, *runs: RunView) -> list[str]:
         stream.seek(0)
@@ -85,7 +85,7 @@ def test_in_a_pipe_each_line_is_written_once() -> None:
 def test_in_a_terminal_the_view_is_drawn_in_one_place_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")  # the tests' own may be dumb, as in an editor's shell
     stream = io.StringIO()
-    view = LiveView(stream, terminal=True)
+    view = LiveView(stream, is_terminal=True)
     view.show([viewed(*GOING)], 165.0)
     view.close()
     view.close()

@@ -111,7 +111,7 @@ def test_it_leaves_no_thread_and_no_port_though_a_connection_says_nothing() -> N
 
 
 def test_an_open_page_learns_of_the_end_and_without_one_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "_LINGER_S", 10.0)
+    monkeypatch.setattr(page_server, "_FINAL_UPDATE_TIMEOUT_S", 10.0)
     learned: list[bool] = []
     began = time.monotonic()
     with PageServer("127.0.0.1", 0) as server:

@@ -46,5 +46,5 @@ def test_a_save_is_reported_with_the_last_figures(lead: bool, checkpoint: Any, t
 
 
 def test_a_start_with_nothing_left_to_do_reports_the_end(told: list[Any]) -> None:
-    RayReport("runs/a", lead=True).write(done(9), 0.0)
+    RayReport("runs/a", is_rank_0=True).write(done(9), 0.0)
     assert told == [({"step": 9, **AT, "weights_sha256": "d0", "run_dir": "runs/a"}, {"run_dir": "runs/a"})]

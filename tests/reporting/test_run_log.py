@@ -28,8 +28,8 @@ def test_a_run_from_its_start_to_its_end() -> None:
     )
     assert found.curves["loss/train"] == [Point(10, 640, 3.0, 0.43214)]
     assert found.curves["loss/validation"] == [Point(69, 4311, 4.0, 0.1023)]
-    assert found.last_value("top1") == 355 / 360
-    assert found.last_value("nothing") is None
+    assert found.get_last_value("top1") == 355 / 360
+    assert found.get_last_value("nothing") is None
     assert (found.seconds, found.weights_sha256, found.monitor) == (6.0, SHA, "top1")
     assert found.fractions == {"top1", "top5"}
     assert [(save.step, save.duration_s, save.best) for save in found.saves] == [(690, 0.1, True)]
@@ -51,7 +51,7 @@ def test_the_best_of_runs_by_what_they_are_judged(
     ends = [replace(evaluated(), figures={"top1": each, "top5": 1.0}, loss=each) for each in figures]
     runs = [build_history(logged((0.0, replace(started(), **how)), (1.0, each))) for each in ends]
     assert describe_best_run(runs) == marks
-    assert {run.figure and run.figure.name for run in runs} == {"top1"}  # the task's first where the loss decides
+    assert {run.metric and run.metric.name for run in runs} == {"top1"}  # the task's first where the loss decides
 
 
 def test_the_names_are_those_of_the_other_sinks() -> None:
@@ -61,7 +61,7 @@ def test_the_names_are_those_of_the_other_sinks() -> None:
         named = {name: points[-1].value for name, points in found.curves.items() if name != "peak_bytes"}
         assert named == select_metrics(event)
     own = Logged(step=3, epoch=0, samples=192, figures={"accuracy": 0.75})
-    assert build_history(logged((0.0, started()), (1.0, own))).last_value("accuracy") == 0.75
+    assert build_history(logged((0.0, started()), (1.0, own))).get_last_value("accuracy") == 0.75
 
 
 def test_steps_that_are_recomputed_count_once_and_pauses_not_at_all() -> None:

@@ -8,14 +8,14 @@ from view_examples import GOING, logged, viewed
 
 from lockstep.reporting.run_log import RunStatus, build_history
 from lockstep.reporting.run_view import (
-    State,
+    RunState,
     describe_ending,
     determine_state,
     format_eta,
     format_headline,
-    format_line,
     format_metrics,
     format_progress,
+    format_status_line,
     get_exit_code,
     is_over,
     select_latest_notices,
@@ -30,7 +30,7 @@ def test_a_run_that_goes_on_in_words() -> None:
     assert format_metrics(run).startswith(
         "88 samples/s  loss/train 0.4321  loss/validation 0.1023  top1 98.61 %  top5 100.00 %"
     )
-    assert format_line(run) == f"runs/a  {format_progress(run)}  {format_metrics(run)}  {format_eta(run)}"
+    assert format_status_line(run) == f"runs/a  {format_progress(run)}  {format_metrics(run)}  {format_eta(run)}"
 
 
 def test_before_its_log_there_is_a_name() -> None:
@@ -55,7 +55,7 @@ def test_before_its_log_there_is_a_name() -> None:
         ("done", True, True),
     ],
 )
-def test_when_a_run_is_over(state: State, over: bool, waiting_over: bool) -> None:
+def test_when_a_run_is_over(state: RunState, over: bool, waiting_over: bool) -> None:
     run = viewed(*GOING, state=state)
     assert (is_over(run, wait_for_completion=False), is_over(run, wait_for_completion=True)) == (over, waiting_over)
     assert not is_over(viewed(*GOING, state=state, whole=False), wait_for_completion=False)

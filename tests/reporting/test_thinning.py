@@ -20,13 +20,13 @@ def curve(number: int, **special: float) -> tuple[ThinnedCurve, list[Point]]:
 @pytest.mark.parametrize("number", [0, 1, 2, 1_999])
 def test_a_short_curve_is_kept_whole(number: int) -> None:
     thinned, points = curve(number)
-    assert thinned.points() == points
+    assert thinned.get_points() == points
 
 
 @pytest.mark.parametrize("number", [2_001, 5_000, 77_779, 100_000])
 def test_a_long_curve_keeps_its_ends_and_its_spikes(number: int) -> None:
     thinned, points = curve(number, at1=-3.0, at1234=8.0, at77777=9.0)
-    kept = thinned.points()
+    kept = thinned.get_points()
     assert 500 < len(kept) <= 2_005
     assert (kept[0], kept[-1]) == (points[0], points[-1])
     assert {each for each in points if each.value != 1} <= set(kept)
@@ -36,7 +36,7 @@ def test_a_long_curve_keeps_its_ends_and_its_spikes(number: int) -> None:
 
 def test_what_is_not_finite_hides_no_other_point() -> None:
     thinned, points = curve(10_000, **{f"at{n}": math.nan for n in range(10_000) if n % 100 or n == 0})
-    finite = [each for each in thinned.points() if math.isfinite(each.value)]
+    finite = [each for each in thinned.get_points() if math.isfinite(each.value)]
     assert finite == [each for each in points if math.isfinite(each.value)]
 
 
@@ -44,9 +44,9 @@ def test_what_is_not_finite_hides_no_other_point() -> None:
 def test_a_run_that_resumes_loses_what_it_recomputes(number: int) -> None:
     thinned, _ = curve(number)
     thinned.truncate(500)
-    assert {each.step for each in thinned.points()} <= set(range(501))
-    assert thinned.points()[0].step == 0
+    assert {each.step for each in thinned.get_points()} <= set(range(501))
+    assert thinned.get_points()[0].step == 0
     thinned.append(Point(501, 64 * 501, 1e6, 5.0))
-    assert thinned.points()[-1].value == 5.0
+    assert thinned.get_points()[-1].value == 5.0
     thinned.truncate(-1)
-    assert thinned.points() == []
+    assert thinned.get_points() == []

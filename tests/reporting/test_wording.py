@@ -13,7 +13,7 @@ def test_started_tells_what_a_sample_costs() -> None:
     on_a_card = dataclasses.replace(started(), device="cuda:0", flops_per_sample=24_299_077_632)
     known = dataclasses.replace(on_a_card, peak_flops_per_s=2 * 989e12)
     unknown = dataclasses.replace(started(), flops_per_sample=None, task="task classification")
-    assert [wording.start_lines(each, "")[-1] for each in (known, on_a_card, unknown)] == [
+    assert [wording.format_start_lines(each, "")[-1] for each in (known, on_a_card, unknown)] == [
         "24.3 GFLOP for each sample, forward and backward; peak of the devices 1.978 PFLOP/s",
         "24.3 GFLOP for each sample, forward and backward; the peak of this device is not known, so there is no MFU",
         "no FLOP count: the model does not run on the meta device of torch, which does not affect the training",
@@ -29,19 +29,22 @@ def test_waiting_for_data_is_shown_where_it_matters(data_s: float, shown: str) -
 
 def test_a_loop_of_ones_own_counts_no_flop() -> None:
     own = dataclasses.replace(started(), flops_per_sample=None)
-    assert not [line for line in wording.start_lines(own, "") if "FLOP" in line]
+    assert not [line for line in wording.format_start_lines(own, "") if "FLOP" in line]
 
 
 def test_started_tells_where_a_run_goes_on() -> None:
-    assert wording.start_lines(started(46, RESUMED_FROM), "")[-1] == f"resuming after step 46 from {RESUMED_FROM}"
-    complete = wording.start_lines(started(690, RESUMED_FROM), "")[-1]
+    assert (
+        wording.format_start_lines(started(46, RESUMED_FROM), "")[-1] == f"resuming after step 46 from {RESUMED_FROM}"
+    )
+    complete = wording.format_start_lines(started(690, RESUMED_FROM), "")[-1]
     assert complete == f"complete after step 690 from {RESUMED_FROM}: nothing is left to train"
 
 
 def test_replicas_are_told_with_their_share() -> None:
     spread = partial(dataclasses.replace, started(), replicas=["cuda:0", "cuda:1"], device="cuda:1")
     odd, many, one = (
-        wording.start_lines(spread(batch=batch, microbatches=count), "") for batch, count in ((21, 5), (12, 12), (1, 1))
+        wording.format_start_lines(spread(batch=batch, microbatches=count), "")
+        for batch, count in ((21, 5), (12, 12), (1, 1))
     )
     shares = "cuda:0 with micro-batches 1, 3, 5 (13 samples), cuda:1 with micro-batches 2, 4 (8 samples)"
     assert f"2 replicas: {shares}; gradients are added on cuda:1" in odd
@@ -88,9 +91,11 @@ def test_lines() -> None:
     of_average = dataclasses.replace(evaluated(), weights="ema", figures={}, loss=255344221184.0)
     assert wording.format_evaluation_line(of_average) == "evaluated 360 of 360  loss 2.553e+11  ema weights"
     expected = "stopped by SIGTERM after step 690; the same command with run.dir=runs/a resumes"
-    assert wording.stop_line(stopped(), "runs/a") == expected
-    assert wording.stop_line(stopped(), "runs/a", of_recipe=False).endswith("; the same script resumes in runs/a")
-    assert wording.stop_line(stopped(), None) == "stopped by SIGTERM after step 690; nothing is saved"
+    assert wording.format_stop_line(stopped(), "runs/a") == expected
+    assert wording.format_stop_line(stopped(), "runs/a", is_recipe=False).endswith(
+        "; the same script resumes in runs/a"
+    )
+    assert wording.format_stop_line(stopped(), None) == "stopped by SIGTERM after step 690; nothing is saved"
 
 
 def test_summary_counts_what_this_start_did() -> None:
@@ -129,5 +134,5 @@ def test_duration(seconds: float, text: str) -> None:
 def test_a_random_hash_seed_is_named(seed: str, processes: int, lines: int) -> None:
     """Of one process alone: ranks with seeds of their own are warned of."""
     start = dataclasses.replace(started(), hash_seed=seed, processes=processes)
-    named = [line for line in wording.start_lines(start, "") if "PYTHONHASHSEED=0" in line]
+    named = [line for line in wording.format_start_lines(start, "") if "PYTHONHASHSEED=0" in line]
     assert len(named) == lines

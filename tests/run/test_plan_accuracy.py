@@ -10,8 +10,8 @@ import torch
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
-from lockstep.run.plan_accuracy import StepMeasurements, is_predicted
-from lockstep.setup.resolved import resolve
+from lockstep.run.plan_accuracy import StepMeasurements, can_compare_with_plan
+from lockstep.setup.resolved import resolve_config
 
 MIB: Final = 2**20
 
@@ -21,11 +21,11 @@ ONE: Final = World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu"))
 
 def test_time_is_that_of_the_steps_after_the_watched_ones() -> None:
     seconds = [0.0]
-    grading = StepMeasurements(ONE, SimpleNamespace(split_seconds=lambda: seconds[0]))
+    grading = StepMeasurements(ONE, SimpleNamespace(get_split_seconds=lambda: seconds[0]))
     held = torch.ones(8 * MIB, dtype=torch.uint8)
     with grading.exclude():
         beside = torch.ones(32 * MIB, dtype=torch.uint8)
-    for step in grading.watch(iter(range(1, 9))):
+    for step in grading.measure_steps(iter(range(1, 9))):
         passing = torch.ones((0, 64, 4, 8, 16, 2, 1, 64, 64)[step] * MIB, dtype=torch.uint8)
         time.sleep(0.05)
         del passing
@@ -37,8 +37,8 @@ def test_time_is_that_of_the_steps_after_the_watched_ones() -> None:
 
 
 def test_a_start_of_six_steps_has_none_to_measure() -> None:
-    grading = StepMeasurements(ONE, SimpleNamespace(split_seconds=lambda: 1.0))
-    assert [*grading.watch(iter("abcdef"))] == [*"abcdef"]
+    grading = StepMeasurements(ONE, SimpleNamespace(get_split_seconds=lambda: 1.0))
+    assert [*grading.measure_steps(iter("abcdef"))] == [*"abcdef"]
     assert grading.get_result() == {}
 
 
@@ -53,4 +53,4 @@ def test_a_start_of_six_steps_has_none_to_measure() -> None:
 )
 def test_only_the_placement_that_was_meant_is_graded(words: list[str], graded: bool) -> None:
     said = "run.predicted={strategy: ddp, processes: 2, step_s: 0.1, peak_bytes: 5000}"
-    assert is_predicted(resolve(load("digits", ["placement.device=cpu", said, *words]))) is graded
+    assert can_compare_with_plan(resolve_config(load("digits", ["placement.device=cpu", said, *words]))) is graded

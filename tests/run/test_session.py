@@ -11,11 +11,11 @@ import torch
 
 from benchmarks import naive_ddp
 from lockstep import errors
-from lockstep.config.load import Loaded, load
+from lockstep.config.load import LoadedConfig, load
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig
 from lockstep.loop.member import Member
-from lockstep.loop.settings import Settings
+from lockstep.loop.settings import JoinSettings
 from lockstep.planning import measure
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.stall import ThreadState, find_late_ranks
@@ -24,7 +24,7 @@ from lockstep.replay import run as replay
 from lockstep.run import evaluation, session
 from lockstep.run.training import run_rank
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
-from lockstep.setup.resolved import resolve
+from lockstep.setup.resolved import resolve_config
 from lockstep.verification import traced_run
 
 
@@ -50,38 +50,40 @@ class Ranks:
         raise MetError(facts)
 
 
-def _join(loaded: Loaded, folder: Path, ranks: Any) -> object:
+def _join(loaded: LoadedConfig, folder: Path, ranks: Any) -> object:
     token = WORKER_CONTEXT.set(WorkerContext(ranks))
     try:
         return Member.join(
-            lambda: Settings(seed=0, precision="fp32", threads=1, placement=Placement(), run=RunConfig())
+            lambda: JoinSettings(seed=0, precision="fp32", threads=1, placement=Placement(), run=RunConfig())
         )
     finally:
         WORKER_CONTEXT.reset(token)
 
 
-def _replay(loaded: Loaded, folder: Path, ranks: Any) -> object:
+def _replay(loaded: LoadedConfig, folder: Path, ranks: Any) -> object:
     opened = replay.RunToReplay(loaded, None, 0, 1, None, {})
     return replay._run_rank(replay.ReplayRequest(folder, 1, 1), print, (opened, None), ranks)  # type: ignore[arg-type]
 
 
-def _traced(loaded: Loaded, folder: Path) -> traced_run.TraceJob:
-    return traced_run.TraceJob(resolve(loaded, 2), (0,), 1, folder)
+def _traced(loaded: LoadedConfig, folder: Path) -> traced_run.TraceJob:
+    return traced_run.TraceJob(resolve_config(loaded, 2), (0,), 1, folder)
 
 
-CLIENTS: dict[str, Callable[[Loaded, Path, Any], object]] = {
-    "training": lambda loaded, _, ranks: run_rank(resolve(loaded, 2), None, None, None, ranks),
+CLIENTS: dict[str, Callable[[LoadedConfig, Path, Any], object]] = {
+    "training": lambda loaded, _, ranks: run_rank(resolve_config(loaded, 2), None, None, None, ranks),
     "evaluation": lambda loaded, _, ranks: evaluation._evaluate_on_rank(loaded, None, print, None, ranks),
     "replay": _replay,
     "the naive DDP of a benchmark": lambda loaded, folder, ranks: naive_ddp._on_rank(
-        resolve(loaded, 2), folder, SimpleNamespace(), None, ranks
+        resolve_config(loaded, 2), folder, SimpleNamespace(), None, ranks
     ),
     "verification": lambda loaded, folder, ranks: traced_run.run_case(_traced(loaded, folder), None, ranks),
     "the probe of a verification": lambda loaded, folder, ranks: traced_run.probe_case(
         _traced(loaded, folder), None, ranks
     ),
-    "planning": lambda loaded, folder, ranks: measure.run_rank(resolve(loaded, 2), 1e9, folder, None, ranks),
-    "planning of a save": lambda loaded, folder, ranks: measure.run_save(resolve(loaded, 2), folder, None, ranks),
+    "planning": lambda loaded, folder, ranks: measure.measure_rank(resolve_config(loaded, 2), 1e9, folder, None, ranks),
+    "planning of a save": lambda loaded, folder, ranks: measure.measure_save(
+        resolve_config(loaded, 2), folder, None, ranks
+    ),
     "a loop of the user's own": _join,
 }
 
@@ -105,7 +107,7 @@ def test_each_client_is_watched_and_compares_before_it_opens_anything(
     client: str, watched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fixed: list[int] = []
-    monkeypatch.setattr(session, "fix_kernels", lambda threads, *_: fixed.append(threads))
+    monkeypatch.setattr(session, "select_deterministic_kernels", lambda threads, *_: fixed.append(threads))
     loaded = load("digits", ["recipe.threads=1", "placement.processes=2", "placement.strategy=zero1"])
     with pytest.raises(MetError) as found:
         CLIENTS[client](loaded, tmp_path, Ranks(watched))
@@ -123,7 +125,7 @@ def test_a_variable_that_changes_bits_on_a_card_is_refused_by_each(
     client: str, watched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(session, "choose_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(session, "fix_kernels", lambda *_: None)
+    monkeypatch.setattr(session, "select_deterministic_kernels", lambda *_: None)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     loaded = load("digits", ["placement.processes=2", "placement.strategy=zero1"])
     with pytest.raises(errors.UsageError, match="NVIDIA_TF32_OVERRIDE"):

@@ -23,12 +23,12 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / digest_file.DIGESTS
     digest_file.truncate(path, 0)
     digest_file.append(path, [Digest(step, 2**64 - step) for step in range(1, 11)])
-    digest_file.append(path, [Digest(10, 3, weights=True), Digest(11, 4)])
+    digest_file.append(path, [Digest(10, 3, is_weights=True), Digest(11, 4)])
     return path
 
 
 def test_a_file_is_read_as_it_was_written(path: Path) -> None:
-    assert digest_file.read(path)[9:] == [Digest(10, 2**64 - 10), Digest(10, 3, weights=True), Digest(11, 4)]
+    assert digest_file.read(path)[9:] == [Digest(10, 2**64 - 10), Digest(10, 3, is_weights=True), Digest(11, 4)]
     assert path.stat().st_size == 16 * 13
 
 
@@ -37,7 +37,7 @@ def test_a_resumed_run_goes_on_where_it_resumes(path: Path) -> None:
         file.write(b"torn")
     digest_file.truncate(path, 10, pytest.fail)
     digest_file.append(path, [Digest(11, 5)])
-    assert digest_file.read(path)[9:] == [Digest(10, 2**64 - 10), Digest(10, 3, weights=True), Digest(11, 5)]
+    assert digest_file.read(path)[9:] == [Digest(10, 2**64 - 10), Digest(10, 3, is_weights=True), Digest(11, 5)]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,6 @@ def test_a_run_that_resumes_cuts_off_what_it_does_again(
     rendezvous: Any = SimpleNamespace(rank_log=SimpleNamespace(write_to_log=str), info=INFO)
     rank = Rank(rendezvous, ALONE, path.parent, {}, {})
     rank.progress.step = 4
-    rank.keep_digests(SimpleNamespace(gradients=dict), exactness, every)  # type: ignore[arg-type]
+    rank.start_digests(SimpleNamespace(gradients=dict), exactness, every)  # type: ignore[arg-type]
     assert [each.step for each in digest_file.read(path)] == [1, 2, 3, 4]
     assert (rank.digests is not None) == (every == 3)

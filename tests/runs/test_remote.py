@@ -14,7 +14,7 @@ import torch
 from component import require_storage
 from killed_storage import Killed, killed_after
 
-from lockstep.common.location import local_folder
+from lockstep.common.location import get_local_folder
 from lockstep.errors import HostError, UsageError
 from lockstep.runs import folder as run_folder
 from lockstep.runs import remote, remote_lock
@@ -40,7 +40,7 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     url = f"memory://{uuid.uuid4().hex}/run"
     yield url
     storage = open_storage(url)
-    for name in storage.names():
+    for name in storage.list_objects():
         storage.remove(name)
 
 
@@ -75,7 +75,7 @@ def train(url: str, saves: dict[int, bool] | None = None) -> int:
 def objects(url: str) -> dict[str, bytes]:
     """Return all objects besides the lock."""
     storage = open_storage(url)
-    return {name: storage.read(name) for name in storage.names() if not name.startswith("claims/")}
+    return {name: storage.read(name) for name in storage.list_objects() if not name.startswith("claims/")}
 
 
 def check(url: str) -> None:
@@ -87,7 +87,7 @@ def check(url: str) -> None:
                 data = stored[f"{name.removesuffix('manifest.json')}{file}"]
                 assert hashlib.sha256(data).hexdigest() == written["sha256"]
     storage = open_storage(url)
-    log, _ = remote._read_events(storage, storage.names())
+    log, _ = remote._read_events(storage, storage.list_objects())
     assert len({*log.splitlines()}) == len(log.splitlines())
 
 
@@ -146,7 +146,7 @@ def test_a_replaced_checkpoint_of_the_same_step_is_never_lost(
             Mirror(other, 1).push_checkpoint(path)
         monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / f"host-{changes}-b"))
         with run_folder.claim_loop_folder(other, None, 1).hold():
-            newest = store.load_newest(local_folder(other) / "checkpoints")
+            newest = store.load_newest(get_local_folder(other) / "checkpoints")
         assert newest is not None
         assert not newest.problems
         states.add(newest.snapshot.state["extra"])
@@ -160,7 +160,7 @@ def test_the_storage_is_the_truth_about_a_run_that_went_on_elsewhere(
     url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     train(url, {2: True})
-    folder = local_folder(url)
+    folder = get_local_folder(url)
     store.save(folder / "checkpoints", 5, snapshot(5), KEEP, best=False)  # killed before it was uploaded
     with (folder / "events.jsonl").open("a") as events:
         events.write('{"event": "step", "step": 5}\n')
@@ -188,18 +188,18 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one(
 
 def test_readers_copy_a_run_or_a_checkpoint(url: str) -> None:
     train(url)
-    assert store.load(remote.local_copy(url)).path.name == "step-00000008"
-    assert store.load(remote.local_copy(f"{url}/checkpoints/best")).path.name == "step-00000006"
-    assert store.load(remote.local_copy(f"{url}/checkpoints/step-00000006/")).path.name == "step-00000006"
-    copy = remote.local_copy(url, "none")
-    assert copy != local_folder(url)
+    assert store.load(remote.make_local_copy(url)).path.name == "step-00000008"
+    assert store.load(remote.make_local_copy(f"{url}/checkpoints/best")).path.name == "step-00000006"
+    assert store.load(remote.make_local_copy(f"{url}/checkpoints/step-00000006/")).path.name == "step-00000006"
+    copy = remote.make_local_copy(url, "none")
+    assert copy != get_local_folder(url)
     assert (copy / "events.jsonl").read_bytes() == objects(url)["events.jsonl"]
     above = url.rpartition("/")[0]
-    assert remote.local_copies([above]) == [copy]
+    assert remote.make_local_copies([above]) == [copy]
     with pytest.raises(UsageError, match="no such checkpoint"):
-        remote.local_copy(f"{url}/checkpoints/step-00000004")
+        remote.make_local_copy(f"{url}/checkpoints/step-00000004")
     with pytest.raises(UsageError, match="no run found"):
-        remote.local_copy(f"{above}/none")
+        remote.make_local_copy(f"{above}/none")
 
 
 def test_a_live_run_is_refused_and_a_dead_one_is_taken_over(
@@ -262,15 +262,15 @@ def test_a_refused_start_leaves_no_object(url: str, tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="wrong"):
         run_folder.claim_location(url, KEEP, str, refuse)
-    assert not open_storage(url).names()
-    assert not local_folder(url).exists()
+    assert not open_storage(url).list_objects()
+    assert not get_local_folder(url).exists()
 
 
 def test_names_of_objects_cannot_leave_the_folder(url: str) -> None:
     storage = open_storage(url)
-    storage.files.pipe_file(f"{storage.root}/a/../../b", b"x")
-    storage.files.pipe_file(f"{storage.root}/ok", b"x")
-    assert list(storage.names()) == ["ok"]
+    storage.file_system.pipe_file(f"{storage.root}/a/../../b", b"x")
+    storage.file_system.pipe_file(f"{storage.root}/ok", b"x")
+    assert list(storage.list_objects()) == ["ok"]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from lockstep.runs.runs import (
     JOB,
     RESULT,
     SubmittedJob,
-    failure_reason,
     find_run_folders,
     is_locked,
+    read_failure_reason,
     read_job,
     record_job,
 )
@@ -33,7 +33,7 @@ def test_folders_of_runs_are_found_below_and_hidden_ones_are_not(tmp_path: Path)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such folder; name a run folder"):
+    with pytest.raises(UsageError, match="no such folder; pass a run folder"):
         list(find_run_folders(tmp_path / "none"))
 
 
@@ -49,9 +49,9 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 )
 def test_the_reason_of_a_failure_is_fit_to_print(tmp_path: Path, found: object, reason: str) -> None:
     (tmp_path / RESULT).write_text(json.dumps(found), encoding="utf-8")
-    assert failure_reason(tmp_path).startswith(reason)
-    assert "\x1b" not in failure_reason(tmp_path)
-    assert bool(failure_reason(tmp_path)) == bool(reason)
+    assert read_failure_reason(tmp_path).startswith(reason)
+    assert "\x1b" not in read_failure_reason(tmp_path)
+    assert bool(read_failure_reason(tmp_path)) == bool(reason)
 
 
 def test_a_run_is_at_work_while_its_lock_is_held(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.errors import UserCodeError
 from lockstep.loop.model import explain_errors
-from lockstep.ranks.external import single_process_rendezvous
+from lockstep.ranks.external import make_single_process_rendezvous
 from lockstep.runs.worker_context import WorkerContext
 
 
@@ -29,7 +29,7 @@ class PlacedRun:
 
 def test_an_error_of_torch_that_a_placement_explains_says_what_to_do() -> None:
     model = nn.BatchNorm1d(3)
-    context = WorkerContext(single_process_rendezvous(), runs=[PlacedRun(None), PlacedRun(model)])
+    context = WorkerContext(make_single_process_rendezvous(), runs=[PlacedRun(None), PlacedRun(model)])
     with (
         pytest.raises(UserCodeError, match=r"Expected more than 1 value per channel.*use fewer micro-batches"),
         explain_errors(context.runs),

@@ -9,8 +9,8 @@ from lockstep.config.load import load
 from lockstep.errors import UsageError
 from lockstep.parallel.numerics import Numerics
 from lockstep.setup.build import build_setup
-from lockstep.setup.checks import check_kernels, check_placement, find_cuda_refusals
-from lockstep.setup.resolved import resolve
+from lockstep.setup.checks import check_kernels, check_placement, find_nondeterministic_cuda_calls
+from lockstep.setup.resolved import resolve_config
 
 MODEL = """
 from torch import nn
@@ -51,7 +51,7 @@ def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatc
 def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("digits", []).config
     ready = build_setup(config.recipe)
-    assert find_cuda_refusals(ready) == []
+    assert find_nondeterministic_cuda_calls(ready) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(UsageError, match="NVIDIA_TF32_OVERRIDE"):
@@ -78,7 +78,7 @@ def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.Mon
     ],
 )
 def test_where_forwards_cannot_go_together_batchnorm_cannot_be_synced(asked: list[str], text: str) -> None:
-    resolved = resolve(load("digits", [SYNC, "recipe.microbatches=4", "placement.device=cpu", *asked]))
+    resolved = resolve_config(load("digits", [SYNC, "recipe.microbatches=4", "placement.device=cpu", *asked]))
     if text:
         with pytest.raises(UsageError, match=rf"^recipe.batchnorm: sync: .*{text}"):
             check_placement(resolved)

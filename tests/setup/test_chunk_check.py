@@ -13,12 +13,12 @@ from lockstep.config.load import load
 from lockstep.config.recipe import ModelConfig
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.setup.build import Setup
 from lockstep.setup.chunk_check import (
     check_plan,
-    check_saved,
+    check_saved_model,
     find_feature_difference,
     find_quick_difference,
     find_sequence_difference,
@@ -34,7 +34,7 @@ def _gpt(plan: dict[str, str]) -> tuple[nn.Module, nn.Module]:
     for parameter in whole.parameters():
         nn.init.normal_(parameter, std=0.3)
     in_chunks = copy.deepcopy(whole)
-    split_into_chunks(in_chunks, plan | built_in_plan(whole) | plan, 2)
+    split_into_chunks(in_chunks, plan | get_built_in_plan(whole) | plan, 2)
     return whole, in_chunks
 
 
@@ -122,8 +122,8 @@ def test_ours_agrees(positions: str) -> None:
 @pytest.mark.parametrize(("parts", "what"), [(3, None), (1, "the loss")])
 def test_what_a_plan_does_wrong_in_chunks_of_both_kinds_is_found(parts: int, what: str | None) -> None:
     model = gpt(vocabulary=20, context=16, layers=2, heads=4, width=32).eval()
-    plan = {**built_in_plan(model), "blocks.1.attention.queries_keys_values": f"colwise:{parts}"}
-    found = find_sequence_difference(model, Language(), IDS, 2, partial(split_into_chunks, plan=plan, count=2))
+    plan = {**get_built_in_plan(model), "blocks.1.attention.queries_keys_values": f"colwise:{parts}"}
+    found = find_sequence_difference(model, Language(), IDS, 2, partial(split_into_chunks, plan=plan, num_chunks=2))
     assert (found and found[0]) == what
 
 
@@ -206,7 +206,7 @@ def test_a_quick_comparison_takes_two_samples_and_short_sequences() -> None:
 
     plan = {"table": "whole", "up": "colwise", "down": "rowwise"}
     ids = torch.randint(20, (5, 100), generator=torch.Generator().manual_seed(0))
-    assert find_quick_difference(Seeing(), partial(split_into_chunks, plan=plan, count=2), (ids,)) is None
+    assert find_quick_difference(Seeing(), partial(split_into_chunks, plan=plan, num_chunks=2), (ids,)) is None
     assert set(seen) == {(2, 64)}
 
 
@@ -218,7 +218,7 @@ def test_a_model_that_takes_nothing_less_is_given_all() -> None:
 
     plan = {"up": "colwise", "down": "rowwise"}
     found = find_quick_difference(
-        Exact(normed=True), partial(split_into_chunks, plan=plan, count=2), (torch.randn(5, 6),)
+        Exact(normed=True), partial(split_into_chunks, plan=plan, num_chunks=2), (torch.randn(5, 6),)
     )
     assert found is not None
 
@@ -226,6 +226,6 @@ def test_a_model_that_takes_nothing_less_is_given_all() -> None:
 def test_saved_weights_of_another_function_are_refused() -> None:
     config = ModelConfig.model_validate({"name": "x", "chunks": 2, "plan": {"up": "colwise", "down": "rowwise"}})
     given = (torch.randn(5, 6),)
-    check_saved(Path("runs/a"), OnlySingle(normed=False), config, given)
+    check_saved_model(Path("runs/a"), OnlySingle(normed=False), config, given)
     with pytest.raises(UsageError, match=r"^runs/a: recipe\.model\.plan: the model computes different outputs"):
-        check_saved(Path("runs/a"), OnlySingle(normed=True), config, given)
+        check_saved_model(Path("runs/a"), OnlySingle(normed=True), config, given)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
-from lockstep.models.hugging_face import transformers_model
-from lockstep.setup.chunking import check_sequences
+from lockstep.models.hugging_face import build_transformers_model
+from lockstep.setup.chunking import check_sequence_chunking
 from lockstep.tasks.language import Language
 
 IDS = torch.randint(20, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ class Reads(nn.Module):
 
 
 def _check(build: Any, chunks: int = 2) -> None:
-    check_sequences(build, Language(), IDS, chunks, "model net")
+    check_sequence_chunking(build, Language(), IDS, chunks, "model net")
 
 
 LLAMA = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
@@ -39,7 +39,7 @@ LLAMA = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "i
 
 def test_models_that_can_be_cut_are_taken() -> None:
     _check(partial(gpt, vocabulary=20, context=16, layers=1, heads=4, width=16), 4)
-    _check(partial(transformers_model, "llama", options=LLAMA, facts={"vocabulary": 20}))
+    _check(partial(build_transformers_model, "llama", options=LLAMA, dataset_info={"vocabulary": 20}))
     _check(Reads)
 
 
@@ -51,13 +51,21 @@ def test_models_that_can_be_cut_are_taken() -> None:
         (partial(gpt, vocabulary=20, context=16, layers=1, heads=4, width=16), 3, "sequences of 16 tokens cannot be"),
         (
             partial(
-                transformers_model, "llama", options={**LLAMA, "attn_implementation": "eager"}, facts={"vocabulary": 20}
+                build_transformers_model,
+                "llama",
+                options={**LLAMA, "attn_implementation": "eager"},
+                dataset_info={"vocabulary": 20},
             ),
             2,
             "the model does not call torch.nn.functional.scaled_dot_product_attention",
         ),
         (  # its window is wider than a chunk, which alone would need no mask
-            partial(transformers_model, "mistral", options={**LLAMA, "sliding_window": 10}, facts={"vocabulary": 20}),
+            partial(
+                build_transformers_model,
+                "mistral",
+                options={**LLAMA, "sliding_window": 10},
+                dataset_info={"vocabulary": 20},
+            ),
             2,
             "the model passes a mask to torch's attention",
         ),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from component import needs_a_compiler
 
-from lockstep.setup.compiled_loss import CompiledLoss, with_compiled_loss
+from lockstep.setup.compiled_loss import CompiledLoss, compile_language_loss
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language import Language
 from lockstep.tasks.sft import Sft
@@ -14,7 +14,7 @@ from lockstep.tasks.sft import Sft
 @needs_a_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_loss_is_the_loss_and_reads_strided_logits_alike(dtype: torch.dtype) -> None:
-    task = with_compiled_loss(Language())
+    task = compile_language_loss(Language())
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, 1200, generator=generator).to(dtype)
     batch = torch.randint(1200, (3, 8), generator=generator)
@@ -36,7 +36,7 @@ def test_a_loss_is_not_compiled_for_an_evaluation_a_small_vocabulary_or_a_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("was compiled"))
-    task = with_compiled_loss(Language())
+    task = compile_language_loss(Language())
     batch = torch.randint(1200, (3, 8))
     task.loss(torch.randn(3, 7, 1200), batch)
     task.loss(torch.randn(3, 7, 1200, device="meta", requires_grad=True), batch.to("meta"))
@@ -45,5 +45,5 @@ def test_a_loss_is_not_compiled_for_an_evaluation_a_small_vocabulary_or_a_check(
 
 def test_only_losses_of_tokens_are_compiled() -> None:
     classification = Classification()
-    assert with_compiled_loss(classification) is classification
-    assert isinstance(with_compiled_loss(Sft()).sum_losses, CompiledLoss)
+    assert compile_language_loss(classification) is classification
+    assert isinstance(compile_language_loss(Sft()).sum_losses, CompiledLoss)

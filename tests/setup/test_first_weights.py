@@ -6,10 +6,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from lockstep.config.base import values
-from lockstep.config.load import Loaded, comparable, load
+from lockstep.config.base import section_to_dict
+from lockstep.config.load import LoadedConfig, load, select_comparable_values
 from lockstep.errors import UsageError
-from lockstep.setup.first_weights import load_first_weights, weights_record
+from lockstep.setup.first_weights import load_initial_weights, make_weights_record
 from lockstep.training.checkpoint import store
 
 TENSORS = {"weight": torch.arange(4.0), "bias": torch.ones(2)}
@@ -23,25 +23,27 @@ def _files(here: Path) -> None:
     Path("broken/checkpoints/step-00000001").mkdir(parents=True)
 
 
-def loaded(*overrides: str) -> Loaded:
+def loaded(*overrides: str) -> LoadedConfig:
     return load("digits", overrides)
 
 
 def test_what_they_are_becomes_part_of_the_recipe_and_where_they_lie_does_not() -> None:
-    found, first = load_first_weights(loaded("recipe.model.weights=file.safetensors"))
+    found, first = load_initial_weights(loaded("recipe.model.weights=file.safetensors"))
     weights = found.config.recipe.model.weights
     assert (weights.sha256, weights.path) == (SHA256, "file.safetensors")
     assert first.tensors.keys() == TENSORS.keys()
     Path("file.safetensors").rename("moved.safetensors")
-    moved, _ = load_first_weights(loaded("recipe.model.weights=moved.safetensors"))
-    assert comparable(values(moved.config.recipe)) == comparable(values(found.config.recipe))
-    assert weights_record(found.config.recipe, None, None) == {"sha256": SHA256}
+    moved, _ = load_initial_weights(loaded("recipe.model.weights=moved.safetensors"))
+    assert select_comparable_values(section_to_dict(moved.config.recipe)) == select_comparable_values(
+        section_to_dict(found.config.recipe)
+    )
+    assert make_weights_record(found.config.recipe, None, None) == {"sha256": SHA256}
 
 
 def test_without_any_nothing_is_opened() -> None:
     plain = loaded()
-    assert load_first_weights(plain) == (plain, None)
-    assert weights_record(plain.config.recipe, None, None) == {}
+    assert load_initial_weights(plain) == (plain, None)
+    assert make_weights_record(plain.config.recipe, None, None) == {}
 
 
 @pytest.mark.parametrize(
@@ -67,5 +69,5 @@ def test_without_any_nothing_is_opened() -> None:
 )
 def test_mistakes_are_told(words: list[str], text: str) -> None:
     with pytest.raises(UsageError) as error:
-        load_first_weights(loaded(*words))
+        load_initial_weights(loaded(*words))
     assert text in str(error.value)

@@ -5,18 +5,18 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.errors import UsageError
-from lockstep.setup.resolved import explain_process_count, resolve
+from lockstep.setup.resolved import explain_process_count, resolve_config
 
 
 @pytest.mark.parametrize(("processes", "strategy"), [(1, "single"), (2, "ddp")])
 def test_auto_is_a_strategy_by_the_number_of_processes(processes: int, strategy: str) -> None:
-    resolved = resolve(load("digits"), processes)
+    resolved = resolve_config(load("digits"), processes)
     assert (resolved.strategy_name, resolved.processes) == (strategy, processes)
 
 
 def test_its_sections_are_those_of_the_configuration() -> None:
     loaded = load("digits", ["recipe.batch=32", "placement.processes=2", "run.keep=1"])
-    resolved = resolve(loaded)
+    resolved = resolve_config(loaded)
     assert resolved.processes == 2
     assert resolved.recipe is loaded.config.recipe
     assert resolved.placement is loaded.config.placement
@@ -25,9 +25,9 @@ def test_its_sections_are_those_of_the_configuration() -> None:
 
 def test_left_out_the_processes_are_as_many_as_there_is_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
-    assert resolve(load("digits", ["placement.device=cpu"])).processes == 4  # micro-batches
-    assert resolve(load("digits", ["placement.device=cpu", "recipe.threads=2"])).processes == 3
-    assert resolve(load("digits", ["placement.device=cpu", "placement.strategy=single"])).processes == 1
+    assert resolve_config(load("digits", ["placement.device=cpu"])).processes == 4  # micro-batches
+    assert resolve_config(load("digits", ["placement.device=cpu", "recipe.threads=2"])).processes == 3
+    assert resolve_config(load("digits", ["placement.device=cpu", "placement.strategy=single"])).processes == 1
 
 
 def test_a_single_micro_batch_is_named_as_the_reason_for_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +53,10 @@ def test_a_single_micro_batch_is_named_as_the_reason_for_a_single_process(monkey
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match=r"placement\.processes: 2 processes but only 1 CUDA device"):
-        resolve(load("digits", ["placement.processes=2"]))
-    assert resolve(load("digits", ["placement.processes=2", "placement.backend=gloo"])).processes == 2
+        resolve_config(load("digits", ["placement.processes=2"]))
+    assert resolve_config(load("digits", ["placement.processes=2", "placement.backend=gloo"])).processes == 2
 
 
 def test_a_wrong_option_of_the_strategy_is_refused() -> None:
     with pytest.raises(UsageError, match=r"placement\.strategy\.bucket: strategy ddp has no such option"):
-        resolve(load("digits", ["placement.strategy={name: ddp, bucket: 1}"]), 2)
+        resolve_config(load("digits", ["placement.strategy={name: ddp, bucket: 1}"]), 2)

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable
 
-from lockstep.core.tree import Counter, total
+from lockstep.core.tree import BinaryCounter, sum_pieces
 
 
 def bracketed(left: str, right: str) -> str:
     return f"({left}+{right})"
 
 
-def counted(leaves: Iterable[int]) -> Counter[str]:
+def counted(leaves: Iterable[int]) -> BinaryCounter[str]:
     """Return what has added these leaves, in their order, as far as it can."""
-    counter = Counter(bracketed)
+    counter = BinaryCounter(bracketed)
     for leaf in leaves:
         counter.push(leaf, str(leaf))
     return counter
@@ -19,4 +19,4 @@ def counted(leaves: Iterable[int]) -> Counter[str]:
 
 def alone(leaves: int) -> str:
     """Add all leaves in one process."""
-    return total(counted(range(leaves)).pieces(), leaves, bracketed)
+    return sum_pieces(counted(range(leaves)).pop_pieces(), leaves, bracketed)

@@ -16,7 +16,7 @@ from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.core import random
-from lockstep.data.items import seed_generators
+from lockstep.data.items import seed_rngs
 from lockstep.errors import CorruptionError, UsageError
 from lockstep.loop.member import Member
 from lockstep.loop.run import Run
@@ -36,9 +36,9 @@ def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = Non
     held = ExitStack()
     held.push(lambda _kind, error, _trace: ends.append(error) or True)
     streams: list[CommStream] = []
-    world.stream = lambda: streams.append(World.stream(world)) or streams[-1]
+    world.make_stream = lambda: streams.append(World.make_stream(world)) or streams[-1]
     run = Run(Member(given, life, Rank(life, world, None, {}, {}), None, held, strategy))
-    seed_generators(random.key(random.INITIAL, 3))
+    seed_rngs(random.make_key(random.INITIAL, 3))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as that a scheduler stepped before an optimizer
@@ -54,13 +54,13 @@ def ended(world: World, strategy: str, loop: Loop, audit_every: int | None = Non
         return str(end)
     finally:
         # Other tests use this world: an exchange that a refusal leaves under way would meet one of theirs.
-        del world.stream
+        del world.make_stream
         for stream in streams:
             over = threading.Event()
             with suppress(RuntimeError):  # it is closed
                 stream.submit(over.set)
                 over.wait(1)
-        world.set_compared_facts({})
+        world.set_compared_values({})
         torch.use_deterministic_algorithms(deterministic)
 
 

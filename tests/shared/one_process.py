@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.ranks.external import single_process_rendezvous
+from lockstep.ranks.external import make_single_process_rendezvous
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 
 
@@ -15,7 +15,7 @@ from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 def joined(**options: Any) -> Iterator[Any]:
     """Join a run, and close it however the block ends; torch's settings are those from before, afterwards."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    token = WORKER_CONTEXT.set(WorkerContext(single_process_rendezvous()))
+    token = WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous()))
     run = lockstep.join(seed=0, **options)
     try:
         yield run

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lockstep.comm.canonical import CanonicalSum, add_
-from lockstep.comm.carrier import Addressed, Carrier, renumber_ranks
+from lockstep.comm.carrier import AddressedTensor, Carrier, renumber_ranks
 from lockstep.core import tree
 from lockstep.core.mesh import Axis, Mesh
 from lockstep.core.tree import LeafBlock
@@ -43,7 +43,7 @@ class Post:
         return max(Counter(end for pair in {(min(pair), max(pair)) for pair in self.pairs} for end in pair).values())
 
     def carrier(self, rank: int) -> Carrier:
-        def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Any:
+        def start(sent: Sequence[AddressedTensor], received: Sequence[AddressedTensor]) -> Any:
             for tensor, peer in sent:
                 self.sent[rank] += len(tensor)
                 self.pairs.add((rank, peer))
@@ -64,20 +64,20 @@ class Post:
 
 def held(numbers: Iterable[int], leaf: Leaf) -> dict[LeafBlock, Tensor]:
     """Return what a rank with these leaves is left with once it has added what it can."""
-    counter = tree.Counter(add_)
+    counter = tree.BinaryCounter(add_)
     for number in numbers:
         counter.push(number, leaf(number))
-    return counter.pieces()
+    return counter.pop_pieces()
 
 
 def summed(mesh: Mesh, axes: Sequence[Axis], leaves: int, leaf: Leaf, chunks: int = 1) -> tuple[list[Tensor], Post]:
     """Return the sum along these axes as each rank has it, and what the ranks sent each other."""
-    places, order = mesh.data_ranks_along(*axes)
+    places, order = mesh.get_data_ranks_along(*axes)
     post = Post(len(order))
 
     def added(rank: int, carrier: Carrier) -> Tensor:
         place = order.index(rank)
-        blocks = places[place].own_blocks(leaves, chunks)
+        blocks = places[place].get_own_blocks(leaves, chunks)
         pieces = {block: held(range(block.first, block.first + block.size), leaf)[block] for block in blocks}
         return CanonicalSum(place, places, renumber_ranks(carrier, order), chunks)(pieces, leaves, leaf(0))
 

@@ -14,12 +14,12 @@ from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
-from lockstep.core.shard import Chunked
+from lockstep.core.shard import ChunkLayout
 from lockstep.models.gpt import gpt
-from lockstep.models.hugging_face import transformers_model
-from lockstep.parallel.context.sequence_chunks import add_position_ids, argument_names
+from lockstep.models.hugging_face import build_transformers_model
+from lockstep.parallel.context.sequence_chunks import add_position_ids, get_argument_names
 from lockstep.parallel.engine import Engine, State
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.tasks.base import MicroBatch
@@ -41,8 +41,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": partial(gpt, WORDS, LENGTH, 2, 4, 16, 0.2),
     "many heads": partial(gpt, WORDS, LENGTH, 2, 8, 16, 0.2),
     "rotary": partial(gpt, WORDS, LENGTH, 2, 4, 16, 0.1, "rotary", True, False),
-    "llama": partial(transformers_model, "llama", options=LLAMA, facts={"vocabulary": WORDS}),
-    "qwen3": partial(transformers_model, "qwen3", options=QWEN, facts={"vocabulary": WORDS}),
+    "llama": partial(build_transformers_model, "llama", options=LLAMA, dataset_info={"vocabulary": WORDS}),
+    "qwen3": partial(build_transformers_model, "qwen3", options=QWEN, dataset_info={"vocabulary": WORDS}),
 }
 
 
@@ -73,8 +73,8 @@ def build(case: Case) -> nn.Module:
     return model
 
 
-def _cut(model: nn.Module, case: Case) -> dict[str, Chunked]:
-    plan = {**dict.fromkeys(case.vocabulary, "vocab"), **built_in_plan(model)}
+def _cut(model: nn.Module, case: Case) -> dict[str, ChunkLayout]:
+    plan = {**dict.fromkeys(case.vocabulary, "vocab"), **get_built_in_plan(model)}
     return split_into_chunks(model, plan, case.features) if case.features > 1 else {}
 
 
@@ -85,7 +85,7 @@ def ids(samples: int, seed: int = 3) -> Tensor:
 def engine(world: World, case: Case) -> Engine:
     example: Inputs = (ids(2)[:, :-1].to("meta"),)
     if case.chunks > 1:
-        example = add_position_ids(example, argument_names(build(case)))
+        example = add_position_ids(example, get_argument_names(build(case)))
     started: Engine = toys.started(
         world, case, Language(), build, example, static_scale=case.static_scale, sequence_chunks=case.chunks
     )

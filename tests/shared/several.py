@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.tasks.own import OwnTask
+from lockstep.tasks.own import CustomTask
 
 FEW = 2  # classes, whose samples have a second loss: most micro-batches have other numbers of them, and some have none
 
@@ -54,5 +54,5 @@ class Unnamed:
 TASKS = {"two": Two, "one": One, "unnamed": Unnamed}
 
 
-def task(name: str) -> OwnTask:
-    return OwnTask(f"task several:{name}", TASKS[name]())
+def task(name: str) -> CustomTask:
+    return CustomTask(f"task several:{name}", TASKS[name]())

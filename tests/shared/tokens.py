@@ -16,7 +16,7 @@ from lockstep.core import batch as batches
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
 from lockstep.models.gpt import gpt
-from lockstep.models.hugging_face import transformers_model
+from lockstep.models.hugging_face import build_transformers_model
 from lockstep.parallel.engine import Engine, State
 from lockstep.tasks.base import LOSS, MicroBatch, Monitor
 from lockstep.tasks.batches import get_predictions
@@ -86,7 +86,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "rotary": partial(gpt, WORDS, LENGTH, 3, 2, 16, 0.1, "rotary", True, False),
     "two": TwoInputs,
     **{
-        name: partial(transformers_model, name, options=options, facts={"vocabulary": WORDS})
+        name: partial(build_transformers_model, name, options=options, dataset_info={"vocabulary": WORDS})
         for name, options in TINY.items()
     },
 }

@@ -13,25 +13,25 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
-from lockstep.core.batch import Inputs, tensors_of
+from lockstep.core.batch import Inputs, get_tensors
 from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, PlainSequenceChunks
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, split_range
 from lockstep.core.precision import Precision
-from lockstep.core.shard import MaybeSharded, local_tensor
+from lockstep.core.shard import MaybeSharded, get_local_tensor
 from lockstep.models.freezing import freeze
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
-from lockstep.parallel.groups import GroupSettings, compute_settings
-from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layouts.base import gather_full_tensors, trainable_parameters
+from lockstep.parallel.groups import GroupSettings, compute_parameter_options
+from lockstep.parallel.layerwise import ComputeNorms
+from lockstep.parallel.layouts.base import gather_full_tensors, get_trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import split_into_chunks
-from lockstep.strategies.base import CutsModel
+from lockstep.strategies.base import PartitionedModelStrategy
 from lockstep.tasks.base import MicroBatch, Problem
 from lockstep.tasks.classification import Classification
 
@@ -169,8 +169,8 @@ def strategy(world: World, case: Case) -> Any:
 
 def engine(world: World, case: Case) -> Engine:
     options = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(case.optimizer, {}) | case.by_hand
-    names = [name for name, _ in trainable_parameters(build(case))]
-    special = compute_settings(names, case.groups, {}) if case.groups else {}
+    names = [name for name, _ in get_trainable_parameters(build(case))]
+    special = compute_parameter_options(names, case.groups, {}) if case.groups else {}
     optimizer = making(case.optimizer, 0.1, settings=lambda name: special.get(name, {}), **options)
     example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
     problem = Problem(task(case), partial(build, case), example=example if case.measured else None)
@@ -211,7 +211,7 @@ def started(
         ema=PlainEma(0.9) if case.ema else None,
         model=PlainSequenceChunks(sequence_chunks),
     )
-    numerics = Numerics(recipe, recompute=recompute)
+    numerics = Numerics(recipe, recompute_interval=recompute)
     problem = Problem(task, partial(build, case), example=example)
     return named(world, case.strategy, case.options).start(problem, making(case.optimizer, 0.02), world, numerics)
 
@@ -219,14 +219,14 @@ def started(
 def dealt(world: World, case: Any, step: Step) -> list[tuple[int, list[int], bool]]:
     """Return the number of each of this rank's micro-batches, its samples, and whether it is a dummy."""
     cuts = split_range(step.samples, min(case.microbatches, step.samples))
-    data_rank = named(world, case.strategy, case.options).mesh(world.size).data_rank(world.rank)
-    return [(index, list(cuts[index]), dummy) for index, dummy in data_rank.indices(len(cuts))]
+    data_rank = named(world, case.strategy, case.options).mesh(world.size).get_data_rank(world.rank)
+    return [(index, list(cuts[index]), dummy) for index, dummy in data_rank.get_microbatches(len(cuts))]
 
 
 def making(name: str, lr: float, **options: Any) -> MakeOptimizer:
     """Return what makes an optimizer, whose weight decay is not zero."""
 
-    def made(trained: Sequence[NamedParameter], norms: Norms) -> torch.optim.Optimizer:
+    def made(trained: Sequence[NamedParameter], norms: ComputeNorms) -> torch.optim.Optimizer:
         return make_optimizer(trained, name=name, lr=lr, weight_decay=0.01, norms=norms, **options)
 
     return made
@@ -234,7 +234,7 @@ def making(name: str, lr: float, **options: Any) -> MakeOptimizer:
 
 def rotates(world: World, case: Case) -> bool:
     """Return whether ranks do whole steps of each other again, since they cannot repeat one micro-batch."""
-    return case.audit_every > 0 and (case.sync_batchnorm or isinstance(strategy(world, case), CutsModel))
+    return case.audit_every > 0 and (case.sync_batchnorm or isinstance(strategy(world, case), PartitionedModelStrategy))
 
 
 def rota(world: World, case: Case) -> AuditSchedule:
@@ -265,15 +265,15 @@ def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
         if case.losses:
             weight = task(case).weight((images, targets))
             counted, weights = (weight, None) if isinstance(weight, int) else (sum(weight.values()), weight)
-            step = step._replace(counted=counted, weights=weights)
+            step = step._replace(total_weight=counted, weights=weights)
         yield step, images, targets
         seen += samples
 
 
 def share(world: World, case: Case, step: Step) -> list[MicroBatch]:
     """Return this rank's micro-batches of a step, after the one that it repeats, if it does."""
-    data_rank: DataRank = strategy(world, case).mesh(world.size).data_rank(world.rank)
-    own = data_rank.indices(min(case.microbatches, step.samples))
+    data_rank: DataRank = strategy(world, case).mesh(world.size).get_data_rank(world.rank)
+    own = data_rank.get_microbatches(min(case.microbatches, step.samples))
     repeats = case.audit_every and not rotates(world, case)
     repeated = rota(world, case).get_assignment(world.rank, step) if repeats else None
     beside = [] if repeated is None else [(repeated, True)]
@@ -314,7 +314,7 @@ def train(
         predicted = []
         if shown is not None:
             with training.evaluation() as predict:  # which must leave no trace
-                predicted = [hashed(each) for each in tensors_of(predict(shown))]
+                predicted = [hashed(each) for each in get_tensors(predict(shown))]
         norm = None if update.norm is None else update.norm.item().hex()
         trace[f"step {step.number}"] = (
             f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale} {predicted}"
@@ -378,11 +378,11 @@ def as_from_disk(state: State) -> State:
 
 
 def _contiguous(held: MaybeSharded) -> Tensor:
-    return local_tensor(held).detach().clone(memory_format=torch.contiguous_format)
+    return get_local_tensor(held).detach().clone(memory_format=torch.contiguous_format)
 
 
 def hashed(held: MaybeSharded) -> str:
     """Return a hash of what lies here."""
-    tensor = local_tensor(held)
+    tensor = get_local_tensor(held)
     content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{hashlib.sha256(content).hexdigest()[:16]} {tensor.dtype} {tuple(tensor.shape)}"

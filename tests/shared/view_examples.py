@@ -9,7 +9,7 @@ from event_examples import evaluated, started, stepped
 from lockstep.reporting.jsonl import to_json_fields
 from lockstep.reporting.notices import make_notice
 from lockstep.reporting.run_log import build_history
-from lockstep.reporting.run_view import RunView, State
+from lockstep.reporting.run_view import RunState, RunView
 from lockstep.training.events import Event
 
 GOING: Sequence[tuple[float, Event]] = (
@@ -26,7 +26,11 @@ def logged(*events: tuple[float, Event]) -> list[dict[str, Any]]:
 
 
 def viewed(
-    *events: tuple[float, Event], name: str = "runs/a", state: State = "running", failure: str = "", whole: bool = True
+    *events: tuple[float, Event],
+    name: str = "runs/a",
+    state: RunState = "running",
+    failure: str = "",
+    whole: bool = True,
 ) -> RunView:
     """Return a run whose log has these events with their times."""
     log = logged(*events)

@@ -10,12 +10,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
-from lockstep.strategies import context, ddp, hsdp, names, parameter_server, single, zero1, zero2, zero3
+from lockstep.strategies import context, ddp, hsdp, list_strategy_names, parameter_server, single, zero1, zero2, zero3
 
 
 def test_every_file_is_a_strategy() -> None:
-    assert {"single", "ddp", "zero1", "zero2", "zero3", "hsdp"} <= set(names())
-    for name in names():
+    assert {"single", "ddp", "zero1", "zero2", "zero3", "hsdp"} <= set(list_strategy_names())
+    for name in list_strategy_names():
         strategy = import_module(f"lockstep.strategies.{name}").Strategy
         assert is_dataclass(strategy)
         assert get_type_hints(strategy.check) == {"processes": int, "microbatches": int, "return": type(None)}
@@ -60,7 +60,7 @@ def test_there_may_be_as_many_processes_as_micro_batches(strategy: Any, processe
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("leaves", [1, 3, 4, 7, 8])
 def test_places_share_all_micro_batches(strategy: Any, size: int, leaves: int) -> None:
-    dealt = [strategy.mesh(size).data_rank(rank).indices(leaves) for rank in range(size)]
+    dealt = [strategy.mesh(size).get_data_rank(rank).get_microbatches(leaves) for rank in range(size)]
     assert sorted(index for own in dealt for index, dummy in own if not dummy) == list(range(leaves))
 
 
@@ -90,11 +90,11 @@ def test_neighbors_share_sequences() -> None:
     context.Strategy().check(4, 1)  # however few micro-batches: all have work in each
     mesh = context.Strategy(replicate=2).mesh(6)
     assert mesh == Mesh(replicate=2, context=3)
-    assert mesh.groups("context") == [[0, 1, 2], [3, 4, 5]]
+    assert mesh.get_groups("context") == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_replicas_are_ranks_that_follow_each_other() -> None:
-    ranks = [hsdp.Strategy(replicate=2).mesh(6).data_rank(rank) for rank in range(6)]
+    ranks = [hsdp.Strategy(replicate=2).mesh(6).get_data_rank(rank) for rank in range(6)]
     assert [(rank.replica, rank.member) for rank in ranks] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 

@@ -20,7 +20,7 @@ ADAMW = partial(make_optimizer, name="adamw", lr=0.1)
 
 def test_its_json_is_made_of_recipe_and_placement() -> None:
     numerics = Numerics(PlainRecipe(microbatches=4, clip_norm=1.5, batch=30))
-    assert Strategy(stage=3, offload="cpu", bucket_mib=1).files(numerics) == {
+    assert Strategy(stage=3, offload="cpu", bucket_mib=1).make_config_files(numerics) == {
         "deepspeed.json": {
             "train_micro_batch_size_per_gpu": 8,
             "gradient_accumulation_steps": 1,
@@ -38,7 +38,7 @@ def test_its_json_is_made_of_recipe_and_placement() -> None:
             },
         }
     }
-    plain = Strategy(stage=1).configuration(Numerics(PlainRecipe(microbatches=4)))
+    plain = Strategy(stage=1).make_configuration(Numerics(PlainRecipe(microbatches=4)))
     assert plain["gradient_clipping"] == 0.0  # left out, it is 1.0
     assert plain["zero_optimization"].keys() == {"stage", "reduce_bucket_size", "allgather_bucket_size"}
 
@@ -80,7 +80,7 @@ def test_optimizers_that_work_element_by_element_are_handed_over(name: str) -> N
 )
 def test_optimizers_that_look_at_whole_tensors_are_not(name: str, options: dict[str, Any]) -> None:
     make = partial(make_optimizer, name=name, lr=0.1, weight_decay=0.01, options=options)
-    with pytest.raises(UsageError, match="so it is not supported"):
+    with pytest.raises(UsageError, match="is not supported, because it updates flattened pieces"):
         Strategy().check_recipe(Numerics(PlainRecipe(1)), make)
 
 

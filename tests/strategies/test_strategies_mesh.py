@@ -9,7 +9,7 @@ from torch import nn
 from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.strategies.mesh import Strategy
 
@@ -62,7 +62,12 @@ def test_each_slice_of_each_stage_has_all_micro_batches_once(strategy: Strategy,
     for pipe in range(strategy.pipe):
         for tensor in range(strategy.tensor):
             ranks = [rank for rank in range(processes) if _at(mesh.get_coordinates(rank)) == (pipe, tensor)]
-            dealt = [index for rank in ranks for index, dummy in mesh.data_rank(rank).indices(leaves) if not dummy]
+            dealt = [
+                index
+                for rank in ranks
+                for index, dummy in mesh.get_data_rank(rank).get_microbatches(leaves)
+                if not dummy
+            ]
             assert sorted(dealt) == list(range(leaves))
 
 
@@ -76,13 +81,13 @@ def test_replicas_are_what_the_other_lengths_leave() -> None:
 
 def test_slices_are_next_to_each_other() -> None:
     for strategy in (Strategy(replicate=2, pipe=2, tensor=2), Strategy(shard=2, context=2, tensor=2)):
-        assert strategy.mesh(8).groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert strategy.mesh(8).get_groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def _gpt(chunks: int) -> nn.Module:
     model = gpt(vocabulary=20, context=8, layers=2, heads=4, width=16)
     if chunks > 1:
-        split_into_chunks(model, built_in_plan(model), chunks)
+        split_into_chunks(model, get_built_in_plan(model), chunks)
     return model
 
 

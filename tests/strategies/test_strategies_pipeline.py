@@ -63,9 +63,14 @@ def test_options_are_of_their_kind(options: dict[str, object]) -> None:
 
 
 def test_the_ranks_of_a_pipeline_have_the_same_micro_batches() -> None:
-    ranks = [Strategy(replicate=2).mesh(4).data_rank(rank) for rank in range(4)]
-    assert ranks == [DataRank(0, 2), DataRank(0, 2, first=False), DataRank(1, 2), DataRank(1, 2, first=False)]
-    assert [rank.indices(5) for rank in ranks[1:3]] == [
+    ranks = [Strategy(replicate=2).mesh(4).get_data_rank(rank) for rank in range(4)]
+    assert ranks == [
+        DataRank(0, 2),
+        DataRank(0, 2, reports_results=False),
+        DataRank(1, 2),
+        DataRank(1, 2, reports_results=False),
+    ]
+    assert [rank.get_microbatches(5) for rank in ranks[1:3]] == [
         [(0, False), (1, False), (2, False)],
         [(3, False), (4, False)],
     ]

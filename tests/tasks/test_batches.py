@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.tasks.batches import get_predictions, get_targets, split_batch, targets_or_batch
+from lockstep.tasks.batches import get_predictions, get_targets, get_targets_or_batch, split_batch
 
 X, Y = torch.zeros(2, 3), torch.ones(2)
 
@@ -15,7 +15,7 @@ X, Y = torch.zeros(2, 3), torch.ones(2)
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"images": X, "labels": Y}, {"images": X, "target": Y}])
 def test_targets_are_the_last_or_bear_the_name(batch: Any) -> None:
     assert get_targets(batch) is Y
-    assert targets_or_batch(batch) is Y
+    assert get_targets_or_batch(batch) is Y
     [inputs] = split_batch(batch).inputs.values() if isinstance(batch, dict) else split_batch(batch).inputs
     assert inputs is X
 
@@ -42,7 +42,7 @@ def test_a_batch_without_targets_is_refused(batch: Any, said: str) -> None:
 
 
 def test_a_batch_without_parts_is_its_own_targets() -> None:
-    assert targets_or_batch(X) is X
+    assert get_targets_or_batch(X) is X
 
 
 @pytest.mark.parametrize("outputs", [Y, {"logits": Y, "hidden": X}, {"out": Y, "aux": X}, SimpleNamespace(logits=Y)])

@@ -87,7 +87,7 @@ def test_half_precision_outputs_are_added_in_float32(outputs: Tensor) -> None:
 )
 def test_users_loss(outputs: Tensor, loss: object, what: str) -> None:
     targets = torch.tensor([0, 4, 2, 2])
-    torch.testing.assert_close(_task(own_loss=loss).loss_sum(outputs, targets), _task().loss_sum(outputs, targets))
+    torch.testing.assert_close(_task(custom_loss=loss).loss_sum(outputs, targets), _task().loss_sum(outputs, targets))
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_users_loss(outputs: Tensor, loss: object, what: str) -> None:
 )
 def test_users_loss_of_another_kind(outputs: Tensor, loss: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        _task(own_loss=loss).loss_sum(outputs, torch.tensor([0, 4, 2, 2]))
+        _task(custom_loss=loss).loss_sum(outputs, torch.tensor([0, 4, 2, 2]))
 
 
 def test_smoothing_of_a_users_loss_is_refused() -> None:
     with pytest.raises(UsageError, match=r"recipe\.loss\.label_smoothing: 0\.1 is not supported with a custom loss"):
-        _task(own_loss=per_sample, label_smoothing=0.1)
+        _task(custom_loss=per_sample, label_smoothing=0.1)
 
 
 def test_find_loss() -> None:
@@ -117,10 +117,10 @@ def test_find_loss() -> None:
 
 @pytest.mark.parametrize("targets", [torch.tensor([SKIPPED, 1]), torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.5, 0.0]])])
 def test_check_loss(targets: Tensor) -> None:
-    check_loss(per_sample, classes=3, targets=targets)
-    check_loss(lambda outputs, targets: per_sample(outputs, targets).sum(), classes=3, targets=targets)
+    check_loss(per_sample, num_classes=3, targets=targets)
+    check_loss(lambda outputs, targets: per_sample(outputs, targets).sum(), num_classes=3, targets=targets)
     with pytest.raises(UsageError, match="so it is a mean; return the sum"):
-        check_loss(mean, classes=3, targets=targets)
+        check_loss(mean, num_classes=3, targets=targets)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_check_loss(targets: Tensor) -> None:
     ],
 )
 def test_targets_of_a_classification(targets: Tensor) -> None:
-    check_targets("data", targets, range(len(targets)), classes=3)
+    check_targets("data", targets, range(len(targets)), num_classes=3)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_targets_of_a_classification(targets: Tensor) -> None:
 )
 def test_targets_of_anything_else_are_refused(targets: Tensor, found: str) -> None:
     with pytest.raises(UsageError, match=rf"^data {found} for classification with 3 classes, use an integer"):
-        check_targets("data", targets, [7, 8], classes=3)
+        check_targets("data", targets, [7, 8], num_classes=3)
 
 
 def test_counts_golden() -> None:
@@ -212,7 +212,7 @@ def test_weights_of_classes_against_torch(outputs: Tensor, mixed: bool) -> None:
 
 def test_a_loss_of_the_users_weighs_the_classes_itself() -> None:
     with pytest.raises(UsageError, match="weight the classes in your function"):
-        _task(own_loss=per_sample, classes=("a", "b"), class_weights=(1.0, 2.0))
+        _task(custom_loss=per_sample, classes=("a", "b"), class_weights=(1.0, 2.0))
 
 
 def test_report_golden() -> None:

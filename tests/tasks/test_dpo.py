@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.tasks.dpo import Dpo, answer_log_probs, dpo
+from lockstep.tasks.dpo import Dpo, compute_answer_log_probs, dpo
 from lockstep.tasks.find import find_task
 
 POLICY = torch.tensor([[-3.0, -5.0], [-4.0, -2.5], [-1.0, -1.0]], dtype=torch.float64)
@@ -47,12 +47,12 @@ def test_log_probabilities_are_summed_over_the_tokens_of_an_answer() -> None:
     answers = torch.tensor([[-100, -100, 3, 4], [-100, 1, -100, -100]])
     chances = logits.log_softmax(2)
     expected = torch.stack([chances[0, 1, 3] + chances[0, 2, 4], chances[1, 0, 1]])
-    torch.testing.assert_close(answer_log_probs(logits, answers), expected)
+    torch.testing.assert_close(compute_answer_log_probs(logits, answers), expected)
 
 
 def test_half_precision_logits_are_summed_in_float32() -> None:
     logits = torch.randn(1, 3, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert answer_log_probs(logits, torch.tensor([[-100, 2, 3]])).dtype == torch.float32
+    assert compute_answer_log_probs(logits, torch.tensor([[-100, 2, 3]])).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("beta", "said"), [(0, "greater than 0"), (-1.0, "greater than 0"), ("a", "valid number")])

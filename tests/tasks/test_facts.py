@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import check_pair, count_sample_classes, find_class_names, find_skip_mask, infer_target_facts
+from lockstep.tasks.facts import check_pair, count_sample_classes, find_class_names, find_skip_mask, infer_target_info
 
 INPUTS = torch.zeros(2, 3)
 WHOLE = (INPUTS, torch.tensor([0, 2]))
@@ -53,7 +53,7 @@ def test_what_names_nothing_is_refused(given: Any) -> None:
     ],
 )
 def test_facts_follow_from_targets(batch: Any, names: list[str], known: dict[str, Any]) -> None:
-    assert infer_target_facts(batch, names) == known
+    assert infer_target_info(batch, names) == known
 
 
 def test_samples_have_a_class_as_a_whole_or_none() -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Monitor
-from lockstep.tasks.own import OwnTask
+from lockstep.tasks.own import CustomTask
 
 BATCH = (torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 2, 0]))
 OUTPUTS = torch.empty(4, 3, device="meta")
@@ -50,7 +50,7 @@ class Full(Least):
 
 
 def test_what_is_left_out_follows() -> None:
-    task = OwnTask("task a:B", Least())
+    task = CustomTask("task a:B", Least())
     task.check(OUTPUTS, BATCH)
     assert (task.counts_samples, task.unit, task.fractions, task.monitor) == (True, "samples", (), ("loss", False))
     assert task.weight(BATCH) == 4
@@ -59,7 +59,7 @@ def test_what_is_left_out_follows() -> None:
 
 
 def test_what_is_there_counts() -> None:
-    task = OwnTask("task a:B", Full())
+    task = CustomTask("task a:B", Full())
     task.check(OUTPUTS, BATCH)
     assert (task.counts_samples, task.unit, task.fractions) == (False, "marks", ("wrong",))
     assert task.monitor == Monitor("wrong", higher=False)
@@ -95,12 +95,12 @@ def returning(member: str, value: Any) -> Any:
 )
 def test_what_is_wrong_is_told(task: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        OwnTask("task a:B", task).check(OUTPUTS, BATCH)
+        CustomTask("task a:B", task).check(OUTPUTS, BATCH)
 
 
 def test_inputs_of_another_kind_are_refused() -> None:
     with pytest.raises(UsageError, match="inputs returned int; return the arguments"):
-        OwnTask("task a:B", returning("inputs", 3)).inputs(BATCH)
+        CustomTask("task a:B", returning("inputs", 3)).inputs(BATCH)
 
 
 def test_an_error_names_its_line() -> None:
@@ -109,11 +109,11 @@ def test_an_error_names_its_line() -> None:
             raise KeyError("mask")
 
     with pytest.raises(UsageError, match=r"^task a:B: weight: KeyError: 'mask' \(.*test_own.py:\d+\); fix it there$"):
-        OwnTask("task a:B", Fails()).weight(BATCH)
+        CustomTask("task a:B", Fails()).weight(BATCH)
 
 
 @pytest.mark.parametrize("monitor", ["wrong", ("wrong",), 3])
 def test_a_monitor_is_a_name_and_a_direction(monitor: Any) -> None:
     task = type("Odd", (Least,), {"monitor": monitor})()
     with pytest.raises(UsageError, match="a metric, and whether higher is better"):
-        OwnTask("task a:B", task)
+        CustomTask("task a:B", task)

@@ -13,7 +13,7 @@ from lockstep.core.batch import call_model
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import UsageError
-from lockstep.models.hugging_face import transformers_model
+from lockstep.models.hugging_face import build_transformers_model
 from lockstep.tasks.sft import Sft
 
 IDS = torch.tensor([[1, 2, 3, 4], [3, 1, 0, 0]])
@@ -58,7 +58,9 @@ def test_packing_changes_neither_the_loss_nor_the_gradients(tmp_path: Any, atten
     plain, packed = _data(tmp_path), _data(tmp_path, pack=True)
     assert len(packed.train) < len(plain.train)
     torch.manual_seed(0)
-    model = transformers_model("llama", options={**LLAMA, "attn_implementation": attention}, facts=plain.facts).double()
+    model = build_transformers_model(
+        "llama", options={**LLAMA, "attn_implementation": attention}, dataset_info=plain.facts
+    ).double()
     task, results = Sft(), []
     for data in (plain, packed):
         model.zero_grad()

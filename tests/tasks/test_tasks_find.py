@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.find import find_task
 from lockstep.tasks.language import Language
-from lockstep.tasks.own import OwnTask
+from lockstep.tasks.own import CustomTask
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
 
@@ -62,7 +62,7 @@ def test_options_reach_their_task() -> None:
 
 def test_the_users_own_gets_options_and_facts() -> None:
     task, said = find_task(recipe(f"{__name__}:Mine", scale=2), "model m", CLASSES, WHOLE)
-    assert isinstance(task, OwnTask)
+    assert isinstance(task, CustomTask)
     assert (task.unit, said) == ("2 2", f"task {__name__}:Mine")
 
 

@@ -8,8 +8,8 @@ import torch
 
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step, Steps
-from lockstep.core.rate import Rate
-from lockstep.parallel.engine import Predict, State, Sums, Update
+from lockstep.core.rate import RateSchedule
+from lockstep.parallel.engine import PredictFunction, State, Sums, Update
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.events import Evaluated, Event, Saved
 from lockstep.training.plan import Plan
@@ -40,7 +40,7 @@ class FakeEngine:
         return Update(norm, self._number not in self.skipped, 8.0 if self.skipped else None)
 
     @contextmanager
-    def evaluation(self) -> Iterator[Predict]:
+    def evaluation(self) -> Iterator[PredictFunction]:
         self.calls.append(("evaluation",))
         yield lambda inputs: inputs[0]
 
@@ -68,7 +68,7 @@ def batches(
 
 
 def plan(steps: Steps, clip_norm: float | None = None, **changes: object) -> Plan:
-    rate = Rate(base=0.5, samples_per_epoch=steps.samples_per_epoch, epochs=4.0, curve="linear")
+    rate = RateSchedule(base=0.5, samples_per_epoch=steps.samples_per_epoch, epochs=4.0, curve="linear")
     return Plan(steps, rate, recipe=PlainRecipe(1, clip_norm=clip_norm), **changes)  # type: ignore[arg-type]
 
 

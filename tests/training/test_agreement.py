@@ -29,7 +29,7 @@ def compared(world: World, layout: str, wrong: list[tuple[int, str]]) -> Disagre
         if rank == world.rank:
             tensors[name].view(torch.int32)[0, 0] ^= 1 << rank
     found = find_disagreement(world, {name: held(world, name, tensor, layout) for name, tensor in tensors.items()})
-    return None if found is None else Disagreement(found.names, found.odd_ranks, ("host",) * len(found.hosts))
+    return None if found is None else Disagreement(found.names, found.minority_ranks, ("host",) * len(found.hosts))
 
 
 @pytest.mark.slow("several ranks")

@@ -7,7 +7,7 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.core.digest import Digests
-from lockstep.core.shard import Chunked, MaybeSharded, Shard
+from lockstep.core.shard import ChunkLayout, MaybeSharded, Shard
 from lockstep.training import digests
 from lockstep.training.digests import Digest, StepDigests
 
@@ -46,7 +46,7 @@ def test_rows_that_several_ranks_hold_count_once() -> None:
 
 
 def test_chunks_of_columns_add_up_to_the_whole() -> None:
-    tensor, form = TENSORS["a"], Chunked((70, 1000), (70, 4, 250), 1)
+    tensor, form = TENSORS["a"], ChunkLayout((70, 1000), (70, 4, 250), 1)
     arranged = form.to_rows(tensor)
     half = len(arranged) // 2
     parts = [
@@ -85,7 +85,7 @@ def test_the_interval_keeps_the_price(seconds: list[float], price_s: float, ever
         kept.add(step)
     kept.collect()
     assert [each.step for each in found] == [*range(1, 9)]
-    assert kept.every == every
+    assert kept.interval == every
     assert [f"one every {every} steps" in line for line in noted] == [True]
     for step in range(9, 41):
         kept.add(step)
@@ -93,5 +93,5 @@ def test_the_interval_keeps_the_price(seconds: list[float], price_s: float, ever
     kept.collect()
     assert found[8:] == [
         *(Digest(step, WHOLE) for step in range(9, 41) if step % every == 0),
-        Digest(40, WHOLE, weights=True),
+        Digest(40, WHOLE, is_weights=True),
     ]

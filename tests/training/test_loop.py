@@ -23,7 +23,7 @@ from lockstep.training.events import Event, Stepped, Stopped
 from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval, Plan
 from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 from lockstep.training.turn import TrainingStep
 
 
@@ -53,7 +53,7 @@ def run(
         if step.number == stop_at:
             stop.level = level
 
-    reports = StepReports(world, following, progress or Progress())
+    reports = StepReporter(world, following, progress or Progress())
     steps = iterate_training_steps(batches(following.steps, ask), reports, evaluate=evaluated(), save=saved, stop=stop)
     return list(train(engine, reports, steps))
 
@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
     engine = FakeEngine(losses={1: math.nan})
     following = plan(STEPS, **{"log": Interval(steps=100), **rhythms})
     events: list[Event] = []
-    reports = StepReports(ALONE_WORLD, following, Progress())
+    reports = StepReporter(ALONE_WORLD, following, Progress())
     training = train(
         engine, reports, iterate_training_steps(batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish())
     )
@@ -193,9 +193,9 @@ def test_a_loss_that_is_not_finite_stops_before_any_is_saved(rhythms: dict[str, 
 def test_steps_that_are_reported_are_saved_while_the_ranks_are_to_be_preempted() -> None:
     following, warned = plan(STEPS, log=Interval(steps=2)), iter((False, True, True, False, False))
     ask = partial(next, warned)
-    reports = StepReports(ALONE_WORLD, following, Progress())
+    reports = StepReporter(ALONE_WORLD, following, Progress())
     steps = iterate_training_steps(
-        batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish(), preempted=ask
+        batches(STEPS), reports, evaluate=evaluated(), save=saved, stop=Wish(), is_preempted=ask
     )
     saves = [each for each in shortly(list(train(FakeEngine(), reports, steps))) if each.startswith("saved")]
     assert saves == ["saved 3", "saved 4", "saved 6", "saved 9"]
@@ -211,7 +211,7 @@ def test_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     following = plan(STEPS, log=Interval(steps=1), evaluate=Interval(steps=2), save=Interval(steps=3))
-    reports = StepReports(ALONE_WORLD, following, Progress())
+    reports = StepReporter(ALONE_WORLD, following, Progress())
     steps = iterate_training_steps(
         batches(STEPS, lambda _: passes(1.0)),
         reports,
@@ -267,7 +267,7 @@ def test_every_rank_names_those_a_loss_came_from(guilty: list[int], where: str) 
 
 
 def test_a_step_is_reported_once_and_its_batch_is_not_kept() -> None:
-    reports = StepReports(ALONE_WORLD, plan(STEPS, log=Interval(steps=1)), Progress())
+    reports = StepReporter(ALONE_WORLD, plan(STEPS, log=Interval(steps=1)), Progress())
     turn = next(iter(iterate_training_steps(batches(STEPS), reports, save=saved)))
     assert isinstance(turn, TrainingStep)
     turn.record_update(0.5, Sums(torch.tensor(8.0), 4, ()), Update(None, applied=True))

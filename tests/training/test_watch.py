@@ -8,7 +8,7 @@ import torch
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.core.engine_recipe import PlainRecipe, nonfinite_advice
+from lockstep.core.engine_recipe import PlainRecipe, make_nonfinite_advice
 from lockstep.core.order import Steps
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
@@ -43,14 +43,14 @@ def test_the_first_that_is_not_finite_is_named(loss: float) -> None:
 
 
 def test_nobody_is_told_to_clip_who_does_or_to_change_the_recipe_of_a_loop() -> None:
-    assert nonfinite_advice(PlainRecipe(1)).startswith(
+    assert make_nonfinite_advice(PlainRecipe(1)).startswith(
         "lower the learning rate, set recipe.clip_norm, or skip such steps"
     )
     assert (
-        nonfinite_advice(PlainRecipe(1, clip_norm=1.0))
+        make_nonfinite_advice(PlainRecipe(1, clip_norm=1.0))
         == "lower the learning rate, or skip such steps with recipe.nonfinite=skip"
     )
-    assert nonfinite_advice(None) == (
+    assert make_nonfinite_advice(None) == (
         "lower the learning rate, clip with step.update(clip=...), or check the loss for log(0) and x/0"
     )
 

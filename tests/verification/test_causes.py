@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.probe import findings as look
-from lockstep.probe.findings import ProbeResult, RandomSample, findings
+from lockstep.probe.findings import ProbeResult, RandomSample, make_findings
 from lockstep.verification import compare, trace
 from lockstep.verification.causes import Diagnosis, find_cause
 from lockstep.verification.compare import Difference
@@ -81,7 +81,7 @@ def test_the_order_of_a_set_is_the_cause_where_only_the_hash_seed_was_another(wh
 def test_attributes_that_were_harmless_so_far_are_a_cause_only_where_nothing_else_is():
     probed = ProbeResult(attributes={"steps": "0 -> 1"})
     assert find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed)).startswith(
-        "possibly a note, which may only matter after"
+        "possibly code whose effect only shows after"
     )
     assert "steps (0 -> 1)" in find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed))
     assert "draws from NumPy's" in find_cause(
@@ -98,9 +98,11 @@ def test_an_evaluation_that_cannot_be_repeated_is_the_cause_of_one_that_departs(
 
 
 def test_a_rank_that_is_read_is_told_with_its_line_and_else_with_the_model():
-    (finding,) = findings(ProbeResult(differs_by_rank="loss", reads={"the rank or the number of ranks": "net.py:3"}))
+    (finding,) = make_findings(
+        ProbeResult(differs_by_rank="loss", reads={"the rank or the number of ranks": "net.py:3"})
+    )
     assert "the code reads the rank or the number of ranks (net.py:3); make it a function" in finding.text
-    (finding,) = findings(ProbeResult(differs_by_rank="loss", source_lines={"model": "net.py:1"}))
+    (finding,) = make_findings(ProbeResult(differs_by_rank="loss", source_lines={"model": "net.py:1"}))
     assert "the model (net.py:1) or the loss depends on the rank; make it" in finding.text
 
 
@@ -126,7 +128,7 @@ def test_without_a_suspect_the_kind_of_the_departure_tells():
 def test_a_reference_that_departs_from_itself_and_what_changes_from_run_to_run():
     assert "a second run of the reference gave" in find_cause(diagnosis(trace.LOSS, "", place="single on 1"))
     assert "gave yet another result" in find_cause(diagnosis(trace.LOSS, "", again=False))
-    assert "the checkpoint does not contain" in find_cause(diagnosis(trace.LOSS, "", place="single on 1", resumed=True))
+    assert "the checkpoint lacks state" in find_cause(diagnosis(trace.LOSS, "", place="single on 1", resumed=True))
 
 
 @pytest.mark.parametrize(
@@ -140,23 +142,23 @@ def test_a_reference_that_departs_from_itself_and_what_changes_from_run_to_run()
     ],
 )
 def test_a_mean_is_told_from_a_sum_by_its_size(loss, culprit):
-    assert [finding.culprit for finding in findings(ProbeResult(loss=loss))] == ([culprit] if culprit else [])
+    assert [finding.culprit for finding in make_findings(ProbeResult(loss=loss))] == ([culprit] if culprit else [])
 
 
 def test_long_lists_of_names_are_cut():
-    (finding,) = findings(ProbeResult(unused_parameters=[f"p{number}" for number in range(12)]))
+    (finding,) = make_findings(ProbeResult(unused_parameters=[f"p{number}" for number in range(12)]))
     assert "p7 and 4 more" in finding.text
     assert len(finding.names) == 12
 
 
 def test_a_draw_that_seldom_matters_is_the_fault_where_placements_differ_and_nothing_else_is():
     probed = ProbeResult(generators=["Python's"], attributes={"steps": "0 -> 1"}, reads={"Python's": "net.py:3"})
-    assert [each.fault for each in findings(probed)] == [False, False]
-    faults = [each for each in findings(probed, placement_differs=True) if each.fault]
+    assert [each.fault for each in make_findings(probed)] == [False, False]
+    faults = [each for each in make_findings(probed, placement_differs=True) if each.fault]
     assert [each.culprit for each in faults] == [look.FOREIGN_RANDOMNESS]
     assert find_cause(diagnosis(trace.MICROBATCH_LOSS, "2", probed)) == faults[0].text
     known = replace(probed, differs_by_rank="loss")
-    assert [each.culprit for each in findings(known, placement_differs=True) if each.fault] == [look.RANKED]
+    assert [each.culprit for each in make_findings(known, placement_differs=True) if each.fault] == [look.RANKED]
 
 
 def test_a_difference_that_nothing_explains_is_told_with_its_tensor_its_amount_and_what_to_do():

@@ -12,11 +12,11 @@ from lockstep.verification import compare, trace
 from lockstep.verification.compare import (
     MISSING_VALUE,
     Difference,
+    compute_max_relative_distance,
     find_differences,
+    find_largest_difference,
     load_values,
-    max_relative_distance,
-    most_different_elements,
-    select_tensors,
+    make_tensor_requests,
 )
 from lockstep.verification.trace import StepTrace, TensorRequest, Trace
 
@@ -102,9 +102,9 @@ def test_what_is_missing_or_left_over_is_a_difference():
 def test_a_resumed_run_is_compared_from_where_it_began():
     resumed = reference()
     del resumed.steps[0]
-    assert find_differences(reference(), [resumed], first=1) == []
+    assert find_differences(reference(), [resumed], start_position=1) == []
     resumed.steps[0].observations[trace.MODEL]["a"] = "other:8"
-    (found,) = find_differences(reference(), [resumed], first=1)
+    (found,) = find_differences(reference(), [resumed], start_position=1)
     assert (found.position, found.step, found.request) == (1, 7, TensorRequest(1, trace.MODEL, "a"))
 
 
@@ -118,15 +118,15 @@ def test_the_next_number_is_another_text_and_nan_is_like_nan(loss):
 def test_the_pair_that_lies_farthest_apart():
     one = torch.tensor([[1.0, 2.0], [-4.0, 0.0]])
     other = torch.tensor([[1.0, 2.5], [-4.25, 0.0]])
-    found = most_different_elements(one, other)
+    found = find_largest_difference(one, other)
     assert (found.index, found.reference, found.actual) == ((0, 1), "2", "2.5")
     assert (found.distance, found.scale) == (0.5, 4.0)
-    assert most_different_elements(one, one.clone()) is None
+    assert find_largest_difference(one, one.clone()) is None
     nan = torch.tensor([math.nan, 1.0])
-    assert most_different_elements(nan, nan.clone()) is None
-    assert most_different_elements(torch.ones(2), nan).distance == math.inf
-    assert most_different_elements(torch.ones(2), torch.ones(3)).distance is None
-    assert most_different_elements(torch.empty(0), torch.empty(0)) is None
+    assert find_largest_difference(nan, nan.clone()) is None
+    assert find_largest_difference(torch.ones(2), nan).distance == math.inf
+    assert find_largest_difference(torch.ones(2), torch.ones(3)).distance is None
+    assert find_largest_difference(torch.empty(0), torch.empty(0)) is None
 
 
 def test_differences_are_measured_by_the_largest_magnitude_of_their_kind(tmp_path):
@@ -138,7 +138,7 @@ def test_differences_are_measured_by_the_largest_magnitude_of_their_kind(tmp_pat
         trace.save_tensor(tmp_path / "one", 0, TensorRequest(0, trace.GRADIENT, name), one)
         trace.save_tensor(tmp_path / "two", 1, TensorRequest(0, trace.GRADIENT, name), other)
     seen = [(each, load_values(each, tmp_path / "one", tmp_path / "two")) for each in found]
-    assert max_relative_distance([(each, value) for each, value in seen if value is not None]) == 0.5 / 8
+    assert compute_max_relative_distance([(each, value) for each, value in seen if value is not None]) == 0.5 / 8
     gone = Difference(0, 1, trace.GRADIENT, "gone", (0,), "g:4", "h:4")
     assert load_values(gone, tmp_path / "one", tmp_path / "two") is None
 
@@ -156,16 +156,16 @@ def test_the_first_tensors_are_looked_at_as_long_as_there_is_room():
         Difference(0, 1, trace.GRADIENT, str(number), (0,), f"a:{size}", f"b:{size}")
         for number, size in enumerate(sizes)
     ]
-    assert [each.name for each in select_tensors(found)] == ["0"]
-    assert {each.name for each in select_tensors(found[1:])} == {"1", "2"}
-    assert select_tensors([Difference(0, 1, trace.LOSS, "", (0,), "x", "y")]) == frozenset()
+    assert [each.name for each in make_tensor_requests(found)] == ["0"]
+    assert {each.name for each in make_tensor_requests(found[1:])} == {"1", "2"}
+    assert make_tensor_requests([Difference(0, 1, trace.LOSS, "", (0,), "x", "y")]) == frozenset()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64])
 def test_digests_are_of_values_dtype_and_shape(kind):
     tensor = torch.arange(6).reshape(2, 3).to(kind)
     found = digest_tensors([tensor])
-    assert trace.digest_num_bytes(found) == tensor.nbytes
+    assert trace.parse_num_bytes(found) == tensor.nbytes
     assert found == digest_tensors([tensor.T.contiguous().T])
     others = [tensor.reshape(3, 2), tensor.view(torch.uint8), tensor + 1]  # the first two of the same bytes
     assert found not in [digest_tensors([other]) for other in others]

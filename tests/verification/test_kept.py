@@ -105,7 +105,7 @@ def after(turns: int) -> LoopState:
 
 def test_what_holds_modules_is_the_likeliest_and_what_is_only_printed_is_unused() -> None:
     stopped = after(2)
-    lost = after(0).find_lost_state(stopped.to_texts(), stopped.priorities())
+    lost = after(0).find_lost_state(stopped.to_texts(), stopped.compute_priorities())
     assert [*lost.likely] == ["average", "queue", "turns", "count"]
     assert re.fullmatch(r"a SimpleNamespace, \S*test_kept\.py:\d+", lost.likely["average"])
     assert [*lost.unused] == ["losses"]

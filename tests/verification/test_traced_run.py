@@ -18,7 +18,7 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.layouts import base
 from lockstep.setup.prepare import PreparedRun
-from lockstep.setup.resolved import resolve
+from lockstep.setup.resolved import resolve_config
 from lockstep.training.events import Event
 from lockstep.training.loop import train
 from lockstep.verification import traced_run as verify_run
@@ -100,14 +100,14 @@ def test_the_loop_that_trains_drives_a_contestant(tmp_path, monkeypatch):
 
     monkeypatch.setattr(verify_run, "train", watched)
     loaded = load("digits", ['recipe.model={name: "planted:linear"}'])
-    job = verify_run.TraceJob(resolve(loaded, 1), (0, 1, 5), 40, tmp_path, save_after=1)
+    job = verify_run.TraceJob(resolve_config(loaded, 1), (0, 1, 5), 40, tmp_path, save_after=1)
     prepared = PreparedRun(job.resolved, verify_run.limit_validation(verify_run.open_setup(loaded), 40))
-    traced_run = verify_run._TracedRun(job, prepared, World(ALONE, torch.device("cpu")))
+    traced_run = verify_run._TracingEngine(job, prepared, World(ALONE, torch.device("cpu")))
     seen = traced_run.run()
     assert [event.step for event in driven] == [1, 2, 6]
     assert [step.number for step in seen.steps] == [0, 1, 5]
     assert seen.evaluation["counted"] == "40"
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
-    resumed = replace(job, first=1, resume=tmp_path / "checkpoints/step-00000001", save_after=None)
-    again = verify_run._TracedRun(resumed, prepared, World(ALONE, torch.device("cpu"))).run()
+    resumed = replace(job, start_position=1, resume_path=tmp_path / "checkpoints/step-00000001", save_after=None)
+    again = verify_run._TracingEngine(resumed, prepared, World(ALONE, torch.device("cpu"))).run()
     assert again.steps == seen.steps[1:]

@@ -19,23 +19,27 @@ _REJECTED: Final = "lockstep train rejects ranks with different values"
 _MAY_DIFFER: Final = "the ranks may compute or communicate differently, or wait for each other forever"
 
 
-def compare_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
+def compare_ranks(rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
     """Return a finding for each difference between ranks. If there are none, return a single finding that says so."""
     findings = [
-        *_compare_section(facts, hosts, "versions", lambda name: "problem" if name in _REQUIRED_EQUAL else "warning"),
-        *_compare_section(facts, hosts, "numerics", lambda _: "problem"),
-        *_compare_section(facts, hosts, "variables", lambda _: "warning"),
-        *_compare_devices(facts, hosts),
+        *_compare_section(
+            rank_infos, hosts, "versions", lambda name: "problem" if name in _REQUIRED_EQUAL else "warning"
+        ),
+        *_compare_section(rank_infos, hosts, "numerics", lambda _: "problem"),
+        *_compare_section(rank_infos, hosts, "variables", lambda _: "warning"),
+        *_compare_devices(rank_infos, hosts),
     ]
-    if findings or len(facts) == 1:
+    if findings or len(rank_infos) == 1:
         return findings
-    return [Finding("ranks alike", "ok", f"versions, CPU, devices and variables are the same on {len(facts)} ranks")]
+    return [
+        Finding("ranks alike", "ok", f"versions, CPU, devices and variables are the same on {len(rank_infos)} ranks")
+    ]
 
 
 def _compare_section(
-    facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, get_level: Callable[[str], Level]
+    rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, get_level: Callable[[str], Level]
 ) -> Iterator[Finding]:
-    sections = [rank_facts.get(section, {}) for rank_facts in facts]
+    sections = [rank_facts.get(section, {}) for rank_facts in rank_infos]
     for name in dict.fromkeys(
         name for section_facts in sections for name in section_facts if name not in _PER_RANK_VARIABLES
     ):
@@ -47,9 +51,9 @@ def _compare_section(
             yield Finding("ranks alike", level, text, leads_to, "make it the same on all hosts")
 
 
-def _compare_devices(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
+def _compare_devices(rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
     device_names = [
-        ", ".join(sorted(set(rank_facts.get("cards", {}).get("devices", [])))) or "the CPU" for rank_facts in facts
+        ", ".join(sorted(set(rank_facts.get("cards", {}).get("devices", [])))) or "the CPU" for rank_facts in rank_infos
     ]
     if differing_values := describe_values(device_names, hosts):
         leads_to = "the same bits are only promised on one kind of device, and lockstep train rejects ranks on several"

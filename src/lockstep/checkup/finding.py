@@ -36,6 +36,6 @@ def merge_ranks(findings_by_rank: Mapping[int, Sequence[Finding]]) -> list[Findi
     ]
 
 
-def most_serious(findings: Sequence[Finding]) -> Level:
+def get_most_serious_level(findings: Sequence[Finding]) -> Level:
     """Return the most serious level of the findings, or ok if there are no findings."""
     return min((finding.level for finding in findings), key=ORDER.index, default="ok")

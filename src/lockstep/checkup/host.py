@@ -4,37 +4,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.checkup.finding import Finding
-from lockstep.checkup.variables import variable_findings
+from lockstep.checkup.variables import make_variable_findings
 from lockstep.device.interfaces import is_loopback
 
-Facts = Mapping[str, Any]
-Check = Callable[[Facts, bool], Iterator[Finding]]  # takes `rank_info`, and whether there are multiple hosts
+CheckupInfo = Mapping[str, Any]
+Check = Callable[[CheckupInfo, bool], Iterator[Finding]]  # takes `rank_info`, and whether there are multiple hosts
 
 
-def run_checks(checks: Sequence[tuple[str, Check]], facts: Facts, multi_host: bool) -> list[Finding]:
+def run_checks(checks: Sequence[tuple[str, Check]], rank_info: CheckupInfo, multi_host: bool) -> list[Finding]:
     """Run RANK_CHECKS or HOST_CHECKS, and return their findings. Skip checks whose section isn't in `rank_info`."""
-    return [finding for section, check in checks if section in facts for finding in check(facts, multi_host)]
+    return [finding for section, check in checks if section in rank_info for finding in check(rank_info, multi_host)]
 
 
-def report_timeouts(facts: Facts, _: bool) -> Iterator[Finding]:
+def report_timeouts(rank_info: CheckupInfo, _: bool) -> Iterator[Finding]:
     """Yield a finding for each query that timed out. Checks that depend on such a query are skipped."""
-    for name, seconds in facts["timed_out"].items():
+    for name, seconds in rank_info["timed_out"].items():
         text, remedy = f"no answer within {seconds:g} s", _HANGS.get(name, "check the system log")
         yield Finding(name, "problem", text, "a run hangs at the same place", remedy)
 
 
-def report_versions(facts: Facts, _: bool) -> Iterator[Finding]:
+def report_versions(rank_info: CheckupInfo, _: bool) -> Iterator[Finding]:
     """Yield a finding with the versions of the installed packages."""
-    installed = facts["versions"]
+    installed = rank_info["versions"]
     names = ("python", "torch", "lockstep", "lockstep's source")
     extras = [f"{name} {version}" for name, version in installed.items() if version and name not in names]
     first = ", ".join(f"{name} {installed[name]}" for name in names)
     yield Finding("versions", "ok", f"{first}; {', '.join(extras)}")
 
 
-def check_devices(facts: Facts, _: bool) -> Iterator[Finding]:
+def check_devices(rank_info: CheckupInfo, _: bool) -> Iterator[Finding]:
     """Yield a finding about the devices. If there is a GPU driver but no device, the finding is a warning."""
-    gpus = facts["cards"]
+    gpus = rank_info["cards"]
     if problem := gpus.get("problem"):
         remedy = "run lockstep doctor gpu for details"
         yield Finding("devices", "problem", problem, "lockstep train does not start", remedy)
@@ -47,10 +47,10 @@ def check_devices(facts: Facts, _: bool) -> Iterator[Finding]:
         yield Finding("devices", "ok", "the CPU: no GPU driver found")
 
 
-def check_host_name(facts: Facts, multi_host: bool) -> Iterator[Finding]:
+def check_host_name(rank_info: CheckupInfo, multi_host: bool) -> Iterator[Finding]:
     """Check that the host name resolves to an address that other hosts can reach, because gloo listens on it."""
-    network, host = facts["network"], facts["host"]
-    addresses, gloo_interface = network["addresses"], facts["variables"].get("GLOO_SOCKET_IFNAME")
+    network, host = rank_info["network"], rank_info["host"]
+    addresses, gloo_interface = network["addresses"], rank_info["variables"].get("GLOO_SOCKET_IFNAME")
     text = f"{host} resolves to {', '.join(addresses)}" if addresses else f"{host} does not resolve to an address"
     if gloo_interface or (addresses and not all(map(is_loopback, addresses))):
         yield Finding("host name", "ok", text)
@@ -68,9 +68,9 @@ def check_host_name(facts: Facts, multi_host: bool) -> Iterator[Finding]:
         yield Finding("host name", "problem", f"{text}, so no other host can reach it", leads_to, remedy)
 
 
-def check_interfaces(facts: Facts, _: bool) -> Iterator[Finding]:
+def check_interfaces(rank_info: CheckupInfo, _: bool) -> Iterator[Finding]:
     """List the network interfaces, and check that the variables for gloo and NCCL name interfaces that are up."""
-    network, variables = facts["network"], facts["variables"]
+    network, variables = rank_info["network"], rank_info["variables"]
     interfaces = network["interfaces"]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = variables.get(variable, "")
@@ -94,7 +94,7 @@ RANK_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
     ("timed_out", report_timeouts),
     ("versions", report_versions),
     ("cards", check_devices),
-    ("variables", lambda facts, _: variable_findings(facts["variables"])),
+    ("variables", lambda facts, _: make_variable_findings(facts["variables"])),
 )
 HOST_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
     ("network", check_host_name),

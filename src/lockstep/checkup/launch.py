@@ -11,13 +11,13 @@ from typing import Any
 
 from lockstep.checkup.finding import Finding
 from lockstep.common.platforms import has_gpu_driver
-from lockstep.common.rank import ALONE, RankInfo, rendezvous_address
+from lockstep.common.rank import ALONE, RankInfo, resolve_rendezvous_address
 from lockstep.errors import UsageError
 from lockstep.launchers import Detection, detect, detect_all
 from lockstep.launchers.slurm import resolve_master
 
 
-def launch_findings(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
+def make_launch_findings(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
     """Return a finding for each known launcher, in order of precedence, and findings about the rank of this process.
 
     Also returns a JSON-compatible dict with the name of the launcher that started this process and the rank. Both are
@@ -25,13 +25,13 @@ def launch_findings(env: Mapping[str, str], rendezvous: str, device: str) -> tup
     """
     detections = detect_all(env)
     active = next((detection for detection in detections if detection.info or detection.problem), None)
-    findings = [_launcher_finding(detection, env, detection is active) for detection in detections]
+    findings = [_make_launcher_finding(detection, env, detection is active) for detection in detections]
     info = active.info if active else None
     facts = {"decides": active.launcher.name if active else None, "rank": asdict(info) if info else None}
     return [*findings, *_check_rank(env, rendezvous, device)], facts
 
 
-def _launcher_finding(detection: Detection, env: Mapping[str, str], is_active: bool) -> Finding:
+def _make_launcher_finding(detection: Detection, env: Mapping[str, str], is_active: bool) -> Finding:
     assignments = " ".join(f"{name}={env[name]}" for name in detection.launcher.variables if name in env)
     text = assignments or "none of its variables is set"
     return Finding(detection.launcher.name, "ok", f"decides: {text}" if is_active else text)
@@ -42,7 +42,7 @@ def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterato
     try:
         info = detect(env)
     except UsageError as error:
-        yield from _problem_findings("launcher", error)
+        yield from _make_problem_findings("launcher", error)
         return
     yield Finding("rank", "ok", _describe_rank(info))
     checks = {"rendezvous": partial(_describe_rendezvous, rendezvous), "device": partial(_describe_device, device)}
@@ -50,10 +50,10 @@ def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterato
         try:
             yield Finding(check, "ok", describe(info or ALONE))
         except UsageError as error:
-            yield from _problem_findings(check, error)
+            yield from _make_problem_findings(check, error)
 
 
-def _problem_findings(check: str, error: UsageError) -> Iterator[Finding]:
+def _make_problem_findings(check: str, error: UsageError) -> Iterator[Finding]:
     for line in str(error).splitlines():
         yield Finding(check, "problem", line, "lockstep train exits with code 2")
 
@@ -72,7 +72,7 @@ def _describe_rendezvous(rendezvous: str, info: RankInfo) -> str:
     if info.size == 1:
         return "not needed by one process"
     info = resolve_master(info, os.environ)
-    address = rendezvous_address(info, rendezvous)
+    address = resolve_rendezvous_address(info, rendezvous)
     if info.hosted and rendezvous == "env://":
         return f"{info.master}:{info.port}, where torchrun listens"
     if not address.startswith("tcp://"):

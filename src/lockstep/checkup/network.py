@@ -23,7 +23,7 @@ _MIN_LINKS: Final = 3  # minimum number of links of a kind for a comparison
 _MAX_SHOWN: Final = 6
 
 
-def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
+def make_link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding for each host whose links are all slow, and for each remaining slow link.
 
     If no link of a kind is slow, yield a single finding for this kind.
@@ -33,15 +33,15 @@ def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Findi
         if not kind_links:
             continue
         typical_mb_s, typical_latency_s = (
-            _upper_quartile([link.mb_s for link in kind_links]),
-            -_upper_quartile([-link.latency_s for link in kind_links]),
+            _compute_upper_quartile([link.mb_s for link in kind_links]),
+            -_compute_upper_quartile([-link.latency_s for link in kind_links]),
         )
         slow_links = {
             link: reason
             for link in kind_links
-            if (reason := _slow_reason(link, typical_mb_s, typical_latency_s, len(kind_links), between_hosts))
+            if (reason := _explain_slow_link(link, typical_mb_s, typical_latency_s, len(kind_links), between_hosts))
         }
-        yield from _slow_findings(kind, slow_links, kind_links, hosts)
+        yield from _make_slow_findings(kind, slow_links, kind_links, hosts)
         if not slow_links:
             slowest_mb_s = min(link.mb_s for link in kind_links)
             text = (
@@ -51,18 +51,20 @@ def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Findi
             yield Finding(kind, "ok", text)
 
 
-def _slow_reason(link: Link, typical_mb_s: float, typical_latency_s: float, count: int, between_hosts: bool) -> str:
+def _explain_slow_link(
+    link: Link, typical_mb_s: float, typical_latency_s: float, num_links: int, between_hosts: bool
+) -> str:
     """Return the reason why a link is slow, or an empty string if it isn't slow."""
-    if count >= _MIN_LINKS and link.mb_s * _SLOW_FACTOR < typical_mb_s:
+    if num_links >= _MIN_LINKS and link.mb_s * _SLOW_FACTOR < typical_mb_s:
         return f"{link.mb_s:,.1f} MB/s, while other links have {typical_mb_s:,.0f}"
     if between_hosts and link.mb_s < _MIN_MB_S:
         return f"{link.mb_s:,.1f} MB/s, less than half of 1 Gbit/s Ethernet"
-    if count >= _MIN_LINKS and link.latency_s > _SLOW_FACTOR * typical_latency_s + _SLOW_LATENCY_S:
+    if num_links >= _MIN_LINKS and link.latency_s > _SLOW_FACTOR * typical_latency_s + _SLOW_LATENCY_S:
         return f"{link.latency_s * 1e3:,.1f} ms, while other links have {typical_latency_s * 1e3:,.2f}"
     return ""
 
 
-def _slow_findings(
+def _make_slow_findings(
     kind: str, slow_links: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]
 ) -> Iterator[Finding]:
     """Yield a finding for each slow host, unless all hosts are slow, and for each remaining slow link."""
@@ -98,15 +100,15 @@ def _describe_link(link: Link, hosts: Sequence[str]) -> str:
     return f"rank {link.source} ({hosts[link.source]}) to rank {link.target} ({hosts[link.target]})"
 
 
-def _upper_quartile(values: Sequence[float]) -> float:
+def _compute_upper_quartile(values: Sequence[float]) -> float:
     return sorted(values)[math.ceil(_QUARTILE * len(values)) - 1]
 
 
-def interface_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
+def make_interface_findings(rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding about ranks whose gloo interface is slower than the fastest interface of their host."""
     slower: dict[tuple[str, str, int, int], list[int]] = {}
     ranks_by_interface: dict[str, list[int]] = {}
-    for rank, rank_facts in enumerate(facts if len(set(hosts)) > 1 else ()):
+    for rank, rank_facts in enumerate(rank_infos if len(set(hosts)) > 1 else ()):
         interfaces, interface = (
             rank_facts.get("network", {}).get("interfaces", {}),
             rank_facts.get("network", {}).get("gloo"),
@@ -134,20 +136,20 @@ def interface_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str])
         yield Finding("interface", "ok", f"between hosts, gloo uses {text}")
 
 
-def find_unreachable_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
+def find_unreachable_ranks(rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
     """If there are multiple hosts, return the ranks on which gloo would only listen on the loopback interface."""
     loopback_ranks = [
-        rank for rank, rank_facts in enumerate(facts) if rank_facts.get("network", {}).get("gloo") in ("lo", "lo0")
+        rank for rank, rank_facts in enumerate(rank_infos) if rank_facts.get("network", {}).get("gloo") in ("lo", "lo0")
     ]
     return loopback_ranks if len(set(hosts)) > 1 else []
 
 
-def connection_findings(
-    errors: Sequence[str], facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]
+def make_connection_findings(
+    errors: Sequence[str], rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str]
 ) -> Iterator[Finding]:
     """Yield a finding about the ranks that other ranks can't reach, or else about the ranks that failed to connect."""
     ranks = [rank for rank, reason in enumerate(errors) if reason]
-    loopback_ranks = find_unreachable_ranks(facts, hosts)
+    loopback_ranks = find_unreachable_ranks(rank_infos, hosts)
     leads_to = "a run on these ranks cannot start; nothing was measured between them"
     if loopback_ranks:
         text = f"gloo would listen on the loopback interface on {format_ranks(loopback_ranks, hosts)}: not tried"

@@ -31,9 +31,11 @@ from lockstep.ranks.status import RankStatus
 
 LOST_AFTER_S: Final = 10.0
 _STALL_S: Final = 8.0  # maximum duration of a measurement; the slowest takes 2 s over a 1 Mbit/s link
-_EXCHANGE_S: Final = 20.0  # timeout of collectives; the stall detector needs less time to identify a rank that hangs
-_HOST_S: Final = 15.0  # the first query of a GPU takes seconds
-_NETWORK_S: Final = 8.0
+_COLLECTIVE_TIMEOUT_S: Final = (
+    20.0  # timeout of collectives; the stall detector needs less time to identify a rank that hangs
+)
+_HOST_TIMEOUT_S: Final = 15.0  # the first query of a GPU takes seconds
+_NETWORK_TIMEOUT_S: Final = 8.0
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,16 @@ def run_checkup(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupRepor
     """Run the check-up. Return the report on rank 0, and None on all other ranks. All ranks must call this function."""
     start = time.monotonic()
     steps = [0]
-    rendezvous.status = lambda: RankStatus("checking", steps[0])
+    rendezvous.get_status = lambda: RankStatus("checking", steps[0])
 
     def step() -> None:
         steps[0] += 1
 
-    with _stall_detector(rendezvous):
-        facts = rendezvous.gather(_collect_facts())
+    with _make_stall_detector(rendezvous):
+        facts = rendezvous.gather(_collect_rank_info())
         step()
     measurements, world = _connect(request, rendezvous, facts)
-    with _stall_detector(rendezvous):
+    with _make_stall_detector(rendezvous):
         if world is not None:
             measurements["links"] = [
                 asdict(link) for link in measure_links(world, schedule_rounds(rendezvous.hosts), step)
@@ -65,12 +67,12 @@ def run_checkup(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupRepor
         all_measurements = rendezvous.gather(measurements)
     if rendezvous.info.rank > 0:
         return None
-    findings, found_links = _all_findings(rendezvous, facts, all_measurements)
+    findings, found_links = _collect_findings(rendezvous, facts, all_measurements)
     seconds = time.monotonic() - start
     return CheckupReport(rendezvous.hosts, seconds, tuple(findings), found_links, tuple(facts))
 
 
-def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
+def _make_stall_detector(rendezvous: Rendezvous) -> StallDetector:
     """Return a stall detector that ends all ranks if a rank hangs, and reports the stack of that rank."""
 
     def end(report: str) -> None:
@@ -80,7 +82,7 @@ def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
     return StallDetector(rendezvous, _STALL_S, end)
 
 
-def _collect_facts() -> dict[str, Any]:
+def _collect_rank_info() -> dict[str, Any]:
     """Collect information about the host of this rank: versions, devices, interfaces and environment variables."""
     facts: dict[str, Any] = {"timed_out": {}}
 
@@ -91,13 +93,13 @@ def _collect_facts() -> dict[str, Any]:
         else:
             facts.update(answer)
 
-    query("host", _HOST_S, host.get_host_facts)
-    query("network", _NETWORK_S, lambda: {"network": interfaces.network()})
+    query("host", _HOST_TIMEOUT_S, host.get_host_info)
+    query("network", _NETWORK_TIMEOUT_S, lambda: {"network": interfaces.get_network_info()})
     return facts
 
 
 def _connect(
-    request: CheckupRequest, rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
+    request: CheckupRequest, rendezvous: Rendezvous, rank_infos: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], World | None]:
     """Initialize the process group. Return the errors so far, and the world, or None if a rank couldn't connect.
 
@@ -112,7 +114,7 @@ def _connect(
         device, measurements["device"] = torch.device("cpu"), str(error)
     if rendezvous.store is None:
         return measurements, None
-    unreachable = network.find_unreachable_ranks(facts, rendezvous.hosts)
+    unreachable = network.find_unreachable_ranks(rank_infos, rendezvous.hosts)
     replies = _gather_on_all(rendezvous, {"cuda": device.type == "cuda", "unreachable": unreachable})
     if replies[0]["unreachable"]:
         measurements["failed"] = "not tried"
@@ -121,7 +123,7 @@ def _connect(
     world = None
     try:
         # `open_world` initializes the process group. Connecting and collectives time out earlier than in a run.
-        world = open_world(rendezvous, device, timeout_s=_EXCHANGE_S)
+        world = open_world(rendezvous, device, timeout_s=_COLLECTIVE_TIMEOUT_S)
         world.barrier()
     except (LockstepError, RuntimeError) as error:
         measurements["failed"] = (str(error).splitlines() or [type(error).__name__])[0]
@@ -135,21 +137,23 @@ def _gather_on_all(rendezvous: Rendezvous, value: dict[str, Any]) -> list[dict[s
     return list(plainfile.parse_json(rendezvous.broadcast_text(json.dumps(rendezvous.gather(value)))))
 
 
-def _all_findings(
-    rendezvous: Rendezvous, facts: list[dict[str, Any]], measurements: list[dict[str, Any]]
+def _collect_findings(
+    rendezvous: Rendezvous, rank_infos: list[dict[str, Any]], measurements: list[dict[str, Any]]
 ) -> tuple[list[Finding], tuple[Link, ...]]:
     hosts = rendezvous.hosts
     for rank, measurement in enumerate(measurements):
-        if measurement["device"] and "cards" in facts[rank]:
-            facts[rank]["cards"]["problem"] = measurement["device"]
+        if measurement["device"] and "cards" in rank_infos[rank]:
+            rank_infos[rank]["cards"]["problem"] = measurement["device"]
     multi_host = len(set(hosts)) > 1
-    findings = merge_ranks({rank: run_checks(RANK_CHECKS, facts[rank], multi_host) for rank in range(len(hosts))})
+    findings = merge_ranks({rank: run_checks(RANK_CHECKS, rank_infos[rank], multi_host) for rank in range(len(hosts))})
     findings += merge_ranks(
-        {rank: run_checks(HOST_CHECKS, facts[rank], multi_host) for rank in map(hosts.index, dict.fromkeys(hosts))}
+        {rank: run_checks(HOST_CHECKS, rank_infos[rank], multi_host) for rank in map(hosts.index, dict.fromkeys(hosts))}
     )
     found_links = tuple(Link(**link) for measurement in measurements for link in measurement["links"])
-    findings += compare_ranks(facts, hosts)
-    findings += network.connection_findings([measurement["failed"] for measurement in measurements], facts, hosts)
-    findings += network.interface_findings(facts, hosts)
-    findings += network.link_findings(found_links, hosts)
+    findings += compare_ranks(rank_infos, hosts)
+    findings += network.make_connection_findings(
+        [measurement["failed"] for measurement in measurements], rank_infos, hosts
+    )
+    findings += network.make_interface_findings(rank_infos, hosts)
+    findings += network.make_link_findings(found_links, hosts)
     return findings, found_links

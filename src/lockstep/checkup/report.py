@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lockstep.checkup.agreement import format_ranks
-from lockstep.checkup.finding import ORDER, Finding, Level, most_serious
+from lockstep.checkup.finding import ORDER, Finding, Level, get_most_serious_level
 from lockstep.common.text import printable_line
 
 if TYPE_CHECKING:  # imports torch, which the check of the launcher doesn't need
@@ -41,7 +41,7 @@ class CheckupReport:
     @property
     def level(self) -> Level:
         """The most serious level of all findings."""
-        return most_serious(self.findings)
+        return get_most_serious_level(self.findings)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as a JSON-compatible dict."""
@@ -53,19 +53,19 @@ def render(report: CheckupReport) -> Iterator[RenderableType]:
     ranks, hosts = len(report.hosts), len(set(report.hosts))
     extent = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
     yield Text(f"{report.title} of {extent}, {report.seconds:.0f} s")
-    yield _findings_table(report)
+    yield _make_findings_table(report)
     if report.links:
         yield Text("\nbetween ranks: 10^6 bytes per second from the rank in the row to the rank in the column")
-        yield _link_matrix(report) if ranks <= _MAX_MATRIX_RANKS else _slowest_links(report)
+        yield _make_link_matrix(report) if ranks <= _MAX_MATRIX_RANKS else _make_slowest_links_table(report)
     counts = {level: sum(finding.level == level for finding in report.findings) for level in ORDER}
     summary = [f"{counts[level]} {level}{'s'[: counts[level] > 1]}" for level in ORDER[:-1] if counts[level]]
     yield Text(f"\n{', '.join(summary) or 'no problem found'}", _STYLE[report.level])
 
 
-def _findings_table(report: CheckupReport) -> Table:
+def _make_findings_table(report: CheckupReport) -> Table:
     columns = Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold")
     table = Table(*columns, box=None, pad_edge=False, show_header=False)
-    for finding in _select(report.findings):
+    for finding in _select_findings(report.findings):
         ranks = f"  [{format_ranks(finding.ranks, report.hosts)}]" if finding.ranks else ""
         text = Text(printable_line(f"{finding.found}{ranks}"))
         if finding.leads_to:
@@ -76,7 +76,7 @@ def _findings_table(report: CheckupReport) -> Table:
     return table
 
 
-def _select(findings: Sequence[Finding]) -> Iterator[Finding]:
+def _select_findings(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the findings, with the most serious first. Only a few ok findings are shown for each check."""
     for level in ORDER:
         level_findings = [finding for finding in findings if finding.level == level]
@@ -89,7 +89,7 @@ def _select(findings: Sequence[Finding]) -> Iterator[Finding]:
                 yield Finding(check, "ok", f"and {omitted:,} more like these; see --json")
 
 
-def _link_matrix(report: CheckupReport) -> Table:
+def _make_link_matrix(report: CheckupReport) -> Table:
     numbers = [*map(str, range(len(report.hosts))), "latency"]
     columns = [Column(heading, justify="right", no_wrap=True) for heading in numbers]
     table = Table(Column("rank", no_wrap=True), *columns, box=None, pad_edge=False)
@@ -106,7 +106,7 @@ def _format_rate(mb_s: float | None) -> str:
     return "-" if mb_s is None else f"{mb_s:,.0f}" if mb_s >= 10 else f"{mb_s:.2f}"
 
 
-def _slowest_links(report: CheckupReport) -> Table:
+def _make_slowest_links_table(report: CheckupReport) -> Table:
     table = Table("slowest links", f"of {len(report.links):,}", "MB/s", "us", box=None, pad_edge=False)
     for link in sorted(report.links, key=lambda link: link.mb_s)[:_MAX_MATRIX_RANKS]:
         ends = [printable_line(f"rank {rank} ({report.hosts[rank]})") for rank in (link.source, link.target)]

@@ -12,7 +12,7 @@ _SLOW: Final = "communication is slower"
 
 
 @dataclass(frozen=True)
-class Rule:
+class VariableRule:
     """A rule about an environment variable. `is_problematic` returns whether a value causes a problem.
 
     `leads_to` is the consequence of such a value.
@@ -25,7 +25,7 @@ class Rule:
     remedy: str = ""
 
 
-def variable_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
+def make_variable_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding for each variable with a problematic value, and a finding that lists the remaining variables."""
     problems = [rule for rule in RULES if rule.name in variables and rule.is_problematic(variables[rule.name])]
     for rule in problems:
@@ -48,36 +48,40 @@ def _is_not_positive(value: str) -> bool:
 
 
 RULES: Final = (
-    Rule("OMP_NUM_THREADS", _is_not_positive, "warning", "one thread per core until the recipe sets the number"),
-    Rule("NVIDIA_TF32_OVERRIDE", _is_on, "problem", _REJECTED),
-    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "problem", _REJECTED),
-    Rule(
+    VariableRule(
+        "OMP_NUM_THREADS", _is_not_positive, "warning", "one thread per core until the recipe sets the number"
+    ),
+    VariableRule("NVIDIA_TF32_OVERRIDE", _is_on, "problem", _REJECTED),
+    VariableRule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "problem", _REJECTED),
+    VariableRule(
         "PYTORCH_TUNABLEOP_ENABLED",
         _is_on,
         "problem",
         "it selects kernels by their measured time, so lockstep train rejects it on CUDA",
     ),
-    Rule("ATEN_CPU_CAPABILITY", _is_set, "warning", _KERNELS),
-    Rule("MKL_CBWR", _is_set, "warning", _KERNELS),
-    Rule("MKL_ENABLE_INSTRUCTIONS", _is_set, "warning", _KERNELS),
-    Rule("ONEDNN_MAX_CPU_ISA", _is_set, "warning", _KERNELS),
-    Rule("DNNL_MAX_CPU_ISA", _is_set, "warning", _KERNELS),
-    Rule(
+    VariableRule("ATEN_CPU_CAPABILITY", _is_set, "warning", _KERNELS),
+    VariableRule("MKL_CBWR", _is_set, "warning", _KERNELS),
+    VariableRule("MKL_ENABLE_INSTRUCTIONS", _is_set, "warning", _KERNELS),
+    VariableRule("ONEDNN_MAX_CPU_ISA", _is_set, "warning", _KERNELS),
+    VariableRule("DNNL_MAX_CPU_ISA", _is_set, "warning", _KERNELS),
+    VariableRule(
         "CUDA_LAUNCH_BLOCKING", _is_on, "warning", "the CPU waits for each kernel, which is slow and only for debugging"
     ),
-    Rule("TORCH_DISTRIBUTED_DEBUG", lambda value: value.upper() == "DETAIL", "warning", "each collective runs twice"),
-    Rule("TORCH_NCCL_BLOCKING_WAIT", _is_on, "warning", "the CPU waits for each collective"),
-    Rule("NCCL_BLOCKING_WAIT", _is_on, "warning", "the CPU waits for each collective"),
-    Rule(
+    VariableRule(
+        "TORCH_DISTRIBUTED_DEBUG", lambda value: value.upper() == "DETAIL", "warning", "each collective runs twice"
+    ),
+    VariableRule("TORCH_NCCL_BLOCKING_WAIT", _is_on, "warning", "the CPU waits for each collective"),
+    VariableRule("NCCL_BLOCKING_WAIT", _is_on, "warning", "the CPU waits for each collective"),
+    VariableRule(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         lambda value: not _is_on(value),
         "problem",
         "if a rank is lost, the other ranks wait forever in NCCL collectives",
     ),
-    Rule("NCCL_P2P_DISABLE", _is_on, "warning", f"{_SLOW}: GPUs of a host cannot access each other's memory"),
-    Rule("NCCL_SHM_DISABLE", _is_on, "warning", f"{_SLOW}: ranks of a host communicate over the network"),
-    Rule("NCCL_IB_DISABLE", _is_on, "warning", f"{_SLOW}: InfiniBand is not used"),
-    Rule(
+    VariableRule("NCCL_P2P_DISABLE", _is_on, "warning", f"{_SLOW}: GPUs of a host cannot access each other's memory"),
+    VariableRule("NCCL_SHM_DISABLE", _is_on, "warning", f"{_SLOW}: ranks of a host communicate over the network"),
+    VariableRule("NCCL_IB_DISABLE", _is_on, "warning", f"{_SLOW}: InfiniBand is not used"),
+    VariableRule(
         "NCCL_DEBUG",
         lambda value: value.upper() in ("INFO", "TRACE"),
         "warning",

@@ -20,11 +20,11 @@ from typing import NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
-from lockstep.comm.carrier import Addressed, Carrier, renumber_ranks
+from lockstep.comm.carrier import AddressedTensor, Carrier, renumber_ranks
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.core.mesh import DataRank
-from lockstep.core.reduction import Move, Reduction, Shares, plan_reduction
-from lockstep.core.tree import LeafBlock, total
+from lockstep.core.reduction import BlockMove, Reduction, Shares, plan_reduction
+from lockstep.core.tree import LeafBlock, sum_pieces
 
 
 def add_(left: Tensor, right: Tensor) -> Tensor:
@@ -32,13 +32,13 @@ def add_(left: Tensor, right: Tensor) -> Tensor:
     return left.add_(right)
 
 
-class Sum(Protocol):
+class VectorSum(Protocol):
     """The protocol of functions that sum a flat vector over ranks, such as CanonicalSum."""
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor, /) -> Tensor: ...
 
 
-def local_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
+def add_pieces(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
     """Add a rank's pieces in place, from left to right, and return the sum. Returns zeros if there are no pieces."""
     if not pieces:
         return torch.zeros_like(like)
@@ -54,14 +54,14 @@ class CanonicalSum:
     """Sums flat vectors over ranks. All ranks must call it in the same order with vectors of the same length.
 
     `_data_ranks` contains the data rank of each rank, and `_rank` is the index of this rank, both in the rank order of
-    `_carrier`. A single rank needs no carrier. If sequences are split into `_chunks` chunks, each chunk of a
+    `_carrier`. A single rank needs no carrier. If sequences are split into `_num_chunks` chunks, each chunk of a
     micro-batch is a separate leaf of the reduction tree (core/mesh.py).
     """
 
     _rank: int
     _data_ranks: Sequence[DataRank]
     _carrier: Carrier | None
-    _chunks: int = 1
+    _num_chunks: int = 1
 
     def __post_init__(self) -> None:
         self._size = len(self._data_ranks)
@@ -70,17 +70,19 @@ class CanonicalSum:
         self._schedules: dict[int, Reduction] = {}  # by number of leaves
         self._holder_sums: dict[int, CanonicalSum] = {}
 
-    def for_holders(self, num_leaves: int) -> CanonicalSum:
+    def restrict_to_holders(self, num_leaves: int) -> CanonicalSum:
         """Return a CanonicalSum over the ranks that hold any of the leaves. This rank must be one of them."""
         if num_leaves not in self._holder_sums:
             holders = [
                 rank
                 for rank, data_rank in enumerate(self._data_ranks)
-                if data_rank.own_blocks(num_leaves, self._chunks)
+                if data_rank.get_own_blocks(num_leaves, self._num_chunks)
             ]
             carrier = self._carrier and renumber_ranks(self._carrier, holders)
             data_ranks = [self._data_ranks[rank] for rank in holders]
-            self._holder_sums[num_leaves] = CanonicalSum(holders.index(self._rank), data_ranks, carrier, self._chunks)
+            self._holder_sums[num_leaves] = CanonicalSum(
+                holders.index(self._rank), data_ranks, carrier, self._num_chunks
+            )
         return self._holder_sums[num_leaves]
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor) -> Tensor:
@@ -90,9 +92,9 @@ class CanonicalSum:
         same length, dtype and device, for ranks without pieces.
         """
         if self.is_single_rank:
-            return total(pieces, num_leaves, add_)
+            return sum_pieces(pieces, num_leaves, add_)
         rounds, shares = self._get_schedule(num_leaves)
-        blocks = self._data_ranks[self._rank].own_blocks(num_leaves, self._chunks)
+        blocks = self._data_ranks[self._rank].get_own_blocks(num_leaves, self._num_chunks)
         values = {block.first: _Share(range(len(like)), pieces[block], is_received=False) for block in blocks}
         for sums, moves in rounds:
             for left, right, _ in sums:
@@ -114,10 +116,10 @@ class CanonicalSum:
         The result has the same bits in every run on the same number of ranks, but not the bits of a single process.
         """
         rank = self._data_ranks[self._rank]
-        [block] = rank.own_blocks(rank.replicas)
-        return self({block: vector}, rank.replicas, vector)
+        [block] = rank.get_own_blocks(rank.num_replicas)
+        return self({block: vector}, rank.num_replicas, vector)
 
-    def stack_ranks(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """All-gather a tensor of the same shape on all ranks. Stacks the results along a new dim 0 in rank order."""
         if self.is_single_rank:
             return tensor.unsqueeze(0)
@@ -129,22 +131,22 @@ class CanonicalSum:
     def _get_schedule(self, num_leaves: int) -> Reduction:
         """Return this rank's part of the reduction schedule."""
         if num_leaves not in self._schedules:
-            blocks = [data_rank.own_blocks(num_leaves, self._chunks) for data_rank in self._data_ranks]
+            blocks = [data_rank.get_own_blocks(num_leaves, self._num_chunks) for data_rank in self._data_ranks]
             self._schedules[num_leaves] = plan_reduction(blocks, num_leaves).for_rank(self._rank)
         return self._schedules[num_leaves]
 
-    def _reshard(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
+    def _reshard(self, moves: list[BlockMove], values: dict[int, _Share], like: Tensor) -> None:
         """Send this rank's shares to the ranks that add them next, and receive the shares that this rank adds."""
-        sent: list[Addressed] = []
-        received: list[Addressed] = []
+        sent: list[AddressedTensor] = []
+        received: list[AddressedTensor] = []
         for move in moves:
             held = values.pop(move.block, None)
             if held is not None:
-                sent += [(held.view(part), rank) for rank, part in move.sent(self._rank, len(like))]
+                sent += [(held.view(part), rank) for rank, part in move.get_sent_parts(self._rank, len(like))]
             if self._rank not in move.target.positions:
                 continue
-            target = move.target.part_of(self._rank, len(like))
-            sources = move.received(self._rank, len(like))
+            target = move.target.get_part(self._rank, len(like))
+            sources = move.get_received_parts(self._rank, len(like))
             if held is not None and all(rank == self._rank for rank, _ in sources):
                 values[move.block] = held.narrow(target)
                 continue
@@ -154,21 +156,21 @@ class CanonicalSum:
                     share.view(part).copy_(held.view(part))
                 else:
                     received.append((share.view(part), rank))
-        self._move(sent, received)
+        self._transfer_tensors(sent, received)
 
     def _gather(self, vector: Tensor, shares: Shares) -> None:
         """All-gather the shares of all ranks into `vector`."""
-        for sent, received in shares.gather_rounds(self._rank, len(vector)):
-            self._move(
+        for sent, received in shares.iterate_gather_rounds(self._rank, len(vector)):
+            self._transfer_tensors(
                 *(
                     [(vector[part.start : part.stop], rank) for rank, part in transfers]
                     for transfers in (sent, received)
                 )
             )
 
-    def _move(self, sent: list[Addressed], received: list[Addressed]) -> None:
+    def _transfer_tensors(self, sent: list[AddressedTensor], received: list[AddressedTensor]) -> None:
         assert self._carrier is not None
-        move(self._carrier, sent, received)
+        transfer_tensors(self._carrier, sent, received)
 
 
 @final
@@ -189,48 +191,53 @@ class HalfPrecisionSum:
         """Return the sum over all leaves of the reduction tree, on all ranks. See CanonicalSum."""
         if self._canonical_sum.is_single_rank:
             return self._canonical_sum(pieces, num_leaves, like)
-        return self._canonical_sum.sum_over_ranks(local_sum(pieces, like).to(self._dtype)).to(like.dtype)
+        return self._canonical_sum.sum_over_ranks(add_pieces(pieces, like).to(self._dtype)).to(like.dtype)
 
 
-def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor, holders: int) -> list[Tensor]:
+def all_to_all_parts(
+    carrier: Carrier, member_index: int, num_members: int, vector: Tensor, num_senders: int
+) -> list[Tensor]:
     """Exchange the vectors of a round (core/mesh.py): a reduce-scatter without the reduction.
 
-    `vector` is the concatenation of one part for each of the `members` members, all of the same length. Returns the
-    parts for this `member` in the vectors of members 0 to `holders` - 1, as new tensors. The vectors of members with a
-    higher index aren't used. All members must call this function in the same order with vectors of the same length.
+    `vector` is the concatenation of one part for each of the `num_members` members, all of the same length. Returns the
+    parts for this `member_index` in the vectors of members 0 to `num_senders` - 1, as new tensors. The vectors of
+    members with a higher index aren't used. All members must call this function in the same order with vectors of the
+    same length.
     """
-    parts = vector.view(members, -1)
-    peers = [peer for peer in range(members) if peer != member]
-    arrived = {peer: torch.empty_like(parts[0]) for peer in peers if peer < holders}
+    parts = vector.view(num_members, -1)
+    peers = [peer for peer in range(num_members) if peer != member_index]
+    arrived = {peer: torch.empty_like(parts[0]) for peer in peers if peer < num_senders}
     received = [(part, peer) for peer, part in arrived.items()]
-    sent: list[Addressed] = []
-    if member < holders:
-        arrived[member] = parts[member].clone()
+    sent: list[AddressedTensor] = []
+    if member_index < num_senders:
+        arrived[member_index] = parts[member_index].clone()
         sent = [(parts[peer], peer) for peer in peers]
-    move(carrier, sent, received)
-    return [arrived[peer] for peer in range(holders)]
+    transfer_tensors(carrier, sent, received)
+    return [arrived[peer] for peer in range(num_senders)]
 
 
 class _Share(NamedTuple):
-    """A rank's share of the sum of a block: the range `part` of the vector, as a tensor.
+    """A rank's share of the sum of a block: the range `element_range` of the vector, as a tensor.
 
     `is_received` is True if the tensor was received from a different rank, into separate memory.
     """
 
-    part: range
+    element_range: range
     tensor: Tensor
     is_received: bool
 
-    def view(self, part: range) -> Tensor:
-        """Return a view of the elements in the range `part` of the full vector."""
-        return self.tensor[part.start - self.part.start : part.stop - self.part.start]
+    def view(self, element_range: range) -> Tensor:
+        """Return a view of the elements in the range `element_range` of the full vector."""
+        return self.tensor[
+            element_range.start - self.element_range.start : element_range.stop - self.element_range.start
+        ]
 
-    def narrow(self, part: range) -> _Share:
-        """Return a share with only the elements in the range `part` of the full vector."""
-        return self._replace(part=part, tensor=self.view(part))
+    def narrow(self, element_range: range) -> _Share:
+        """Return a share with only the elements in the range `element_range` of the full vector."""
+        return self._replace(element_range=element_range, tensor=self.view(element_range))
 
 
-def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
+def transfer_tensors(carrier: Carrier, sent: list[AddressedTensor], received: list[AddressedTensor]) -> None:
     """Send and receive the non-empty tensors, and make the current stream wait for them.
 
     Raises PeerLostError if a peer is lost.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.device.memory import empty_host_tensor
 
-Addressed = tuple[Tensor, int]  # a contiguous tensor, and the group rank of the peer
+AddressedTensor = tuple[Tensor, int]  # a contiguous tensor, and the group rank of the peer
 
 
 @final
@@ -56,21 +56,21 @@ class Transfer:
 # Starts point-to-point transfers between the ranks of a group. The arguments are the tensors to send and the tensors to
 # receive into. The transfers start once the current stream reaches this point. Between two ranks, tensors arrive in the
 # order in which they were sent. Within a call, sends and receives never block each other.
-Carrier = Callable[[Sequence[Addressed], Sequence[Addressed]], Transfer]
+Carrier = Callable[[Sequence[AddressedTensor], Sequence[AddressedTensor]], Transfer]
 
 
-def direct_carrier(group: dist.ProcessGroup) -> Carrier:
+def make_direct_carrier(group: dist.ProcessGroup) -> Carrier:
     """Return a carrier that passes tensors to the backend without copies: CUDA tensors to NCCL, CPU tensors to gloo."""
-    return lambda sent, received: Transfer(_start(group, sent, received), [tensor for tensor, _ in sent], [])
+    return lambda sent, received: Transfer(_start_transfers(group, sent, received), [tensor for tensor, _ in sent], [])
 
 
-def staged_carrier(group: dist.ProcessGroup) -> Carrier:
+def make_staged_carrier(group: dist.ProcessGroup) -> Carrier:
     """Return a carrier that stages CUDA tensors in host memory, for gloo with several ranks on a device.
 
     This is slow, because the calling thread waits for the copies.
     """
 
-    def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
+    def start_transfer(sent: Sequence[AddressedTensor], received: Sequence[AddressedTensor]) -> Transfer:
         host_sends = [(empty_host_tensor(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
         for device in {tensor.device for tensor, _ in sent if tensor.device.type == "cuda"}:
             # The copies run on the current stream, after the kernels that compute the tensors. gloo reads the copies as
@@ -78,9 +78,11 @@ def staged_carrier(group: dist.ProcessGroup) -> Carrier:
             torch.cuda.current_stream(device).synchronize()
         host_receives = [(empty_host_tensor(tensor), peer) for tensor, peer in received]
         staged_receives = [(tensor, host) for (tensor, _), (host, _) in zip(received, host_receives, strict=True)]
-        return Transfer(_start(group, host_sends, host_receives), [host for host, _ in host_sends], staged_receives)
+        return Transfer(
+            _start_transfers(group, host_sends, host_receives), [host for host, _ in host_sends], staged_receives
+        )
 
-    return start
+    return start_transfer
 
 
 def renumber_ranks(carrier: Carrier, ranks: Sequence[int]) -> Carrier:
@@ -90,7 +92,9 @@ def renumber_ranks(carrier: Carrier, ranks: Sequence[int]) -> Carrier:
     )
 
 
-def _start(group: dist.ProcessGroup, sent: Sequence[Addressed], received: Sequence[Addressed]) -> list[dist.Work]:
-    operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in received]
-    operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sent]
+def _start_transfers(
+    group: dist.ProcessGroup, tensors_to_send: Sequence[AddressedTensor], receive_buffers: Sequence[AddressedTensor]
+) -> list[dist.Work]:
+    operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in receive_buffers]
+    operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in tensors_to_send]
     return dist.batch_isend_irecv(operations) if operations else []

@@ -6,7 +6,7 @@ from typing import NamedTuple, final
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.canonical import move
+from lockstep.comm.canonical import transfer_tensors
 from lockstep.comm.carrier import Carrier
 from lockstep.comm.process_groups import ProcessGroups
 
@@ -26,10 +26,10 @@ class Edge(NamedTuple):
 class Edges:
     """The edges of this rank. Edges are created lazily."""
 
-    def __init__(self, groups: ProcessGroups, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, groups: ProcessGroups, rank: int, world_size: int, device: torch.device) -> None:
         self._groups = groups
         self._rank = rank
-        self._size = size
+        self._size = world_size
         self._device = device
         self._edges: dict[int, Edge] = {}
 
@@ -75,5 +75,5 @@ class Edges:
         carrier = self._groups.make_group_carrier(group, ranks, "between stages")
         peer = target if self._rank == source else source
         first = [(torch.zeros(1, device=self._device), int(peer > self._rank))]
-        move(carrier, first if self._rank == source else [], first if self._rank == target else [])
+        transfer_tensors(carrier, first if self._rank == source else [], first if self._rank == target else [])
         return carrier

@@ -38,7 +38,7 @@ def _patch_lookup(module: ModuleType, name: str, on_collective: Callable[[str], 
     original = getattr(module, name)
 
     def intercepted(*group: Any) -> Any:
-        if label := _collective_name(sys._getframe(1)):
+        if label := _get_collective_name(sys._getframe(1)):
             on_collective(label)
         return original(*group)
 
@@ -49,7 +49,7 @@ def _patch_lookup(module: ModuleType, name: str, on_collective: Callable[[str], 
         setattr(module, name, original)
 
 
-def _collective_name(frame: FrameType | None) -> str:
+def _get_collective_name(frame: FrameType | None) -> str:
     """Return the name of the collective that is being called, or "" if it is Lockstep's or isn't a collective."""
     name = ""
     while frame is not None:

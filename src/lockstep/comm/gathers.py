@@ -21,10 +21,10 @@ from typing import Final, final
 
 _NO_UNIT: Final = -1
 # The cause in the error for a unit that is called outside the forward pass of the placed model.
-CALLED_ALONE: Final = (
+CALLED_DIRECTLY: Final = (
     "is called on its own, but its weights are sharded by rows, and only the placed model gathers them"
 )
-CALL_THE_MODEL: Final = (
+CALL_MODEL_ADVICE: Final = (
     "call the whole model (an argument of its forward can select the part to run), or use strategy ddp or zero1"
 )
 
@@ -36,18 +36,18 @@ class ScheduledGathers:
 
     - `exchange` all-gathers a list of integers.
     - `gather` gathers a unit if it isn't gathered yet. Before the collective, it must call `join_before` for the unit.
-    - `scatter` frees the gathered parameters of a unit.
+    - `reshard` frees the gathered parameters of a unit.
     - `on_join` is called after this rank has taken part in a gather for other ranks.
-    - `check` is called with a unit and the rest of the schedule before this rank gathers the unit. It must raise an
-      error if the unit can't be gathered.
+    - `check_unit` is called with a unit and the rest of the schedule before this rank gathers the unit. It must raise
+      an error if the unit can't be gathered.
     """
 
     exchange: Callable[[Sequence[int]], Sequence[Sequence[int]]]
     gather: Callable[[int], None]
-    scatter: Callable[[int], None]
+    reshard: Callable[[int], None]
     on_join: Callable[[], None]
-    check: Callable[[int, Sequence[int]], None]
-    differed: bool = False  # whether ranks requested different units while this phase was recorded
+    check_unit: Callable[[int, Sequence[int]], None]
+    order_differed: bool = False  # whether ranks requested different units while this phase was recorded
     _schedules: dict[str, list[int]] = field(default_factory=dict)
     _phase: str | None = None
     _usual_order: Sequence[int] = ()
@@ -62,7 +62,7 @@ class ScheduledGathers:
 
         Each phase has a separate schedule. `usual_order` is the order in which units are expected to be called.
         """
-        self._phase, self._usual_order, self._position, self.differed = phase, usual_order, 0, False
+        self._phase, self._usual_order, self._position, self.order_differed = phase, usual_order, 0, False
         self._schedule = self._schedules.get(phase, [])
         return self._schedule
 
@@ -71,14 +71,14 @@ class ScheduledGathers:
         return self._schedule[self._position :] if self._phase in self._schedules else ()
 
     def join_before(self, unit: int) -> None:
-        """Take part in the gathers that come before that of `unit`. Call this right before the collective."""
+        """Take part in the pending all-gathers of earlier units. Call this right before the all-gather of `unit`."""
         if self._joining:
             self._gather_issued = True
             return
         if self._phase is None:  # outside of phases, all ranks call the same units
             return
         if self._phase in self._schedules:
-            self.check(unit, self.remaining())
+            self.check_unit(unit, self.remaining())
         while (next_unit := self._next_unit(unit)) != unit:
             self._join(next_unit)
 
@@ -99,10 +99,10 @@ class ScheduledGathers:
         while (next_unit := self._next_unit(_NO_UNIT)) != _NO_UNIT:
             self._join(next_unit)
         if is_new:
-            self._add_unrequested(call_flags)
+            self._add_unrequested_units(call_flags)
             self._schedules[self._phase] = self._schedule
         for unit in () if keep_gathered else self._gathered_for_peers:
-            self.scatter(unit)
+            self.reshard(unit)
         self._gathered_for_peers.clear()
         self._phase = None
         return self._schedule
@@ -115,13 +115,13 @@ class ScheduledGathers:
             self._position += 1
             return self._schedule[self._position - 1]
         answers = {unit for [unit] in self.exchange([requested])}
-        self.differed |= len(answers) > 1
+        self.order_differed |= len(answers) > 1
         if answers == {_NO_UNIT}:
             return _NO_UNIT
         self._schedule.append(min(answers - {_NO_UNIT}, key=self._usual_order.index))
         return self._schedule[-1]
 
-    def _add_unrequested(self, call_flags: Sequence[int] | None) -> None:
+    def _add_unrequested_units(self, call_flags: Sequence[int] | None) -> None:
         """Insert the units that no rank requested into the schedule, in the usual order, and gather them."""
         called_by_any = (
             [any(flags) for flags in zip(*self.exchange(call_flags), strict=True)] if call_flags is not None else []
@@ -144,7 +144,7 @@ class ScheduledGathers:
             if self._gather_issued:
                 self._gathered_for_peers.append(unit)
             else:  # the unit was already gathered and remains gathered
-                self.scatter(unit)
+                self.reshard(unit)
                 self.gather(unit)
         finally:
             self._joining = False

@@ -16,18 +16,18 @@ def keep_computed_dtype(group: Any) -> None:
     """Allow gradients of any dtype for the gathered weights of a unit. `group` is the unit's FSDPParamGroup."""
     for parameter in group.fsdp_params:
         parameter.init_unsharded_param = partial(_init_unsharded_param, parameter, parameter.init_unsharded_param)
-    if not older_fsdp.is_older():
+    if not older_fsdp.needs_backports():
         group._set_unsharded_grad_dtypes = partial(_set_grad_dtypes, group, group._set_unsharded_grad_dtypes)
 
 
-def _init_unsharded_param(parameter: Any, init_unsharded_param: Any) -> None:
-    init_unsharded_param()
+def _init_unsharded_param(parameter: Any, original_function: Any) -> None:
+    original_function()
     if parameter.param_dtype is not None:
         parameter._unsharded_param.grad_dtype = None
 
 
-def _set_grad_dtypes(group: Any, set_grad_dtypes: Any, defer_upcast: bool) -> None:
-    set_grad_dtypes(defer_upcast=defer_upcast)  # also converts gradients that are already accumulated
-    for parameter in group.fsdp_params:
+def _set_grad_dtypes(param_group: Any, original_function: Any, defer_upcast: bool) -> None:
+    original_function(defer_upcast=defer_upcast)  # also converts gradients that are already accumulated
+    for parameter in param_group.fsdp_params:
         if parameter.param_dtype is not None and "_unsharded_param" in vars(parameter):
             parameter._unsharded_param.grad_dtype = None

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, final
 import torch
 from torch import Tensor
 
-from lockstep.comm.canonical import Sum, local_sum
+from lockstep.comm.canonical import VectorSum, add_pieces
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.core.tree import LeafBlock
@@ -61,12 +61,12 @@ class Horovod:
         with translate_peer_errors():
             self._horovod.broadcast_parameters(dict(tensors), root_rank=0)
 
-    def make_sum(self, compression: Compression) -> Sum:
+    def make_sum(self, compression: Compression) -> VectorSum:
         """Return a replacement of CanonicalSum (comm/canonical.py) that sums with Horovod's all-reduce."""
         compressor = getattr(self._horovod.Compression, compression)
 
-        def add(pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
-            vector = local_sum(pieces, like)
+        def sum_over_ranks(pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor) -> Tensor:
+            vector = add_pieces(pieces, like)
             # Horovod keeps state for each name between steps. Only one sum runs at a time, so vectors of the same
             # length and dtype can share a name.
             name = f"gradients {len(like)} {like.dtype}"
@@ -74,7 +74,7 @@ class Horovod:
                 total: Tensor = self._horovod.allreduce(vector, name=name, op=self._horovod.Sum, compression=compressor)
             return total
 
-        return add
+        return sum_over_ranks
 
     def close(self) -> None:
         """Shut down Horovod on all ranks."""
@@ -109,7 +109,9 @@ class Horovod:
             address = " ".join(map(str, server.server_address[:2]))
         host, port = world.broadcast_text(address).split()
         interface = (
-            {"HOROVOD_GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", ports.loopback())} if is_single_host else {}
+            {"HOROVOD_GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", ports.get_loopback_name())}
+            if is_single_host
+            else {}
         )
         return interface | {
             "HOROVOD_CONTROLLER": "gloo",

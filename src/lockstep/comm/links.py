@@ -26,7 +26,7 @@ _LAST_BYTES: Final = 16 << 20
 _MIN_MEASURED_S: Final = 0.03  # increase the transfer size until a transfer takes at least this long
 _REPEATS: Final = 3
 
-Pair = tuple[int, int]
+RankPair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Link:
     mb_s: float
 
 
-def schedule_rounds(hosts: Sequence[str]) -> list[list[Pair]]:
+def schedule_rounds(hosts: Sequence[str]) -> list[list[RankPair]]:
     """Return the pairs of ranks to measure in each round. `hosts` contains the host of each rank."""
     size = len(hosts)
     if size * (size - 1) // 2 <= _MAX_SEPARATE_PAIRS:
@@ -56,9 +56,9 @@ def schedule_rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     return [*(pairs for pairs in rounds_within if pairs), *rounds_between[:MAX_ROUNDS]]
 
 
-def schedule_tournament(count: int) -> list[list[Pair]]:
-    """Return the pairs in each round of a round-robin tournament of `count` players. Each pair occurs once."""
-    players = [*range(count), *([-1] if count % 2 else [])]  # the player who is paired with -1 sits out
+def schedule_tournament(num_players: int) -> list[list[RankPair]]:
+    """Return the pairs in each round of a round-robin tournament of `num_players` players. Each pair occurs once."""
+    players = [*range(num_players), *([-1] if num_players % 2 else [])]  # the player who is paired with -1 sits out
     schedule = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -69,7 +69,7 @@ def schedule_tournament(count: int) -> list[list[Pair]]:
 
 
 def measure_links(
-    world: World, schedule: Sequence[Sequence[Pair]], on_round: Callable[[], None] = lambda: None
+    world: World, schedule: Sequence[Sequence[RankPair]], on_round: Callable[[], None] = lambda: None
 ) -> list[Link]:
     """Measure each pair of ranks in both directions, and return the links from this rank.
 
@@ -86,46 +86,47 @@ def measure_links(
             with translate_peer_errors():
                 if world.rank == source:
                     measured_links.append(_measure_link(world, target, buffer))
-                    _echo(target, buffer)
+                    _echo_messages(target, buffer)
                 elif world.rank == target:
-                    _echo(source, buffer)
+                    _echo_messages(source, buffer)
                     measured_links.append(_measure_link(world, source, buffer))
     return measured_links
 
 
-def _measure_link(world: World, target: int, buffer: Tensor) -> Link:
+def _measure_link(world: World, target_rank: int, buffer: Tensor) -> Link:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
-    def round_trip(count: int) -> float:
-        """Send `count` and, if it is positive, `count` bytes. Return the seconds until the target's reply."""
+    def measure_round_trip(num_bytes: int) -> float:
+        """Send `num_bytes` and, if it is positive, `num_bytes` bytes. Return the seconds until the target's reply."""
         start = time.perf_counter()
-        dist.send(header.fill_(count), target)
-        if count > 0:
-            dist.send(buffer[:count], target)
-        dist.recv(header, target)
+        dist.send(header.fill_(num_bytes), target_rank)
+        if num_bytes > 0:
+            dist.send(buffer[:num_bytes], target_rank)
+        dist.recv(header, target_rank)
         if header.device.type == "cuda":  # NCCL calls return immediately, while gloo calls block
             torch.cuda.current_stream(header.device).synchronize()
         return time.perf_counter() - start
 
-    round_trip(-1)  # establishes the connection
-    latency_s = min(round_trip(-1) for _ in range(_PINGS)) / 2
+    measure_round_trip(-1)  # establishes the connection
+    latency_s = min(measure_round_trip(-1) for _ in range(_PINGS)) / 2
     size, elapsed_s = _FIRST_BYTES, 0.0
     while True:
-        elapsed_s = min(round_trip(size) for _ in range(_REPEATS))  # the minimum, because a process may wait for a core
+        # Take the shortest time, because the other times can include waiting for a CPU core.
+        elapsed_s = min(measure_round_trip(size) for _ in range(_REPEATS))
         if elapsed_s > _MIN_MEASURED_S or size == _LAST_BYTES:
             break
         size *= 4
-    dist.send(header.fill_(0), target)
-    return Link(world.rank, target, latency_s, size / max(elapsed_s - latency_s, 1e-9) / 1e6)
+    dist.send(header.fill_(0), target_rank)
+    return Link(world.rank, target_rank, latency_s, size / max(elapsed_s - latency_s, 1e-9) / 1e6)
 
 
-def _echo(source: int, buffer: Tensor) -> None:
+def _echo_messages(source_rank: int, buffer: Tensor) -> None:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
     while True:
-        dist.recv(header, source)
+        dist.recv(header, source_rank)
         count = int(header)
         if count == 0:
             return
         if count > 0:
-            dist.recv(buffer[:count], source)
-        dist.send(header, source)
+            dist.recv(buffer[:count], source_rank)
+        dist.send(header, source_rank)

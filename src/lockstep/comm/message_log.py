@@ -12,7 +12,7 @@ from typing import final
 
 from torch import Tensor
 
-from lockstep.comm.carrier import Addressed, Carrier, Transfer
+from lockstep.comm.carrier import AddressedTensor, Carrier, Transfer
 from lockstep.core.digest import Digests, TensorDigest
 
 SENT, RECEIVED = " to ", " from "
@@ -57,7 +57,7 @@ class MessageLog:
     def watch(self, carrier: Carrier, label: str, ranks: Sequence[int]) -> Carrier:
         """Wrap a carrier to record the transferred tensors. `ranks` contains the rank of each peer of the carrier."""
 
-        def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
+        def start_transfer(sent: Sequence[AddressedTensor], received: Sequence[AddressedTensor]) -> Transfer:
             for tensor, peer in sent:
                 self.record(f"{label}{SENT}{ranks[peer]}", tensor)
             transfer = carrier(sent, received)
@@ -65,8 +65,8 @@ class MessageLog:
                 transfer.on_arrival = partial(self._record_received, label, ranks, received)
             return transfer
 
-        return start
+        return start_transfer
 
-    def _record_received(self, label: str, ranks: Sequence[int], received: Sequence[Addressed]) -> None:
+    def _record_received(self, label: str, ranks: Sequence[int], received: Sequence[AddressedTensor]) -> None:
         for tensor, peer in received:
             self.record(f"{label}{RECEIVED}{ranks[peer]}", tensor)

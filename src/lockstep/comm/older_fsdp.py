@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def is_older() -> bool:
+def needs_backports() -> bool:
     """Return whether fully_shard in this version of torch gathers all parameters of a unit in the same dtype."""
     return "param_dtype_override_fn" not in {field.name for field in fields(MixedPrecisionPolicy)}
 
@@ -32,21 +32,21 @@ def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> se
     }
 
 
-def patch_group(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
-    """Make fully_shard gather the parameters `wide` of a unit in their own dtype.
+def patch_group(group: Any, unconverted_parameters: Collection[tuple[nn.Module, str]]) -> None:
+    """Make fully_shard gather the parameters `unconverted_parameters` of a unit in their own dtype.
 
     The gradients of the unit are converted to a single dtype, as fully_shard requires. `group` is the unit's
     FSDPParamGroup.
     """
     for parameter in group.fsdp_params:
-        if (parameter._module_info.module, parameter._module_info.param_name) in wide:
+        if (parameter._module_info.module, parameter._module_info.param_name) in unconverted_parameters:
             own_dtype = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
             parameter.init_dtype_attrs = partial(_init_with_policy, parameter.init_dtype_attrs, own_dtype)
     group.post_backward = partial(_unify_dtypes, group, group.post_backward)
 
 
-def _init_with_policy(init_dtype_attrs: Any, policy: MixedPrecisionPolicy, unit_policy: MixedPrecisionPolicy) -> None:
-    init_dtype_attrs(policy)
+def _init_with_policy(original_function: Any, policy: MixedPrecisionPolicy, unit_policy: MixedPrecisionPolicy) -> None:
+    original_function(policy)
 
 
 def _unify_dtypes(group: Any, post_backward: Any, *_: Any) -> None:

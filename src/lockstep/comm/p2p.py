@@ -31,7 +31,7 @@ from lockstep.comm.world import World
 from lockstep.errors import TrainingError
 
 _TAG: Final = 1  # tag of gloo's sends; carriers don't use tags
-_MESSAGE_LENGTH: Final = 512
+_HEADER_LENGTH: Final = 512
 _NONE_CODE: Final = -1  # in place of a dtype index, stands for None
 _INT_CODE: Final = -2
 _DTYPES: Final = (
@@ -62,14 +62,14 @@ class _TensorSpec(NamedTuple):
     strides: list[int]
 
     @property
-    def elements(self) -> int:
+    def num_elements(self) -> int:
         return math.prod(self.shape)
 
     @property
-    def extent(self) -> int:
-        """The number of elements that the tensor spans in memory. Less than `elements` for expanded tensors."""
+    def storage_length(self) -> int:
+        """The number of elements that the tensor spans in memory. Less than `num_elements` for expanded tensors."""
         steps = zip(self.shape, self.strides, strict=True)
-        return 1 + sum((size - 1) * stride for size, stride in steps) if self.elements else 0
+        return 1 + sum((size - 1) * stride for size, stride in steps) if self.num_elements else 0
 
 
 @final
@@ -86,12 +86,12 @@ class PointToPoint:
         self._edges = world.connect(neighbors)
         self._messages: list[tuple[dist.Work, Tensor]] = []
         self._sent: deque[Transfer] = deque()
-        self._stored_parcels: dict[tuple[int, int], deque[Values]] = {}  # by rank and channel
+        self._stored_messages: dict[tuple[int, int], deque[Values]] = {}  # by rank and channel
 
-    def send(self, values: Sequence[Value], peer: int, line: int) -> None:
+    def send(self, values: Sequence[Value], peer: int, channel: int) -> None:
         """Start sending a message to rank `peer`. Don't modify its tensors before you call `finish`."""
-        numbers = [line, len(values), *(number for value in values for number in _describe(value))]
-        if len(numbers) > _MESSAGE_LENGTH:
+        numbers = [channel, len(values), *(number for value in values for number in _encode_spec(value))]
+        if len(numbers) > _HEADER_LENGTH:
             raise TrainingError(
                 f"strategy pipeline: {len(values)} values cross between two stages, which is too many for one message; "
                 f"set cut to split the model elsewhere"
@@ -99,21 +99,21 @@ class PointToPoint:
         while self._sent and self._sent[0].is_done():
             self._sent.popleft()
         with translate_peer_errors():
-            self._send_message(torch.tensor(numbers + [0] * (_MESSAGE_LENGTH - len(numbers))), peer)
+            self._send_host_tensor(torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers))), peer)
             for value in values:
                 if isinstance(value, Tensor) and value.numel():
-                    self._start_transfer(_flatten(value.detach()).view(torch.uint8), peer)
+                    self._start_send(_flatten(value.detach()).view(torch.uint8), peer)
 
-    def receive(self, peer: int, line: int) -> Values:
+    def receive(self, peer: int, channel: int) -> Values:
         """Wait for the next message from rank `peer` on this channel, and return its values.
 
         Tensors that require a gradient on the sending rank are returned as autograd leaves that require a gradient.
         """
         with translate_peer_errors():
-            while not self._stored_parcels.get((peer, line)):
-                arrived_line, values = self._next_parcel(peer)
-                self._stored_parcels.setdefault((peer, arrived_line), deque()).append(values)
-        return self._stored_parcels[peer, line].popleft()
+            while not self._stored_messages.get((peer, channel)):
+                arrived_line, values = self._receive_next_message(peer)
+                self._stored_messages.setdefault((peer, arrived_line), deque()).append(values)
+        return self._stored_messages[peer, channel].popleft()
 
     def finish(self) -> None:
         """Wait until all sent tensors can be modified."""
@@ -125,21 +125,21 @@ class PointToPoint:
         self._messages.clear()
         self._sent.clear()
 
-    def _send_message(self, tensor: Tensor, peer: int) -> None:
+    def _send_host_tensor(self, tensor: Tensor, peer: int) -> None:
         work = dist.isend(tensor, self._number(peer), tag=_TAG)
         assert work is not None
         self._messages.append((work, tensor))
 
-    def _start_transfer(self, data: Tensor, peer: int) -> None:
-        if data.device.type == self._device.type:
+    def _start_send(self, tensor: Tensor, peer: int) -> None:
+        if tensor.device.type == self._device.type:
             edge = self._edges[peer]
-            self._sent.append(edge.outbound([(data, edge.peer)], []))
+            self._sent.append(edge.outbound([(tensor, edge.peer)], []))
         else:
-            self._send_message(data, peer)
+            self._send_host_tensor(tensor, peer)
 
-    def _next_parcel(self, peer: int) -> tuple[int, Values]:
+    def _receive_next_message(self, peer: int) -> tuple[int, Values]:
         """Receive the next message from `peer` on any channel. Returns its channel and its values."""
-        numbers = torch.empty(_MESSAGE_LENGTH, dtype=torch.int64)
+        numbers = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
         dist.recv(numbers, self._number(peer), tag=_TAG)
         line, *description = numbers.tolist()
         return line, [
@@ -149,21 +149,21 @@ class PointToPoint:
 
     def _receive_value(self, spec: _TensorSpec, peer: int) -> Tensor:
         device = torch.device("cpu") if spec.on_host else self._device
-        flat = torch.empty(min(spec.elements, spec.extent), dtype=spec.dtype, device=device)
+        flat = torch.empty(min(spec.num_elements, spec.storage_length), dtype=spec.dtype, device=device)
         if len(flat):
             self._receive_into(flat.view(torch.uint8), peer)
-        if spec.extent > spec.elements:  # the memory layout has gaps, which aren't sent
-            gaps = flat.new_empty(spec.extent)
+        if spec.storage_length > spec.num_elements:  # the memory layout has gaps, which aren't sent
+            gaps = flat.new_empty(spec.storage_length)
             gaps.as_strided(spec.shape, spec.strides).copy_(flat.view(spec.shape))
             flat = gaps
         return flat.as_strided(spec.shape, spec.strides).requires_grad_(spec.requires_grad)
 
-    def _receive_into(self, data: Tensor, peer: int) -> None:
-        if data.device.type == self._device.type:
+    def _receive_into(self, buffer: Tensor, peer: int) -> None:
+        if buffer.device.type == self._device.type:
             edge = self._edges[peer]
-            edge.inbound([], [(data, edge.peer)]).wait()
+            edge.inbound([], [(buffer, edge.peer)]).wait()
         else:
-            dist.recv(data, self._number(peer), tag=_TAG)
+            dist.recv(buffer, self._number(peer), tag=_TAG)
 
 
 def backward_input(
@@ -207,7 +207,7 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
     """
     owners = {get_gradient_edge(weight).node: weight for weight in weights}
 
-    def add(node: Node, gradient: Tensor | None) -> None:
+    def add_gradient(node: Node, gradient: Tensor | None) -> None:
         weight = owners[node]
         if gradient is not None:
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
@@ -215,7 +215,7 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
     for group in groups:
         if "gradients" in group:
             for node, gradient in group["gradients"].items():
-                add(node, gradient)
+                add_gradient(node, gradient)
             continue
         node_gradients = list(zip(group.pop("intermediates"), group.pop("grads"), strict=True))
         slots = [(GradientEdge(node, slot), grad) for node, grads in node_gradients for slot, grad in enumerate(grads)]
@@ -237,14 +237,14 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
                 retain_graph=True,
             )
         for node, gradient in zip(ends, computed, strict=True):
-            add(node, gradient)
+            add_gradient(node, gradient)
 
 
 def _replace_gradients(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
     return gradients
 
 
-def _describe(value: Value) -> list[int]:
+def _encode_spec(value: Value) -> list[int]:
     if value is None:
         return [_NONE_CODE]
     if isinstance(value, int):
@@ -253,9 +253,9 @@ def _describe(value: Value) -> list[int]:
     return [*kind, *value.shape, *value.stride()]
 
 
-def _parse_specs(numbers: list[int]) -> Iterator[_TensorSpec | int | None]:
-    """Parse the integers that `_describe` returns."""
-    remaining = iter(numbers)
+def _parse_specs(header: list[int]) -> Iterator[_TensorSpec | int | None]:
+    """Parse the integers that `_encode_spec` returns."""
+    remaining = iter(header)
     for _ in range(next(remaining)):
         kind = next(remaining)
         if kind < 0:
@@ -269,6 +269,6 @@ def _parse_specs(numbers: list[int]) -> Iterator[_TensorSpec | int | None]:
 
 def _flatten(value: Tensor) -> Tensor:
     spec = _TensorSpec(value.dtype, False, False, list(value.shape), list(value.stride()))
-    if spec.extent > spec.elements:
+    if spec.storage_length > spec.num_elements:
         return value.contiguous().view(-1)
-    return value.as_strided([spec.extent], [1], value.storage_offset())
+    return value.as_strided([spec.storage_length], [1], value.storage_offset())

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from lockstep.device.ulimits import too_many_files
+from lockstep.device.ulimits import find_open_files_error
 from lockstep.errors import TransientError
 
 # Some errors of the backends are plain RuntimeErrors. They are recognized by their text, such as the path of a source
@@ -39,7 +39,7 @@ def find_peer_error(error: BaseException) -> PeerLostError | None:
     failed collective. Returns None if this process is out of file descriptors, because this is then why the collective
     failed.
     """
-    if too_many_files(error):
+    if find_open_files_error(error):
         return None
     cause: BaseException | None = error
     while cause is not None:

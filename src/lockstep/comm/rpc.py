@@ -39,7 +39,7 @@ class Rpc:
         if (interface := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
         # The ranks are already connected, so RPC uses their store instead of a new rendezvous.
-        store, scheme = world.own_store("calls"), f"lockstep-{os.urandom(8).hex()}"
+        store, scheme = world.make_store("calls"), f"lockstep-{os.urandom(8).hex()}"
 
         def yield_store(_: object) -> Iterator[tuple[Any, int, int]]:
             yield store, world.rank, world.size
@@ -58,9 +58,9 @@ class Rpc:
                 f"rank{world.rank}", rank=world.rank, world_size=world.size, rpc_backend_options=options
             )
 
-    def call_server(self, name: str, *arguments: Any) -> Any:
-        """Call the function `name` on rank 0 and return its result. Tensors must be on the CPU."""
-        return rpc.rpc_sync("rank0", _call_function, (name, *arguments))
+    def call_server(self, function_name: str, *arguments: Any) -> Any:
+        """Call the function `function_name` on rank 0 and return its result. Tensors must be on the CPU."""
+        return rpc.rpc_sync("rank0", _call_function, (function_name, *arguments))
 
     def close(self) -> None:
         """Wait until no rank makes further calls, and stop accepting calls."""
@@ -69,8 +69,8 @@ class Rpc:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _call_function(name: str, *arguments: Any) -> Future[Any]:
-    result = _functions[name](*arguments)
+def _call_function(function_name: str, *arguments: Any) -> Future[Any]:
+    result = _functions[function_name](*arguments)
     if isinstance(result, Future):
         return result  # no thread is blocked until the future completes
     future: Future[Any] = Future()

@@ -21,27 +21,30 @@ class StepAgreement:
     shapes would abort the process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         self._group = group
         self._rank = rank
-        self._size = size
+        self._size = world_size
         self._sent: tuple[Tensor, Any] | None = None
         self._level = 0  # the highest level in the last completed all-reduce
-        self.facts: dict[str, Any] = {}  # values that must be the same on all ranks
-        self.where = ""  # the line of user code that set these values
-        self.compared, self.compared_where = self.facts, ""  # the values in the last all-reduce
+        self.compared_values: dict[str, Any] = {}  # values that must be the same on all ranks
+        self.call_site = ""  # the line of user code that set these values
+        self.last_values, self.last_call_site = self.compared_values, ""  # the values in the last all-reduce
         self.metrics: dict[str, float] = {}  # should be the same on all ranks that report metrics
         self.metrics_differ = False  # whether the metrics differed in the last completed all-reduce
 
     def exchange(self, level: int) -> int:
-        """Start the all-reduce of this step, and return the highest level of the previous one. Call `settle` first."""
+        """Start the all-reduce of this step, and return the highest level of the previous one.
+
+        Call `finish_check` first.
+        """
         agreed, self._level = self._level, 0
-        self.compared, self.compared_where = self.facts, self.where
-        self._sent = self._reduce(level, 0)
+        self.last_values, self.last_call_site = self.compared_values, self.call_site
+        self._sent = self._start_all_reduce(level, 0)
         return agreed
 
-    def settle(self) -> bool:
-        """Wait for the all-reduce of the last step. Returns whether `facts` was the same on all ranks."""
+    def finish_check(self) -> bool:
+        """Wait for the all-reduce of the last step. Returns whether `compared_values` was the same on all ranks."""
         self.metrics_differ = False
         if (numbers := self.wait()) is None:
             return True
@@ -53,14 +56,14 @@ class StepAgreement:
             )
         return bool(facts == -negated_facts)
 
-    def compare_places(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks, and check that they are at the same position in the program. Call `settle` first.
+    def compare_positions(self, position: int) -> tuple[int, int] | None:
+        """Wait for all ranks, and check that they are at the same position in the program. Call `finish_check` first.
 
         Returns the position and rank of one of the ranks at a different position, or None.
         """
-        numbers, work = self._reduce(0, place)
+        numbers, work = self._start_all_reduce(0, position)
         work.wait()
-        return self._find_mismatch(numbers, place)
+        return self._find_mismatch(numbers, position)
 
     def wait(self) -> Tensor | None:
         """Wait for the all-reduce of the last step, and return its result. A second call returns None."""
@@ -70,9 +73,9 @@ class StepAgreement:
         work.wait()
         return numbers
 
-    def _reduce(self, level: int, place: int) -> tuple[Tensor, Any]:
+    def _start_all_reduce(self, level: int, position: int) -> tuple[Tensor, Any]:
         """Start an all-reduce that computes the maximum level, and the maximum and minimum of all other numbers."""
-        values = [place * self._size + self._rank, _digest(self.facts), _digest(self.metrics)]
+        values = [position * self._size + self._rank, _digest(self.compared_values), _digest(self.metrics)]
         negated = [-value for value in values]
         if not self.metrics:
             values[-1] = negated[-1] = _NO_VALUE
@@ -80,10 +83,12 @@ class StepAgreement:
         numbers = torch.tensor([level, *values, *negated])
         return numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    def _find_mismatch(self, numbers: Tensor, place: int) -> tuple[int, int] | None:
-        _, last, _, metrics, first, _, negated_metrics = numbers.tolist()
+    def _find_mismatch(self, reduced_values: Tensor, own_position: int) -> tuple[int, int] | None:
+        _, last, _, metrics, first, _, negated_metrics = reduced_values.tolist()
         self.metrics_differ |= metrics + negated_metrics > 0
-        return next((position for code in (last, -first) if (position := divmod(code, self._size))[0] != place), None)
+        return next(
+            (position for code in (last, -first) if (position := divmod(code, self._size))[0] != own_position), None
+        )
 
 
 def _digest(values: dict[str, Any]) -> int:

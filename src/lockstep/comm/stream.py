@@ -16,7 +16,7 @@ T = TypeVar("T")
 Result = TypeVar("Result", covariant=True)
 
 
-class Pending(Protocol[Result]):
+class PendingResult(Protocol[Result]):
     """Waits for a result and returns it. On the CPU, raises TimeoutError after `timeout_s`."""
 
     def __call__(self, timeout_s: float | None = None) -> Result: ...
@@ -25,7 +25,7 @@ class Pending(Protocol[Result]):
 class CommStream(Protocol):
     """Runs functions in the order of submission. `submit` returns a callable that waits for the result."""
 
-    def submit(self, function: Callable[[], T]) -> Pending[T]: ...
+    def submit(self, function: Callable[[], T]) -> PendingResult[T]: ...
 
     def close(self) -> None: ...
 
@@ -34,7 +34,7 @@ class CommStream(Protocol):
 class InlineStream:
     """Runs each function immediately in `submit`. Used in a world of size 1."""
 
-    def submit(self, function: Callable[[], T]) -> Pending[T]:
+    def submit(self, function: Callable[[], T]) -> PendingResult[T]:
         result = function()
         return lambda timeout_s=None: result
 
@@ -54,7 +54,7 @@ class ThreadStream:
         self._executor = ThreadPoolExecutor(1, "stream")
         self._error: BaseException | None = None
 
-    def submit(self, function: Callable[[], T]) -> Pending[T]:
+    def submit(self, function: Callable[[], T]) -> PendingResult[T]:
         future = self._executor.submit(self._run, function)
 
         def wait(timeout_s: float | None = None) -> T:  # not a lambda, so that stack traces show the wait
@@ -94,7 +94,7 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[torch.cuda.Event, Callable[[], object]]] = deque()
 
-    def submit(self, function: Callable[[], T]) -> Pending[T]:
+    def submit(self, function: Callable[[], T]) -> PendingResult[T]:
         while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
             self._in_flight.popleft()
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -24,7 +24,7 @@ class UnitCalls:
 
     def __init__(self, num_units: int) -> None:
         self._num_units = num_units
-        self.passes = 0  # number of forward passes of the model
+        self.num_forwards = 0  # number of forward passes of the model
         self._calls = 0
         self._first: dict[int, int] = {}  # index of the first call, by unit
         self._threads: set[int] = set()  # threads of the forward passes
@@ -33,7 +33,7 @@ class UnitCalls:
 
     def begin_forward(self) -> None:
         """Record the start of a forward pass of the model."""
-        self.passes += 1
+        self.num_forwards += 1
         self._threads.add(threading.get_ident())
         self._first[self._num_units - 1] = -1
 
@@ -47,27 +47,27 @@ class UnitCalls:
         return self._calls - 1
 
     @property
-    def several_threads(self) -> bool:
+    def has_several_threads(self) -> bool:
         """Whether forward passes ran on more than one thread."""
         return len(self._threads) > 1
 
-    def call_flags(self) -> list[int]:
+    def get_call_flags(self) -> list[int]:
         """Return 1 for each unit that was called, and 0 for each unit that wasn't."""
         return [int(unit in self._first) for unit in range(self._num_units)]
 
-    def completed_by(self, call: int) -> list[int]:
-        """Return the units that become complete once the output gradient of call `call` is ready."""
-        if self.several_threads:
+    def get_completed_units(self, call_index: int) -> list[int]:
+        """Return the units that become complete once the output gradient of call `call_index` is ready."""
+        if self.has_several_threads:
             return []
-        units = [unit for unit, first in self._first.items() if first > call and unit not in self._complete]
+        units = [unit for unit, first in self._first.items() if first > call_index and unit not in self._complete]
         return sorted(units, key=lambda unit: -self._first[unit])
 
-    def accumulate(self, unit: int) -> int:
+    def record_gradient(self, unit: int) -> int:
         """Record that one more parameter of a unit has a gradient. Returns the number of these parameters."""
         self._accumulated[unit] += 1
         return self._accumulated[unit]
 
-    def complete(self, unit: int) -> None:
+    def mark_complete(self, unit: int) -> None:
         """Record that the backward pass of a unit is complete."""
         self._complete.add(unit)
 
@@ -89,7 +89,7 @@ class UnitCalls:
 
     def clear(self) -> None:
         """Reset all state after a backward pass."""
-        self.passes = self._calls = 0
+        self.num_forwards = self._calls = 0
         self._first.clear()
         self._threads.clear()
         self._complete.clear()

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.comm.canonical import CanonicalSum, move
-from lockstep.comm.carrier import Carrier, direct_carrier, renumber_ranks, staged_carrier
+from lockstep.comm.canonical import CanonicalSum, transfer_tensors
+from lockstep.comm.carrier import Carrier, make_direct_carrier, make_staged_carrier, renumber_ranks
 from lockstep.comm.edges import Edge, Edges
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.peer_errors import translate_peer_errors
@@ -45,7 +45,7 @@ from lockstep.core.devices import (
 )
 from lockstep.core.mesh import Axis, Mesh
 from lockstep.device import ports
-from lockstep.device.precision import fix_workspace
+from lockstep.device.precision import set_cublas_workspace
 from lockstep.errors import UsageError
 
 # If a rank is lost, the heartbeat (ranks/heartbeat.py) stops the other ranks within seconds and reports the reason. By
@@ -81,23 +81,28 @@ class World:
         self._agreement = StepAgreement(groups.main, self.rank, self.size) if groups is not None else None
         self._edges = Edges(groups, self.rank, self.size, self.device) if groups is not None else None
 
-    def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
+    def make_canonical_sum(
+        self, mesh: Mesh, *axes: Axis, side_stream: bool = True, num_chunks: int = 1
+    ) -> CanonicalSum:
         """Return a CanonicalSum over the ranks of `mesh` that differ from this rank only along these axes.
 
-        If `side_stream` is set, call it on a side stream. Otherwise, call it on this thread. `chunks` is the number of
-        chunks that sequences are split into. All ranks must call this method with the same arguments.
+        If `side_stream` is set, call it on a side stream. Otherwise, call it on this thread. `num_chunks` is the number
+        of chunks that sequences are split into. All ranks must call this method with the same arguments.
         """
-        data_ranks, order = mesh.data_ranks_along(*axes)
-        ranks = self._find_own_group(mesh.groups(*axes))
+        data_ranks, order = mesh.get_data_ranks_along(*axes)
+        ranks = self._find_own_group(mesh.get_groups(*axes))
         carrier = (
             renumber_ranks(self.make_carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
         )
-        return CanonicalSum(order.index(ranks.index(self.rank)), data_ranks, carrier, chunks)
+        return CanonicalSum(order.index(ranks.index(self.rank)), data_ranks, carrier, num_chunks)
 
     def make_carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
-        """Return a carrier between the ranks that differ from this rank only along these axes. See `canonical`."""
+        """Return a carrier between the ranks that differ from this rank only along these axes.
+
+        See `make_canonical_sum`.
+        """
         assert self._groups is not None
-        parts = mesh.groups(*axes)
+        parts = mesh.get_groups(*axes)
         ranks = self._find_own_group(parts)
         return self._groups.make_group_carrier(
             self._groups.get_subgroup(parts, ranks, side_stream), ranks, f"along {', '.join(axes)}"
@@ -106,19 +111,19 @@ class World:
     def make_device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
         """Return a DeviceMesh of the ranks that differ from this rank only along these axes. Use it on this thread."""
         assert self._groups is not None
-        parts = mesh.groups(*axes)
+        parts = mesh.get_groups(*axes)
         group = self._groups.get_subgroup(parts, self._find_own_group(parts), side_stream=False)
         # from_group uses the existing group. If all groups use gloo, torch would otherwise create an NCCL group.
         return DeviceMesh.from_group(group, self.device.type)
 
-    def own_store(self, use: str) -> Any:
+    def make_store(self, purpose: str) -> Any:
         """Return a store with its own key prefix, for a single purpose.
 
         Ranks that share the store must make the same calls of this method in the same order.
         """
         assert self._store is not None
         self._store_count += 1
-        return dist.PrefixStore(f"{use} {self._store_count}", self._store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"{purpose} {self._store_count}", self._store)  # type: ignore[attr-defined]
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
@@ -144,29 +149,29 @@ class World:
         """Convert a rank of this world to a rank of torch.distributed."""
         return self._groups.to_torch_rank(rank) if self._groups is not None else rank
 
-    def _find_own_group(self, parts: list[list[int]]) -> list[int]:
-        """Return the entry of `parts` that contains this rank."""
-        [ranks] = [ranks for ranks in parts if self.rank in ranks]
+    def _find_own_group(self, rank_groups: list[list[int]]) -> list[int]:
+        """Return the entry of `rank_groups` that contains this rank."""
+        [ranks] = [ranks for ranks in rank_groups if self.rank in ranks]
         return ranks
 
-    def rotate_shard_groups(self, mesh: Mesh, distance: int, log: MessageLog) -> Self:
+    def rotate_shard_groups(self, mesh: Mesh, distance: int, message_log: MessageLog) -> Self:
         """Return a world of the same processes, with the ranks rotated between the shard groups.
 
         Each shard group takes the ranks of the shard group `distance` positions later, wrapping around. The order
-        within a shard group stays the same. `log` records the messages of the new world. Don't close the returned
-        world.
+        within a shard group stays the same. `message_log` records the messages of the new world. Don't close the
+        returned world.
         """
-        numbers, shards = [*range(self.size)], mesh.groups("shard")
+        numbers, shards = [*range(self.size)], mesh.get_groups("shard")
         for index, members in enumerate(shards):
             for member, new_rank in zip(members, shards[(index + distance) % len(shards)], strict=True):
                 numbers[new_rank] = self.to_torch_rank(member)
         info = RankInfo(
             numbers.index(self.to_torch_rank(self.rank)), self.size, self.local_rank, self.local_size, "part"
         )
-        groups = None if self._groups is None else replace(self._groups, numbers=numbers, log=log)
+        groups = None if self._groups is None else replace(self._groups, torch_ranks=numbers, log=message_log)
         return replace(self, info=info, _groups=groups)
 
-    def stream(self) -> CommStream:
+    def make_stream(self) -> CommStream:
         """Return a side stream for communication. Close it after use."""
         if self.size == 1:
             return InlineStream()
@@ -186,7 +191,7 @@ class World:
 
     def seed(self, key: int) -> None:
         """Seed all generators of this rank with a key from core/random.py."""
-        seed = random.torch_seed(key)
+        seed = random.make_torch_seed(key)
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
@@ -219,7 +224,9 @@ class World:
         in which they are sent.
         """
         if self._groups is not None:
-            move(self._groups.make_group_carrier(self._groups.main, range(self.size), "rows"), [*sent], [*received])
+            transfer_tensors(
+                self._groups.make_group_carrier(self._groups.main, range(self.size), "rows"), [*sent], [*received]
+            )
 
     def agree_on_stop_level(self, level: int) -> int:
         """Return the highest stop level that any rank passed in the previous call. 0 means not to stop.
@@ -229,20 +236,20 @@ class World:
         if self._agreement is None:
             return level
         with translate_peer_errors():
-            self._settle(self._agreement)
+            self._complete_agreement(self._agreement)
             return self._agreement.exchange(level)
 
-    def set_compared_facts(self, facts: dict[str, Any], where: str = "") -> None:
-        """Set values that must be the same on all ranks. `where` is the line of user code that set them, if any.
+    def set_compared_values(self, values: dict[str, Any], call_site: str = "") -> None:
+        """Set values that must be the same on all ranks. `call_site` is the line of user code that set them, if any.
 
         `agree_on_stop_level` compares these values. If they differ, the next call of `agree_on_stop_level` or
-        `compare_places` raises UsageError.
+        `compare_positions` raises UsageError.
         """
         if self._agreement is not None:
-            self._agreement.facts, self._agreement.where = facts, where
+            self._agreement.compared_values, self._agreement.call_site = values, call_site
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Add metrics that `agree_on_stop_level` and `compare_places` compare across ranks."""
+        """Add metrics that `agree_on_stop_level` and `compare_positions` compare across ranks."""
         if self._agreement is not None:
             self._agreement.metrics.update(metrics)
 
@@ -254,7 +261,7 @@ class World:
         """
         return self._agreement is not None and self._agreement.metrics_differ
 
-    def compare_places(self, place: int) -> tuple[int, int] | None:
+    def compare_positions(self, position: int) -> tuple[int, int] | None:
         """Wait for all ranks, and check that they are at the same position in the program.
 
         Returns the position and rank of one of the ranks at a different position, or None if all positions are equal.
@@ -263,25 +270,25 @@ class World:
         if self._agreement is None:
             return None
         with translate_peer_errors():
-            self._settle(self._agreement)
-            return self._agreement.compare_places(place)
+            self._complete_agreement(self._agreement)
+            return self._agreement.compare_positions(position)
 
-    def _settle(self, agreement: StepAgreement) -> None:
-        if not agreement.settle():
+    def _complete_agreement(self, agreement: StepAgreement) -> None:
+        if not agreement.finish_check():
             self.compare(
-                agreement.compared,
+                agreement.last_values,
                 "compute it from step.number, step.epoch and step.samples_seen, not from the rank",
-                agreement.compared_where,
+                agreement.last_call_site,
             )
 
     def compare(
-        self, facts: dict[str, Any], advice: str = "start all ranks with the same value", where: str = ""
+        self, values: dict[str, Any], advice: str = "start all ranks with the same value", call_site: str = ""
     ) -> None:
         """Raise UsageError if values differ between ranks. All ranks must call this method."""
         if self.size == 1:
             return
-        facts_by_rank = dict(enumerate(self.all_gather_json(facts)))
-        if lines := describe_differences(facts_by_rank, [], advice, where):
+        facts_by_rank = dict(enumerate(self.all_gather_json(values)))
+        if lines := describe_differences(facts_by_rank, [], advice, call_site):
             raise UsageError(lines[0])
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -329,10 +336,13 @@ class World:
             with translate_peer_errors():
                 self._wait_for_arrivals(self._untimed_count * self.size)
 
-    def _wait_for_arrivals(self, count: int) -> None:
-        """Poll the store until `count` blocks have ended. A blocking wait would time out, and block the connection."""
+    def _wait_for_arrivals(self, num_arrivals: int) -> None:
+        """Poll the store until `num_arrivals` blocks have ended.
+
+        A blocking wait would time out, and block the connection.
+        """
         pause_s, longest_s = _POLL_PAUSES_S
-        while int(self._store.get(_ARRIVALS_KEY)) < count:
+        while int(self._store.get(_ARRIVALS_KEY)) < num_arrivals:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
 
@@ -353,7 +363,7 @@ class World:
         if all(len(members) == 1 for members in groups):
             return World(info, self.device)
         assert self._groups is not None
-        store = None if self._store is None else self.own_store(f"among {ranks}").clone()  # for a different thread
+        store = None if self._store is None else self.make_store(f"among {ranks}").clone()  # for a different thread
         return replace(self, info=info, _groups=self._groups.split(groups, ranks), _store=store)
 
     def close(self) -> None:
@@ -395,7 +405,7 @@ def open_world(
     info = rendezvous.info
     on_gpu = device.type == "cuda"
     tensor_backend = resolve_backend(backend, on_gpu)
-    existing = process_group()
+    existing = get_process_group_rank()
     if existing is not None and existing != (info.rank, info.size):
         raise UsageError(
             f"torch.distributed: this process is rank {existing[0]} of {existing[1]} in the open process group, "
@@ -419,11 +429,11 @@ def open_world(
         side = dist.new_group(timeout=timeout, backend=backends)
     assert isinstance(main, dist.ProcessGroup)
     assert isinstance(side, dist.ProcessGroup)
-    make_carrier = staged_carrier if on_gpu and tensor_backend == "gloo" else direct_carrier
+    make_carrier = make_staged_carrier if on_gpu and tensor_backend == "gloo" else make_direct_carrier
     groups = ProcessGroups(main, side, timeout, make_carrier, tensor_backend, None if existing is None else backends)
     world = World(info, device, groups, group_store)
     if world.on_gpu:
-        world.device_sharing_groups = _find_sharing_ranks(world, tensor_backend)
+        world.device_sharing_groups = _find_ranks_sharing_device(world, tensor_backend)
     return world
 
 
@@ -439,7 +449,7 @@ def open_single_rank_group(world: World) -> None:
         dist.init_process_group(_format_backends(world.device, world.backend), store=store, rank=0, world_size=1)
 
 
-def process_group() -> tuple[int, int] | None:
+def get_process_group_rank() -> tuple[int, int] | None:
     """Return the rank and world size of torch's default process group, or None if no code has created one."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
@@ -457,7 +467,7 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
         return torch.device("cpu")
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ
     index = choose_device_index(count, info.local_rank, info.local_size, hidden, may_share)
-    fix_workspace()
+    set_cublas_workspace()
     cuda_device = torch.device("cuda", index)
     torch.cuda.set_device(cuda_device)
     return cuda_device
@@ -470,10 +480,10 @@ def _use_loopback_interface(launched: bool) -> None:
     interface, because the user must have set them for other jobs. Otherwise, keeps the values that the user has set.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        os.environ[name] = ports.loopback() if launched else os.environ.get(name, ports.loopback())
+        os.environ[name] = ports.get_loopback_name() if launched else os.environ.get(name, ports.get_loopback_name())
 
 
-def _find_sharing_ranks(world: World, backend: str) -> list[list[int]]:
+def _find_ranks_sharing_device(world: World, backend: str) -> list[list[int]]:
     """Return the groups of ranks that share a device.
 
     With the NCCL backend, raises UsageError on all ranks if any ranks share a device, because NCCL's own error is

@@ -54,13 +54,13 @@ def complete_overrides(ctx: click.Context, param: click.Parameter, incomplete: s
 
 def _iter_keys(path: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield the keys below the section at `path` that take a value, including sections that can be set to a name."""
-    from lockstep.config.overrides import SHORTHAND
-    from lockstep.config.wording import section_at
+    from lockstep.config.overrides import SHORTHAND_KEYS
+    from lockstep.config.wording import get_section_class
 
-    section = section_at(path)
+    section = get_section_class(path)
     for name in section.model_fields if section else ():
         subpath = (*path, name)
-        if section_at(subpath) is None or subpath in SHORTHAND:
+        if get_section_class(subpath) is None or subpath in SHORTHAND_KEYS:
             yield ".".join(subpath)
         yield from _iter_keys(subpath)
 
@@ -74,8 +74,8 @@ def _list_values(key: str, prefix: str) -> list[str]:
 
 def _list_choices(key: str) -> Sequence[str]:
     from lockstep.config.placement import FASTEST
-    from lockstep.config.wording import field_at, section_at
-    from lockstep.strategies import names
+    from lockstep.config.wording import get_field, get_section_class
+    from lockstep.strategies import list_strategy_names
 
     if key in _COMMON_VALUES:
         return _COMMON_VALUES[key]
@@ -84,9 +84,9 @@ def _list_choices(key: str) -> Sequence[str]:
 
         return [*SOURCES]
     if key == "placement.strategy":
-        return ["auto", FASTEST, *names()]
-    path = tuple(key.split(".")) + (("name",) if section_at(tuple(key.split("."))) else ())
-    field = field_at(path)
+        return ["auto", FASTEST, *list_strategy_names()]
+    path = tuple(key.split(".")) + (("name",) if get_section_class(tuple(key.split("."))) else ())
+    field = get_field(path)
     kind = field.annotation if field else None
     if kind is bool or bool in get_args(kind):
         return ["true", "false"]

@@ -18,7 +18,7 @@ class ScriptCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse only the options before a script, and remove a `--` directly before or after the script."""
-        command_line = self._script_command_line(ctx, args)
+        command_line = self._find_script_command_line(ctx, args)
         if not command_line or not starts_script(command_line):
             return super().parse_args(ctx, args)
         options = args[: len(args) - len(command_line)]
@@ -29,7 +29,7 @@ class ScriptCommand(click.Command):
             del arguments[0]
         return super().parse_args(ctx, [*options, "--", script, *arguments])
 
-    def _script_command_line(self, ctx: click.Context, args: list[str]) -> Sequence[str]:
+    def _find_script_command_line(self, ctx: click.Context, args: list[str]) -> Sequence[str]:
         """Return all arguments from the first one that is neither an option nor the value of an option."""
         parser = self.make_parser(ctx)
         parser.allow_interspersed_args = False
@@ -48,7 +48,7 @@ def starts_script(command_line: Sequence[str]) -> bool:
     return first.endswith(".py") or first in _INTERPRETERS
 
 
-def misplaced_options(command: click.Command, arguments: Sequence[str]) -> list[str]:
+def find_misplaced_options(command: click.Command, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a script that look like options of the command."""
     options = {name for option in command.params if isinstance(option, click.Option) for name in option.opts}
     return [argument for argument in arguments if argument.partition("=")[0] in options]

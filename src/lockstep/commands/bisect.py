@@ -19,7 +19,7 @@ def command(before: Path, now: Path) -> None:
     """
     from lockstep.replay import trace
 
-    agree, lines = trace.compare(before, now)
+    agree, lines = trace.compare_traces(before, now)
     for line in lines:
         click.echo(printable_line(line))
     raise SystemExit(EXIT_DONE if agree else EXIT_VERIFICATION)

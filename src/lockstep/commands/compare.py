@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 
 from lockstep.commands import _completion, _recipe
-from lockstep.common.location import refuse_url
+from lockstep.common.location import reject_url
 from lockstep.common.text import printable
-from lockstep.launchers import check_alone
+from lockstep.launchers import check_no_launcher
 from lockstep.ranks.signals import EarlyStop
 
 
@@ -49,13 +49,13 @@ def command(
     recipe.optimizer.lr=0.05 --also recipe.optimizer.lr=0.2. The first row is RECIPE itself, here with its own learning
     rate, so you don't need an --also for it.
     """
-    from lockstep.config.load import split
+    from lockstep.config.load import split_arguments
     from lockstep.config.shipped import list_shipped_recipes
     from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_VERIFICATION, UsageError
 
-    refuse_url(folder, "compare --dir")
-    check_alone("compare starts the processes of each placement")
-    source, overrides = split(arguments)
+    reject_url(folder, "compare --dir")
+    check_no_launcher("compare starts the processes of each placement")
+    source, overrides = split_arguments(arguments)
     if source not in list_shipped_recipes() and Path(source).is_dir():
         folders = shlex.join(argument for argument in arguments if Path(argument).is_dir())
         raise UsageError(
@@ -65,11 +65,11 @@ def command(
     with EarlyStop():
         _recipe.print_preparing(source, "loading libraries, and checking each placement before the first run", err=True)
         from lockstep.comparison.drive import run_all
-        from lockstep.comparison.output import Display, write
+        from lockstep.comparison.output import Display, write_results
         from lockstep.comparison.plan import (
             USUAL_MOVED,
             ComparisonRequest,
-            make_folder_name,
+            make_comparison_path,
             parse_placements,
             parse_processes,
             plan_runs,
@@ -78,7 +78,7 @@ def command(
 
         if usual:
             raise UsageError(f"--usual: {USUAL_MOVED}")
-        folder = folder or make_folder_name(source)
+        folder = folder or make_comparison_path(source)
         strategies, counts = parse_placements(placements), parse_processes(processes)
         request = ComparisonRequest(source, tuple(overrides), strategies, counts, also, folder)
         if png:
@@ -91,6 +91,6 @@ def command(
     except KeyboardInterrupt:
         click.echo(printable(f"to resume, start again with --dir {folder}"), err=True)
         raise
-    for path in write(comparison, folder, sys.stdout, with_page=not no_page, with_png=png):
+    for path in write_results(comparison, folder, sys.stdout, with_page=not no_page, with_png=png):
         click.echo(printable(f"written {path}"))
     raise SystemExit(EXIT_FAILED if comparison.failed else EXIT_VERIFICATION if comparison.broken else EXIT_DONE)

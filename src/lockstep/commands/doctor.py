@@ -66,12 +66,12 @@ def command(
     from lockstep.checkup.rank import CheckupRequest
 
     request = CheckupRequest(device)
-    raise SystemExit(_start_checkup(request, partial(_show, as_json), processes, rendezvous, timeout))
+    raise SystemExit(_start_checkup(request, partial(_print_report, as_json), processes, rendezvous, timeout))
 
 
 def _start_checkup(
     request: CheckupRequest,
-    show: Callable[[CheckupReport], None],
+    print_report: Callable[[CheckupReport], None],
     processes: int | None,
     rendezvous: str,
     timeout_s: float,
@@ -84,7 +84,7 @@ def _start_checkup(
     from lockstep.checkup.rank import LOST_AFTER_S
     from lockstep.config.placement import Placement
     from lockstep.launchers import detect_rank
-    from lockstep.run.start import Work, run_launched_rank, run_on_ranks
+    from lockstep.run.start import RankFunction, run_launched_rank, run_on_ranks
 
     if not re.match(RENDEZVOUS_ADDRESS, rendezvous):
         raise UsageError(f"--rendezvous: expected {RENDEZVOUS_ADDRESSES}, got {rendezvous}")
@@ -94,32 +94,32 @@ def _start_checkup(
     )
 
     if info is None:
-        return run_on_ranks(partial(_run_checkup, request, show), None, placement, processes or 1)
+        return run_on_ranks(partial(_run_checkup, request, print_report), None, placement, processes or 1)
 
-    def prepare_work() -> tuple[Placement, Work]:
+    def prepare_work() -> tuple[Placement, RankFunction]:
         if processes not in (None, info.size):
             raise UsageError(
                 f"--processes: got {processes}, but {info.launcher} started {info.size}; remove --processes"
             )
-        return placement, partial(_run_checkup, request, show, None)
+        return placement, partial(_run_checkup, request, print_report, None)
 
     return run_launched_rank(info, [f"placement.rendezvous={rendezvous}"], prepare_work)
 
 
 def _run_checkup(
-    request: CheckupRequest, show: Callable[[CheckupReport], None], _setup: None, rendezvous: Rendezvous
+    request: CheckupRequest, print_report: Callable[[CheckupReport], None], _setup: None, rendezvous: Rendezvous
 ) -> int:
     from lockstep.checkup.rank import run_checkup
 
     report = run_checkup(request, rendezvous)
     if report is not None:
-        show(report)
+        print_report(report)
     # All ranks exit with the same code, because a launcher may return the exit code of any rank.
     problem = report is not None and report.level == "problem"
     return EXIT_PREFLIGHT if rendezvous.broadcast_text("problem" if problem else "") else EXIT_DONE
 
 
-def _show(as_json: bool, report: CheckupReport) -> None:
+def _print_report(as_json: bool, report: CheckupReport) -> None:
     from rich.console import Console
 
     from lockstep.checkup.report import render
@@ -136,15 +136,15 @@ def _show(as_json: bool, report: CheckupReport) -> None:
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def _show_local_report(
-    title: str, as_json: bool, start: float, findings: Sequence[Finding], facts: dict[str, Any]
+def _print_local_report(
+    title: str, as_json: bool, start_time: float, findings: Sequence[Finding], info: dict[str, Any]
 ) -> CheckupReport:
     """Print and return a report about this process only. `start_time` is the start of the check-up, in seconds."""
     from lockstep.checkup.report import CheckupReport
 
-    seconds = time.monotonic() - start
-    report = CheckupReport((socket.gethostname(),), seconds, tuple(findings), facts=(facts,), title=title)
-    _show(as_json, report)
+    seconds = time.monotonic() - start_time
+    report = CheckupReport((socket.gethostname(),), seconds, tuple(findings), facts=(info,), title=title)
+    _print_report(as_json, report)
     return report
 
 
@@ -157,10 +157,10 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
 
     Start it like `lockstep train`: srun -N2 -n4 lockstep doctor launch
     """
-    from lockstep.checkup.launch import launch_findings
+    from lockstep.checkup.launch import make_launch_findings
 
     start = time.monotonic()
-    report = _show_local_report("launch", as_json, start, *launch_findings(os.environ, rendezvous, device))
+    report = _print_local_report("launch", as_json, start, *make_launch_findings(os.environ, rendezvous, device))
     raise SystemExit(EXIT_USAGE if report.level == "problem" else EXIT_DONE)
 
 
@@ -173,14 +173,18 @@ def gpu(as_json: bool, arguments: tuple[str, ...]) -> None:
     With RECIPE, it also lists the parts of the model and the loss that have no exact kernel on CUDA, and exits with
     code 2 if there are any. This doesn't require a GPU. If no GPU can be used, it explains why and exits with code 4.
     """
-    from lockstep.checkup.cards import gpu_findings, query_gpus
-    from lockstep.config.load import load, split
+    from lockstep.checkup.cards import make_gpu_findings, query_gpus
+    from lockstep.config.load import load, split_arguments
     from lockstep.setup.build import build_setup
-    from lockstep.setup.checks import find_cuda_refusals
+    from lockstep.setup.checks import find_nondeterministic_cuda_calls
 
-    recipe = load(*split(arguments)).config.recipe if arguments else None
-    refusals = None if recipe is None else [str(refusal) for refusal in find_cuda_refusals(build_setup(recipe))]
+    recipe = load(*split_arguments(arguments)).config.recipe if arguments else None
+    refusals = (
+        None if recipe is None else [str(refusal) for refusal in find_nondeterministic_cuda_calls(build_setup(recipe))]
+    )
     precision = recipe.precision if recipe else "fp32"
     start, evidence = time.monotonic(), query_gpus()
-    report = _show_local_report("GPUs", as_json, start, gpu_findings(evidence, precision, refusals), asdict(evidence))
+    report = _print_local_report(
+        "GPUs", as_json, start, make_gpu_findings(evidence, precision, refusals), asdict(evidence)
+    )
     raise SystemExit(EXIT_USAGE if refusals else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)

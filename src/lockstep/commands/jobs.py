@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from lockstep.common.location import refuse_url
+from lockstep.common.location import reject_url
 from lockstep.common.text import printable_line
 
 _RUNS: Final = "runs"
@@ -32,7 +32,7 @@ def command(folders: tuple[str, ...], as_json: bool) -> None:
     from lockstep.reporting.jobs_table import print_overview, to_json_dicts
 
     for folder in folders:
-        refuse_url(folder, "jobs")
+        reject_url(folder, "jobs")
     if not folders and not Path(_RUNS).exists():
         click.echo("[]" if as_json else f"no runs yet: folder {_RUNS} does not exist; pass the folder of your runs")
         return

@@ -10,7 +10,7 @@ import click
 from lockstep.commands._script import ScriptCommand
 from lockstep.common.names import format_choices
 from lockstep.errors import UsageError
-from lockstep.jobs.launch import parse_host_count, read_hosts, start_job, startable_launchers
+from lockstep.jobs.launch import find_startable_launchers, parse_host_count, read_hosts, start_job
 from lockstep.launchers import node
 from lockstep.launchers.job import PORT, RESTARTS, Job, Resources, insert_python
 
@@ -25,9 +25,9 @@ _ALTERNATIVES: Final = {
 
 def _validate_launcher(_context: click.Context, _option: click.Parameter, name: str) -> str:
     """Return `name` if this launcher can be started. Otherwise, raise an error that suggests an alternative."""
-    if name not in startable_launchers():
+    if name not in find_startable_launchers():
         raise click.BadParameter(
-            _ALTERNATIVES.get(name) or f"no launcher {name!r}{format_choices(name, list(startable_launchers()))}"
+            _ALTERNATIVES.get(name) or f"no launcher {name!r}{format_choices(name, list(find_startable_launchers()))}"
         )
     return name
 
@@ -35,7 +35,7 @@ def _validate_launcher(_context: click.Context, _option: click.Parameter, name: 
 @click.command("launch", cls=ScriptCommand)
 @click.option(
     "--on",
-    metavar=f"[{'|'.join(startable_launchers())}]",
+    metavar=f"[{'|'.join(find_startable_launchers())}]",
     callback=_validate_launcher,
     default="local",
     show_default=True,
@@ -131,6 +131,6 @@ def command(
             raise UsageError(
                 f"{names}: not supported with --on node, which reads the variables of the platform; remove {names}"
             )
-        job = node.node_job(job, os.environ, processes_per_node)
+        job = node.make_node_job(job, os.environ, processes_per_node)
         on, port, node_rank = (on, port, job.host_index) if job.nodes > 1 else ("local", None, None)
     raise SystemExit(start_job(on, job, port, node_rank, dry_run))

@@ -13,8 +13,8 @@ import click
 
 from lockstep.commands import _completion, _recipe
 from lockstep.common.text import format_step_time, printable
-from lockstep.errors import EXIT_FAILED, UsageError, os_error_as
-from lockstep.launchers import check_alone
+from lockstep.errors import EXIT_FAILED, UsageError, convert_os_error
+from lockstep.launchers import check_no_launcher
 
 _MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a terminal
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
@@ -76,7 +76,7 @@ def write_placement(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> 
 
     file = file.resolve()  # if `file` is a symbolic link, replace its target instead of the link
     mode = file.stat().st_mode
-    with os_error_as(UsageError, f"--write: cannot write to {file}"):
+    with convert_os_error(UsageError, f"--write: cannot write to {file}"):
         text = set_values(
             file.read_bytes().decode(),
             str(file),
@@ -131,16 +131,16 @@ def command(
     from rich.console import Console
 
     from lockstep.comparison.plan import parse_placements, parse_processes
-    from lockstep.config.base import values
+    from lockstep.config.base import section_to_dict
     from lockstep.config.blame import add_key_positions
     from lockstep.config.document import parse
-    from lockstep.config.load import load, split
+    from lockstep.config.load import load, split_arguments
     from lockstep.config.write import format_flow
     from lockstep.planning.costs import CostParameters, estimate_costs
     from lockstep.planning.survey import Machine, measure_save_time, open_for_survey, survey, to_prediction
-    from lockstep.planning.table import find_best, make_table, sort_rows, to_json, unmeasured_lines
+    from lockstep.planning.table import find_best, format_unmeasured_placements, make_table, sort_rows, to_json
 
-    check_alone("plan starts the processes of each placement")
+    check_no_launcher("plan starts the processes of each placement")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: folder {file.parent} does not exist; create it, or use a different folder")
     speed = parse_num_bytes(link.removesuffix("/s") or link, "--link", "400Gb/s")
@@ -150,7 +150,7 @@ def command(
     if price is not None and not 0 < price < math.inf:
         raise UsageError(f"--price: expected a number above 0, such as 2.50, got {price:g}")
     terms = CostParameters(price, parse_seconds(mtbf, "--mtbf", "3h"), parse_seconds(save, "--save", "20s") or 0.0)
-    counts, (source, overrides) = parse_processes(processes), split(arguments)
+    counts, (source, overrides) = parse_processes(processes), split_arguments(arguments)
     if writes:
         check_writable(source, overrides)
     strategy_overrides = [
@@ -174,7 +174,7 @@ def command(
     Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS).print(make_table(rows, machine))
     if mtbf:
         click.echo(f"a save takes {format_step_time(terms.save_s)}{'' if save else ', measured on one process'}")
-    for line in unmeasured_lines(rows):
+    for line in format_unmeasured_placements(rows):
         click.echo(line)
     if file is not None:
         file.write_text(to_json(rows, machine), encoding="utf-8")
@@ -188,5 +188,5 @@ def command(
         raise SystemExit(EXIT_FAILED)
     click.echo(printable(f"best: {best_row.words}"))
     if writes:
-        write_placement(Path(source), parse(best_row.strategy, source).values, values(to_prediction(best_row)))
+        write_placement(Path(source), parse(best_row.strategy, source).values, section_to_dict(to_prediction(best_row)))
         click.echo(printable(f"written to {source}"))

@@ -58,7 +58,7 @@ def command(
     """
     from rich.console import Console
 
-    from lockstep.inference.predict import Options, iterate_predictions, make_prediction_table
+    from lockstep.inference.predict import PredictionOptions, iterate_predictions, make_prediction_table
     from lockstep.inference.saved import open_saved
     from lockstep.run.evaluation import EvalRequest
 
@@ -66,7 +66,7 @@ def command(
     saved = open_saved(EvalRequest(run, overrides, trust, best, "predict"), weights)  # type: ignore[arg-type]
     for line in saved.messages:
         click.echo(printable(line), err=True)
-    options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
+    options = PredictionOptions(top, out, prompt, tokens, temperature, seed, tokenizer)
     predictions = iterate_predictions(saved, files, options, _print_warning)
     click.echo(printable_line(saved.description), err=True)
     skipped: list[str] = []

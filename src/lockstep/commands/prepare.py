@@ -11,10 +11,10 @@ import click
 
 from lockstep.commands import _completion, _recipe
 from lockstep.common.text import format_bytes, printable_line
-from lockstep.errors import UsageError, os_error_as
+from lockstep.errors import UsageError, convert_os_error
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Loaded
+    from lockstep.config.load import LoadedConfig
     from lockstep.data.base import DataSet
 
 
@@ -40,12 +40,12 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
     data = open_recipe_data(loaded.config.recipe)
     temporary = to.with_name(f".{to.name}.{os.getpid()}.new")
     try:
-        with os_error_as(UsageError, f"--to {to}: cannot write", "; use a different folder"):
+        with convert_os_error(UsageError, f"--to {to}: cannot write", "; use a different folder"):
             temporary.mkdir(parents=True)
             for split_name, split in {"train": data.train, "val": data.validation}.items():
                 if split is not None:
                     _write_split(split, temporary, split_name, short_side)
-            (temporary / "recipe.yaml").write_text(_recipe_yaml(loaded, data, to.absolute()), encoding="utf-8")
+            (temporary / "recipe.yaml").write_text(_make_recipe_yaml(loaded, data, to.absolute()), encoding="utf-8")
             total_bytes = sum(file.stat().st_size for file in temporary.iterdir())
             temporary.rename(to)
     finally:
@@ -54,25 +54,25 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
     click.echo(printable_line(f"next        lockstep train {to / 'recipe.yaml'}"))
 
 
-def _write_split(split: object, folder: Path, part: str, short_side: int | None) -> None:
+def _write_split(split: object, folder: Path, split_name: str, short_side: int | None) -> None:
     from lockstep.data.images.pictures import ImageSplit
     from lockstep.data.images.prepare import write_archives
 
     if not isinstance(split, ImageSplit):
         raise UsageError("recipe.data.name: samples are not image files; lockstep prepare requires a dataset of images")
-    for count in write_archives(split, folder, part, short_side):
-        _recipe.print_tenths(count, len(split), f"{part}: {count:,} of {len(split):,} images")
+    for count in write_archives(split, folder, split_name, short_side):
+        _recipe.print_every_tenth(count, len(split), f"{split_name}: {count:,} of {len(split):,} images")
 
 
-def _recipe_yaml(loaded: Loaded, data: DataSet, root: Path) -> str:
+def _make_recipe_yaml(loaded: LoadedConfig, data: DataSet, root: Path) -> str:
     """Return the configuration as YAML, changed to read the dataset from `root`."""
-    from lockstep.config.base import values
+    from lockstep.config.base import section_to_dict
     from lockstep.config.document import format_key
     from lockstep.config.write import format_block, iterate_leaves
 
     options = {"classes": data.facts["classes"], **({} if data.validation else {"validation": 0.0})}
     data_config = {"name": "webdataset", "root": str(root), "options": options}
-    config = values(loaded.config)
+    config = section_to_dict(loaded.config)
     config["recipe"]["data"] |= data_config
     origins = {format_key(path): "lockstep prepare" for path, _ in iterate_leaves(data_config, ("recipe", "data"))}
     return "\n".join(format_block(config, {**loaded.origins, **origins})) + "\n"

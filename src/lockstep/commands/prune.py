@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.common.location import refuse_url
+from lockstep.common.location import reject_url
 from lockstep.common.text import format_bytes, printable_line
 from lockstep.errors import DataError, LockstepError, UsageError
 
@@ -31,7 +31,7 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     from lockstep.training.lock import lock
 
     for folder in folders:
-        refuse_url(folder, "prune")
+        reject_url(folder, "prune")
         if next(find_run_folders(folder), None) is None:
             raise UsageError(f"{folder}: contains no run; pass a run folder, or a folder of runs")
     surplus: dict[Path, list[Path]] = {}
@@ -48,9 +48,9 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
                 problems.append(DataError(f"{error}; {run} keeps all checkpoints: {advice}"))
         freed, kept, verb = 0, 0, "would free" if dry_run else "freed"
         for run, paths in surplus.items():
-            stays = [path for path in store.checkpoints(run / store.FOLDER) if path not in paths]
-            freed += (count := sum(map(store.size, paths)))
-            kept += (stays_bytes := sum(map(store.size, stays)))
+            stays = [path for path in store.list_checkpoints(run / store.FOLDER) if path not in paths]
+            freed += (count := sum(map(store.compute_size, paths)))
+            kept += (stays_bytes := sum(map(store.compute_size, stays)))
             names = ", ".join(path.name for path in paths)
             done = f"{verb} {format_bytes(count)}: {names}" if paths else "nothing to remove"
             number = f"{len(stays)} checkpoint{'' if len(stays) == 1 else 's'}"

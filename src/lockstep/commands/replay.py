@@ -43,14 +43,14 @@ def command(
     activations, and the origin of the first value that isn't finite. --trace writes the digest of each tensor of the
     step for `lockstep bisect`. Exits with code 0 if all bits agree, and with code 3 otherwise.
     """
-    from lockstep.replay.drive import Options, replay
-    from lockstep.runs.remote import local_copy
+    from lockstep.replay.drive import ReplayOptions, replay
+    from lockstep.runs.remote import make_local_copy
 
     overrides, paths = _overrides.split_overrides(arguments)
     if not paths:
         raise UsageError("replay: no run folder; pass the folder of a run")
     script = arguments[arguments.index(paths[1]) :] if len(paths) > 1 else ()
     overrides = overrides[: len(arguments) - len(script) - 1]  # arguments after the run folder are for the script
-    folder = local_copy(paths[0], "all")
-    options = Options(folder, step, steps, check, samples, change, out, overrides, trust, trace, script)
+    folder = make_local_copy(paths[0], "all")
+    options = ReplayOptions(folder, step, steps, check, samples, change, out, overrides, trust, trace, script)
     raise SystemExit(replay(options, lambda line: click.echo(printable_line(line))))

@@ -41,10 +41,10 @@ def command(
     dotted (placement.device=cpu). User code that a recipe references, such as recipe.model.name: my.nets:net, only runs
     if an override also references it, or with --trust.
     """
-    from lockstep.inference.report import Options, write_report
+    from lockstep.inference.report import ReportOptions, write_report
 
     overrides, paths = _overrides.split_overrides(folders)
-    options = Options(paths or ["runs"], out, png, examples, samples, best, overrides, trust)
+    options = ReportOptions(paths or ["runs"], out, png, examples, samples, best, overrides, trust)
     report = write_report(options, lambda line: click.echo(printable_line(line), err=True))
     for line in report.warnings:
         click.echo(printable_line(f"warning: {line}"), err=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import click
 
 from lockstep.commands import _completion, _recipe
-from lockstep.config.plan import compute_steps, count_warm_up_steps, rule
+from lockstep.config.plan import compute_steps, count_warm_up_steps, format_base_rate
 from lockstep.config.recipe import Recipe
 from lockstep.core.epochs import format_epochs
 from lockstep.core.order import Steps, split_range
@@ -41,7 +41,7 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
             find_origin(model.name, model.source)
             if ":" not in optimizer:
                 find_optimizer(optimizer)
-    following = [*derived_values(loaded.config.recipe)]
+    following = [*iterate_derived_values(loaded.config.recipe)]
     _recipe.print_notes(loaded)
     click.echo(to_yaml(loaded))
     for name, text in following:
@@ -49,17 +49,17 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     placement = loaded.config.placement
     click.echo(f"{'communication':<15}{backend_in_words(placement.backend, placement.device)}")
     if placement.strategy.name in FOREIGN:
-        from lockstep.setup.resolved import resolve  # imports torch
+        from lockstep.setup.resolved import resolve_config  # imports torch
 
-        for name, text in resolve(loaded, 1).engine_files.items():
+        for name, text in resolve_config(loaded, 1).engine_files.items():
             click.echo(f"\n{name}\n{text}", nl=False)
 
 
-def derived_values(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def iterate_derived_values(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield the values that are derived from a recipe, such as the number of steps, as (name, text) pairs."""
     yield "global batch", f"{recipe.batch} samples"
     yield "micro-batches", _format_sizes(split_range(recipe.batch, recipe.microbatches))
-    yield "learning rate", rule(recipe)
+    yield "learning rate", format_base_rate(recipe)
     samples = count_training_samples(recipe.data.name, recipe.data.root, recipe.data.options)
     if samples is None:
         yield "samples", "printed at the start of lockstep train, as are the steps and the learning rates"
@@ -76,8 +76,8 @@ def derived_values(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "rates", _format_rates(recipe, run)
 
 
-def _format_sizes(parts: list[range]) -> str:
-    counts = Counter(map(len, parts))
+def _format_sizes(ranges: list[range]) -> str:
+    counts = Counter(map(len, ranges))
     return ", ".join(f"{count} of {size}" for size, count in counts.items()) + " samples"
 
 

@@ -23,9 +23,9 @@ def command() -> None:
     Exactness `bits` promises the same bits as one process, `close` promises a difference within a computed tolerance,
     and `none` promises neither.
     """
-    from lockstep.strategies import names
+    from lockstep.strategies import list_strategy_names
 
-    rows = [make_row(name) for name in names()]
+    rows = [make_row(name) for name in list_strategy_names()]
     if sys.stdout.isatty():
         print_table(rows)
     else:

@@ -22,9 +22,9 @@ from lockstep.ranks.signals import EarlyStop
 
 if TYPE_CHECKING:
     from lockstep.common.rank import RankInfo
-    from lockstep.config.load import Loaded
+    from lockstep.config.load import LoadedConfig
     from lockstep.config.placement import Placement
-    from lockstep.run.start import Work
+    from lockstep.run.start import RankFunction
 
 
 @click.command("train")
@@ -46,23 +46,23 @@ def command(arguments: tuple[str, ...], cfg: str | None, gpus: int | None) -> No
     with ignore_terminal_errors():
         if info is None:
             with EarlyStop() as early:
-                code = _train_here(load, early.begin)
+                code = _train_here(load, early.begin_training)
         else:
             with EarlyStop() if info.rank == 0 else nullcontext():
                 code = _train_as_rank(info, arguments, load, cfg)
         raise SystemExit(code)
 
 
-def _train_here(load: Callable[[], Loaded], begin: Callable[[], None]) -> int:
+def _train_here(load: Callable[[], LoadedConfig], on_start: Callable[[], None]) -> int:
     """Train on this machine without a launcher, and return the exit code. If the run is complete, print a notice."""
     from lockstep.config.placement import FASTEST
-    from lockstep.setup.completed import completion_notice
+    from lockstep.setup.completed import make_completion_notice
 
     loaded = load()
     _recipe.print_notes(loaded)
-    if warning := slurm.warning(os.environ, loaded.config.placement.processes):
+    if warning := slurm.make_warning(os.environ, loaded.config.placement.processes):
         click.echo(warning, err=True)
-    if notice := completion_notice(loaded):
+    if notice := make_completion_notice(loaded):
         click.echo(printable(notice))
         return EXIT_DONE
     _recipe.print_preparing(loaded.name)
@@ -73,21 +73,23 @@ def _train_here(load: Callable[[], Loaded], begin: Callable[[], None]) -> int:
 
         loaded, message = select_fastest(loaded, _recipe.print_measurement)
         click.echo(message, err=True)
-    return train_here(loaded, begin=begin)
+    return train_here(loaded, on_start=on_start)
 
 
-def _train_as_rank(info: RankInfo, arguments: tuple[str, ...], load: Callable[[], Loaded], cfg: str | None) -> int:
-    from lockstep.config.load import split
+def _train_as_rank(
+    rank_info: RankInfo, arguments: tuple[str, ...], load_config: Callable[[], LoadedConfig], cfg: str | None
+) -> int:
+    from lockstep.config.load import split_arguments
 
-    if info.rank == 0:
-        _recipe.print_preparing(cfg or split(arguments)[0])
+    if rank_info.rank == 0:
+        _recipe.print_preparing(cfg or split_arguments(arguments)[0])
     from lockstep.run.start import run_launched_rank
     from lockstep.run.training import prepare_training_rank
 
-    def prepare_work() -> tuple[Placement, Work]:
-        loaded = load()
-        if info.rank == 0:
+    def prepare_work() -> tuple[Placement, RankFunction]:
+        loaded = load_config()
+        if rank_info.rank == 0:
             _recipe.print_notes(loaded)
-        return prepare_training_rank(loaded, info)
+        return prepare_training_rank(loaded, rank_info)
 
-    return run_launched_rank(info, arguments, prepare_work)
+    return run_launched_rank(rank_info, arguments, prepare_work)

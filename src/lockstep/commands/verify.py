@@ -11,11 +11,11 @@ import click
 
 from lockstep.commands import _completion, _recipe
 from lockstep.commands._overrides import split_overrides
-from lockstep.commands._script import ScriptCommand, misplaced_options
+from lockstep.commands._script import ScriptCommand, find_misplaced_options
 from lockstep.common.names import format_choices
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
-from lockstep.launchers import check_alone
+from lockstep.launchers import check_no_launcher
 
 _MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a terminal
 
@@ -72,12 +72,12 @@ def command(
     if no_resume or seed:
         raise UsageError("--seed, --no-resume: only supported with a script; a recipe is always resumed halfway")
     from lockstep.config.blame import add_key_positions
-    from lockstep.config.load import load, split
+    from lockstep.config.load import load, split_arguments
 
-    loaded = load(*split(arguments))
+    loaded = load(*split_arguments(arguments))
     _recipe.print_notes(loaded)
 
-    check_alone("verify starts the processes of each placement")
+    check_no_launcher("verify starts the processes of each placement")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: folder {file.parent} does not exist; create it, or use a different folder")
     _recipe.print_preparing(loaded.name, err=True)
@@ -114,15 +114,17 @@ def _verify_script(
             f"{overrides[0]}: overrides are not supported with a script; set placements with --processes N and "
             f"--strategy NAME, and everything else in its lockstep.join"
         )
-    if misplaced := misplaced_options(command, arguments):
+    if misplaced := find_misplaced_options(command, arguments):
         click.echo(f"{misplaced[0]} is passed to {path}; options of verify come before the script", err=True)
     _recipe.print_preparing(str(path), "loading libraries; the first run is the reference, on one process", err=True)
-    from lockstep.strategies import names
+    from lockstep.strategies import list_strategy_names
     from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, make_script_runner
 
     for strategy in strategies:
-        if strategy not in names() and ":" not in strategy:
-            raise UsageError(f"--strategy {strategy}: no such strategy{format_choices(strategy, names())}")
+        if strategy not in list_strategy_names() and ":" not in strategy:
+            raise UsageError(
+                f"--strategy {strategy}: no such strategy{format_choices(strategy, list_strategy_names())}"
+            )
     rows = []
     for row in check_placements(
         make_script_runner(path, arguments), counts, strategies or STRATEGIES, steps, seed=seed

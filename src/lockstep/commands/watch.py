@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from lockstep.common.location import refuse_url
+from lockstep.common.location import reject_url
 from lockstep.common.text import printable, printable_line
 
 _REFRESH_S: Final = 1.0  # seconds between two refreshes
@@ -35,7 +35,7 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
     from lockstep.reporting.run_view import describe_ending, get_exit_code, is_over
 
     for folder in folders:
-        refuse_url(folder, "watch")
+        reject_url(folder, "watch")
     if port is None and host != "127.0.0.1":
         raise UsageError(f"--host {host}: requires --port; add --port 0, or the port to use")
     watch = RunWatcher([Path(folder) for folder in folders or ("runs",)], wait)

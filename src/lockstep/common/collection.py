@@ -12,7 +12,7 @@ _STARTING_THRESHOLD: Final = 1_000_000  # number of new objects before a collect
 _usual_thresholds: Final[list[tuple[int, int, int]]] = []  # filled by `reduce_garbage_collection`
 
 
-def collect_rarely() -> None:
+def reduce_garbage_collection() -> None:
     """Run garbage collection rarely in this process and its children, until `restore_garbage_collection` is called."""
     _usual_thresholds[:] = [gc.get_threshold()]
     gc.set_threshold(_STARTING_THRESHOLD, *_usual_thresholds[0][1:])
@@ -24,19 +24,19 @@ def exclude_imports() -> None:
     Call this after importing torch, and before any model or dataset exists. Only the first call has an effect. Later,
     models of earlier runs may exist, because `lockstep compare` prepares one run after the other.
     """
-    if _collects_rarely() and not gc.get_freeze_count():
+    if _is_collection_reduced() and not gc.get_freeze_count():
         gc.freeze()
         atexit.register(gc.unfreeze)  # otherwise, nanobind prints that the objects of triton are leaked
 
 
-def collect_as_usual() -> None:
+def restore_garbage_collection() -> None:
     """Undo `reduce_garbage_collection`.
 
     Call this before long-running user code, because its reference cycles may hold large tensors.
     """
-    if _collects_rarely():
+    if _is_collection_reduced():
         gc.set_threshold(*_usual_thresholds[0])
 
 
-def _collects_rarely() -> bool:
+def _is_collection_reduced() -> bool:
     return bool(_usual_thresholds) and gc.get_threshold()[0] == _STARTING_THRESHOLD  # user code may have changed it

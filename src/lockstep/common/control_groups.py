@@ -9,10 +9,10 @@ _ROOT: Final = Path("/sys/fs/cgroup")
 _CGROUP_FILE: Final = Path("/proc/self/cgroup")
 
 
-def quota_cores(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> float | None:
+def read_cpu_limit(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> float | None:
     """Return the CPU limit of this process's control groups in cores, or None if there is no limit."""
     quotas = []
-    for folder in _group_folders(root, cgroup_file, "cpu"):
+    for folder in _list_group_folders(root, cgroup_file, "cpu"):
         quota, _, period = read_text_or_empty(folder / "cpu.max").partition(
             " "
         )  # cgroup v2: "150000 100000" or "max 100000"
@@ -27,17 +27,17 @@ def quota_cores(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> float |
     return min(quotas, default=None)
 
 
-def limit_bytes(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> int | None:
+def read_memory_limit(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> int | None:
     """Return the memory limit of this process's control groups in bytes, or None if there is no limit."""
     limits = []
-    for folder in _group_folders(root, cgroup_file, "memory"):
+    for folder in _list_group_folders(root, cgroup_file, "memory"):
         text = read_text_or_empty(folder / "memory.max") or read_text_or_empty(folder / "memory.limit_in_bytes")
         if text.isdecimal() and int(text) < 2**60:  # cgroup v1 reports a huge number if there is no limit
             limits.append(int(text))
     return min(limits, default=None)
 
 
-def _group_folders(root: Path, cgroup_file: Path, controller: str) -> list[Path]:
+def _list_group_folders(root: Path, cgroup_file: Path, controller: str) -> list[Path]:
     """Return the folders of this process's control group and of its parent groups. All of their limits apply."""
     folders = []
     for line in read_text_or_empty(cgroup_file).splitlines():

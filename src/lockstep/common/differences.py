@@ -12,24 +12,26 @@ _MAX_DIFFERENCES: Final = 5  # maximum number of differences to report
 
 
 def describe_differences(
-    facts: Mapping[int, Mapping[str, Any]],
+    values_by_rank: Mapping[int, Mapping[str, Any]],
     hosts: Sequence[str],
     advice: str = "start all ranks with the same value",
-    where: str = "",
+    source_line: str = "",
 ) -> list[str]:
     """Return a message for each value that differs from rank 0, with the differing ranks and one of their values.
     `values_by_rank` maps each rank to its named values. `hosts` contains the host name of each rank, or is empty if
     host names don't matter. `source_line` is the source line of user code that the values belong to, if any.
     """
     lines = []
-    for name in dict.fromkeys(name for rank_facts in facts.values() for name in rank_facts):
-        expected = facts[0].get(name)
-        different_ranks = [rank for rank in facts if not _is_same(facts[rank].get(name), expected)]
+    for name in dict.fromkeys(name for rank_facts in values_by_rank.values() for name in rank_facts):
+        expected = values_by_rank[0].get(name)
+        different_ranks = [
+            rank for rank in values_by_rank if not _are_equal_as_json(values_by_rank[rank].get(name), expected)
+        ]
         if different_ranks:
-            details = "; ".join(_compare_values(expected, facts[different_ranks[0]].get(name)))
+            details = "; ".join(_compare_values(expected, values_by_rank[different_ranks[0]].get(name)))
             verb = "differs" if len(different_ranks) == 1 else "differ"
             ranks, first = format_ranks_with_hosts(different_ranks, hosts), format_ranks_with_hosts([0], hosts)
-            location = f" ({where})" if where else ""
+            location = f" ({source_line})" if source_line else ""
             lines.append(f"{name}: {ranks} {verb} from {first}: {details}{location}; {advice}")
     return lines
 
@@ -40,7 +42,7 @@ def _compare_values(first: Any, other: Any, name: str = "") -> list[str]:
         return [f"{f'{name}: ' if name else ''}{_abbreviate(other)}, not {_abbreviate(first)}"]
     lines = []
     for key in sorted({*first, *other}):
-        if not _is_same(first.get(key), other.get(key)):
+        if not _are_equal_as_json(first.get(key), other.get(key)):
             label = printable_line(str(key))
             lines += _compare_values(first.get(key), other.get(key), f"{name}.{label}" if name else label)
     return (
@@ -50,8 +52,8 @@ def _compare_values(first: Any, other: Any, name: str = "") -> list[str]:
     )
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    return json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True)  # as JSON, NaN equals NaN
+def _are_equal_as_json(left: Any, right: Any) -> bool:
+    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)  # as JSON, NaN equals NaN
 
 
 def _abbreviate(value: Any) -> str:

@@ -178,13 +178,13 @@ def die_with_parent() -> None:
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except AttributeError:  # not Linux
-        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_after_parent, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
 
 
-def _exit_after(parent: int) -> None:
-    while os.getppid() == parent:
+def _exit_after_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
         time.sleep(_POLL_S)
     os._exit(1)
 
@@ -201,7 +201,7 @@ def die_with_launcher(launcher: str) -> None:
         raise TransientError(f"the launcher that started this process ({launcher}) is gone")
 
 
-def parent_command() -> list[str]:
+def read_parent_command() -> list[str]:
     """Return the command line of the parent process, or an empty list if it can't be read."""
     import psutil  # imported lazily, so that `lockstep --help` is fast
 
@@ -218,8 +218,8 @@ def _is_orphan(launcher: str) -> bool:
     run in a container with a separate init process.
     """
     if launcher == "torchrun":
-        return not (any("python" in word for word in parent_command()[:1]) and _has_torch(1))
-    return _reader_is_gone(1)
+        return not (any("python" in word for word in read_parent_command()[:1]) and _has_torch(1))
+    return _is_reader_gone(1)
 
 
 def _has_torch(pid: int) -> bool:
@@ -230,7 +230,7 @@ def _has_torch(pid: int) -> bool:
         return True
 
 
-def _reader_is_gone(descriptor: int) -> bool:
+def _is_reader_gone(descriptor: int) -> bool:
     """Return whether no process reads from a pipe anymore, such as the mpirun that reads the output of a rank."""
     poll = select.poll()
     poll.register(descriptor, 0)

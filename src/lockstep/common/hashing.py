@@ -29,7 +29,7 @@ def fix_hash_seed() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def hash_seed() -> str:
+def get_hash_seed() -> str:
     """Return the hash seed of this process in the format of PYTHONHASHSEED, such as `0` or `random`.
 
     Changing the variable has no effect after the process has started. Therefore, this reads the initial value of the
@@ -48,12 +48,12 @@ def hash_seed() -> str:
         return os.environ.get(SEED_VARIABLE) or RANDOM_SEED
 
 
-def sample_hash() -> str:
+def get_sample_hash() -> str:
     """Return the hash of a constant string, which depends on the hash seed of this process."""
     return str(hash(SEED_VARIABLE))
 
 
-def hash_seed_warning(hashes: Collection[str]) -> str:
+def make_hash_seed_warning(hashes: Collection[str]) -> str:
     """Return a warning if the ranks have different hash seeds, or else an empty string.
 
     `hashes` contains the result of `get_sample_hash` on each rank. A difference isn't an error, because torchrun
@@ -62,13 +62,13 @@ def hash_seed_warning(hashes: Collection[str]) -> str:
     if len(set(hashes)) < 2:
         return ""
     return (
-        f"the ranks have different hash seeds, so each rank iterates over a set of strings in a different order: a "
-        f"model, dataset or loop that does so computes different numbers on each rank; iterate over sorted(...), or "
-        f"start the ranks with {SEED_VARIABLE}={FIXED_SEED}, as lockstep launch does"
+        f"the ranks have different hash seeds, so a model, dataset or loop that iterates over a set of strings "
+        f"computes different numbers on each rank; iterate over sorted(...), or start the ranks with "
+        f"{SEED_VARIABLE}={FIXED_SEED}, as lockstep launch does"
     )
 
 
-def changed_seed_warning(saved: str, current: str) -> str:
+def make_changed_seed_warning(saved: str, current: str) -> str:
     """Return a warning that a run resumes with a hash seed that differs from the one in its checkpoint."""
     advice = "" if saved == RANDOM_SEED else f"; to keep it, start with {SEED_VARIABLE}={saved}"
     return (
@@ -77,13 +77,13 @@ def changed_seed_warning(saved: str, current: str) -> str:
     )
 
 
-def different_hash_seed() -> str:
+def choose_different_hash_seed() -> str:
     """Return a hash seed that differs from the seed of this process."""
-    return "1" if hash_seed() != "1" else "2"
+    return "1" if get_hash_seed() != "1" else "2"
 
 
 @contextmanager
-def hash_seed_for_children(seed: str) -> Iterator[None]:
+def set_hash_seed_for_children(seed: str) -> Iterator[None]:
     """Return a context manager that sets the hash seed of the processes started in it, except for forked ones."""
     before = os.environ.get(SEED_VARIABLE)
     os.environ[SEED_VARIABLE] = seed

@@ -7,7 +7,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from lockstep.common.names import suggest
+from lockstep.common.names import format_suggestion
 from lockstep.common.own_code import UserCode, describe_error
 from lockstep.errors import LockstepError, UsageError, UserCodeError
 
@@ -22,7 +22,7 @@ def import_object(path: str, purpose: str) -> Any:
     name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in name.split(".")) or not attribute.isidentifier():
         raise UsageError(f"{purpose} {path}: not an import path; use the form package.module:function")
-    module = _import(name, f"{purpose} {path}")
+    module = _import_module(name, f"{purpose} {path}")
     with UserCode(f"{purpose} {path}"):  # a module can define __getattr__ or replace itself
         try:
             return getattr(module, attribute)
@@ -31,7 +31,9 @@ def import_object(path: str, purpose: str) -> Any:
     names = [str(key) for key in getattr(module, "__dict__", ())]
     public = [key for key in names if not key.startswith("_")]
     file = getattr(module, "__file__", None) or "a folder without __init__.py"
-    raise UsageError(f"{purpose} {path}: module {name} ({file}) has no '{attribute}'{suggest(attribute, public)}")
+    raise UsageError(
+        f"{purpose} {path}: module {name} ({file}) has no '{attribute}'{format_suggestion(attribute, public)}"
+    )
 
 
 def import_callable(path: str, purpose: str, expected: str) -> Any:
@@ -53,7 +55,7 @@ def import_extra(package: str, extra: str, label: str) -> Any:
         raise UsageError(f"{label}: {package} is not installed; pip install 'lockstep-train[{extra}]'") from error
 
 
-def version_of(package: str) -> str | None:
+def get_version(package: str) -> str | None:
     """Return the version of a package without importing it, or None if it isn't installed."""
     try:
         return metadata.version(package)
@@ -61,20 +63,20 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _import(name: str, label: str) -> ModuleType:
+def _import_module(module_name: str, label: str) -> ModuleType:
     cwd = os.getcwd()
     if cwd not in sys.path and "" not in sys.path:
         sys.path.insert(0, cwd)
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module_name)
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # includes SystemExit, because a script without a main guard may exit
         # The missing module is the requested module or one of its parent packages.
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(
                 f"{label}: module {error.name} not found, neither in {os.getcwd()} nor among the installed packages; "
                 f"start Lockstep in the folder of the module, or set PYTHONPATH"
             ) from None
-        message = describe_error(error, f'to see it, run python -c "import {name}"')
-        raise UserCodeError(f"{label}: module {name} fails on import: {message}") from error
+        message = describe_error(error, f'to see it, run python -c "import {module_name}"')
+        raise UserCodeError(f"{label}: module {module_name} fails on import: {message}") from error

@@ -3,7 +3,7 @@
 import time
 from typing import Final, final
 
-COPIES_S: Final = 0.5
+DUPLICATES_S: Final = 0.5
 
 
 @final
@@ -22,4 +22,4 @@ class InterruptCount:
         now = time.monotonic()
         if self._first_s is None:
             self._first_s = now
-        return now - self._first_s > COPIES_S
+        return now - self._first_s > DUPLICATES_S

@@ -22,7 +22,7 @@ def is_url(location: object) -> bool:
     return _URL.match(str(location)) is not None
 
 
-def refuse_url(location: object, command: str) -> None:
+def reject_url(location: object, command: str) -> None:
     """Raise UsageError if a location is a URL, for a command that needs a folder of this host.
 
     Also detects a URL that was converted to a Path, which removes one of its slashes.
@@ -34,7 +34,7 @@ def refuse_url(location: object, command: str) -> None:
         )
 
 
-def scheme_of(url: str) -> str:
+def get_scheme(url: str) -> str:
     """Return the scheme of a URL, such as s3, or an empty string for a path."""
     match = _URL.match(url)
     return match[1].lower() if match else ""
@@ -48,29 +48,29 @@ def check_location(location: str) -> str:
     return location
 
 
-def local_folder(location: str) -> Path:
+def get_local_folder(location: str) -> Path:
     """Return the folder on this host for a location. For a URL, this is the local folder of the run."""
-    return storage_folder(location) / name_of(location) if is_url(location) else Path(location)
+    return get_storage_folder(location) / make_file_name(location) if is_url(location) else Path(location)
 
 
-def location_of(path: str | Path, location: str | None) -> str:
+def get_location(path: str | Path, location: str | None) -> str:
     """Return the location of a path in the run folder `location`: its URL if `location` is a URL, or else the path."""
-    if location is not None and is_url(location) and Path(path).is_relative_to(folder := local_folder(location)):
+    if location is not None and is_url(location) and Path(path).is_relative_to(folder := get_local_folder(location)):
         return f"{location.rstrip('/')}/{Path(path).relative_to(folder).as_posix()}".removesuffix("/.")
     return str(path)
 
 
-def storage_folder(url: str) -> Path:
+def get_storage_folder(url: str) -> Path:
     """Return the folder on this host for a URL. It contains the local run folder, a copy for readers, and locks."""
-    return cache_folder() / "storage" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:24]
+    return get_cache_folder() / "storage" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:24]
 
 
-def name_of(url: str) -> str:
+def make_file_name(url: str) -> str:
     """Return the last part of a URL as a file name."""
     return _NAME.sub("-", url.rstrip("/").rpartition("/")[2]).strip(".") or "run"
 
 
-def cache_folder() -> Path:
+def get_cache_folder() -> Path:
     """Return Lockstep's cache folder: LOCKSTEP_CACHE, or a folder `lockstep` in XDG_CACHE_HOME or ~/.cache."""
     if named := os.environ.get("LOCKSTEP_CACHE"):
         return Path(named).expanduser().absolute()

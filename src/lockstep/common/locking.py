@@ -37,7 +37,7 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def private_folder() -> Path:
+def get_private_folder() -> Path:
     """Return this user's private folder in the temporary folder of the node. Creates it if needed.
 
     Any user can create a folder with this name in the temporary folder. Therefore, this raises UsageError if another

@@ -8,17 +8,17 @@ _MAX_LISTED: Final = 8  # maximum number of names that are listed in addition to
 _MAX_COMPARED_CHARS: Final = 100  # maximum length of a name to compare; longer names take too long
 
 
-def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+def find_nearest(name: str, names: Iterable[str], max_count: int = 3) -> list[str]:
     """Return up to `max_count` items of `names` that are similar to `name`, with the most similar first."""
     if len(name) > _MAX_COMPARED_CHARS:
         return []
     spelled = {candidate.lower(): candidate for candidate in names}
-    return [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=count)]
+    return [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=max_count)]
 
 
-def suggest(name: str, names: Iterable[str]) -> str:
+def format_suggestion(name: str, names: Iterable[str]) -> str:
     """Return a suggestion such as `; did you mean 'x' or 'y'?`, or an empty string if no name is similar."""
-    quoted = [f"'{candidate}'" for candidate in nearest(name, names)]
+    quoted = [f"'{candidate}'" for candidate in find_nearest(name, names)]
     if not quoted:
         return ""
     one_of = quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
@@ -32,7 +32,7 @@ def format_choices(name: str, names: Iterable[str]) -> str:
     omitted.
     """
     valid = list(names)
-    hint = suggest(name, valid)
+    hint = format_suggestion(name, valid)
     return f"{hint}{list_names(valid)}" if hint else f"; valid: {', '.join(valid)}"
 
 

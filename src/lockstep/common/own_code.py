@@ -54,7 +54,7 @@ class UserCode:
         if error is None or isinstance(error, LockstepError | KeyboardInterrupt):
             return
         inside = trace.tb_next if trace else None  # skip the frame that entered this context manager
-        if self._shared and _origin(inside) == "ours":
+        if self._shared and _find_origin(inside) == "ours":
             return
         raise UserCodeError(f"{self._label}: {describe_error(error)}") from error
 
@@ -63,9 +63,9 @@ def convert_user_error(error: BaseException) -> UserCodeError | None:
     """Return the UserCodeError to report for an uncaught exception, or None if it doesn't come from user code."""
     if isinstance(error, LockstepError | KeyboardInterrupt):
         return None
-    if _NO_GROUP_MESSAGE in str(error) and source_line(error):
+    if _NO_GROUP_MESSAGE in str(error) and find_source_line(error):
         return UserCodeError(describe_error(error, _DDP_ADVICE))
-    return UserCodeError(describe_error(error)) if _origin(error.__traceback__) == "own" else None
+    return UserCodeError(describe_error(error)) if _find_origin(error.__traceback__) == "own" else None
 
 
 def describe_error(error: BaseException, advice: str = "") -> str:
@@ -73,17 +73,17 @@ def describe_error(error: BaseException, advice: str = "") -> str:
 
     `advice` replaces the text after the semicolon.
     """
-    line = source_line(error)
+    line = find_source_line(error)
     fix = "install it, or change that line" if isinstance(error, ModuleNotFoundError) else "fix it there"
     advice = advice or (fix if line else "")
     return _format_message(error) + (f" ({line})" if line else "") + (f"; {advice}" if advice else "")
 
 
-def source_line(error: BaseException) -> str:
+def find_source_line(error: BaseException) -> str:
     """Return the innermost source line of user code in a traceback, such as `nets.py:12`, or an empty string."""
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and is_user_code(error.filename):
         return format_location(error.filename, error.lineno)
-    frames = [(name, line) for name, line in _frames(error.__traceback__) if is_user_code(name)]
+    frames = [(name, line) for name, line in _iterate_frames(error.__traceback__) if is_user_code(name)]
     return format_location(*frames[-1]) if frames else ""
 
 
@@ -117,20 +117,20 @@ def describe_code_between(before: SourceLocation, after: SourceLocation) -> str:
     return f"between {format_location(*before)} and {format_location(*after)}"
 
 
-def _are_in_one_loop(path: str, first: int, last: int) -> bool:
+def _are_in_one_loop(path: str, first_line: int, last_line: int) -> bool:
     """Return whether two lines of a Python file are in the same loop."""
     try:
         tree = ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):  # the file changed, or is a cell of a notebook with magic commands
         return False
     loops = (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.AsyncFor | ast.While))
-    return any(loop.lineno <= first and last <= (loop.end_lineno or 0) for loop in loops)
+    return any(loop.lineno <= first_line and last_line <= (loop.end_lineno or 0) for loop in loops)
 
 
-def make_refusal(text: str, advice: str, where: str = "") -> UserCodeError:
+def make_refusal(text: str, advice: str, location: str = "") -> UserCodeError:
     """Return the error for a forbidden action of user code. `location` defaults to the line that called Lockstep."""
-    where = where or find_calling_line()
-    return UserCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
+    location = location or find_calling_line()
+    return UserCodeError(f"{text}{f' ({location})' if location else ''}; {advice}")
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def add_calling_line() -> Iterator[None]:
 
 def format_location(path: str, line: int | None) -> str:
     """Format a source line, such as `nets.py:12`. Files in the current directory get relative paths."""
-    return f"{_relative_path(path)}:{line}"
+    return f"{_make_relative_path(path)}:{line}"
 
 
 def is_user_code(path: str) -> bool:
@@ -163,11 +163,11 @@ def is_user_code(path: str) -> bool:
     if path.startswith("<") or is_installed(path) or os.path.dirname(path) == os.path.dirname(sys.executable):
         return False
     files = [os.__file__, *(getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)]
-    folders = [*(os.path.dirname(file) for file in files if file), _package_folder()]
+    folders = [*(os.path.dirname(file) for file in files if file), _get_package_folder()]
     return not any(path.startswith(folder + os.sep) for folder in folders)
 
 
-def _package_folder() -> str:
+def _get_package_folder() -> str:
     return os.path.dirname(os.path.dirname(__file__))
 
 
@@ -176,10 +176,10 @@ def is_installed(path: str) -> bool:
     return not _INSTALLED.isdisjoint(Path(path).parts)
 
 
-def _origin(trace: TracebackType | None) -> str:
+def _find_origin(trace: TracebackType | None) -> str:
     """Return where an error was raised: "own" for user code, "ours" for Lockstep, or else "". Skips library frames."""
-    lockstep = _package_folder() + os.sep
-    frames = [name for name, _ in _frames(trace)]
+    lockstep = _get_package_folder() + os.sep
+    frames = [name for name, _ in _iterate_frames(trace)]
     if frames and "/torch/autograd/" in frames[-1]:  # autograd runs the model's graph, regardless of the caller
         return ""
     for name in reversed(frames):
@@ -192,7 +192,7 @@ def _origin(trace: TracebackType | None) -> str:
     return ""
 
 
-def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
+def _iterate_frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
     while trace is not None:
         yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
         trace = trace.tb_next
@@ -202,7 +202,7 @@ def _format_message(error: BaseException) -> str:
     """Format the type and message of an exception. Handles any content, and messages that fail to format."""
     try:
         message_source = (
-            error.msg if isinstance(error, SyntaxError) and source_line(error) else error
+            error.msg if isinstance(error, SyntaxError) and find_source_line(error) else error
         )  # avoids repeating the location
         name, message = type(error).__name__, str.__str__(str(message_source))
     except Exception as format_error:
@@ -214,7 +214,7 @@ def _format_message(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
-def _relative_path(path: str) -> str:
+def _make_relative_path(path: str) -> str:
     try:
         cwd = os.getcwd() + os.sep
     except OSError:  # the folder no longer exists

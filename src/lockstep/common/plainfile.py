@@ -9,7 +9,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
-LARGEST_HEADER: Final = 1 << 24  # in bytes; a header of this size describes 150,000 tensors and takes seconds to parse
+MAX_HEADER_BYTES: Final = (
+    1 << 24
+)  # in bytes; a header of this size describes 150,000 tensors and takes seconds to parse
 
 
 def open_descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False) -> int:
@@ -72,16 +74,16 @@ def check_safetensors(path: Path) -> None:
     """
     with open_reader(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
-    if length > LARGEST_HEADER:
-        raise OSError(errno.EFBIG, f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}", str(path))
+    if length > MAX_HEADER_BYTES:
+        raise OSError(errno.EFBIG, f"its header has {length:,} bytes, more than {MAX_HEADER_BYTES:,}", str(path))
 
 
-def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(data: str | bytes, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Parse JSON. `pairs_hook` is the object_pairs_hook of json.loads. Raises ValueError if the JSON is invalid.
 
     Use this function instead of json.loads, which raises RecursionError if lists are nested too deeply.
     """
     try:
-        return json.loads(data, object_pairs_hook=pairs)
+        return json.loads(data, object_pairs_hook=pairs_hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

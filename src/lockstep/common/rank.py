@@ -37,7 +37,7 @@ RENDEZVOUS_ADDRESS: Final = r"^(env://|tcp://([^/:\[\]]+|\[[^/\[\]]+\]):(\d+)|fi
 ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
 
-def rendezvous_address(info: RankInfo, address: str) -> str:
+def resolve_rendezvous_address(info: RankInfo, address: str) -> str:
     """Return the rendezvous address. Replaces env:// with the address that the launcher or the user set.
 
     Raises UsageError if `address` doesn't match `RENDEZVOUS_ADDRESSES`, or if it is env:// and no address is set.

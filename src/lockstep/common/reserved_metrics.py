@@ -13,6 +13,6 @@ RESERVED_IN_TRAINING: Final = RESERVED_BY_EVENTS | {
 }
 
 
-def first_reserved(names: Iterable[str], reserved: frozenset[str]) -> str | None:
+def find_reserved_name(names: Iterable[str], reserved: frozenset[str]) -> str | None:
     """Return the first name in `names` that is reserved, or None."""
     return next((name for name in names if name in reserved), None)

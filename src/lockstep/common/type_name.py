@@ -3,7 +3,7 @@
 from typing import Any
 
 
-def type_name(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """Describe the type of a value, such as `a tuple of 2` or `an object of type Net`."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"

@@ -21,13 +21,13 @@ _HASH_DIGITS: Final = 16  # number of hex digits to keep of each hash; enough to
 _MAX_NAMED: Final = 10
 
 
-def source_digests(paths: Iterable[str]) -> dict[str, str]:
+def hash_sources(paths: Iterable[str]) -> dict[str, str]:
     """Return the hash of each user source file that the import paths refer to, directly or through further imports.
 
     The keys are paths relative to the folder from which a file is imported, so the folder can be moved.
     """
     digests: dict[str, str] = {}
-    queue = [name for path in paths for name in _module_and_parents(path.partition(":")[0])]
+    queue = [name for path in paths for name in _list_module_and_parents(path.partition(":")[0])]
     visited: set[str] = set()
     while queue:
         name = queue.pop()
@@ -42,12 +42,12 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
             content = Path(file).read_bytes()
         except OSError:  # the file was removed after the import, or is in an archive
             continue
-        digests[_relative_file(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
-        queue += [imported for imported in _imports(content, spec) if _may_be_user_code(imported)]
+        digests[_make_relative_path(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
+        queue += [imported for imported in _find_imports(content, spec) if _may_be_user_code(imported)]
     return dict(sorted(digests.items()))
 
 
-def script_digests() -> dict[str, str]:
+def hash_script() -> dict[str, str]:
     """Return the hashes of the script that this process runs and of its imports. Returns {} if it isn't user code."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not isinstance(file, str) or not is_user_code(file):
@@ -56,11 +56,11 @@ def script_digests() -> dict[str, str]:
         content = Path(file).read_bytes()
     except OSError:  # the file was removed after the process started
         return {}
-    names = [name for name in _imports(content, ModuleSpec("__main__", None)) if _may_be_user_code(name)]
-    return {Path(file).name: hashlib.sha256(content).hexdigest()[:_HASH_DIGITS], **source_digests(names)}
+    names = [name for name in _find_imports(content, ModuleSpec("__main__", None)) if _may_be_user_code(name)]
+    return {Path(file).name: hashlib.sha256(content).hexdigest()[:_HASH_DIGITS], **hash_sources(names)}
 
 
-def source_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+def describe_source_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """Describe the changed files, such as `nets.py, blocks.py (new), old.py (gone)`. Returns "" if nothing changed."""
     names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     changed = [
@@ -70,13 +70,13 @@ def source_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     return list_some(changed, _MAX_NAMED)
 
 
-def _module_and_parents(name: str) -> list[str]:
+def _list_module_and_parents(name: str) -> list[str]:
     """Return the names of the parent packages of a module and its own name, such as `a`, `a.b` and `a.b.c`."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
-def _imports(content: bytes, spec: ModuleSpec) -> Iterator[str]:
+def _find_imports(content: bytes, spec: ModuleSpec) -> Iterator[str]:
     """Yield the names of all modules that the import statements of a file may refer to. Includes nested statements."""
     try:
         tree = ast.parse(content)
@@ -85,13 +85,13 @@ def _imports(content: bytes, spec: ModuleSpec) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _module_and_parents(alias.name)
+                yield from _list_module_and_parents(alias.name)
         elif isinstance(node, ast.ImportFrom):
             try:
                 base = importlib.util.resolve_name("." * node.level + (node.module or ""), spec.parent)
             except ImportError:  # a relative import beyond the top-level package
                 continue
-            yield from _module_and_parents(base)
+            yield from _list_module_and_parents(base)
             yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
 
 
@@ -124,7 +124,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
     return PathFinder.find_spec(name, list(parent_spec.submodule_search_locations))
 
 
-def _relative_file(name: str, spec: ModuleSpec, file: str) -> str:
-    path = PurePosixPath(*name.split("."))
+def _make_relative_path(module_name: str, spec: ModuleSpec, file: str) -> str:
+    path = PurePosixPath(*module_name.split("."))
     is_package = spec.submodule_search_locations is not None
     return str(path / Path(file).name if is_package else path.with_name(Path(file).name))

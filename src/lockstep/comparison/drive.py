@@ -13,7 +13,7 @@ from lockstep.comparison.plan import (
     ComparisonRequest,
     PlannedRun,
     Strategy,
-    make_folder_name,
+    make_comparison_path,
     parse_processes,
     plan_runs,
 )
@@ -23,7 +23,7 @@ from lockstep.reporting import jsonl
 from lockstep.reporting.run_log import History, build_history
 from lockstep.run.background import to_arguments, train_in_background
 from lockstep.runs.runs import describe_machine
-from lockstep.setup.completed import completion_notice
+from lockstep.setup.completed import make_completion_notice
 from lockstep.training.events import Started, Stepped, Stopped
 
 _MAX_REASON_CHARS: Final = 500
@@ -55,7 +55,7 @@ def compare(
     """
     strategies = tuple({"name": placement} if isinstance(placement, str) else placement for placement in placements)
     counts = parse_processes(",".join(map(str, processes)))
-    folder = make_folder_name(str(recipe)) if dir is None else Path(dir)
+    folder = make_comparison_path(str(recipe)) if dir is None else Path(dir)
     variant_overrides = [also] if isinstance(also, Mapping) else also or ()
     override_words, variants = (
         tuple(to_arguments(overrides)),
@@ -74,7 +74,7 @@ def run_all(plans: Sequence[PlannedRun], show: ShowComparison) -> Comparison:
 
     `show` is called with the updated comparison after each event. If a run fails, its row contains the reason.
     """
-    comparison = Comparison(plans[0].loaded.name, tuple(_initial_row(plan) for plan in plans))
+    comparison = Comparison(plans[0].loaded.name, tuple(_make_initial_row(plan) for plan in plans))
     for number, plan in enumerate(plans):
         if comparison.rows[number].state == "done":
             continue
@@ -89,8 +89,8 @@ def run_all(plans: Sequence[PlannedRun], show: ShowComparison) -> Comparison:
     return replace(comparison, machine=describe_machine(Path(plans[0].row.folder)))
 
 
-def _initial_row(plan: PlannedRun) -> ResultRow:
-    if not completion_notice(plan.loaded):
+def _make_initial_row(plan: PlannedRun) -> ResultRow:
+    if not make_completion_notice(plan.loaded):
         return plan.row
     return replace(plan.row, state="done", history=_read_history(plan.row))
 
@@ -103,7 +103,7 @@ def _train_placement(plan: PlannedRun, show: Callable[[ResultRow], None]) -> Res
     reason = "it ended without a result"
     try:
         # If the user interrupts the comparison, `closing` ends the processes of the run immediately.
-        with closing(train_in_background(plan.loaded, plan.body)) as events:
+        with closing(train_in_background(plan.loaded, plan.train)) as events:
             for event in events:
                 if isinstance(event, Started):
                     start, first = time.time(), event.step

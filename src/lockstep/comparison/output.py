@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lockstep.common.text import printable
 from lockstep.comparison.page import make_sections, make_title
-from lockstep.comparison.result import Comparison, ResultRow, State, conclusion_lines, make_table, to_json
+from lockstep.comparison.result import Comparison, ResultRow, State, format_conclusions, make_table, to_json
 from lockstep.reporting import wording
 from lockstep.reporting.page import render_page
 from lockstep.reporting.png import write_png
@@ -62,11 +62,13 @@ class Display:
             self._live.update(Group(make_table(comparison, self._console), Text(remaining)), refresh=True)
 
 
-def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
+def write_results(
+    comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool
+) -> list[Path]:
     """Print the results as a table, write them to files in `folder`, and return the paths of the files."""
     console = make_console(stream)
     print_unwrapped(console, make_table(comparison, console))
-    for line in conclusion_lines(comparison):
+    for line in format_conclusions(comparison):
         console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     paths = [folder / JSON]
     paths[0].write_text(to_json(comparison), encoding="utf-8")

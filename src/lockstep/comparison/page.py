@@ -8,7 +8,7 @@ from math import isfinite
 from statistics import fmean
 from typing import Final
 
-from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, conclusion_lines, make_columns
+from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, format_conclusions, make_columns
 from lockstep.reporting.charts import Chart, make_bar_chart, make_line_chart
 from lockstep.reporting.page import Paragraphs, Section, Table
 from lockstep.reporting.run_log import EvaluationMetric
@@ -17,14 +17,16 @@ from lockstep.reporting.run_page import make_metric_chart
 _MIN_CHART_VALUES: Final = 3  # minimum number of values in a sweep to draw a chart of the results
 _LOG_AXIS_RATIO: Final = 20  # minimum ratio of the largest to the smallest value for a logarithmic axis
 _ACTIVITIES: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
-_THROUGHPUT: Final = "Samples per second of training. Setup, evaluations and saves are not counted."
-_SECONDS: Final = (
+_THROUGHPUT_NOTE: Final = "Samples per second of training. Setup, evaluations and saves are not counted."
+_SECONDS_NOTE: Final = (
     "Mean over the ranks in the last start, by the activity of the main thread. Computing: on a core. Data: until the "
     "samples are ready, including the work that a rank does on them itself. Waiting: for other ranks and their "
     "messages, and for other threads of the rank. Waiting for a core: while all cores are busy. On CUDA, all of this "
     "is training."
 )
-_MEMORY: Final = "On a GPU, the allocated memory. Otherwise, the resident memory, including libraries and shared pages."
+_MEMORY_NOTE: Final = (
+    "On a GPU, the allocated memory. Otherwise, the resident memory, including libraries and shared pages."
+)
 
 
 def make_title(comparison: Comparison) -> str:
@@ -50,12 +52,12 @@ def make_sections(comparison: Comparison) -> list[Section]:
         else ""
     )
     page_sections: list[Section] = [
-        Paragraphs("", [*machine, *conclusion_lines(comparison)]),
+        Paragraphs("", [*machine, *format_conclusions(comparison)]),
         Table("Runs", [*cells], [*zip(*cells.values(), strict=True)], note),
-        *_scaling_charts(comparison),
-        *_metric_charts(comparison),
-        *_sweep_chart(comparison),
-        *_time_and_memory_charts(comparison),
+        *_make_scaling_charts(comparison),
+        *_make_metric_charts(comparison),
+        *_make_sweep_chart(comparison),
+        *_make_time_and_memory_charts(comparison),
     ]
     return [section for section in page_sections if not isinstance(section, Paragraphs) or section.paragraphs]
 
@@ -66,11 +68,11 @@ def _is_sweep(comparison: Comparison) -> bool:
     return len(placements) == 1 < len(variants)
 
 
-def _row_label(comparison: Comparison, row: ResultRow) -> str:
+def _get_row_label(comparison: Comparison, row: ResultRow) -> str:
     return row.variant if _is_sweep(comparison) else row.label
 
 
-def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
+def _make_scaling_charts(comparison: Comparison) -> Iterator[Chart]:
     """Yield charts over the number of processes, if the completed runs have different numbers of processes."""
     numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
@@ -79,7 +81,7 @@ def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
     time = _make_series(comparison, lambda row: row.seconds)
     yield over_processes("Time of the whole training", y="seconds", series=time)
     throughput = _make_series(comparison, lambda row: row.samples_per_s)
-    yield over_processes("Throughput", y="samples/s", series=throughput, note=_THROUGHPUT)
+    yield over_processes("Throughput", y="samples/s", series=throughput, note=_THROUGHPUT_NOTE)
     speed_up = _make_series(comparison, comparison.speed_up)
     ideal = {"ideal": [(float(number), float(number)) for number in numbers]}
     yield over_processes("Speed-up over one process", y="times", series=speed_up | ideal, ideal="ideal")
@@ -107,38 +109,42 @@ def _make_series(
     return {name: sorted(points) for name, points in series.items()}
 
 
-def _time_and_memory_charts(comparison: Comparison) -> Iterator[Chart]:
+def _make_time_and_memory_charts(comparison: Comparison) -> Iterator[Chart]:
     """Yield a chart of the time that placements spend on each activity, and a chart of the peak memory per rank."""
     spent = [row for row in comparison.done if row.spent]
     parts = [part for part in _ACTIVITIES if any(part in row.spent for row in spent)]
     if parts:
         means = {part: [fmean(row.spent.get(part) or [0.0]) for row in spent] for part in parts}
         yield make_bar_chart(
-            "Where each second goes", "seconds", means, [_row_label(comparison, row) for row in spent], note=_SECONDS
+            "Where each second goes",
+            "seconds",
+            means,
+            [_get_row_label(comparison, row) for row in spent],
+            note=_SECONDS_NOTE,
         )
     with_peak = [row for row in comparison.done if row.peak_bytes]
     if with_peak:
         peaks_by_rank = enumerate(zip_longest(*(row.peak_bytes for row in with_peak), fillvalue=0.0))
         peaks = {f"rank {rank}": [peak / MIB for peak in rank_peaks] for rank, rank_peaks in peaks_by_rank}
-        placements = [_row_label(comparison, row) for row in with_peak]
-        yield make_bar_chart("Peak memory of each rank", "MiB", peaks, placements, stacked=False, note=_MEMORY)
+        placements = [_get_row_label(comparison, row) for row in with_peak]
+        yield make_bar_chart("Peak memory of each rank", "MiB", peaks, placements, stacked=False, note=_MEMORY_NOTE)
 
 
-def _metric_charts(comparison: Comparison) -> Iterator[Chart]:
+def _make_metric_charts(comparison: Comparison) -> Iterator[Chart]:
     """Yield a chart of the loss and of each monitored metric, with a curve for each placement."""
-    histories = {_row_label(comparison, row): row.history for row in comparison.done}
+    histories = {_get_row_label(comparison, row): row.history for row in comparison.done}
     for figure in dict.fromkeys(("loss", *(history.monitor for history in histories.values()))):
         if (figure_chart := make_metric_chart(figure, histories)) is not None:
             yield figure_chart
 
 
-def _sweep_chart(comparison: Comparison) -> Iterator[Chart]:
+def _make_sweep_chart(comparison: Comparison) -> Iterator[Chart]:
     """If the comparison is a sweep over a number, yield a chart of the final metric over this number."""
     rows = comparison.done if _is_sweep(comparison) else []
     points, keys, figures = [], set(), set()
     for row in rows:
         key, _, text = row.variant.partition("=")
-        value, figure = _parse_number(text), row.history.figure or _last_loss(row)
+        value, figure = _parse_number(text), row.history.metric or _get_last_loss(row)
         if value is None or figure is None:
             return
         keys.add(key)
@@ -167,6 +173,6 @@ def _parse_number(text: str) -> float | None:
     return None
 
 
-def _last_loss(row: ResultRow) -> EvaluationMetric | None:
-    value = row.history.evaluation_metric("loss")
+def _get_last_loss(row: ResultRow) -> EvaluationMetric | None:
+    value = row.history.get_evaluation_metric("loss")
     return None if value is None else EvaluationMetric("loss", value, is_fraction=False)

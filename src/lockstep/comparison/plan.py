@@ -11,28 +11,28 @@ from typing import Any, Final
 import torch
 
 from lockstep.comparison.result import ResultRow
-from lockstep.config.base import values
+from lockstep.config.base import section_to_dict
 from lockstep.config.blame import add_key_positions
-from lockstep.config.document import mapping_at, parse
-from lockstep.config.load import Loaded, load, read_run_recipe
-from lockstep.config.overrides import SHORTHAND
-from lockstep.config.recorded import CONFIG
+from lockstep.config.document import get_mapping, parse
+from lockstep.config.load import LoadedConfig, load, read_run_recipe
+from lockstep.config.overrides import SHORTHAND_KEYS
+from lockstep.config.recorded import CONFIG_NAME
 from lockstep.config.write import format_flow
 from lockstep.errors import ConfigError, UsageError
-from lockstep.run.background import Train
+from lockstep.run.background import TrainFunction
 from lockstep.run.sinks import check_sinks
 from lockstep.run.training import train_here
-from lockstep.runs.folder import new_folder_path
+from lockstep.runs.folder import make_folder_path
 from lockstep.setup.build import Setup
-from lockstep.setup.checks import check_cut
+from lockstep.setup.checks import check_partitioning
 from lockstep.setup.prepare import check_config, open_recipe_without_placement
 from lockstep.setup.resume import list_recipe_differences
-from lockstep.strategies import ON_ONE_PROCESS
+from lockstep.strategies import SINGLE_PROCESS_STRATEGIES
 
 _SINGLE: Final = "single"
 # Keys that a comparison sets itself.
 _RESERVED_KEYS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")
-_REMOVED_PLACEMENTS: Final = ("usual script", "usual", "naive_ddp")
+_REMOVED_STRATEGIES: Final = ("usual script", "usual", "naive_ddp")
 USUAL_MOVED: Final = "the usual script is now a benchmark; run python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
 _MAX_SLUG_CHARS: Final = 80  # maximum length of a slug, without its hash
 
@@ -59,9 +59,9 @@ class ComparisonRequest:
 class PlannedRun:
     """A run of a comparison: its configuration, its row in the results, and the function that runs the training."""
 
-    loaded: Loaded
+    loaded: LoadedConfig
     row: ResultRow
-    body: Train = train_here
+    train: TrainFunction = train_here
 
 
 def parse_placements(text: str) -> tuple[Strategy, ...]:
@@ -75,7 +75,7 @@ def parse_placements(text: str) -> tuple[Strategy, ...]:
         raise UsageError(
             f"--placements: expected strategies, such as ddp,zero3,{{name: hsdp, replicate: 2}}, got {text}"
         )
-    if any(strategy["name"] in _REMOVED_PLACEMENTS for strategy in strategies):
+    if any(strategy["name"] in _REMOVED_STRATEGIES for strategy in strategies):
         raise UsageError(f"--placements {text}: {USUAL_MOVED}")
     return tuple(strategies)
 
@@ -88,9 +88,9 @@ def parse_processes(text: str) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def make_folder_name(source: str) -> Path:
+def make_comparison_path(source: str) -> Path:
     """Return the path of a new folder for a comparison. The folder isn't created."""
-    return new_folder_path(f"compare-{_slug(Path(source).stem)}")
+    return make_folder_path(f"compare-{_make_slug(Path(source).stem)}")
 
 
 def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
@@ -107,7 +107,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
         *(
             (strategy, count)
             for strategy in request.placements
-            for count in _process_counts(strategy, request.processes)
+            for count in _list_process_counts(strategy, request.processes)
         ),
     ]
     unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
@@ -115,7 +115,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     problems: list[str] = []
     recipe_problems: list[str] = []
     keys = dict.fromkeys(variant.partition("=")[0].strip() for variant in request.variants)
-    for variant, loaded in _load_variants(request, _placement_overrides(*reference)):
+    for variant, loaded in _load_variants(request, _make_placement_overrides(*reference)):
         try:
             setup = _open_setup(loaded)
         except UsageError as error:  # errors of the original recipe aren't repeated for its variants
@@ -125,7 +125,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
         label = variant or ", ".join(_format_value(loaded, key) for key in keys)
         suffix = f", {label}" if label else ""
         for strategy, count in unique:
-            name = _strategy_label(strategy)
+            name = _format_strategy(strategy)
             try:
                 plan = _plan_run(request, variant, name, strategy, count, setup)
                 plans.append(replace(plan, row=replace(plan.row, variant=label)))
@@ -139,16 +139,16 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     return plans
 
 
-def _load_variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
+def _load_variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, LoadedConfig]]:
     """Load the original recipe and its variants. Return (variant, configuration) pairs without duplicates.
 
     Raises ConfigError with the problems of all variants.
     """
-    variants: list[tuple[str, Loaded]] = []
+    variants: list[tuple[str, LoadedConfig]] = []
     problems: dict[str, None] = {}
     for variant in ("", *request.variants):
         try:
-            loaded = load(request.source, [*_overrides(request, variant), *placement])
+            loaded = load(request.source, [*_list_overrides(request, variant), *placement])
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
@@ -159,22 +159,22 @@ def _load_variants(request: ComparisonRequest, placement: Sequence[str]) -> list
     return variants
 
 
-def _format_value(loaded: Loaded, key: str) -> str:
+def _format_value(loaded: LoadedConfig, key: str) -> str:
     """Format the value of a recipe key as an override, such as `recipe.batchnorm=sync`.
 
     If the value is a section that has a shorthand, the shorthand is used.
     """
     path = tuple(key.split("."))
-    value = reduce(mapping_at, path[:-1], values(loaded.config)).get(path[-1])
-    shown_value = value.get(SHORTHAND[path]) if path in SHORTHAND and isinstance(value, dict) else value
+    value = reduce(get_mapping, path[:-1], section_to_dict(loaded.config)).get(path[-1])
+    shown_value = value.get(SHORTHAND_KEYS[path]) if path in SHORTHAND_KEYS and isinstance(value, dict) else value
     return f"{key}={format_flow(shown_value)}"
 
 
-def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
+def _list_overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
     return (*request.overrides, *([variant] if variant else []))
 
 
-def _open_setup(loaded: Loaded) -> Setup:
+def _open_setup(loaded: LoadedConfig) -> Setup:
     """Run the checks that don't depend on the placement, open the recipe, and return its setup."""
     with add_key_positions(loaded):
         check_sinks(loaded.config.run)
@@ -185,19 +185,20 @@ def _plan_run(
     request: ComparisonRequest, variant: str, name: str, strategy: Strategy, count: int, setup: Setup
 ) -> PlannedRun:
     """Check a placement and return its planned run. Raises UsageError if the placement isn't possible."""
-    folder = request.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
+    folder = request.folder / _make_slug("-".join([*([variant] if variant else []), name, str(count)]))
     run_overrides = (f"run.dir={format_flow(str(folder))}", "run.resume=auto")
     loaded = load(
-        request.source, [*_overrides(request, variant), *_placement_overrides(strategy, count), *run_overrides]
+        request.source,
+        [*_list_overrides(request, variant), *_make_placement_overrides(strategy, count), *run_overrides],
     )
     resolved = check_config(loaded)
-    check_cut(resolved, setup)
+    check_partitioning(resolved, setup)
     return PlannedRun(loaded, ResultRow(name, count, variant, str(folder), resolved.strategy.traits.exactness))
 
 
 def _check_folders(plans: Sequence[PlannedRun], folder: Path) -> None:
     """Raise UsageError if runs in `folder` have a different recipe. The error lists each key that differs once."""
-    configs = [(Path(plan.row.folder) / CONFIG, plan.loaded.config.recipe) for plan in plans]
+    configs = [(Path(plan.row.folder) / CONFIG_NAME, plan.loaded.config.recipe) for plan in plans]
     differences = dict.fromkeys(
         line
         for config, recipe in configs
@@ -215,16 +216,16 @@ def _check_folders(plans: Sequence[PlannedRun], folder: Path) -> None:
         )
 
 
-def _placement_overrides(strategy: Strategy, count: int) -> tuple[str, str]:
-    return f"placement.strategy={format_flow(strategy)}", f"placement.processes={count}"
+def _make_placement_overrides(strategy: Strategy, num_processes: int) -> tuple[str, str]:
+    return f"placement.strategy={format_flow(strategy)}", f"placement.processes={num_processes}"
 
 
-def _process_counts(strategy: Strategy, processes: Sequence[int]) -> Sequence[int]:
+def _list_process_counts(strategy: Strategy, processes: Sequence[int]) -> Sequence[int]:
     """Return the numbers of processes that a strategy runs on."""
-    return (1,) if strategy["name"] in ON_ONE_PROCESS else [count for count in processes if count > 1]
+    return (1,) if strategy["name"] in SINGLE_PROCESS_STRATEGIES else [count for count in processes if count > 1]
 
 
-def _strategy_label(strategy: Strategy) -> str:
+def _format_strategy(strategy: Strategy) -> str:
     """Return the name of a strategy, followed by its options if there are any."""
     options = ", ".join(f"{key}={format_flow(value)}" for key, value in strategy.items() if key != "name")
     return f"{strategy['name']} ({options})" if options else str(strategy["name"])
@@ -241,7 +242,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-def _slug(text: str) -> str:
+def _make_slug(text: str) -> str:
     """Convert text to a valid file name. If this changes the text, a hash is appended to keep the name unique."""
     slug = re.sub(r"[^\w.=-]+", "-", text).strip("-.")[:_MAX_SLUG_CHARS]
     return slug if slug == text else f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

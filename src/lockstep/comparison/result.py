@@ -27,7 +27,7 @@ State = Literal["waiting", "running", "done", "failed"]
 PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
 _TRAINING: Final = (*PARTS, "training")
 MIB: Final = 1 << 20
-_UNINFORMATIVE: Final = {"", "done", "1.00", "100%", "0%"}  # a column with only one of these values is omitted
+_UNINFORMATIVE_CELLS: Final = {"", "done", "1.00", "100%", "0%"}  # a column with only one of these values is omitted
 _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 
@@ -187,12 +187,14 @@ def make_columns(comparison: Comparison) -> dict[str, list[str]]:
     The most important columns come first. Columns without information are omitted.
     """
     rows = [row if row.state == "done" else replace(row, history=History()) for row in comparison.rows]
-    names = dict.fromkeys(row.history.figure.name for row in rows if row.history.figure)
+    names = dict.fromkeys(row.history.metric.name for row in rows if row.history.metric)
     figures: list[_Column] = [(name, partial(_format_metric, name)) for name in names]
     all_columns = [*_COLUMNS[:_METRICS_COLUMN], *figures, *_COLUMNS[_METRICS_COLUMN:]]
     cells = [(heading, [cell(comparison, row) for row in rows]) for heading, cell in all_columns]
     cells.insert(_METRICS_COLUMN + len(names), ("best", describe_best_run([row.history for row in rows])))
-    return {heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _UNINFORMATIVE}
+    return {
+        heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _UNINFORMATIVE_CELLS
+    }
 
 
 def make_table(comparison: Comparison, console: Console) -> RenderableType:
@@ -201,7 +203,7 @@ def make_table(comparison: Comparison, console: Console) -> RenderableType:
     return create_table(console, make_columns(comparison), styles, ("placement", "recipe", "state"))
 
 
-def conclusion_lines(comparison: Comparison) -> list[str]:
+def format_conclusions(comparison: Comparison) -> list[str]:
     """Return lines about failed runs and about strategies that broke their promise, to show below the table."""
     lines = [f"{row.label} failed: {row.reason}" for row in comparison.failed]
     return lines + [
@@ -254,24 +256,24 @@ def _format_variant(comparison: Comparison, row: ResultRow) -> str:
     return f"{row.variant} (unchanged)" if row.variant and row.variant == comparison.rows[0].variant else row.variant
 
 
-def _bits_text(comparison: Comparison, row: ResultRow) -> str:
+def _format_bit_equality(comparison: Comparison, row: ResultRow) -> str:
     same = comparison.same_bits(row)
     if same is None or row is comparison.reference(row):
         return ""
     return "yes" if same else "no" if row.promises == "bits" else f"no ({row.promises})".replace("none", "not promised")
 
 
-def _format_metric(name: str, _: Comparison, row: ResultRow) -> str:
-    figure = row.history.figure
-    return wording.format_value(figure.value, figure.is_fraction) if figure and figure.name == name else ""
+def _format_metric(metric_name: str, _: Comparison, row: ResultRow) -> str:
+    figure = row.history.metric
+    return wording.format_value(figure.value, figure.is_fraction) if figure and figure.name == metric_name else ""
 
 
 def _format_number(value: float | None, fmt: str) -> str:
     return "" if value is None else fmt.format(value)
 
 
-def _format_part(row: ResultRow, name: str) -> str:
-    return _format_number(row.part(name), "{:.0%}")
+def _format_time_fraction(row: ResultRow, activity: str) -> str:
+    return _format_number(row.part(activity), "{:.0%}")
 
 
 _METRICS_COLUMN: Final = 3
@@ -282,13 +284,13 @@ _COLUMNS: Final[tuple[_Column, ...]] = (
     ("loss", lambda _, row: format_loss(row.history)),
     ("time", lambda _, row: _format_number(row.seconds, "{:,.1f} s")),
     ("weights", lambda _, row: row.history.weights_sha256[:8]),
-    ("same bits", _bits_text),
+    ("same bits", _format_bit_equality),
     ("samples/s", lambda _, row: _format_number(row.samples_per_s, "{:,.0f}")),
     ("speed-up", lambda comparison, row: _format_number(comparison.speed_up(row), "{:.2f}")),
     ("efficiency", lambda comparison, row: _format_number(comparison.efficiency(row), "{:.0%}")),
     ("peak memory", lambda _, row: f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""),
-    ("computing", lambda _, row: _format_part(row, "computing")),
-    ("data", lambda _, row: _format_part(row, "data")),
-    ("waiting", lambda _, row: _format_part(row, "waiting")),
-    ("for a core", lambda _, row: _format_part(row, "waiting for a core")),
+    ("computing", lambda _, row: _format_time_fraction(row, "computing")),
+    ("data", lambda _, row: _format_time_fraction(row, "data")),
+    ("waiting", lambda _, row: _format_time_fraction(row, "waiting")),
+    ("for a core", lambda _, row: _format_time_fraction(row, "waiting for a core")),
 )

@@ -45,7 +45,7 @@ class Section(BaseModel):
         return {name: value for name, value in section.items() if value is not None or name not in cls.model_fields}
 
 
-def values(section: Section) -> dict[str, Any]:
+def section_to_dict(section: Section) -> dict[str, Any]:
     """Convert a section to plain dicts and lists. Keys with the value None are omitted."""
     fields = {name: getattr(section, name) for name in type(section).model_fields}
     plain = {name: _to_plain(value) for name, value in fields.items() if value is not None}
@@ -66,7 +66,7 @@ BY_NAME: Final = make_shorthand_validator("name", str)
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Section):
-        return values(value)
+        return section_to_dict(value)
     return [_to_plain(item) for item in value] if isinstance(value, tuple) else value
 
 

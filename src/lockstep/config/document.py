@@ -87,14 +87,14 @@ def format_key(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def locate(positions: dict[Path, SourcePosition], path: Path) -> SourcePosition:
+def find_position(positions: dict[Path, SourcePosition], path: Path) -> SourcePosition:
     """Return the position of a key, or of the innermost enclosing mapping or list that has a position."""
     while path not in positions:
         path = path[:-1]
     return positions[path]
 
 
-def mapping_at(values: Any, name: str) -> dict[str, Any]:
+def get_mapping(values: Any, name: str) -> dict[str, Any]:
     """Return the mapping at the top-level key `name`, or an empty mapping if there is no such mapping."""
     inner = values.get(name) if isinstance(values, dict) else None
     return inner if isinstance(inner, dict) else {}
@@ -107,7 +107,7 @@ def parse(text: str, source: str) -> Document:
         values = reader.read_document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        position = reader.position(mark) if mark else SourcePosition(source)
+        position = reader.make_position(mark) if mark else SourcePosition(source)
         reason = error.problem or error.context or ""
         if reason.startswith(_LATE_ERRORS):
             position, reason = _find_likely_mistake(text, position) or (position, reason)
@@ -174,7 +174,7 @@ class _Reader:
         self.positions: dict[Path, SourcePosition] = {(): SourcePosition(source, 1, 1)}
         self.problems: list[KeyProblem] = []
 
-    def position(self, mark: Any) -> SourcePosition:
+    def make_position(self, mark: Any) -> SourcePosition:
         return SourcePosition(self._source, mark.line + 1, mark.column + 1)
 
     def read_document(self) -> Any:
@@ -191,7 +191,7 @@ class _Reader:
         return values
 
     def _read_value(self, event: Any, path: Path) -> Any:
-        self.positions.setdefault(path, self.position(event.start_mark))
+        self.positions.setdefault(path, self.make_position(event.start_mark))
         self._check_limits(event, len(path))
         if isinstance(event, yaml.AliasEvent):
             return self._add_problem(
@@ -223,7 +223,7 @@ class _Reader:
                 self._add_problem(event, inner, f"set twice, first at {first.line}:{first.column}; keep one of the two")
                 self._skip(next(self._events))
                 continue
-            self.positions[inner] = self.position(event.start_mark)
+            self.positions[inner] = self.make_position(event.start_mark)
             values[event.value] = self._read_value(next(self._events), inner)
         return values
 
@@ -256,5 +256,5 @@ class _Reader:
             )
 
     def _add_problem(self, event: yaml.Event, path: Path, text: str) -> Any:
-        self.problems.append(KeyProblem(self.position(event.start_mark), path, text))
+        self.problems.append(KeyProblem(self.make_position(event.start_mark), path, text))
         return UNREADABLE

@@ -8,8 +8,8 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from lockstep.common import plainfile
-from lockstep.config.document import Document, Path, mapping_at, parse
-from lockstep.core.work import legacy_default_microbatches
+from lockstep.config.document import Document, Path, get_mapping, parse
+from lockstep.core.work import compute_legacy_microbatches
 
 _CONFIG: Final = "config.yaml"
 _MAX_BYTES: Final = 1 << 18  # bytes
@@ -18,7 +18,7 @@ _KEY: Final[Path] = ("recipe", "microbatches")
 
 def keep_earlier_defaults(document: Document) -> None:
     """Set `recipe.microbatches` in `document` if the resumed run was started with the default of an earlier version."""
-    recipe, run = mapping_at(document.values, "recipe"), mapping_at(document.values, "run")
+    recipe, run = get_mapping(document.values, "recipe"), get_mapping(document.values, "run")
     batch, folder = recipe.get("batch"), run.get("dir")
     if recipe.get("microbatch") is not None or recipe.get("microbatches") is not None:
         return
@@ -27,8 +27,8 @@ def keep_earlier_defaults(document: Document) -> None:
     recorded = _read_config(FilePath(folder) / _CONFIG)
     if recorded is None:
         return
-    before = mapping_at(recorded.values, "recipe")
-    if before.get("batch") == batch and before.get("microbatches") == legacy_default_microbatches(batch):
+    before = get_mapping(recorded.values, "recipe")
+    if before.get("batch") == batch and before.get("microbatches") == compute_legacy_microbatches(batch):
         recipe["microbatches"] = before["microbatches"]
         document.positions[_KEY] = recorded.positions[_KEY]
 

@@ -45,7 +45,7 @@ def _replace_value(text: str, path: Path, value: Any) -> str:
         depth = len(path)
     assert key is not None
     return (
-        f"{text[: key.end_mark.index]}: {format_flow(_nest_value(path[depth:], value))}{text[_find_end_index(node) :]}"
+        f"{text[: key.end_mark.index]}: {format_flow(_nest_value(path[depth:], value))}{text[_find_value_end(node) :]}"
     )
 
 
@@ -55,19 +55,19 @@ def _nest_value(path: Path, value: Any) -> Any:
     return value
 
 
-def _insert_key(text: str, mapping: yaml.MappingNode, line: str) -> str:
+def _insert_key(text: str, mapping: yaml.MappingNode, entry: str) -> str:
     start = mapping.start_mark
     if mapping.flow_style:
         position = start.index + 1
-        return f"{text[:position]}{line}{', ' if mapping.value else ''}{text[position:]}"
-    position_end = _find_end_index(mapping)
+        return f"{text[:position]}{entry}{', ' if mapping.value else ''}{text[position:]}"
+    position_end = _find_value_end(mapping)
     position_end += len(text[position_end:].partition("\n")[0])  # skip a comment on the last line
-    return f"{text[:position_end]}\n{' ' * start.column}{line}{text[position_end:]}"
+    return f"{text[:position_end]}\n{' ' * start.column}{entry}{text[position_end:]}"
 
 
-def _find_end_index(node: Any) -> int:
+def _find_value_end(node: Any) -> int:
     """Return the index of the end of a node in the text, before blank lines and comments that follow its last value."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
-        return _find_end_index(last[1] if isinstance(node, yaml.MappingNode) else last)
+        return _find_value_end(last[1] if isinstance(node, yaml.MappingNode) else last)
     return int(node.end_mark.index)

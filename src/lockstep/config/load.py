@@ -8,14 +8,14 @@ from typing import Any, Final, Self
 from pydantic import ValidationError
 
 from lockstep.common import plainfile
-from lockstep.common.names import format_choices, suggest
+from lockstep.common.names import format_choices, format_suggestion
 from lockstep.common.text import printable_line
 from lockstep.config import across, wording, write
-from lockstep.config.base import values
+from lockstep.config.base import section_to_dict
 from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
 from lockstep.config.earlier import keep_earlier_defaults
 from lockstep.config.naming import drop_obsolete_values
-from lockstep.config.overrides import SHORTHAND, apply_overrides
+from lockstep.config.overrides import SHORTHAND_KEYS, apply_overrides
 from lockstep.config.recipe import Recipe, find_keys_without_effect
 from lockstep.config.recorded import drop_locations
 from lockstep.config.schema import Config
@@ -26,7 +26,7 @@ _MAX_BYTES: Final = 1 << 18  # larger files are rejected, because they would tak
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedConfig:
     """A valid configuration, the name of its recipe, and the origin of each value by dotted key.
 
     An origin is `file:line:column`, `override` or `default`. Keys with the value None have no origin. `notes` contains
@@ -44,15 +44,15 @@ class Loaded:
         return replace(self, config=self.config.model_copy(update=update))
 
 
-def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
+def split_arguments(arguments: Sequence[str], default_recipe: str = "digits") -> tuple[str, Sequence[str]]:
     """Split the command-line arguments `[RECIPE] [key=value ...]` into the recipe and the overrides.
 
     The recipe defaults to `default_recipe`. If the first argument is the name of a file, it is a recipe even if it
     contains `=`.
     """
-    if words and ("=" not in words[0] or _is_file(words[0])):
-        return words[0], words[1:]
-    return default, words
+    if arguments and ("=" not in arguments[0] or _is_file(arguments[0])):
+        return arguments[0], arguments[1:]
+    return default_recipe, arguments
 
 
 def _is_file(word: str) -> bool:
@@ -62,7 +62,7 @@ def _is_file(word: str) -> bool:
         return False
 
 
-def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
+def load(source: str, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Load a YAML file, or a shipped recipe by name, and apply the overrides `a.b=value` in order.
 
     Raises ConfigError with a list of all problems, one per line: `location  key: problem; fix`.
@@ -70,8 +70,8 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
     if recipe := list_shipped_recipes().get(source):
         label = recipe.file.name
         document = recipe.apply_to(_parse_mapping(_read_text(recipe.file, label), label))
-        return _load_document(document, source, overrides, shares_steps=True)
-    return _load_document(read_document(source), FilePath(source).stem, overrides, shares_steps=True)
+        return _load_document(document, source, overrides, splits_steps=True)
+    return _load_document(read_document(source), FilePath(source).stem, overrides, splits_steps=True)
 
 
 def read_document(source: str) -> Document:
@@ -79,7 +79,9 @@ def read_document(source: str) -> Document:
     return _parse_mapping(_read_text(_find_file(source), source), source)
 
 
-def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *, shares_steps: bool = True) -> Loaded:
+def load_text(
+    text: str, label: str, name: str, overrides: Sequence[str] = (), *, splits_steps: bool = True
+) -> LoadedConfig:
     """Load a configuration from YAML or JSON text.
 
     - `label`: The file name for messages.
@@ -87,16 +89,20 @@ def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *
     - `splits_steps`: Whether the micro-batches of a step are split across processes. If False, as in an evaluation,
       there can be more processes than micro-batches.
     """
-    return _load_document(_parse_mapping(text, label), name, overrides, shares_steps)
+    return _load_document(_parse_mapping(text, label), name, overrides, splits_steps)
 
 
-def _load_document(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
-    document = apply_overrides(before, overrides)
-    drop_notes = drop_obsolete_values(before, document)
+def _load_document(
+    original_document: Document, config_name: str, overrides: Sequence[str], splits_steps: bool
+) -> LoadedConfig:
+    document = apply_overrides(original_document, overrides)
+    drop_notes = drop_obsolete_values(original_document, document)
     keep_earlier_defaults(document)
-    config = _validate(document, shares_steps)
-    origins = {format_key(path): _find_origin(path, document) for path, _ in write.iterate_leaves(values(config))}
-    return Loaded(config, name, origins, [*drop_notes, *find_keys_without_effect(config.recipe)])
+    config = _validate(document, splits_steps)
+    origins = {
+        format_key(path): _find_origin(path, document) for path, _ in write.iterate_leaves(section_to_dict(config))
+    }
+    return LoadedConfig(config, config_name, origins, [*drop_notes, *find_keys_without_effect(config.recipe)])
 
 
 def read_run_recipe(config: FilePath) -> Recipe:
@@ -111,18 +117,19 @@ def read_run_recipe(config: FilePath) -> Recipe:
         raise ConfigError(
             [f"{config}: cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"]
         ) from error
-    return _validate(_parse_mapping(text, str(config)), shares_steps=True).recipe
+    return _validate(_parse_mapping(text, str(config)), splits_steps=True).recipe
 
 
-def to_yaml(loaded: Loaded) -> str:
+def to_yaml(loaded: LoadedConfig) -> str:
     """Return the full configuration as YAML, with the origin of each value as a comment. `load` can read the result."""
-    return "\n".join(write.format_block(values(loaded.config), loaded.origins)) + "\n"
+    return "\n".join(write.format_block(section_to_dict(loaded.config), loaded.origins)) + "\n"
 
 
-def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def list_recipe_differences(run_recipe: Mapping[str, Any], current_recipe: Mapping[str, Any]) -> list[str]:
     """Return a line for each key that differs between two recipes, such as `seed: 0 in the run, 1 now`."""
     before, after = (
-        {path: write.format_flow(value) for path, value in write.iterate_leaves(recipe)} for recipe in (run, current)
+        {path: write.format_flow(value) for path, value in write.iterate_leaves(recipe)}
+        for recipe in (run_recipe, current_recipe)
     )
     return [
         f"{format_key(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
@@ -131,7 +138,7 @@ def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]
     ]
 
 
-def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def select_comparable_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a recipe that must be the same in two runs if you want to compare the runs.
 
     The result doesn't contain the locations of data and initial weights, because files can be moved, or `microbatch`,
@@ -155,7 +162,7 @@ def _find_file(source: str) -> FilePath:
         return file
     if file.suffix in {".yaml", ".yml"} or len(file.parts) > 1:
         siblings = [str(file.with_name(sibling.name)) for sibling in file.parent.glob("*.y*ml")]
-        raise ConfigError([f"{source}: no such file{suggest(source, siblings)}"])
+        raise ConfigError([f"{source}: no such file{format_suggestion(source, siblings)}"])
     raise ConfigError([f"{source}: no such file or shipped recipe{format_choices(source, list_shipped_recipes())}"])
 
 
@@ -196,13 +203,13 @@ def _parse_mapping(text: str, label: str) -> Document:
     return Document({"recipe": UNREADABLE}, document.positions, document.problems)
 
 
-def _validate(document: Document, shares_steps: bool) -> Config:
+def _validate(document: Document, splits_steps: bool) -> Config:
     """Validate a document. Raises ConfigError with a list of all problems, including problems found by the parser."""
-    problems = [*document.problems, *across.find_problems(document.values, document.positions, shares_steps)]
+    problems = [*document.problems, *across.find_cross_key_problems(document.values, document.positions, splits_steps)]
     try:
         config = Config.model_validate(document.values)
     except ValidationError as error:
-        problems += wording.find_problems(error, document.positions)
+        problems += wording.convert_validation_error(error, document.positions)
     problems = wording.merge_typos(problems)
     if problems:
         # Sort by line. Overrides have no line, and come last.
@@ -221,7 +228,7 @@ def _find_origin(path: Path, document: Document) -> str:
     value: Any = document.values
     for depth, name in enumerate(path):
         if not isinstance(value, dict):
-            return str(document.positions[path[:depth]]) if SHORTHAND.get(path[:depth]) == name else "default"
+            return str(document.positions[path[:depth]]) if SHORTHAND_KEYS.get(path[:depth]) == name else "default"
         if value.get(name) is None:
             return "default"
         value = value[name]

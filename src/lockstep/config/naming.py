@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lockstep.config.document import UNREADABLE, Document, Path, format_key
 from lockstep.config.overrides import OVERRIDE, remove_positions
-from lockstep.config.wording import field_at
+from lockstep.config.wording import get_field
 from lockstep.config.write import format_flow, iterate_leaves
 
 # Maps sections with a `name` to the keys that are kept if an override changes the name.
@@ -92,7 +92,7 @@ def _changes_source(before: Document, after: Document, section: Path) -> bool:
 
 
 def _get_default(path: Path) -> Any:
-    field = field_at(path)
+    field = get_field(path)
     default = field.default if field else None
     return list(default) if isinstance(default, tuple) else default
 

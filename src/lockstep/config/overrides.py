@@ -21,7 +21,7 @@ OVERRIDE: Final = SourcePosition("override")
 
 # Maps each section that can be written as a bare value to the key that the bare value sets. If an override sets a
 # different key of the section, the bare value becomes the value of its key.
-SHORTHAND: Final[dict[Path, str]] = {
+SHORTHAND_KEYS: Final[dict[Path, str]] = {
     ("recipe", "model"): "name",
     ("recipe", "model", "weights"): "path",
     ("recipe", "data"): "name",
@@ -57,14 +57,14 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     return updated
 
 
-def _set_key(document: Document, path: Path, text: str) -> None:
-    value = parse(text, "override")
+def _set_key(document: Document, path: Path, value_text: str) -> None:
+    value = parse(value_text, "override")
     document.problems.extend(KeyProblem(OVERRIDE, (*path, *problem.path), problem.text) for problem in value.problems)
     section = _open_section(document, path[:-1])
     if section is None:
         return
     current = section.get(str(path[-1]))
-    if isinstance(value.values, str) and isinstance(current, dict) and SHORTHAND.get(path) == "name":
+    if isinstance(value.values, str) and isinstance(current, dict) and SHORTHAND_KEYS.get(path) == "name":
         section, path = current, (*path, "name")  # keeps the remaining keys of the section
     remove_positions(document, path)
     section[str(path[-1])] = value.values
@@ -79,7 +79,7 @@ def _unset_key(document: Document, path: Path) -> None:
     for depth, name in enumerate(path[:-1], start=1):
         inner = section.get(str(name))
         if not isinstance(inner, dict):
-            if inner is None or SHORTHAND.get(path[:depth]) != path[depth]:
+            if inner is None or SHORTHAND_KEYS.get(path[:depth]) != path[depth]:
                 return
             path = path[:depth]  # the section is a bare value that sets this key
             break
@@ -111,9 +111,9 @@ def _open_section(document: Document, path: Path) -> dict[str, Any] | None:
             if inner is None:
                 inner = {}
                 document.positions[prefix] = OVERRIDE
-            elif prefix in SHORTHAND and not isinstance(inner, list):
-                inner = {SHORTHAND[prefix]: inner}
-                document.positions[(*prefix, SHORTHAND[prefix])] = position or OVERRIDE
+            elif prefix in SHORTHAND_KEYS and not isinstance(inner, list):
+                inner = {SHORTHAND_KEYS[prefix]: inner}
+                document.positions[(*prefix, SHORTHAND_KEYS[prefix])] = position or OVERRIDE
             else:
                 text = f"{format_value(inner)} ({position}) has no keys below it; set {format_key(prefix)} as a whole"
                 document.problems.append(KeyProblem(OVERRIDE, prefix, text))

@@ -55,7 +55,7 @@ class Placement(Section):
     on_stall: Literal["report", "end"] = "report"
 
 
-def rendezvous_in(words: Sequence[str]) -> str:
+def find_rendezvous_address(arguments: Sequence[str]) -> str:
     """Return the rendezvous address that is set in command-line arguments. The other arguments may be invalid."""
-    addresses = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
+    addresses = [word.partition("=")[2] for word in arguments if word.startswith("placement.rendezvous=")]
     return addresses[-1] if addresses else "env://"

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from lockstep.common.names import suggest
+from lockstep.common.names import format_suggestion
 from lockstep.config.base import (
     BY_NAME,
     Floats,
@@ -26,9 +26,9 @@ from lockstep.config.base import (
     list_to_tuple,
     make_shorthand_validator,
 )
-from lockstep.core.precision import SCALED, Precision, default_static_scale, translate_precision
+from lockstep.core.precision import SCALED_PRECISIONS, Precision, get_default_static_scale, translate_precision
 from lockstep.core.rate import Curve
-from lockstep.core.work import default_microbatches
+from lockstep.core.work import compute_default_microbatches
 
 Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 
@@ -167,7 +167,8 @@ def _check_schedule_name(name: str) -> str:
     if name in get_args(Curve) or ":" in name:
         return name
     raise ValueError(
-        f"expected one of {', '.join(get_args(Curve))}, or package.module:function{suggest(name, get_args(Curve))}"
+        f"expected one of {', '.join(get_args(Curve))}, or "
+        f"package.module:function{format_suggestion(name, get_args(Curve))}"
     )
 
 
@@ -258,9 +259,9 @@ class LossScaleConfig(Section):
         return self
 
 
-def default_loss_scale(precision: object) -> LossScaleConfig:
+def make_default_loss_scale(precision: object) -> LossScaleConfig:
     """Return the default loss scale for a precision."""
-    return LossScaleConfig(static=default_static_scale(precision))
+    return LossScaleConfig(static=get_default_static_scale(precision))
 
 
 class StartingPoint(Section):
@@ -280,7 +281,7 @@ class Recipe(Section):
     batch: PositiveInt
     microbatch: PositiveInt | None = None  # maximum number of samples; defaults to 32 if microbatches isn't set
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
-        default_factory=lambda validated: default_microbatches(validated["batch"], validated.get("microbatch"))
+        default_factory=lambda validated: compute_default_microbatches(validated["batch"], validated.get("microbatch"))
     )
     evaluation_batch: PositiveInt | None = None  # samples per evaluation batch; defaults to the largest micro-batch
     epochs: PositiveInt | None = None
@@ -299,7 +300,7 @@ class Recipe(Section):
         make_shorthand_validator("static", int, float),
         BeforeValidator(lambda value: {} if value == "dynamic" else value),
         Field(description="a number, `dynamic`, or a mapping of keys"),
-    ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))
+    ] = Field(default_factory=lambda validated: make_default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False
     batchnorm: Literal["local", "sync", "frozen"] = "local"  # statistics of the micro-batch, the step, or running ones
@@ -332,27 +333,28 @@ def find_keys_without_effect(recipe: Recipe) -> Iterator[str]:
             yield f"recipe.schedule.{key} has no effect: only the schedule {curve} uses it, not {schedule.name}"
     if schedule.name == "steps" and not schedule.milestones:
         yield "recipe.schedule has no effect: steps changes the learning rate at milestones, but none are set"
-    if recipe.precision not in SCALED and recipe.loss_scale != default_loss_scale(recipe.precision):
-        yield f"recipe.loss_scale has no effect: only {', '.join(sorted(SCALED))} use it, not {recipe.precision}"
+    if recipe.precision not in SCALED_PRECISIONS and recipe.loss_scale != make_default_loss_scale(recipe.precision):
+        scaled = ", ".join(sorted(SCALED_PRECISIONS))
+        yield f"recipe.loss_scale has no effect: only {scaled} use it, not {recipe.precision}"
 
 
-def find_contradictions(keys: Mapping[str, object]) -> list[str]:
+def find_contradictions(recipe_keys: Mapping[str, object]) -> list[str]:
     """Return a message for each contradiction between recipe keys. The values may not have been validated yet."""
     problems = []
-    if (keys.get("epochs") is None) == (keys.get("steps") is None):
-        if keys.get("steps") is None:
+    if (recipe_keys.get("epochs") is None) == (recipe_keys.get("steps") is None):
+        if recipe_keys.get("steps") is None:
             problems.append("neither epochs nor steps is set; set one of the two")
         else:
             problems.append("epochs and steps are both set; set only one of the two (recipe.epochs= unsets epochs)")
-    batch, microbatches = keys.get("batch"), keys.get("microbatches")
+    batch, microbatches = recipe_keys.get("batch"), recipe_keys.get("microbatches")
     if type(batch) is int and type(microbatches) is int and microbatches > batch > 0:  # isinstance would accept bool
         problems.append(
             f"batch: {batch} samples cannot fill {microbatches} micro-batches; "
             f"use a batch of at least {microbatches}, or at most {batch} micro-batches"
         )
-    microbatch = keys.get("microbatch")
+    microbatch = recipe_keys.get("microbatch")
     expected = (
-        default_microbatches(batch, microbatch)
+        compute_default_microbatches(batch, microbatch)
         if type(batch) is int and type(microbatch) is int and microbatch > 0
         else microbatches
     )

@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple
 
 from lockstep.common import plainfile
 from lockstep.common.text import printable_line
-from lockstep.config.document import format_key, mapping_at, parse
+from lockstep.config.document import format_key, get_mapping, parse
 from lockstep.config.write import format_flow, iterate_leaves
 
-CONFIG: Final = "config.yaml"  # in the run folder
+CONFIG_NAME: Final = "config.yaml"  # in the run folder
 _MAX_BYTES: Final = 1 << 18  # bytes
 _MIXTURE: Final = "mixture"  # name of the dataset that combines several source datasets
 
@@ -28,7 +28,7 @@ class RecordedConfig(NamedTuple):
 
 def format_resume_command(folder: Path) -> str:
     """Return the command that resumes the run of a recipe in a run folder."""
-    return shlex.join(["lockstep", "train", str(folder / CONFIG), f"run.dir={folder}"])
+    return shlex.join(["lockstep", "train", str(folder / CONFIG_NAME), f"run.dir={folder}"])
 
 
 def read_recorded_config(file: Path) -> RecordedConfig:
@@ -37,7 +37,7 @@ def read_recorded_config(file: Path) -> RecordedConfig:
         values = parse(plainfile.read_bytes(file, _MAX_BYTES).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
         values = None
-    recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
+    recipe, placement = get_mapping(values, "recipe"), get_mapping(values, "placement")
     return RecordedConfig(_to_printable(drop_locations(recipe)) if recipe else {}, _to_printable(placement))
 
 
@@ -47,10 +47,10 @@ def drop_locations(recipe: Mapping[str, Any]) -> dict[str, Any]:
     This includes the locations of the source datasets in a mixture.
     """
     remaining = dict(recipe)
-    if data := mapping_at(recipe, "data"):
+    if data := get_mapping(recipe, "data"):
         remaining["data"] = _drop_data_locations(data)
-    model = mapping_at(recipe, "model")
-    if weights := mapping_at(model, "weights"):
+    model = get_mapping(recipe, "model")
+    if weights := get_mapping(model, "weights"):
         remaining["model"] = {**model, "weights": {key: value for key, value in weights.items() if key != "path"}}
     return remaining
 
@@ -63,7 +63,7 @@ def find_location_keys(recipe: Mapping[str, Any]) -> set[str]:
     return all_keys - kept
 
 
-def mixed(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def get_mixture_sources(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the source datasets of a mixture by name, without invalid sources.
 
     `name` and `options` are those of a dataset. Returns an empty mapping if the dataset isn't a mixture.
@@ -77,8 +77,8 @@ def mixed(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, An
 
 def _drop_data_locations(data: Mapping[str, Any]) -> dict[str, Any]:
     remaining = {key: value for key, value in data.items() if key not in ("root", "download")}
-    options = mapping_at(data, "options")
-    if sources := mixed(data.get("name"), options):
+    options = get_mapping(data, "options")
+    if sources := get_mixture_sources(data.get("name"), options):
         remaining["options"] = {
             **options,
             "of": {label: _drop_data_locations(source) for label, source in sources.items()},

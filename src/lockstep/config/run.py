@@ -18,7 +18,7 @@ from lockstep.config.base import (
     make_shorthand_validator,
 )
 
-SINKS: Final = ("csv", "mlflow", "wandb")  # the sinks available by name, in addition to events.jsonl
+SINK_NAMES: Final = ("csv", "mlflow", "wandb")  # the sinks available by name, in addition to events.jsonl
 
 RunLocation = Annotated[Location, AfterValidator(check_location)]  # a path, or the URL of a folder in object storage
 
@@ -57,9 +57,9 @@ class PredictedConfig(Section):
 
 
 def _check_sink_name(name: str) -> str:
-    if name in SINKS or ":" in name:
+    if name in SINK_NAMES or ":" in name:
         return name
-    raise ValueError(f"no such sink{format_choices(name, [*SINKS, 'package.module:Class'])}")
+    raise ValueError(f"no such sink{format_choices(name, [*SINK_NAMES, 'package.module:Class'])}")
 
 
 class SinkConfig(Section):
@@ -72,7 +72,7 @@ class SinkConfig(Section):
 
 def _check_unique(sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
     names = [sink.name for sink in sinks]
-    for name in SINKS:
+    for name in SINK_NAMES:
         if names.count(name) > 1:
             raise ValueError(f"{name} is listed twice; keep one of the two")
     return sinks

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from lockstep.common.names import format_choices, list_names, nearest, suggest
+from lockstep.common.names import find_nearest, format_choices, format_suggestion, list_names
 from lockstep.config.base import Section
-from lockstep.config.document import UNREADABLE, KeyProblem, Path, SourcePosition, format_key, locate
+from lockstep.config.document import UNREADABLE, KeyProblem, Path, SourcePosition, find_position, format_key
 from lockstep.config.run import IntervalConfig
 from lockstep.config.schema import Config
 from lockstep.config.write import format_value
@@ -40,10 +40,14 @@ _MISSING: Final = "missing; it has no default"
 _UNKNOWN: Final = "unknown key"
 _COMMA_ADVICE: Final = "write numbers with a decimal point, as in 0.1, not with a comma"
 # Patterns that match quoted values that would have the expected type without quotes.
-_PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
+_QUOTED_VALUE_PATTERNS: Final = {
+    "int": r"[-+]?\d+",
+    "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?",
+    "bool": "true|false",
+}
 
 
-def find_problems(error: ValidationError, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
+def convert_validation_error(error: ValidationError, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
     """Yield a problem for each error that pydantic found, except for values that the parser has already reported."""
     for details in error.errors(include_url=False):
         if details["input"] is UNREADABLE or details["type"] == "default_factory_not_called":
@@ -51,7 +55,7 @@ def find_problems(error: ValidationError, positions: dict[Path, SourcePosition])
         if details["type"] == "value_error":
             yield from _find_validator_problems(details, positions)
         else:
-            yield KeyProblem(locate(positions, details["loc"]), details["loc"], _describe_error(details))
+            yield KeyProblem(find_position(positions, details["loc"]), details["loc"], _describe_error(details))
 
 
 def merge_typos(problems: Sequence[KeyProblem]) -> list[KeyProblem]:
@@ -59,7 +63,7 @@ def merge_typos(problems: Sequence[KeyProblem]) -> list[KeyProblem]:
     missing = [problem.path for problem in problems if problem.text == _MISSING]
     merged = []
     for problem in problems:
-        if problem.text.startswith(_UNKNOWN) and (meant := _find_meant_key(problem, missing)):
+        if problem.text.startswith(_UNKNOWN) and (meant := _find_intended_key(problem, missing)):
             missing.remove(meant)
             name = str(meant[-1]) if meant[:-1] == problem.path[:-1] else format_key(meant)
             problem = problem._replace(text=f"{_UNKNOWN}; did you mean '{name}', which is missing?")
@@ -67,11 +71,11 @@ def merge_typos(problems: Sequence[KeyProblem]) -> list[KeyProblem]:
     return [problem for problem in merged if problem.text != _MISSING or problem.path in missing]
 
 
-def _find_meant_key(problem: KeyProblem, missing: Sequence[Path]) -> Path | None:
+def _find_intended_key(problem: KeyProblem, missing: Sequence[Path]) -> Path | None:
     """Return the missing key that an unknown key probably stands for, or None."""
     *section, name = problem.path
     names = [str(path[-1]) for path in missing if [*path[:-1]] == section]
-    if similar := nearest(str(name), names, 1):
+    if similar := find_nearest(str(name), names, 1):
         return (*section, similar[0])
     return next((path for path in missing if f"'{format_key(path)}'" in problem.text), None)
 
@@ -79,9 +83,9 @@ def _find_meant_key(problem: KeyProblem, missing: Sequence[Path]) -> Path | None
 def find_unknown_key(path: Path) -> tuple[Path, str] | None:
     """Return the shortest prefix of `path` that isn't a valid key, and a message, or None if `path` may be valid."""
     for depth, name in enumerate(path):
-        section = section_at(path[:depth])
+        section = get_section_class(path[:depth])
         if section is None:
-            parent = section_at(path[: depth - 1])
+            parent = get_section_class(path[: depth - 1])
             is_free_mapping = parent and get_origin(parent.model_fields[str(path[depth - 1])].annotation) is dict
             return (
                 None if is_free_mapping else (path[: depth + 1], f"{_UNKNOWN}; {path[depth - 1]} has no keys below it")
@@ -95,7 +99,7 @@ def find_unknown_key(path: Path) -> tuple[Path, str] | None:
     return None
 
 
-def section_at(path: Path) -> type[Section] | None:
+def get_section_class(path: Path) -> type[Section] | None:
     """Return the section class of the value or the list items at `path`, or None if they aren't a section."""
     section: type[Section] | None = Config
     for name in (part for part in path if isinstance(part, str)):
@@ -105,9 +109,9 @@ def section_at(path: Path) -> type[Section] | None:
     return section
 
 
-def field_at(path: Path) -> FieldInfo | None:
+def get_field(path: Path) -> FieldInfo | None:
     """Return the field at `path`, or None if there is no such field."""
-    section = section_at(path[:-1])
+    section = get_section_class(path[:-1])
     return section.model_fields.get(str(path[-1])) if section else None
 
 
@@ -118,11 +122,11 @@ def _find_validator_problems(details: ErrorDetails, positions: dict[Path, Source
     """
     path, value = details["loc"], details["input"]
     got = "" if isinstance(value, dict) else f"; got {format_value(value)}"
-    section = section_at(path)
+    section = get_section_class(path)
     for line in str(details["ctx"]["error"]).splitlines():
         name, colon, text = line.partition(": ")
         key_path = (*path, name) if colon and section and name in section.model_fields else path
-        yield KeyProblem(locate(positions, key_path), key_path, f"{line if key_path == path else text}{got}")
+        yield KeyProblem(find_position(positions, key_path), key_path, f"{line if key_path == path else text}{got}")
 
 
 def _describe_error(details: ErrorDetails) -> str:
@@ -133,10 +137,10 @@ def _describe_error(details: ErrorDetails) -> str:
             return _describe_unknown_key(details["loc"])
         case "literal_error":
             names = re.findall(r"'([^']*)'", details["ctx"]["expected"])
-            suggested = suggest(details["input"], names) if isinstance(details["input"], str) else ""
+            suggested = format_suggestion(details["input"], names) if isinstance(details["input"], str) else ""
             return f"expected one of {', '.join(names)}; got {format_value(details['input'])}{suggested}"
         case known if known in _EXPECTED:
-            field = field_at(details["loc"])  # the description of a field takes precedence over its type
+            field = get_field(details["loc"])  # the description of a field takes precedence over its type
             expected = (field and field.description) or _EXPECTED[known].format(**_get_limits(details))
             return f"expected {expected}; got {format_value(details['input'])}{_suggest_fix(details)}"
     return f"{details['msg']}; got {format_value(details['input'])}"
@@ -147,15 +151,15 @@ def _suggest_fix(details: ErrorDetails) -> str:
 
     Returns an empty string for any other error.
     """
-    if type(details["input"]) is int and section_at(details["loc"]) is IntervalConfig:
+    if type(details["input"]) is int and get_section_class(details["loc"]) is IntervalConfig:
         keys = [f"{format_key((*details['loc'], name))}={details['input']}" for name in IntervalConfig.model_fields]
         return f"; set {' or '.join(keys)}"
     text, kind = details["input"], details["type"].partition("_")[0]
-    if not isinstance(text, str) or kind not in _PLAIN:
+    if not isinstance(text, str) or kind not in _QUOTED_VALUE_PATTERNS:
         return ""
     if kind == "float" and re.fullmatch(r"[-+]?\d+,\d+", text):
         return f"; {_COMMA_ADVICE}"
-    return "; remove the quotes" if re.fullmatch(_PLAIN[kind], text) else ""
+    return "; remove the quotes" if re.fullmatch(_QUOTED_VALUE_PATTERNS[kind], text) else ""
 
 
 def find_key(name: str) -> str:
@@ -170,7 +174,7 @@ def _get_limits(details: ErrorDetails) -> dict[str, Any]:
 
 
 def _describe_unknown_key(path: Path) -> str:
-    section = section_at(path[:-1])
+    section = get_section_class(path[:-1])
     name, valid_names = str(path[-1]), list(section.model_fields) if section else []
     if name.isdecimal():  # for example, YAML parses {lr: 0,1} as the keys `lr` and `1`
         return f"{_UNKNOWN}; {_COMMA_ADVICE}"
@@ -182,13 +186,13 @@ def _describe_unknown_key(path: Path) -> str:
     ]:
         return f"{_UNKNOWN}; did you mean '{format_key(min(same_name, key=len))}'?{list_names(valid_names)}"
     if "options" in valid_names and not get_close_matches(name, valid_names, cutoff=_TYPO_SIMILARITY):
-        suggested = "' or '".join([*nearest(name, valid_names, 1), f"{format_key(path[:-1])}.options.{name}"])
+        suggested = "' or '".join([*find_nearest(name, valid_names, 1), f"{format_key(path[:-1])}.options.{name}"])
         return f"{_UNKNOWN}; did you mean '{suggested}'?{list_names(valid_names)}"
     return f"{_UNKNOWN}{format_choices(name, valid_names)}"
 
 
 def _iterate_keys(path: Path = ()) -> Iterator[Path]:
-    section = section_at(path)
+    section = get_section_class(path)
     for name in section.model_fields if section else ():
         yield (*path, name)
         yield from _iterate_keys((*path, name))

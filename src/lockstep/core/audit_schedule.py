@@ -13,39 +13,39 @@ from lockstep.core.order import Step
 class AuditSchedule:
     """Determines the micro-batch that each rank recomputes in an audit.
 
-    There is an audit every `every` steps. Each rank recomputes one micro-batch of a different rank. A single rank
+    There is an audit every `interval` steps. Each rank recomputes one micro-batch of a different rank. A single rank
     recomputes one of its own micro-batches. The pairs of ranks and the micro-batches rotate from audit to audit.
     """
 
-    every: int
+    interval: int
     mesh: Mesh
-    microbatches: int
+    num_microbatches: int
 
     def is_due(self, step: Step) -> bool:
         """Return whether `step` is audited."""
-        return is_due(step.number, self.every)
+        return is_due(step.number, self.interval)
 
     def get_audited_microbatch(self, rank: int, step: Step) -> int:
         """Return the micro-batch of `rank` that is recomputed. If `rank` has none, returns the last of the step."""
-        leaves = min(self.microbatches, step.samples)
-        own_indices = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
-        return own_indices[self._audit_index(step) // self._peer_count % len(own_indices)][0]
+        leaves = min(self.num_microbatches, step.samples)
+        own_indices = self.mesh.get_data_rank(rank).get_microbatches(leaves) or [(leaves - 1, True)]
+        return own_indices[self._get_audit_index(step) // self._peer_count % len(own_indices)][0]
 
     def get_assignment(self, rank: int, step: Step) -> int | None:
         """Return the micro-batch that `rank` recomputes in `step`, or None if the step isn't audited."""
         if not self.is_due(step):
             return None
-        distance = 1 + self._audit_index(step) % self._peer_count
+        distance = 1 + self._get_audit_index(step) % self._peer_count
         return self.get_audited_microbatch((rank + distance) % self.mesh.size, step)
 
-    def _audit_index(self, step: Step) -> int:
-        return step.number // self.every
+    def _get_audit_index(self, step: Step) -> int:
+        return step.number // self.interval
 
     @property
     def _peer_count(self) -> int:
         return max(1, self.mesh.size - 1)
 
 
-def is_due(number: int, every: int) -> bool:
-    """Return whether step `number` is audited. Steps are counted from 0."""
-    return (number + 1) % every == 0
+def is_due(step_number: int, interval: int) -> bool:
+    """Return whether step `step_number` is audited. Steps are counted from 0."""
+    return (step_number + 1) % interval == 0

@@ -20,7 +20,7 @@ Batch = Any
 Inputs = tuple[Any, ...] | Mapping[str, Any]  # positional or keyword arguments of a model's forward method
 
 
-def tensors_of(batch: Batch) -> list[Tensor]:
+def get_tensors(batch: Batch) -> list[Tensor]:
     """Return the tensors of a batch in traversal order. Other values are skipped."""
     if isinstance(batch, Tensor):
         return [batch]
@@ -30,19 +30,19 @@ def tensors_of(batch: Batch) -> list[Tensor]:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
-        elif attributes := _attributes(leaf):
-            tensors += tensors_of(attributes)
+        elif attributes := _get_attributes(leaf):
+            tensors += get_tensors(attributes)
     return tensors
 
 
-def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return a batch with `change` applied to each tensor. Other values stay the same."""
+def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
+    """Return a batch with `function` applied to each tensor. Other values stay the same."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return change(leaf)
-        attributes = _attributes(leaf)
-        return _with_attributes(leaf, map_tensors(change, attributes)) if attributes else leaf
+            return function(leaf)
+        attributes = _get_attributes(leaf)
+        return _replace_attributes(leaf, map_tensors(function, attributes)) if attributes else leaf
 
     return pytree.tree_map(convert, batch)
 
@@ -57,29 +57,29 @@ def leaves_with_paths(batch: Batch) -> list[tuple[str, Any]]:
     """Return the path and the value of each pytree leaf. Paths look like `['input']` or `[0]`; the root is ""."""
     leaves: list[tuple[str, Any]] = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
+        attributes = {} if isinstance(leaf, Tensor) else _get_attributes(leaf)
         leaves += [(pytree.keystr(path) + inner, value) for inner, value in leaves_with_paths(attributes)] or [
             (pytree.keystr(path), leaf)
         ]
     return leaves
 
 
-def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
-    """Return a batch with `change(path, leaf)` applied to each pytree leaf. Paths are as in `leaves_with_paths`."""
+def map_with_paths(function: Callable[[str, Any], Any], batch: Batch) -> Batch:
+    """Return a batch with `function(path, leaf)` applied to each pytree leaf. Paths are as in `leaves_with_paths`."""
 
-    def convert(path: Any, leaf: Any) -> Any:
-        attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
+    def convert_leaf(path: Any, leaf: Any) -> Any:
+        attributes = {} if isinstance(leaf, Tensor) else _get_attributes(leaf)
         if not attributes:
-            return change(pytree.keystr(path), leaf)
-        inner = map_with_paths(lambda subpath, value: change(pytree.keystr(path) + subpath, value), attributes)
-        return _with_attributes(leaf, inner)
+            return function(pytree.keystr(path), leaf)
+        inner = map_with_paths(lambda subpath, value: function(pytree.keystr(path) + subpath, value), attributes)
+        return _replace_attributes(leaf, inner)
 
-    return pytree.tree_map_with_path(convert, batch)
+    return pytree.tree_map_with_path(convert_leaf, batch)
 
 
 def get_batch_size(batch: Batch) -> int:
     """Return the number of samples in a batch."""
-    return len(tensors_of(batch)[0])
+    return len(get_tensors(batch)[0])
 
 
 def call_model(model: nn.Module, inputs: Inputs) -> Any:
@@ -87,14 +87,14 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
-def _attributes(leaf: Any) -> dict[str, Any]:
+def _get_attributes(leaf: Any) -> dict[str, Any]:
     """Return the attributes of a dataclass, SimpleNamespace or UserDict, or {} for an object of any other type."""
     if is_dataclass(leaf) and not isinstance(leaf, type):
         return {field.name: getattr(leaf, field.name) for field in fields(leaf)}
     return dict(vars(leaf)) if isinstance(leaf, SimpleNamespace | UserDict) else {}
 
 
-def _with_attributes(leaf: Any, attributes: Mapping[str, Any]) -> Any:
+def _replace_attributes(leaf: Any, attributes: Mapping[str, Any]) -> Any:
     result = copy(leaf)
     for name, value in attributes.items():
         object.__setattr__(result, name, value)  # setattr would raise for a frozen dataclass

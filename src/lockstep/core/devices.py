@@ -41,22 +41,22 @@ def describe_backend(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -
 
 
 def choose_device_index(
-    visible_count: int, local_rank: int, local_size: int, is_hidden: bool, sharing: bool = False
+    num_visible: int, local_rank: int, local_size: int, is_hidden: bool, allow_sharing: bool = False
 ) -> int:
-    """Return the index of the device of this process. `visible_count` is the number of visible devices, at least 1.
+    """Return the index of the device of this process. `num_visible` is the number of visible devices, at least 1.
 
-    Usually, all processes on a host see the same devices, and each process uses a separate device. If `sharing` is set,
-    devices are assigned round-robin, so several processes can use the same device. If the launcher hides devices from
-    the process (`is_hidden`) and only one is visible, the process uses it. Raises UsageError on all ranks if there are
-    too few devices.
+    Usually, all processes on a host see the same devices, and each process uses a separate device. If `allow_sharing`
+    is set, devices are assigned round-robin, so several processes can use the same device. If the launcher hides
+    devices from the process (`is_hidden`) and only one is visible, the process uses it. Raises UsageError on all ranks
+    if there are too few devices.
     """
-    if visible_count >= local_size or sharing:
-        return local_rank % visible_count
-    if visible_count == 1 and is_hidden:
+    if num_visible >= local_size or allow_sharing:
+        return local_rank % num_visible
+    if num_visible == 1 and is_hidden:
         return 0
-    devices = "1 CUDA device" if visible_count == 1 else f"{visible_count} CUDA devices"
+    devices = "1 CUDA device" if num_visible == 1 else f"{num_visible} CUDA devices"
     raise UsageError(
-        f"placement.processes: {local_size} processes on this host but only {devices}; use at most {visible_count}, or "
+        f"placement.processes: {local_size} processes on this host but only {devices}; use at most {num_visible}, or "
         f"placement.device=cpu, or {SHARING}, or let the launcher show each process only its own device "
         f"(CUDA_VISIBLE_DEVICES, as with srun --gpus-per-task=1)"
     )

@@ -29,10 +29,10 @@ _WORD_DTYPES: Final = {1: torch.uint8, 2: torch.int16}
 
 
 class _Piece(NamedTuple):
-    """Consecutive elements of the tensor `name`, starting at element `first`."""
+    """Consecutive elements of the tensor `name`, starting at element `first_element`."""
 
     name: str
-    first: int
+    first_element: int
     tensor: Tensor
 
 
@@ -56,46 +56,50 @@ class Digests:
         self._block_keys: dict[torch.device, Tensor] = {}
         self._small_keys: dict[Any, Tensor] = {}  # concatenated word keys for each group of small tensors
 
-    def digest(self, tensor: Tensor, first: int = 0) -> Tensor:
+    def compute_digest(self, tensor: Tensor, first_element: int = 0) -> Tensor:
         """Return the digest of a tensor as a 0-dim int64 tensor on the same device.
 
         The digest doesn't depend on the memory format. If the tensor is a part of a larger tensor, pass the offset of
-        its first element in row-major order as `first`.
+        its first element in row-major order as `first_element`.
         """
-        words, first = _to_words(tensor, first)
+        words, first_element = _to_words(tensor, first_element)
         if not len(words):
             return torch.zeros((), dtype=torch.int64, device=tensor.device)
-        head_words = min(-first % _BLOCK, len(words))
+        head_words = min(-first_element % _BLOCK, len(words))
         full_words = (len(words) - head_words) // _BLOCK * _BLOCK
-        word_keys = _keys_within_block(words.device)
-        sums = [(words[:head_words] * word_keys[first % _BLOCK :][:head_words]).sum().reshape(1)] if head_words else []
+        word_keys = _make_word_keys(words.device)
+        sums = (
+            [(words[:head_words] * word_keys[first_element % _BLOCK :][:head_words]).sum().reshape(1)]
+            if head_words
+            else []
+        )
         blocks_per_product = _BLOCKS_PER_PRODUCT.get(words.device.type, _BLOCKS_PER_PRODUCT_ON_GPU)
         blocks = words[head_words : head_words + full_words].view(-1, _BLOCK)
         sums += [(group * word_keys).sum(1) for group in torch.split(blocks, blocks_per_product)]
         if remainder := len(words) - head_words - full_words:
             sums.append((words[head_words + full_words :] * word_keys[:remainder]).sum().reshape(1))
         block_sums = torch.cat(sums)
-        begin, end = first // _BLOCK, first // _BLOCK + len(block_sums)
+        begin, end = first_element // _BLOCK, first_element // _BLOCK + len(block_sums)
         return (block_sums * self._get_block_keys(words.device, end)[begin:end]).sum()
 
     def make_tensor_digest(self, tensor: Tensor) -> TensorDigest:
         """Return the digest of a tensor, with its dtype and shape."""
-        return TensorDigest(self.digest(tensor), tensor.dtype, tensor.shape)
+        return TensorDigest(self.compute_digest(tensor), tensor.dtype, tensor.shape)
 
-    def digest_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
+    def digest_model(self, tensors: NamedTensors, owned_names: Container[str]) -> Tensor:
         """Return this rank's part of the digest of named tensors. The digest is the sum of all ranks' parts.
 
-        Each unsharded tensor is only included on one rank. `owned` contains the names of the tensors to include on this
-        rank. Shards are included if they are `primary`. The result is on the device of the tensors, or on any of their
-        devices if some tensors are offloaded.
+        Each unsharded tensor is only included on one rank. `owned_names` contains the names of the tensors to include
+        on this rank. Shards are included if they are `primary`. The result is on the device of the tensors, or on any
+        of their devices if some tensors are offloaded.
         """
         parts = []
         small: dict[tuple[torch.dtype, torch.device], list[_Piece]] = {}
-        for piece in _iterate_pieces(tensors, owned):
+        for piece in _iterate_pieces(tensors, owned_names):
             if piece.tensor.numel() <= _MAX_SMALL_ELEMENTS:
                 small.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(piece)
             else:
-                parts.append(self.digest(piece.tensor, piece.first) * _name_key(piece.name))
+                parts.append(self.compute_digest(piece.tensor, piece.first_element) * _make_name_key(piece.name))
         parts += [self._digest_small(pieces) for pieces in small.values()]
         if not parts:
             return torch.zeros((), dtype=torch.int64)
@@ -104,22 +108,26 @@ class Digests:
     def _digest_small(self, pieces: Sequence[_Piece]) -> Tensor:
         """Return the sum of the digests of `pieces`, which must have the same dtype and device."""
         words, _ = _to_words(torch.cat([piece.tensor.reshape(-1) for piece in pieces]))
-        layout = (words.dtype, words.device, *((piece.name, piece.first, piece.tensor.numel()) for piece in pieces))
+        layout = (
+            words.dtype,
+            words.device,
+            *((piece.name, piece.first_element, piece.tensor.numel()) for piece in pieces),
+        )
         if layout not in self._small_keys:
-            self._small_keys[layout] = torch.cat([self._piece_keys(piece) for piece in pieces])
+            self._small_keys[layout] = torch.cat([self._make_piece_keys(piece) for piece in pieces])
         return (words * self._small_keys[layout]).sum()
 
-    def _piece_keys(self, piece: _Piece) -> Tensor:
+    def _make_piece_keys(self, piece: _Piece) -> Tensor:
         """Return the key of each word in a piece."""
-        words, first = _to_words(piece.tensor, piece.first)
+        words, first = _to_words(piece.tensor, piece.first_element)
         word_indices = torch.arange(first, first + len(words), device=words.device)
         block_keys = self._get_block_keys(words.device, (first + len(words)) // _BLOCK + 1)[word_indices // _BLOCK]
-        return _keys_within_block(words.device)[word_indices % _BLOCK] * block_keys * _name_key(piece.name)
+        return _make_word_keys(words.device)[word_indices % _BLOCK] * block_keys * _make_name_key(piece.name)
 
-    def _get_block_keys(self, device: torch.device, count: int) -> Tensor:
-        """Return the keys of at least `count` blocks."""
-        if device not in self._block_keys or len(self._block_keys[device]) < count:
-            self._block_keys[device] = _make_keys(1, 1 << (count - 1).bit_length()).to(device)
+    def _get_block_keys(self, device: torch.device, num_blocks: int) -> Tensor:
+        """Return the keys of at least `num_blocks` blocks."""
+        if device not in self._block_keys or len(self._block_keys[device]) < num_blocks:
+            self._block_keys[device] = _make_keys(1, 1 << (num_blocks - 1).bit_length()).to(device)
         return self._block_keys[device]
 
 
@@ -141,7 +149,7 @@ def find_flipped_bit(first_text: str, second_text: str) -> str:
     if bit >= 8 * min(dtype.itemsize, 4):
         return ""
     count, signed = math.prod(shape) * words, (difference + (1 << 63)) % (1 << 64) - (1 << 63)
-    word_keys = _keys_within_block(torch.device("cpu"))
+    word_keys = _make_word_keys(torch.device("cpu"))
     for block, key in enumerate(_make_keys(1, -(-count // _BLOCK))):
         key_products = (word_keys[: count - block * _BLOCK] * key) << bit
         for position in torch.nonzero((key_products == signed) | (key_products == -signed)):
@@ -152,28 +160,32 @@ def find_flipped_bit(first_text: str, second_text: str) -> str:
 
 
 @cache
-def _keys_within_block(device: torch.device) -> Tensor:
+def _make_word_keys(device: torch.device) -> Tensor:
     """Return the keys of the words within a block."""
     return _make_keys(0, _BLOCK).to(device)
 
 
 @cache
-def _name_key(name: str) -> int:
+def _make_name_key(name: str) -> int:
     """Return the odd 64-bit key of a tensor name, as int64."""
-    return int(np.uint64(random.key(random.DIGEST, 2, *name.encode(errors="surrogateescape")) | 1).astype(np.int64))
+    return int(
+        np.uint64(random.make_key(random.DIGEST, 2, *name.encode(errors="surrogateescape")) | 1).astype(np.int64)
+    )
 
 
-def _make_keys(stream: int, count: int) -> Tensor:
-    """Return `count` odd keys from the random stream `stream`."""
-    counters = np.arange(count, dtype=np.uint64)
-    return torch.from_numpy((random.bits(random.key(random.DIGEST, stream), counters) | np.uint64(1)).view(np.int64))
+def _make_keys(stream: int, num_keys: int) -> Tensor:
+    """Return `num_keys` odd keys from the random stream `stream`."""
+    counters = np.arange(num_keys, dtype=np.uint64)
+    return torch.from_numpy(
+        (random.bits(random.make_key(random.DIGEST, stream), counters) | np.uint64(1)).view(np.int64)
+    )
 
 
-def _iterate_pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
+def _iterate_pieces(tensors: NamedTensors, owned_names: Container[str]) -> Iterator[_Piece]:
     """Yield the pieces of tensors to include on this rank."""
     for name, value in tensors.items():
         if not isinstance(value, Shard):
-            if name in owned:
+            if name in owned_names:
                 yield _Piece(name, 0, value.detach())
         elif value.primary:
             flat = value.tensor.detach().reshape(-1)
@@ -183,8 +195,8 @@ def _iterate_pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_P
             )
 
 
-def _to_words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:
-    """Return the tensor as words, and the word offset that corresponds to the element offset `first`."""
+def _to_words(tensor: Tensor, first_element: int = 0) -> tuple[Tensor, int]:
+    """Return the tensor as words, and the word offset that corresponds to the element offset `first_element`."""
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.element_size()
-    return flat.view(_WORD_DTYPES.get(size, torch.int32)), first * max(1, size // 4)
+    return flat.view(_WORD_DTYPES.get(size, torch.int32)), first_element * max(1, size // 4)

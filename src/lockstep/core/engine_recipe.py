@@ -111,7 +111,7 @@ class PlainRecipe:
     model: SequenceChunks = PlainSequenceChunks()
 
 
-def nonfinite_advice(recipe: EngineRecipe | None) -> str:
+def make_nonfinite_advice(recipe: EngineRecipe | None) -> str:
     """Return the advice to give if a loss isn't finite. If `recipe` is None, the advice is for custom loops."""
     if recipe is None:
         return "lower the learning rate, clip with step.update(clip=...), or check the loss for log(0) and x/0"

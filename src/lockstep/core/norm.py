@@ -21,7 +21,7 @@ from torch import Tensor
 _MAX_FOLDED_ELEMENTS: Final = 64 << 20  # maximum number of elements per copy, except for larger tensors
 
 
-def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+def compute_row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the L2 norms of the rows of each tensor [R, ...]: float64 of shape [R]. A 0-dim tensor is one row.
 
     Sums are accumulated in float32 or wider, because a 16-bit sum would lose most terms. All tensors must be on the
@@ -33,15 +33,15 @@ def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
         for tensor in tensors
     ]
     if tensors and _is_folded(tensors[0]):
-        return folded_norms(matrices)
-    return [torch.linalg.vector_norm(rows, dim=1, dtype=_accumulation_dtype(rows)).double() for rows in matrices]
+        return compute_folded_norms(matrices)
+    return [torch.linalg.vector_norm(rows, dim=1, dtype=_get_accumulation_dtype(rows)).double() for rows in matrices]
 
 
-def folded_norms(matrices: Sequence[Tensor]) -> list[Tensor]:
+def compute_folded_norms(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return the row norms of each tensor [R, n], computed by repeated folding: float64 of shape [R]."""
     norms: dict[int, Tensor] = {}
     for group in _group_by_width(matrices):
-        squares = torch.cat([matrices[index].to(_accumulation_dtype(matrices[index])) for index in group]).square_()
+        squares = torch.cat([matrices[index].to(_get_accumulation_dtype(matrices[index])) for index in group]).square_()
         width = squares.shape[1]
         while width > 1:
             half = -(-width // 2)
@@ -52,7 +52,7 @@ def folded_norms(matrices: Sequence[Tensor]) -> list[Tensor]:
     return [norms[index] for index in range(len(matrices))]
 
 
-def norm_of_rows(norms: Tensor) -> Tensor:
+def compute_total_norm(norms: Tensor) -> Tensor:
     """Return the total norm, given the norms of all rows: float64, 0-dim."""
     # Clone, because the order in which CUDA adds a vector depends on its offset in memory.
     norm: Tensor = torch.linalg.vector_norm(norms.clone() if norms.is_cuda else norms)
@@ -72,7 +72,7 @@ def _is_folded(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
+def _get_accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -84,7 +84,7 @@ def _group_by_width(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     elements: Counter[tuple[int, torch.dtype]] = Counter()
     for index, rows in enumerate(matrices):
-        key = rows.shape[1], _accumulation_dtype(rows)
+        key = rows.shape[1], _get_accumulation_dtype(rows)
         if elements[key] and elements[key] + rows.numel() > _MAX_FOLDED_ELEMENTS:
             yield groups.pop(key)
             elements[key] = 0

@@ -10,17 +10,17 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-def split_range(length: int, count: int) -> list[range]:
-    """Split range(length) into `count` contiguous ranges whose sizes differ by at most one. Longer ranges come first.
+def split_range(length: int, num_ranges: int) -> list[range]:
+    """Split range(length) into `num_ranges` contiguous ranges whose sizes differ by at most one.
 
-    If `length` is less than `count`, the last ranges are empty.
+    Longer ranges come first. If `length` is less than `num_ranges`, the last ranges are empty.
     """
-    return [get_subrange(length, count, index) for index in range(count)]
+    return [get_subrange(length, num_ranges, index) for index in range(num_ranges)]
 
 
-def get_subrange(length: int, count: int, index: int) -> range:
+def get_subrange(length: int, num_ranges: int, index: int) -> range:
     """Return range `index` of `split_range(length, count)`."""
-    size, remainder = divmod(length, count)
+    size, remainder = divmod(length, num_ranges)
     first = index * size + min(index, remainder)
     return range(first, first + size + (index < remainder))
 
@@ -34,13 +34,13 @@ class Step(NamedTuple):
     samples: int
     samples_seen: int  # number of samples of the run before this step
     last_of_epoch: bool
-    counted: int | None = None  # total sample weight, if it differs from the number of samples
+    total_weight: int | None = None  # total sample weight, if it differs from the number of samples
     weights: Mapping[str, int] | None = None  # total weight by name, in sorted order, if there are several losses
 
     @property
     def weight(self) -> int:
         """The divisor of the summed loss. With several losses, this is 0 only if all of their weights are 0."""
-        return self.samples if self.counted is None else self.counted
+        return self.samples if self.total_weight is None else self.total_weight
 
     def microbatches(self, count: int) -> list[range]:
         """Split the step into at most `count` micro-batches, as positions in the sample order of the epoch.

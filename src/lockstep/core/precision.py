@@ -6,10 +6,10 @@ from typing import Final, Literal
 Precision = Literal["fp32", "tf32", "bf16", "bf16-compute", "fp16", "fp16-compute", "fp16-true"]
 
 # Precisions that use loss scaling, because gradients or parts of the computation are in fp16.
-SCALED: Final[frozenset[Precision]] = frozenset({"fp16", "fp16-compute", "fp16-true"})
+SCALED_PRECISIONS: Final[frozenset[Precision]] = frozenset({"fp16", "fp16-compute", "fp16-true"})
 
 # The optimization levels of NVIDIA apex. Many existing recipes use these names.
-APEX: Final[Mapping[str, Precision]] = {"O0": "fp32", "O1": "fp16", "O2": "fp16-compute", "O3": "fp16-true"}
+APEX_LEVELS: Final[Mapping[str, Precision]] = {"O0": "fp32", "O1": "fp16", "O2": "fp16-compute", "O3": "fp16-true"}
 
 # The names of precisions in other frameworks, with their Lockstep names.
 _FOREIGN_NAMES: Final = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "16-true": "fp16-true"}
@@ -34,8 +34,8 @@ def translate_precision(name: object) -> object:
     precisions, with the Lockstep name in the message.
     """
     text = str(name)
-    if text in APEX:
-        return APEX[text]
+    if text in APEX_LEVELS:
+        return APEX_LEVELS[text]
     for prefix, reason in _UNSUPPORTED.items():
         if text.startswith(prefix):
             raise ValueError(f"{text} is not supported: {reason}")
@@ -44,6 +44,6 @@ def translate_precision(name: object) -> object:
     return name
 
 
-def default_static_scale(precision: object) -> float | None:
+def get_default_static_scale(precision: object) -> float | None:
     """Return the default static loss scale of a precision, or None if its default is dynamic loss scaling."""
     return 1.0 if precision == "fp16-true" else None

@@ -31,13 +31,13 @@ _WEYL: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 0xFFFFFFFFFFFFFFFF
 
 
-def key(*words: int) -> int:
+def make_key(*words: int) -> int:
     """Hash integers (such as stream, seed, epoch and step) to a 64-bit key. Their order matters."""
     return extend_key(0, *words)
 
 
 def extend_key(key: int, *words: int) -> int:
-    """Hash a key and more integers to a new key. `extend_key(key(a), b)` equals `key(a, b)`."""
+    """Hash a key and more integers to a new key. `extend_key(key(a), b)` equals `make_key(a, b)`."""
     for word in words:
         key = _mix((key + _WEYL + word) & _MASK)
     return key
@@ -50,14 +50,14 @@ def bits(key: int, counters: UInt64) -> UInt64:
         return _mix_array(_mix_array(counters * np.uint64(_WEYL) + start) + start)
 
 
-def uniform(key: int, indices: NDArray[np.int64], draws: int) -> NDArray[np.float64]:
-    """Return `draws` uniform random numbers in [0, 1) for each index: float64 of shape [len(indices), draws]."""
-    counters = indices.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
+def draw_uniform(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np.float64]:
+    """Return `num_draws` uniform random numbers in [0, 1) for each index: float64 of shape [len(indices), draws]."""
+    counters = indices.astype(np.uint64)[:, None] * np.uint64(num_draws) + np.arange(num_draws, dtype=np.uint64)
     top = bits(key, np.asarray(counters, np.uint64)) >> np.uint64(11)
     return np.asarray(top.astype(np.float64) * 2.0**-53)
 
 
-def below(key: int, counters: UInt64, bound: int) -> UInt64:
+def draw_integers(key: int, counters: UInt64, bound: int) -> UInt64:
     """Return a random integer in [0, bound) for each counter: uint64 of the same shape. `bound` is at most 2**32.
 
     The probabilities of any two integers differ by at most `bound` / 2**32. The hash is only applied once, not twice as
@@ -70,7 +70,7 @@ def below(key: int, counters: UInt64, bound: int) -> UInt64:
     return words
 
 
-def torch_seed(key: int) -> int:
+def make_torch_seed(key: int) -> int:
     """Convert a key to a 63-bit seed, which torch.Generator.manual_seed accepts on every device."""
     return key >> 1
 

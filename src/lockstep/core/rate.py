@@ -11,22 +11,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 Curve = Literal["cosine", "linear", "polynomial", "steps", "constant"]
-Shape = Callable[[float, float], float]  # (epoch, number of epochs) -> nonnegative factor of the base rate
+RateCurve = Callable[[float, float], float]  # (epoch, number of epochs) -> nonnegative factor of the base rate
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class RateSchedule:
     """A learning rate schedule.
 
     - `epochs`: the length of the run in epochs, which can be a fraction.
-    - `minimum`: the final learning rate of a decreasing curve, or the learning rate of a `Shape` when its factor is 0.
+    - `minimum`: the final learning rate of a decreasing curve, or the learning rate of a `RateCurve` when its factor is
+      0.
     - `milestones`: the curve `steps` multiplies the learning rate by `gamma` at each of these epochs.
     """
 
     base: float
     samples_per_epoch: int
     epochs: float
-    curve: Curve | Shape = "constant"
+    curve: Curve | RateCurve = "constant"
     minimum: float = 0.0
     power: float = 1.0
     milestones: tuple[float, ...] = ()
@@ -40,9 +41,9 @@ class Rate:
         epoch = samples_seen / self.samples_per_epoch
         if self.update_interval == "epoch":
             epoch = math.floor(epoch)
-        return self._decayed_rate(epoch) * self._warmup_multiplier(epoch)
+        return self._compute_decayed_rate(epoch) * self._compute_warmup_factor(epoch)
 
-    def _decayed_rate(self, epoch: float) -> float:
+    def _compute_decayed_rate(self, epoch: float) -> float:
         progress = min(epoch / self.epochs, 1.0)
         match self.curve:
             case "constant":
@@ -59,13 +60,13 @@ class Rate:
                 factor = shape(epoch, self.epochs)
         return self.minimum + (self.base - self.minimum) * factor
 
-    def _warmup_multiplier(self, epoch: float) -> float:
+    def _compute_warmup_factor(self, epoch: float) -> float:
         if epoch >= self.warmup_epochs:
             return 1.0
         progress = epoch / self.warmup_epochs
         return self.warmup_factor * (1.0 - progress) + progress
 
 
-def scale_rate(value: float, reference_batch_size: int | None, batch: int) -> float:
+def scale_rate(rate: float, reference_batch_size: int | None, batch_size: int) -> float:
     """Return the base learning rate. Scales it linearly with the batch size if a reference batch size is set."""
-    return value if reference_batch_size is None else value * batch / reference_batch_size
+    return rate if reference_batch_size is None else rate * batch_size / reference_batch_size

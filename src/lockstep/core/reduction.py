@@ -25,11 +25,11 @@ from lockstep.core.tree import LeafBlock
 FAN_OUT: Final = 16
 
 
-class Part(NamedTuple):
+class VectorPart(NamedTuple):
     """A range of a vector, and the rank that holds, sends or receives it."""
 
     rank: int
-    part: range
+    element_range: range
 
 
 @final
@@ -39,12 +39,12 @@ class Shares:
 
     ranks: tuple[int, ...]
 
-    def part_of(self, rank: int, length: int) -> range:
+    def get_part(self, rank: int, length: int) -> range:
         """Return the range of a vector of this length that `rank` holds. It is empty if `rank` holds no part."""
         position = self.positions.get(rank)
-        return range(0) if position is None else self._parts(position, 1, length)
+        return range(0) if position is None else self._get_element_range(position, 1, length)
 
-    def gather_rounds(self, rank: int, length: int) -> Iterator[tuple[list[Part], list[Part]]]:
+    def iterate_gather_rounds(self, rank: int, length: int) -> Iterator[tuple[list[VectorPart], list[VectorPart]]]:
         """Yield the parts that `rank` sends and the parts that it receives, for each round of an all-gather.
 
         Bruck et al. 1997, "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems"
@@ -60,28 +60,30 @@ class Shares:
             sent, received = (
                 self._split_wrapped(first % size, count, length) for first in (position, position + held_parts)
             )
-            yield [Part(previous_rank, part) for part in sent], [Part(next_rank, part) for part in received]
+            yield [VectorPart(previous_rank, part) for part in sent], [VectorPart(next_rank, part) for part in received]
             held_parts += count
 
-    def _split_wrapped(self, position: int, count: int, length: int) -> list[range]:
-        """Return the parts of `count` ranks from `position` on, as two ranges, because they can wrap around."""
-        parts = self._parts(position, count, length)
+    def _split_wrapped(self, position: int, num_parts: int, length: int) -> list[range]:
+        """Return the parts of `num_parts` ranks from `position` on, as two ranges, because they can wrap around."""
+        parts = self._get_element_range(position, num_parts, length)
         return [range(parts.start, min(parts.stop, length)), range(max(parts.stop - length, 0))]
 
-    # Not the same split as order.get_subrange: here, `parts_over` can find the part of an element in constant time.
-    def _parts(self, position: int, count: int, length: int) -> range:
+    # Not the same split as order.get_subrange: here, `find_overlaps` can find the part of an element in constant time.
+    def _get_element_range(self, first_part: int, num_parts: int, vector_length: int) -> range:
         size = len(self.ranks)
-        return range(length * position // size, length * (position + count) // size)
+        return range(vector_length * first_part // size, vector_length * (first_part + num_parts) // size)
 
-    def parts_over(self, part: range, length: int) -> Iterator[Part]:
-        """Yield the parts that overlap the range `part` of a vector, limited to this range."""
+    def find_overlaps(self, element_range: range, length: int) -> Iterator[VectorPart]:
+        """Yield the parts that overlap the range `element_range` of a vector, limited to this range."""
         size = len(self.ranks)
-        if part:
-            first, last = (((element + 1) * size - 1) // length for element in (part.start, part.stop - 1))
+        if element_range:
+            first, last = (
+                ((element + 1) * size - 1) // length for element in (element_range.start, element_range.stop - 1)
+            )
             for position in range(first, last + 1):
-                own_part = self._parts(position, 1, length)
-                if overlap := range(max(part.start, own_part.start), min(part.stop, own_part.stop)):
-                    yield Part(self.ranks[position], overlap)
+                own_part = self._get_element_range(position, 1, length)
+                if overlap := range(max(element_range.start, own_part.start), min(element_range.stop, own_part.stop)):
+                    yield VectorPart(self.ranks[position], overlap)
 
     def union(self, other: Shares) -> Shares:
         """Return shares over the ranks of both, ordered such that each rank keeps most of its current share."""
@@ -91,11 +93,13 @@ class Shares:
             return larger
         return Shares(tuple(sorted(centers, key=lambda rank: (centers[rank], rank))))
 
-    def evenly_spaced(self, limit: int) -> Shares:
-        """Return shares over at most `limit` of the ranks, evenly spaced."""
+    def select_evenly(self, max_ranks: int) -> Shares:
+        """Return shares over at most `max_ranks` of the ranks, evenly spaced."""
         size = len(self.ranks)
         return (
-            self if size <= limit else Shares(tuple(self.ranks[size * position // limit] for position in range(limit)))
+            self
+            if size <= max_ranks
+            else Shares(tuple(self.ranks[size * position // max_ranks] for position in range(max_ranks)))
         )
 
     @cached_property
@@ -109,7 +113,7 @@ class Shares:
         return {rank: position for position, rank in enumerate(self.ranks)}
 
 
-class Sum(NamedTuple):
+class BlockSum(NamedTuple):
     """The addition of block `right` to its sibling `left`. Blocks are identified by their first leaves."""
 
     left: int
@@ -117,39 +121,41 @@ class Sum(NamedTuple):
     shares: Shares
 
 
-class Move(NamedTuple):
+class BlockMove(NamedTuple):
     """The resharding of a block from `source` to `target`. The block is identified by its first leaf."""
 
     block: int
     source: Shares
     target: Shares
 
-    def sent(self, rank: int, length: int) -> list[Part]:
+    def get_sent_parts(self, rank: int, length: int) -> list[VectorPart]:
         """Return the parts of a vector of this length that `rank` sends, each with its receiver."""
-        return [part for part in self.target.parts_over(self.source.part_of(rank, length), length) if part.rank != rank]
+        return [
+            part for part in self.target.find_overlaps(self.source.get_part(rank, length), length) if part.rank != rank
+        ]
 
-    def received(self, rank: int, length: int) -> list[Part]:
+    def get_received_parts(self, rank: int, length: int) -> list[VectorPart]:
         """Return the parts that `rank` holds after the move, each with its sender, which can be `rank` itself."""
-        return [*self.source.parts_over(self.target.part_of(rank, length), length)]
+        return [*self.source.find_overlaps(self.target.get_part(rank, length), length)]
 
 
-class Round(NamedTuple):
+class ReductionRound(NamedTuple):
     """A round of the schedule. All sums come before all moves, and the moves are independent of each other."""
 
-    sums: list[Sum]
-    moves: list[Move]
+    sums: list[BlockSum]
+    moves: list[BlockMove]
 
 
 class Reduction(NamedTuple):
     """The schedule of a reduction over ranks, and the shares of the result. Every rank has a share."""
 
-    rounds: list[Round]
+    rounds: list[ReductionRound]
     shares: Shares
 
     def for_rank(self, rank: int) -> Reduction:
         """Return the schedule with only the sums and moves in which `rank` takes part."""
         rounds = [
-            Round(
+            ReductionRound(
                 [entry for entry in sums if rank in entry.shares.positions],
                 [entry for entry in moves if rank in entry.source.positions or rank in entry.target.positions],
             )
@@ -166,18 +172,18 @@ def plan_reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], num_leaves: in
     """
     shares = {block.first: Shares((rank,)) for rank, rank_blocks in enumerate(blocks_by_rank) for block in rank_blocks}
     next_rounds = dict.fromkeys(shares, 0)  # the first round in which each block can be sent or added
-    rounds: list[Round] = []
+    rounds: list[ReductionRound] = []
 
-    def round_for(block: int) -> Round:
+    def get_round(block: int) -> ReductionRound:
         while len(rounds) <= next_rounds[block]:
-            rounds.append(Round([], []))
+            rounds.append(ReductionRound([], []))
         return rounds[next_rounds[block]]
 
-    def reshard(block: int, target: Shares) -> None:
-        while (source := shares[block]) != target:
-            shares[block] = target.evenly_spaced(FAN_OUT * len(source.ranks))
-            round_for(block).moves.append(Move(block, source, shares[block]))
-            next_rounds[block] += 1
+    def reshard(block_index: int, target_shares: Shares) -> None:
+        while (source := shares[block_index]) != target_shares:
+            shares[block_index] = target_shares.select_evenly(FAN_OUT * len(source.ranks))
+            get_round(block_index).moves.append(BlockMove(block_index, source, shares[block_index]))
+            next_rounds[block_index] += 1
 
     half = 1
     while half < num_leaves:
@@ -187,7 +193,7 @@ def plan_reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], num_leaves: in
             reshard(left, target)
             reshard(right, target)
             next_rounds[left] = max(next_rounds[left], next_rounds.pop(right))
-            round_for(left).sums.append(Sum(left, right, target))
+            get_round(left).sums.append(BlockSum(left, right, target))
             del shares[right]
         half *= 2
     if [*shares] != [0] or sum(block.size for rank_blocks in blocks_by_rank for block in rank_blocks) != num_leaves:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.common.own_code import UserCode
-from lockstep.core.shuffle import Order, shuffle
+from lockstep.core.shuffle import OrderFunction, make_shuffled_order
 from lockstep.errors import UsageError
 
 IndexFunction = Callable[[int], Any]  # epoch -> sample indices: a sequence, array or tensor of integers
@@ -27,11 +27,11 @@ SEQUENTIAL: Final = "sequential"
 @final
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which each epoch visits `samples` samples, as set by `order`. Errors start with `label`."""
+    """The order in which each epoch visits `num_samples` samples, as set by `order`. Errors start with `label`."""
 
     order: str | IndexFunction
     seed: int
-    samples: int
+    num_samples: int
     label: str = "order"
 
     def __post_init__(self) -> None:
@@ -48,34 +48,34 @@ class SampleOrder:
         return not isinstance(self.order, str)
 
     @cached_property
-    def length(self) -> int:
+    def samples_per_epoch(self) -> int:
         """The number of samples visited in an epoch."""
-        return len(self._indices(0)) if self.is_function else self.samples
+        return len(self._get_indices(0)) if self.is_function else self.num_samples
 
     @cached_property
     def name(self) -> str:
         """The name of the order. For a user function, a digest of the sample indices of epoch 0."""
-        return f"a function, {self.digest(0)} in epoch 0" if self.is_function else str(self.order)
+        return f"a function, {self.compute_digest(0)} in epoch 0" if self.is_function else str(self.order)
 
-    def for_epoch(self, epoch: int) -> Order:
+    def get_epoch_order(self, epoch: int) -> OrderFunction:
         """Return a function that maps positions in an epoch to sample indices."""
         if self.order == SHUFFLED:
-            return shuffle(self.seed, epoch, self.samples)
+            return make_shuffled_order(self.seed, epoch, self.num_samples)
         if self.order == SEQUENTIAL:
             return _identity
-        indices = self._indices(epoch)
-        if len(indices) != self.length:
+        indices = self._get_indices(epoch)
+        if len(indices) != self.samples_per_epoch:
             raise UsageError(
-                f"{self.label}: the order has {len(indices)} samples in epoch {epoch}, but {self.length} in epoch 0; "
-                f"return the same number for each epoch, for example by repeating or omitting samples"
+                f"{self.label}: the order has {len(indices)} samples in epoch {epoch}, but {self.samples_per_epoch} in "
+                "epoch 0; return the same number for each epoch, for example by repeating or omitting samples"
             )
         return indices.__getitem__
 
-    def digest(self, epoch: int) -> str:
+    def compute_digest(self, epoch: int) -> str:
         """Return a digest of the sample indices of a custom order for an epoch."""
-        return hashlib.sha256(self._indices(epoch).tobytes()).hexdigest()[:16]
+        return hashlib.sha256(self._get_indices(epoch).tobytes()).hexdigest()[:16]
 
-    def _indices(self, epoch: int) -> NDArray[np.int64]:
+    def _get_indices(self, epoch: int) -> NDArray[np.int64]:
         return self._cached_indices(epoch)
 
     @cached_property
@@ -92,10 +92,10 @@ class SampleOrder:
                 f"return a list or 1-dim array of integers, one for each sample"
             )
         indices = result.astype(np.int64)
-        if indices.min() < 0 or indices.max() >= self.samples:
+        if indices.min() < 0 or indices.max() >= self.num_samples:
             raise UsageError(
                 f"{self.label}: the order of epoch {epoch} has indices from {indices.min()} to {indices.max()}, but "
-                f"there are {self.samples} samples; return indices from 0 to {self.samples - 1}"
+                f"there are {self.num_samples} samples; return indices from 0 to {self.num_samples - 1}"
             )
         return indices
 

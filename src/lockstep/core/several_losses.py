@@ -32,7 +32,7 @@ def check_weights(label: str, weights: Mapping[Any, Any]) -> dict[str, Any]:
     return {name: weights[name] for name in sorted(weights)}
 
 
-def loss_names(value: Loss | Weight) -> tuple[str, ...] | None:
+def get_loss_names(value: Loss | Weight) -> tuple[str, ...] | None:
     """Return the sorted names of several losses or weights, or None for a single unnamed loss or weight."""
     return tuple(sorted(value)) if isinstance(value, Mapping) else None
 
@@ -42,12 +42,12 @@ def describe_names(names: tuple[str, ...] | None, single: str) -> str:
     return single if names is None else f"the names {', '.join(names)}" if len(names) > 1 else f"the name {names[0]}"
 
 
-def sum_of_losses(loss: Loss) -> Tensor:
+def add_losses(loss: Loss) -> Tensor:
     """Return the sum of the losses. Ignores their weights, so only use it to examine a task."""
     return torch.stack(list(loss.values())).sum() if isinstance(loss, Mapping) else loss
 
 
-def loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
+def make_loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
     """Return the losses and the weights of a batch under their names in the sums of a task (`loss/NAME`)."""
     if isinstance(loss, Mapping) and isinstance(weight, Mapping):
         losses = {f"{_LOSS_PREFIX}{name}": value for name, value in loss.items()}
@@ -59,7 +59,7 @@ def loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
 
 def check_same_names(loss: Loss, weight: Weight, task: str = "task") -> None:
     """Raise UsageError if the losses and the weights of a task have different names."""
-    losses, weights = loss_names(loss), loss_names(weight)
+    losses, weights = get_loss_names(loss), get_loss_names(weight)
     if losses != weights:
         raise UsageError(
             f"{task}: loss returned {describe_names(losses, 'a single tensor')}, but weight returned "
@@ -72,14 +72,14 @@ def add_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
     The total loss is the sum of the mean losses.
     """
-    means = loss_means(sums)
+    means = compute_loss_means(sums)
     if not means:
         return sums
     total = torch.tensor(sum(means.values()), dtype=torch.float64)
     return {LOSS: total, **sums}
 
 
-def loss_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
+def compute_loss_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the mean of each loss over all batches under its name in the metrics (`loss/NAME`).
 
     The mean of a loss with weight 0 is 0. Returns {} if there is only a single unnamed loss.

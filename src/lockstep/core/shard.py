@@ -18,7 +18,7 @@ class Segment(NamedTuple):
     length: int
 
 
-class Chunked(NamedTuple):
+class ChunkLayout(NamedTuple):
     """A rearrangement of a tensor of shape `shape` in which each tensor-parallel chunk is a range of rows.
 
     The tensor is viewed with shape `view`, dim `dim` is moved to the front, and all dims except the last are flattened
@@ -30,14 +30,14 @@ class Chunked(NamedTuple):
     dim: int
 
     @property
-    def flat(self) -> bool:
+    def is_flat(self) -> bool:
         """Whether the tensor has one dim."""
         return len(self.shape) == 1
 
     def to_rows(self, full_tensor: Tensor) -> Tensor:
         """Rearrange a full tensor. Returns a copy unless the order of its elements stays the same."""
         rearranged = full_tensor.reshape(self.view).movedim(self.dim, 0)
-        return rearranged.reshape(-1) if self.flat else rearranged.reshape(-1, self.view[-1])
+        return rearranged.reshape(-1) if self.is_flat else rearranged.reshape(-1, self.view[-1])
 
     def from_rows(self, tensor: Tensor) -> Tensor:
         """Restore the original shape of a rearranged tensor. This is the inverse of `to_rows`."""
@@ -45,10 +45,10 @@ class Chunked(NamedTuple):
         remaining_lengths = [length for dim, length in enumerate(self.view) if dim != self.dim]
         return tensor.reshape(first, *remaining_lengths).movedim(0, self.dim).reshape(self.shape)
 
-    def starts(self, rows: slice) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def get_row_offsets(self, rows: slice) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return the offset in the original tensor of the first element of each of these rows."""
-        width = 1 if self.flat else self.view[-1]
-        view = self.view if self.flat else self.view[:-1]
+        width = 1 if self.is_flat else self.view[-1]
+        view = self.view if self.is_flat else self.view[:-1]
         offsets = np.arange(np.prod(view, dtype=np.int64), dtype=np.int64).reshape(view)
         return np.moveaxis(offsets, self.dim, 0).reshape(-1)[rows] * width
 
@@ -65,7 +65,7 @@ class Shard:
     first: int
     shape: torch.Size
     primary: bool = True
-    chunked: Chunked | None = None
+    chunked: ChunkLayout | None = None
 
     def iterate_segments(self) -> Iterator[Segment]:
         """Yield the contiguous segments of the shard in order."""
@@ -76,7 +76,7 @@ class Shard:
             width = self.shape[1:].numel() if self.chunked is None else elements // len(self.tensor)
             yield Segment(self.first * width, 0, elements)
             return
-        starts = self.chunked.starts(slice(self.first, self.first + len(self.tensor)))
+        starts = self.chunked.get_row_offsets(slice(self.first, self.first + len(self.tensor)))
         width = elements // len(self.tensor)
         breaks = [0, *(np.flatnonzero(np.diff(starts) != width) + 1).tolist(), len(starts)]
         for begin, end in pairwise(breaks):
@@ -87,17 +87,17 @@ MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor isn't sharded: all ranks ho
 NamedTensors: TypeAlias = Mapping[str, MaybeSharded]
 
 
-def make_shard(flat: Tensor, first: int, shape: torch.Size) -> Shard:
-    """Return a shard with the elements `flat` of a tensor of shape `shape`, starting at element `first`.
+def make_element_shard(flat: Tensor, first_element: int, shape: torch.Size) -> Shard:
+    """Return a shard with the elements `flat` of a tensor of shape `shape`, starting at element `first_element`.
 
     The tensor must have at least one dim. Each element is treated as a row.
     """
     if len(shape) == 1:
-        return Shard(flat, first, shape)
-    return Shard(flat.unsqueeze(1), first, shape, chunked=Chunked(tuple(shape), (*shape, 1), 0))
+        return Shard(flat, first_element, shape)
+    return Shard(flat.unsqueeze(1), first_element, shape, chunked=ChunkLayout(tuple(shape), (*shape, 1), 0))
 
 
-def local_tensor(value: MaybeSharded) -> Tensor:
+def get_local_tensor(value: MaybeSharded) -> Tensor:
     """Return the local tensor of a shard, or an unsharded tensor itself."""
     return value.tensor if isinstance(value, Shard) else value
 
@@ -115,6 +115,6 @@ def shard_like(tensor: Tensor, template: MaybeSharded) -> MaybeSharded:
     return replace(template, tensor=tensor) if isinstance(template, Shard) else tensor
 
 
-def unsharded_tensors(tensors: NamedTensors) -> dict[str, Tensor]:
+def get_unsharded_tensors(tensors: NamedTensors) -> dict[str, Tensor]:
     """Return the tensors that aren't sharded."""
     return {name: value for name, value in tensors.items() if not isinstance(value, Shard)}

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from lockstep.core import random
 from lockstep.core.random import UInt64
 
-Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # positions in an epoch -> sample indices of the same shape
+OrderFunction = Callable[
+    [NDArray[np.int64]], NDArray[np.int64]
+]  # positions in an epoch -> sample indices of the same shape
 
 # Larger datasets are shuffled with a network. On a small rectangle, a network shuffles poorly. A permutation array of
 # this size only takes 32 KiB.
@@ -27,23 +29,23 @@ MAX_SORTED_SAMPLES: Final = 4096
 _ROUNDS: Final = 8
 
 
-def shuffle(seed: int, epoch: int, length: int) -> Order:
+def make_shuffled_order(seed: int, epoch: int, length: int) -> OrderFunction:
     """Return the shuffled order of `length` samples in `epoch`."""
     if length <= MAX_SORTED_SAMPLES:
-        return permutation(seed, epoch, length).__getitem__
-    keys = [random.key(random.ORDER, seed, epoch, number) for number in range(_ROUNDS)]
-    return Network(length, tuple(zip(keys[::2], keys[1::2], strict=True)))
+        return sort_by_hash(seed, epoch, length).__getitem__
+    keys = [random.make_key(random.ORDER, seed, epoch, number) for number in range(_ROUNDS)]
+    return FeistelNetwork(length, tuple(zip(keys[::2], keys[1::2], strict=True)))
 
 
-def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
+def sort_by_hash(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
     """Return the integers in [0, length) sorted by their hashes: int64 of shape [length]."""
-    keys = random.bits(random.key(random.ORDER, seed, epoch), np.arange(length, dtype=np.uint64))
+    keys = random.bits(random.make_key(random.ORDER, seed, epoch), np.arange(length, dtype=np.uint64))
     return np.argsort(keys)
 
 
 @final
 @dataclass(frozen=True)
-class Network:
+class FeistelNetwork:
     """A permutation of the integers in [0, length), with a pair of keys for every two rounds.
 
     Each integer is a cell of a rectangle. One round rotates each row by a hash of the row number, and the next round
@@ -65,8 +67,8 @@ class Network:
     def _permute(self, numbers: UInt64) -> UInt64:
         rows, columns = np.divmod(numbers, np.uint64(self._columns))
         for row_key, column_key in self.keys:
-            columns = _rotate(columns, random.below(row_key, rows, self._columns), self._columns)
-            rows = _rotate(rows, random.below(column_key, columns, self._rows), self._rows)
+            columns = _rotate(columns, random.draw_integers(row_key, rows, self._columns), self._columns)
+            rows = _rotate(rows, random.draw_integers(column_key, columns, self._rows), self._rows)
         return np.asarray(rows * np.uint64(self._columns) + columns)
 
     @cached_property
@@ -78,8 +80,8 @@ class Network:
         return -(-self.length // self._columns)
 
 
-def _rotate(numbers: UInt64, offsets: UInt64, end: int) -> UInt64:
-    """Return `(numbers + offsets) % end`. Both inputs must be less than `end`. Overwrites `offsets`."""
+def _rotate(numbers: UInt64, offsets: UInt64, modulus: int) -> UInt64:
+    """Return `(numbers + offsets) % modulus`. Both inputs must be less than `modulus`. Overwrites `offsets`."""
     offsets += numbers
-    # If a sum is below `end`, the unsigned difference wraps around and is larger than the sum.
-    return np.asarray(np.minimum(offsets, offsets - np.uint64(end)))
+    # If a sum is below `modulus`, the unsigned difference wraps around and is larger than the sum.
+    return np.asarray(np.minimum(offsets, offsets - np.uint64(modulus)))

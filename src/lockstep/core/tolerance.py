@@ -27,44 +27,45 @@ SIGNIFICAND_BITS: Final = {
 LAMBDA: Final = 8.0
 
 
-def unit_roundoff(precision: str) -> float:
+def compute_unit_roundoff(precision: str) -> float:
     """Return the unit roundoff of `precision`: the largest relative error of rounding to the nearest number."""
     return 2.0 ** -SIGNIFICAND_BITS[precision]
 
 
-def worst_case_bound(roundoff: float, length: int) -> float:
-    """Return gamma_n for sums of `length` terms, or infinity if n u >= 1, because the bound then doesn't hold."""
-    product = length * roundoff
+def compute_worst_case_bound(roundoff: float, num_terms: int) -> float:
+    """Return gamma_n for sums of `num_terms` terms, or infinity if n u >= 1, because the bound then doesn't hold."""
+    product = num_terms * roundoff
     return product / (1 - product) if product < 1 else math.inf
 
 
-def probabilistic_bound(roundoff: float, length: int) -> float:
-    """Return the probabilistic bound for sums of `length` terms: exp(LAMBDA sqrt(n) u + n u**2 / (1 - u)) - 1."""
-    exponent = LAMBDA * math.sqrt(length) * roundoff + length * roundoff**2 / (1 - roundoff)
+def compute_probabilistic_bound(roundoff: float, num_terms: int) -> float:
+    """Return the probabilistic bound for sums of `num_terms` terms: exp(LAMBDA sqrt(n) u + n u**2 / (1 - u)) - 1."""
+    exponent = LAMBDA * math.sqrt(num_terms) * roundoff + num_terms * roundoff**2 / (1 - roundoff)
     return math.expm1(exponent) if exponent < 1 else math.inf
 
 
-def comm_tolerance(roundoff: float, ranks: int, steps: int) -> float:
+def compute_comm_tolerance(roundoff: float, num_ranks: int, num_steps: int) -> float:
     """Return the additional tolerance between two runs if ranks send gradients in lower precision.
 
-    Each rank rounds the gradients that it sends, and the gradients of `ranks` ranks are added. Therefore the relative
-    error of the gradient of a step is gamma_n with n = `ranks`. As long as the learning rate times the curvature is
-    less than 2, which stable training requires, the next gradient changes by less than twice this error. Hence the
-    factor 2 x steps.
+    Each rank rounds the gradients that it sends, and the gradients of `num_ranks` ranks are added. Therefore the
+    relative error of the gradient of a step is gamma_n with n = `num_ranks`. As long as the learning rate times the
+    curvature is less than 2, which stable training requires, the next gradient changes by less than twice this error.
+    Hence the factor 2 x steps.
     """
-    return 2 * steps * worst_case_bound(roundoff, ranks)
+    return 2 * num_steps * compute_worst_case_bound(roundoff, num_ranks)
 
 
-def tolerance(roundoff: float, length: int, depth: int, steps: int) -> float:
+def compute_tolerance(roundoff: float, num_terms: int, depth: int, num_steps: int) -> float:
     """Return the tolerance between two runs, relative to the largest magnitude of the compared values.
 
-    - `length`: the number of terms in the longest sum.
+    - `num_terms`: the number of terms in the longest sum.
     - `depth`: the number of consecutive sums of this length in a forward pass or backward pass.
-    - `steps`: the number of optimizer steps.
+    - `num_steps`: the number of optimizer steps.
 
     To first order in u, the errors of consecutive sums add up (Higham 2002, section 3.5), and both runs have errors.
     Hence the factor 2 x depth x steps. The bound for each sum is the smaller of the worst-case and the probabilistic
     bound. The tolerance doesn't account for models that amplify small differences from step to step, so only use it for
     a few steps.
     """
-    return 2 * depth * steps * min(worst_case_bound(roundoff, length), probabilistic_bound(roundoff, length))
+    bound = min(compute_worst_case_bound(roundoff, num_terms), compute_probabilistic_bound(roundoff, num_terms))
+    return 2 * depth * num_steps * bound

@@ -33,7 +33,7 @@ class LeafBlock(NamedTuple):
         return LeafBlock(self.first ^ self.size, self.size)
 
 
-def blocks(leaves: range) -> list[LeafBlock]:
+def split_into_blocks(leaves: range) -> list[LeafBlock]:
     """Split a contiguous range of leaves into the smallest number of aligned blocks, from left to right."""
     aligned = []
     first = leaves.start
@@ -46,7 +46,7 @@ def blocks(leaves: range) -> list[LeafBlock]:
     return aligned
 
 
-class Counter(Generic[T]):
+class BinaryCounter(Generic[T]):
     """Adds the leaves of the tree one by one, and keeps only the partial sums that can't be merged yet.
 
     This is a binary counter. If n leaves are added from left to right, the counter holds at most log2(n) + 1 partial
@@ -69,31 +69,31 @@ class Counter(Generic[T]):
             block = LeafBlock(min(block.first, sibling.first), 2 * block.size)
         self._partial_sums[block] = value
 
-    def pieces(self) -> dict[LeafBlock, T]:
+    def pop_pieces(self) -> dict[LeafBlock, T]:
         """Return the remaining blocks with their partial sums, from left to right, and clear the counter."""
         blocks_by_position = {block: self._partial_sums[block] for block in sorted(self._partial_sums)}
         self._partial_sums.clear()
         return blocks_by_position
 
 
-def total(pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
-    """Add all pieces in the order of the tree, and return the sum. `leaves` is the number of leaves.
+def sum_pieces(pieces: Mapping[LeafBlock, T], num_leaves: int, add: Callable[[T, T], T]) -> T:
+    """Add all pieces in the order of the tree, and return the sum. `num_leaves` is the number of leaves.
 
     The pieces must cover each leaf exactly once. Raises KeyError if a leaf is missing. `add(left, right)` may modify
     `left` in place.
     """
 
-    return _block_sum(LeafBlock(0, 1 << (leaves - 1).bit_length()), pieces, leaves, add)
+    return _sum_block(LeafBlock(0, 1 << (num_leaves - 1).bit_length()), pieces, num_leaves, add)
 
 
 # Not a nested function: if it were, a reference cycle would keep the pieces alive until garbage collection.
-def _block_sum(block: LeafBlock, pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
+def _sum_block(block: LeafBlock, pieces: Mapping[LeafBlock, T], num_leaves: int, add: Callable[[T, T], T]) -> T:
     if block in pieces:
         return pieces[block]
     if block.size == 1:
         raise KeyError(f"no piece covers leaf {block.first}")
     half = block.size // 2
-    left = _block_sum(LeafBlock(block.first, half), pieces, leaves, add)
-    if block.first + half >= leaves:
+    left = _sum_block(LeafBlock(block.first, half), pieces, num_leaves, add)
+    if block.first + half >= num_leaves:
         return left
-    return add(left, _block_sum(LeafBlock(block.first + half, half), pieces, leaves, add))
+    return add(left, _sum_block(LeafBlock(block.first + half, half), pieces, num_leaves, add))

@@ -22,12 +22,13 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> Batch:
         """Return the samples at `indices` as a batch on the CPU. A batch is any structure of tensors of shape [n, ...].
 
-        If `draw` is set, random augmentations must depend only on `draw` and the sample index. If `draw` is None, don't
-        augment samples. If a sample can't be read, raise TrainingError with the name of its file. With `on_error: skip`
-        in the recipe, return the sample as zeros instead, and report it in `DataSet.skipped`.
+        If `random_key` is set, random augmentations must depend only on `random_key` and the sample index. If
+        `random_key` is None, don't augment samples. If a sample can't be read, raise TrainingError with the name of its
+        file. With `on_error: skip` in the recipe, return the sample as zeros instead, and report it in
+        `DataSet.skipped`.
         """
 
 
@@ -58,24 +59,27 @@ class DataSet:
     warnings: tuple[str, ...] = ()
     question: str = ""
 
-    def get_sample_name(self, number: int) -> str:
+    def get_sample_name(self, index: int) -> str:
         """Return the display name of a training sample: its index, and its file or description if it has one."""
-        return _format_sample_name(number, self.name if self.files is None else self.files[0])
+        return _format_sample_name(index, self.name if self.files is None else self.files[0])
 
-    def get_validation_sample_name(self, number: int) -> str:
+    def get_validation_sample_name(self, index: int) -> str:
         """Return the display name of a validation sample, like `get_sample_name`."""
-        return _format_sample_name(number, self.validation_name if self.files is None else self.files[1])
+        return _format_sample_name(index, self.validation_name if self.files is None else self.files[1])
 
 
-def _format_sample_name(number: int, name: Callable[[int], str] | None) -> str:
-    return f"sample {number}" if name is None else f"sample {number} {name(number)}"
+def _format_sample_name(index: int, get_name: Callable[[int], str] | None) -> str:
+    return f"sample {index}" if get_name is None else f"sample {index} {get_name(index)}"
 
 
 class Request(NamedTuple):
-    """A request for the samples at `indices`. `draw` is the key for random augmentations, or None to disable them."""
+    """A request for the samples at `indices`.
+
+    `random_key` is the key for random augmentations, or None to disable them.
+    """
 
     indices: NDArray[np.int64]
-    draw: int | None
+    random_key: int | None
 
 
 class DeviceTransforms(Protocol):

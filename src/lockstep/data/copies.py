@@ -10,7 +10,7 @@ from typing import TypeVar, final
 
 import torch
 
-from lockstep.core.batch import Batch, replace_tensors, tensors_of
+from lockstep.core.batch import Batch, get_tensors, replace_tensors
 
 T = TypeVar("T")
 FinishCopy = Callable[[], Batch]  # returns the copied batch, after making the current stream wait for the copy
@@ -30,7 +30,7 @@ class DeviceCopier:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.steps_ahead = int(on_gpu)
 
-    def start(self, batch: Batch) -> FinishCopy:
+    def start_copy(self, batch: Batch) -> FinishCopy:
         """Start copying a batch to the device. Return a function that returns the copied batch.
 
         Call that function once, when the batch is needed. The call doesn't block the process.
@@ -38,7 +38,7 @@ class DeviceCopier:
         if self._stream is None:
             return lambda: batch
         # A copy from pageable memory would block the process until the side stream is idle.
-        pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in tensors_of(batch)]
+        pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in get_tensors(batch)]
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=True) for tensor in pinned]
             copy_event = self._stream.record_event()

@@ -13,14 +13,14 @@ from torch.utils.data import IterableDataset
 
 from lockstep.common.importing import import_callable, import_object
 from lockstep.common.own_code import UserCode
-from lockstep.common.type_name import type_name
+from lockstep.common.type_name import describe_type
 from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
-from lockstep.data.items import CheckedSplit, Collate, ImportedSplit, is_map_style, preserve_generators
+from lockstep.data.items import CheckedSplit, Collate, ImportedSplit, is_map_style, preserve_rng_states
 from lockstep.data.streams.find import open_stream
-from lockstep.data.streams.sharded import Sharded
-from lockstep.errors import UsageError, error_as
-from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, infer_target_facts
+from lockstep.data.streams.sharded import ShardedDataset
+from lockstep.errors import UsageError, convert_error
+from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, infer_target_info
 
 _STREAM_ADVICE: Final = "; a stream must have known shards, as in datasets.IterableDataset or webdataset.WebDataset"
 
@@ -35,12 +35,12 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
     or if the options don't match the signature of the function.
     """
     label = f"dataset {path}"
-    result = _call_function(label, import_object(path, "dataset"), options)
+    result = _call_dataset_function(label, import_object(path, "dataset"), options)
     function = import_collate(collate)
     with UserCode(label):
         if isinstance(result, DataSet):
             return _wrap_splits(label, result)
-        train, validation = _check_pair(label, result)
+        train, validation = _check_split_pair(label, result)
         return wrap_map_style(label, train, validation, options.get(NAMES), function)
 
 
@@ -65,34 +65,38 @@ def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, co
         validation=None
         if validation is None
         else ImportedSplit(f"{label}: validation", validation, names, getattr(validation, "collate", None) or collate),
-        facts=_check_json(label, {**_infer_facts(batch, names), **(getattr(train, "facts", None) or {})}),
+        facts=_check_json_serializable(
+            label, {**_infer_dataset_info(batch, names), **(getattr(train, "facts", None) or {})}
+        ),
         skipped=find_skip_mask(batch, names),
-        name=train.name if isinstance(train, Sharded) else None,
+        name=train.get_sample_name if isinstance(train, ShardedDataset) else None,
     )
 
 
-def _infer_facts(batch: Batch, names: list[str]) -> dict[str, Any]:
+def _infer_dataset_info(batch: Batch, names: list[str]) -> dict[str, Any]:
     """Infer the dataset properties from a batch with one sample: the input shape and the type of the targets."""
-    facts: dict[str, Any] = {}
+    dataset_info: dict[str, Any] = {}
     inputs = batch[0] if isinstance(batch, tuple) and batch else batch
     if isinstance(inputs, Tensor):
-        facts["shape"] = list(inputs.shape[1:])
+        dataset_info["shape"] = list(inputs.shape[1:])
         if inputs.dtype == torch.uint8 and inputs.ndim == 4:
             # uint8 samples are scaled to [0, 1], as in torchvision's ToTensor. Float samples aren't changed.
-            facts |= {"mean": [0.0] * inputs.shape[1], "std": [1.0] * inputs.shape[1]}
-    return facts | infer_target_facts(batch, names)
+            dataset_info |= {"mean": [0.0] * inputs.shape[1], "std": [1.0] * inputs.shape[1]}
+    return dataset_info | infer_target_info(batch, names)
 
 
-def _check_json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
+def _check_json_serializable(label: str, dataset_info: dict[str, Any]) -> dict[str, Any]:
     problem, advice = f"{label}: facts cannot be saved as JSON", "; use plain numbers, strings, lists and dicts"
-    with error_as(UsageError, (TypeError, ValueError), problem, advice):
-        json.dumps(facts)
-    return facts
+    with convert_error(UsageError, (TypeError, ValueError), problem, advice):
+        json.dumps(dataset_info)
+    return dataset_info
 
 
-def _call_function(label: str, function: Any, options: Mapping[str, Any]) -> Any:
+def _call_dataset_function(label: str, function: Any, options: Mapping[str, Any]) -> Any:
     if not callable(function):
-        raise UsageError(f"{label}: expected a function, got {type_name(function)}; set recipe.data.name to a function")
+        raise UsageError(
+            f"{label}: expected a function, got {describe_type(function)}; set recipe.data.name to a function"
+        )
     with UserCode(label):
         return function(**_select_options(label, function, options))
 
@@ -113,10 +117,10 @@ def _select_options(label: str, function: Callable[..., Any], options: Mapping[s
     return arguments
 
 
-def _check_pair(label: str, result: Any) -> tuple[Any, Any]:
+def _check_split_pair(label: str, result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple | list) or len(result) != 2:
-        raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {type_name(result)}")
-    with preserve_generators():  # opening a stream calls user code, which may draw random numbers
+        raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {describe_type(result)}")
+    with preserve_rng_states():  # opening a stream calls user code, which may draw random numbers
         result = [open_stream(dataset) for dataset in result]
     for name, dataset in zip(("training", "validation"), result, strict=True):
         if dataset is None and name == "validation":
@@ -124,17 +128,17 @@ def _check_pair(label: str, result: Any) -> tuple[Any, Any]:
         if not is_map_style(dataset):
             raise UsageError(
                 f"{label}: {name} split: expected a map-style dataset with a length and integer indexing"
-                f"{', or None for no validation' if name == 'validation' else ''}, got {type_name(dataset)}"
+                f"{', or None for no validation' if name == 'validation' else ''}, got {describe_type(dataset)}"
                 f"{_STREAM_ADVICE if isinstance(dataset, IterableDataset) else ''}"
             )
         if not len(dataset):
             raise UsageError(
-                f"{label}: the {name} split has no samples; return {_non_empty_advice(name == 'validation')}"
+                f"{label}: the {name} split has no samples; return {_format_empty_split_advice(name == 'validation')}"
             )
     return result[0], result[1]
 
 
-def _non_empty_advice(is_validation: bool) -> str:
+def _format_empty_split_advice(is_validation: bool) -> str:
     return f"at least one sample{', or None for no validation' if is_validation else ''}"
 
 
@@ -146,6 +150,8 @@ def _wrap_splits(label: str, dataset: DataSet) -> DataSet:
         if split is not None and not len(split):
             raise UsageError(
                 f"{label}: the {split_name} split has no samples; return "
-                f"{_non_empty_advice(split_name == 'validation')}"
+                f"{_format_empty_split_advice(split_name == 'validation')}"
             )
-    return replace(dataset, train=train, validation=validation, facts=_check_json(label, dict(dataset.facts)))
+    return replace(
+        dataset, train=train, validation=validation, facts=_check_json_serializable(label, dict(dataset.facts))
+    )

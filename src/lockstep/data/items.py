@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from lockstep.common.own_code import UserCode
 from lockstep.core import random
-from lockstep.core.batch import Batch, map_tensors, tensors_of
+from lockstep.core.batch import Batch, get_tensors, map_tensors
 from lockstep.data.base import Split
 from lockstep.data.collate import check_batch, stack_samples
-from lockstep.data.streams.sharded import Sharded
+from lockstep.data.streams.sharded import ShardedDataset
 from lockstep.errors import UsageError
 from lockstep.tasks.facts import check_pair
 
@@ -27,7 +27,7 @@ _PYTHON_GENERATOR: Final[Any] = python_random.seed.__self__  # type: ignore[attr
 
 
 @final
-class Items:
+class MapStyleSplit:
     """Wraps a map-style dataset for a custom training loop.
 
     Samples can be any objects that `collate` converts to a batch with samples along dim 0. Before each sample, the
@@ -37,11 +37,14 @@ class Items:
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
         # If the dataset is a stream, the digest of its shards and samples.
-        self.shards = dataset.digest if isinstance(dataset, Sharded) else None
-        self._label = label or (dataset.label if isinstance(dataset, Sharded) else f"dataset {type(dataset).__name__}")
+        self.stream_digest = dataset.digest if isinstance(dataset, ShardedDataset) else None
+        self._label = label or (
+            dataset.label if isinstance(dataset, ShardedDataset) else f"dataset {type(dataset).__name__}"
+        )
         if not is_map_style(dataset):
             raise UsageError(
-                f"{self._label}: expected a map-style dataset with a length and integer indexing; {_advice(dataset)}"
+                f"{self._label}: expected a map-style dataset with a length and integer indexing; "
+                f"{_format_dataset_advice(dataset)}"
             )
         self._dataset = dataset
         self._collate = collate or default_collate
@@ -54,13 +57,14 @@ class Items:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> Batch:
         """See Split."""
         if self._tensors is not None:
             positions = torch.from_numpy(indices)
             return [tensor.index_select(0, positions) for tensor in self._tensors]
         items = [
-            _fetch_item(f"{self._label}: sample {index}", self._dataset, index, draw) for index in indices.tolist()
+            _fetch_item(f"{self._label}: sample {index}", self._dataset, index, random_key)
+            for index in indices.tolist()
         ]
         with UserCode(f"{self._label}: collate"):
             batch = self._collate(items)
@@ -78,10 +82,10 @@ class ImportedSplit:
 
     in_memory: bool = False
 
-    def __init__(self, label: str, dataset: Any, names: Sequence[str], collate: Collate | None) -> None:
+    def __init__(self, label: str, dataset: Any, class_names: Sequence[str], collate: Collate | None) -> None:
         self._label = label
         self.dataset = dataset
-        self._names = names
+        self._class_names = class_names
         self._collate = collate
         self._length = _get_length(
             label, dataset
@@ -90,26 +94,28 @@ class ImportedSplit:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> Batch:
         """See Split."""
         if not len(indices):  # fetch a sample anyway, to return an empty batch with the same structure
-            return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
+            return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), random_key))
         numbers = indices.tolist()
-        samples = [_fetch_item(f"{self._label} sample {number}", self.dataset, number, draw) for number in numbers]
+        samples = [
+            _fetch_item(f"{self._label} sample {number}", self.dataset, number, random_key) for number in numbers
+        ]
         batch = _to_pair(
             stack_samples(self._label, samples, numbers)
             if self._collate is None
-            else self._call_collate(samples, numbers, draw)
+            else self._call_collate(samples, numbers, random_key)
         )
-        check_pair(self._label, batch, numbers, self._names)
+        check_pair(self._label, batch, numbers, self._class_names)
         return batch
 
-    def _call_collate(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
+    def _call_collate(self, samples: list[Any], sample_indices: list[int], random_key: int | None) -> Batch:
         assert self._collate is not None
         # A collate function may draw random numbers, for example for masked language modeling.
-        seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))
-        ellipsis = ", ..." if len(numbers) > 4 else ""
-        label = f"{self._label}: collate of samples {', '.join(map(str, numbers[:4]))}{ellipsis}"
+        seed_rngs(random.make_key(random.SAMPLE, random_key or 0, sample_indices[0], 1))
+        ellipsis = ", ..." if len(sample_indices) > 4 else ""
+        label = f"{self._label}: collate of samples {', '.join(map(str, sample_indices[:4]))}{ellipsis}"
         with UserCode(label):
             return check_batch(label, self._collate(samples), len(samples))
 
@@ -127,19 +133,19 @@ class CheckedSplit:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> Batch:
         """See Split."""
         with UserCode(f"{self._label}: fetch"):
-            return _to_pair(check_batch(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
+            return _to_pair(check_batch(f"{self._label}: fetch", self.split.fetch(indices, random_key), len(indices)))
 
 
-def seed_generators(key: int) -> None:
+def seed_rngs(key: int) -> None:
     """Seed the global RNGs of Python, NumPy and torch, which user code may use.
 
     This function doesn't call torch.manual_seed, because each call queues a callback until CUDA is initialized.
     """
     seed_python_and_numpy(key)
-    torch.default_generator.manual_seed(random.torch_seed(key))
+    torch.default_generator.manual_seed(random.make_torch_seed(key))
 
 
 def seed_python_and_numpy(key: int) -> None:
@@ -152,7 +158,7 @@ def seed_python_and_numpy(key: int) -> None:
 
 
 @contextmanager
-def preserve_generators() -> Iterator[None]:
+def preserve_rng_states() -> Iterator[None]:
     """Restore the global RNG states of Python, NumPy and torch when the `with` block exits."""
     python, numpy = python_random.getstate(), np.random.get_state()
     try:
@@ -169,7 +175,7 @@ def is_map_style(dataset: Any) -> bool:
     return indexed and not isinstance(dataset, IterableDataset | dict)
 
 
-def _advice(dataset: Any) -> str:
+def _format_dataset_advice(dataset: Any) -> str:
     if isinstance(dataset, DataLoader):
         return "pass loader.dataset"
     if isinstance(dataset, IterableDataset):
@@ -182,22 +188,23 @@ def _get_length(label: str, dataset: Any) -> int:
         return len(dataset)
 
 
-def _fetch_item(label: str, dataset: Any, index: int, draw: int | None) -> Any:
-    seed_generators(random.key(random.SAMPLE, draw or 0, index))
+def _fetch_item(label: str, dataset: Any, index: int, random_key: int | None) -> Any:
+    seed_rngs(random.make_key(random.SAMPLE, random_key or 0, index))
     with UserCode(label):
         return dataset[index]
 
 
-def _check_batch(label: str, batch: Batch, samples: int) -> None:
-    tensors: Sequence[torch.Tensor] = tensors_of(batch)
+def _check_batch(label: str, batch: Batch, num_samples: int) -> None:
+    tensors: Sequence[torch.Tensor] = get_tensors(batch)
     if not tensors:
         raise UsageError(f"{label}: collate returned a {type(batch).__name__} without tensors; return tensors")
-    mismatch = next((tensor for tensor in tensors if not tensor.ndim or len(tensor) != samples), None)
+    mismatch = next((tensor for tensor in tensors if not tensor.ndim or len(tensor) != num_samples), None)
     if mismatch is not None:
-        is_second_dim = mismatch.ndim > 1 and mismatch.shape[1] == samples
+        is_second_dim = mismatch.ndim > 1 and mismatch.shape[1] == num_samples
         raise UsageError(
-            f"{label}: collate returned a tensor of shape {list(mismatch.shape)} for {samples} samples; put samples "
-            f"along dim 0 of each tensor{', and use x = x.transpose(0, 1) in the loop' if is_second_dim else ''}"
+            f"{label}: collate returned a tensor of shape {list(mismatch.shape)} for {num_samples} samples; put "
+            "samples along dim 0 of each "
+            f"tensor{', and use x = x.transpose(0, 1) in the loop' if is_second_dim else ''}"
         )
 
 

@@ -27,11 +27,11 @@ from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, get_subrange
 from lockstep.core.several_losses import Weight
-from lockstep.core.shuffle import Order, shuffle
+from lockstep.core.shuffle import OrderFunction, make_shuffled_order
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import DeviceCopier, FinishCopy, prefetch
-from lockstep.data.weigh import BatchWeigher
-from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, os_error_as
+from lockstep.data.weigh import BatchWeighting
+from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, convert_os_error
 from lockstep.tasks.base import MicroBatch
 
 SINGLE_RANK: Final = DataRank()
@@ -44,24 +44,24 @@ class _StepPlan(NamedTuple):
     """A step, and the requests for the micro-batches of this rank. Steps are planned before they run."""
 
     step: Step
-    requests: "list[tuple[_Span, Request]]"
+    requests: "list[tuple[_MicroBatchSpan, Request]]"
 
 
-class _Span(NamedTuple):
+class _MicroBatchSpan(NamedTuple):
     """A micro-batch of a step: its index in the step, and the positions of its samples in the step."""
 
-    number: int
+    microbatch_index: int
     positions: range
-    dummy: bool  # whether the micro-batch belongs to another rank, so this rank doesn't count it
+    is_dummy: bool  # whether the micro-batch belongs to another rank, so this rank doesn't count it
 
 
 class _Transfer(NamedTuple):
     """A micro-batch that is being copied to the device, its weight, and the indices of its unreadable samples."""
 
-    span: _Span
-    skipped: list[int]
+    span: _MicroBatchSpan
+    skipped_indices: list[int]
     weight: Weight
-    arrival: FinishCopy
+    finish_copy: FinishCopy
 
 
 @final
@@ -78,33 +78,37 @@ class Loader:
 
     data: DataSet
     steps: Steps
-    microbatches: int
+    num_microbatches: int
     transforms: DeviceTransforms
     device: torch.device
     seed: int
     data_rank: DataRank = SINGLE_RANK
-    workers: int = 0
-    extra: Callable[[Step], int | None] | None = None
-    weigh: BatchWeigher | None = None
-    order: Callable[[int], Order] | None = None  # returns the sample order of an epoch; defaults to a seeded shuffle
+    num_workers: int = 0
+    select_dummy: Callable[[Step], int | None] | None = None
+    weighting: BatchWeighting | None = None
+    order: Callable[[int], OrderFunction] | None = (
+        None  # returns the sample order of an epoch; defaults to a seeded shuffle
+    )
     devices: Sequence[torch.device] = ()  # assigned to micro-batches round-robin; defaults to `device` for all
 
     def __post_init__(self) -> None:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
         self._copies = DeviceCopier(self.device)
         self._training_copies = [DeviceCopier(device) for device in self.devices] or [self._copies]
-        self._skipped = self.data.skipped if self.data_rank.primary else None
+        self._skipped = self.data.skipped if self.data_rank.counts_microbatches else None
         self._rank_spans = cache(self._compute_rank_spans)
         # Cache the sample orders of two epochs, because loader processes can be one epoch ahead.
-        self._order = lru_cache(2)(self.order or (lambda epoch: shuffle(self.seed, epoch, len(self.data.train))))
+        self._order = lru_cache(2)(
+            self.order or (lambda epoch: make_shuffled_order(self.seed, epoch, len(self.data.train)))
+        )
 
-    def iterate_steps(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
-        """Yield the steps from step `first` on, each with the micro-batches of this rank."""
-        requests = (request for plan in self._iterate_plans(first) for _, request in plan.requests)
-        with _open_fetcher(self.data.train, requests, self.workers, self.device) as fetch:
+    def iterate_steps(self, first_step: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
+        """Yield the steps from step `first_step` on, each with the micro-batches of this rank."""
+        requests = (request for plan in self._iterate_plans(first_step) for _, request in plan.requests)
+        with _open_fetcher(self.data.train, requests, self.num_workers, self.device) as fetch:
             copied = (
                 (plan.step, [self._start_transfer(span, request, fetch(request)) for span, request in plan.requests])
-                for plan in self._iterate_plans(first)
+                for plan in self._iterate_plans(first_step)
             )
             for step, transfers in prefetch(copied, self._copies.steps_ahead):
                 yield (
@@ -114,17 +118,19 @@ class Loader:
 
     def fetch_microbatch(self, step: Step, index: int) -> MicroBatch:
         """Fetch micro-batch `index` of `step` as a dummy. Doesn't use a loader process."""
-        [(span, request)] = self._plan_requests([(step, [self._make_span(step.samples, index, dummy=True)])])[
+        [(span, request)] = self._plan_requests([(step, [self._make_span(step.samples, index, is_dummy=True)])])[
             0
         ].requests
         return self._finish_transfer(step, self._start_transfer(span, request, self.data.train.fetch(*request)))
 
     def get_sample_indices(self, step: Step) -> list[list[int]]:
         """Return the sample indices of each micro-batch of a step."""
-        spans = [self._make_span(step.samples, index, False) for index in range(min(self.microbatches, step.samples))]
+        spans = [
+            self._make_span(step.samples, index, False) for index in range(min(self.num_microbatches, step.samples))
+        ]
         return [request.indices.tolist() for _, request in self._plan_requests([(step, spans)])[0].requests]
 
-    def iterate_validation_batches(self, batch: int) -> Iterator[tuple[int | None, Batch, Weight]]:
+    def iterate_validation_batches(self, batch_size: int) -> Iterator[tuple[int | None, Batch, Weight]]:
         """Yield the validation batches of this rank as (number, batch, weight) tuples.
 
         Batch j contains `batch_size` samples from sample j * batch_size on. The last batch may be smaller. The number
@@ -137,89 +143,99 @@ class Loader:
         split = self.data.validation
         assert split is not None
         length = len(split)
-        numbers = self.data_rank.get_evaluation_batches(self.count_validation_batches(batch))
-        firsts = [(number or 0) * batch for number in numbers]
-        requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
-        with _open_fetcher(split, requests, self.workers, self.device) as fetch:
+        numbers = self.data_rank.get_evaluation_batches(self.count_validation_batches(batch_size))
+        firsts = [(number or 0) * batch_size for number in numbers]
+        requests = [Request(np.arange(first, min(first + batch_size, length)), None) for first in firsts]
+        with _open_fetcher(split, requests, self.num_workers, self.device) as fetch:
             copied = (self._start_evaluation_transfer(request, fetch(request)) for request in requests)
             transfers = prefetch(copied, self._copies.steps_ahead)
             for number, (weight, arrival) in zip(numbers, transfers, strict=True):
                 yield (
-                    number if self.data_rank.first else None,
+                    number if self.data_rank.reports_results else None,
                     self.transforms.transform_evaluation_batch(arrival()),
                     weight,
                 )
 
-    def count_validation_batches(self, batch: int) -> int:
+    def count_validation_batches(self, batch_size: int) -> int:
         """Return the total number of validation batches across all ranks."""
-        return 0 if self.data.validation is None else math.ceil(len(self.data.validation) / batch)
+        return 0 if self.data.validation is None else math.ceil(len(self.data.validation) / batch_size)
 
-    def _iterate_plans(self, first: int) -> Iterator[_StepPlan]:
-        """Yield the plan of each step from step `first` on.
+    def _iterate_plans(self, first_step: int) -> Iterator[_StepPlan]:
+        """Yield the plan of each step from step `first_step` on.
 
         For speed, several steps of an epoch are planned at once.
         """
-        while first < self.steps.total:
-            remaining = self.steps.per_epoch - first % self.steps.per_epoch
+        while first_step < self.steps.total:
+            remaining = self.steps.per_epoch - first_step % self.steps.per_epoch
             count = min(remaining, _PLAN_LIMITS[0], max(1, _PLAN_LIMITS[1] // self.steps.batch))
-            block = range(first, min(first + count, self.steps.total))
+            block = range(first_step, min(first_step + count, self.steps.total))
             yield from self._plan_requests([self._compute_step_spans(self.steps[number]) for number in block])
-            first = block.stop
+            first_step = block.stop
 
-    def _compute_step_spans(self, step: Step) -> tuple[Step, list[_Span]]:
-        share, extra = self._rank_spans(step.samples), self.extra and self.extra(step)
-        return step, share if extra is None else [self._make_span(step.samples, extra, dummy=True), *share]
+    def _compute_step_spans(self, step: Step) -> tuple[Step, list[_MicroBatchSpan]]:
+        share, extra = self._rank_spans(step.samples), self.select_dummy and self.select_dummy(step)
+        return step, share if extra is None else [self._make_span(step.samples, extra, is_dummy=True), *share]
 
-    def _plan_requests(self, block: Sequence[tuple[Step, Sequence[_Span]]]) -> list[_StepPlan]:
-        """Return a plan for each step in `block`.
+    def _plan_requests(self, step_spans: Sequence[tuple[Step, Sequence[_MicroBatchSpan]]]) -> list[_StepPlan]:
+        """Return a plan for each step in `step_spans`.
 
         All steps must be in the same epoch, because their sample indices are computed in a single vectorized call.
         """
-        epoch = block[0][0].epoch
-        draw = random.key(random.AUGMENT, self.seed, epoch)
-        ranges = [(step.first + span.positions.start, len(span.positions)) for step, spans in block for span in spans]
+        epoch = step_spans[0][0].epoch
+        random_key = random.make_key(random.AUGMENT, self.seed, epoch)
+        ranges = [
+            (step.first + span.positions.start, len(span.positions)) for step, spans in step_spans for span in spans
+        ]
         positions = np.concatenate([np.arange(first, first + count) for first, count in ranges] or [np.arange(0)])
         samples = self._order(epoch)(positions)
         ends = accumulate((count for _, count in ranges), initial=0)
-        requests = iter([Request(samples[start:end], draw) for start, end in pairwise(ends)])
-        return [_StepPlan(step, [(span, next(requests)) for span in spans]) for step, spans in block]
+        requests = iter([Request(samples[start:end], random_key) for start, end in pairwise(ends)])
+        return [_StepPlan(step, [(span, next(requests)) for span in spans]) for step, spans in step_spans]
 
-    def _compute_rank_spans(self, samples: int) -> list[_Span]:
-        """Return the micro-batches that this rank computes in a step with `samples` samples."""
-        indices = self.data_rank.indices(min(self.microbatches, samples))
-        return [self._make_span(samples, index, dummy) for index, dummy in indices]
+    def _compute_rank_spans(self, num_samples: int) -> list[_MicroBatchSpan]:
+        """Return the micro-batches that this rank computes in a step with `num_samples` samples."""
+        indices = self.data_rank.get_microbatches(min(self.num_microbatches, num_samples))
+        return [self._make_span(num_samples, index, dummy) for index, dummy in indices]
 
-    def _make_span(self, samples: int, index: int, dummy: bool) -> _Span:
-        return _Span(index, get_subrange(samples, min(self.microbatches, samples), index), dummy)
+    def _make_span(self, num_samples: int, microbatch_index: int, is_dummy: bool) -> _MicroBatchSpan:
+        return _MicroBatchSpan(
+            microbatch_index,
+            get_subrange(num_samples, min(self.num_microbatches, num_samples), microbatch_index),
+            is_dummy,
+        )
 
-    def _start_transfer(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
-        skipped = [] if span.dummy or self._skipped is None else self._find_unreadable_samples(request, batch)
-        copies = self._training_copies[span.number % len(self._training_copies)]
-        arrival = copies.start(self.transforms.prepare(batch, request))
+    def _start_transfer(self, span: _MicroBatchSpan, request: Request, batch: Batch) -> _Transfer:
+        skipped = [] if span.is_dummy or self._skipped is None else self._find_unreadable_samples(request, batch)
+        copies = self._training_copies[span.microbatch_index % len(self._training_copies)]
+        arrival = copies.start_copy(self.transforms.prepare(batch, request))
         return _Transfer(span, skipped, self._compute_weight(request, batch), arrival)
 
     def _start_evaluation_transfer(self, request: Request, batch: Batch) -> tuple[Weight, FinishCopy]:
         self.unreadable[1].update(self._find_unreadable_samples(request, batch))
-        return self._compute_weight(request, batch), self._copies.start(batch)
+        return self._compute_weight(request, batch), self._copies.start_copy(batch)
 
     def _find_unreadable_samples(self, request: Request, batch: Batch) -> list[int]:
         numbers: list[int] = [] if self._skipped is None else request.indices[self._skipped(batch).numpy()].tolist()
         return numbers
 
     def _compute_weight(self, request: Request, batch: Batch) -> Weight:
-        return len(request.indices) if self.weigh is None else self.weigh.compute_weight(batch)
+        return len(request.indices) if self.weighting is None else self.weighting.compute_weight(batch)
 
     def _add_step_weight(self, step: Step, transfers: Sequence[_Transfer]) -> Step:
         """Return the step with its total weight across all ranks. All ranks must call this before the forward pass."""
-        if self.weigh is None:
+        if self.weighting is None:
             return step
-        own_weights = [transfer.weight for transfer in transfers if self.data_rank.primary and not transfer.span.dummy]
-        return self.weigh.add_total_weight(step, own_weights)
+        own_weights = [
+            transfer.weight
+            for transfer in transfers
+            if self.data_rank.counts_microbatches and not transfer.span.is_dummy
+        ]
+        return self.weighting.add_total_weight(step, own_weights)
 
     def _finish_transfer(self, step: Step, transfer: _Transfer) -> MicroBatch:
-        self.unreadable[0].update(transfer.skipped)
+        self.unreadable[0].update(transfer.skipped_indices)
         number, positions, dummy = transfer.span
-        batch = self.transforms.transform_training_batch(transfer.arrival(), step.number, number)
+        batch = self.transforms.transform_training_batch(transfer.finish_copy(), step.number, number)
         if isinstance(transfer.weight, int):
             return MicroBatch(number, batch, len(positions), transfer.weight, dummy)
         total = sum(transfer.weight.values())
@@ -228,25 +244,25 @@ class Loader:
 
 @contextmanager
 def _open_fetcher(
-    split: Split, requests: Iterable[Request], workers: int, device: torch.device
+    split: Split, requests: Iterable[Request], num_workers: int, device: torch.device
 ) -> Iterator[Callable[[Request], Batch]]:
     """Yield a function that fetches the batch for a request. Call it once for each of `requests`, in order.
 
-    Loader processes are only started if the split isn't in memory and `workers` isn't 0. They exit when the `with`
+    Loader processes are only started if the split isn't in memory and `num_workers` isn't 0. They exit when the `with`
     block exits.
     """
-    if split.in_memory or not workers:
+    if split.in_memory or not num_workers:
         yield lambda request: split.fetch(*request)
         return
     advice = f"; make sure that /dev/shm is writable, {_SHM_ADVICE}"
     # Check this first, because the destructor of torch's DataLoader iterator raises if its constructor failed.
-    with os_error_as(PreflightError, "placement.workers: cannot start loader processes", advice):
+    with convert_os_error(PreflightError, "placement.workers: cannot start loader processes", advice):
         multiprocessing.get_context("fork").Lock()
     loader: DataLoader[Any] = DataLoader(
         _RequestDataset(split),
         batch_size=None,
         sampler=requests,
-        num_workers=workers,
+        num_workers=num_workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=_init_worker,
         generator=torch.Generator(),  # otherwise, DataLoader draws the seed of its workers from the global RNG

@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from lockstep.common.type_name import type_name
+from lockstep.common.type_name import describe_type
 from lockstep.core import random
 from lockstep.core.batch import Batch, leaves_with_paths, map_with_paths
-from lockstep.core.shuffle import shuffle
+from lockstep.core.shuffle import make_shuffled_order
 from lockstep.data.base import DataSet, Split
 from lockstep.data.options import Count, Text, build_options, find_option_errors
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data as open_source
-from lockstep.errors import UsageError, error_as
+from lockstep.errors import UsageError, convert_error
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     )
 
 
-def split_by_weight(samples: int, weights: Sequence[float]) -> list[int]:
+def split_by_weight(num_samples: int, weights: Sequence[float]) -> list[int]:
     """Divide a number of samples in proportion to positive weights. Return integers, which sum to `num_samples`."""
     sums = [*accumulate(weights)]  # not sum(), which adds floats differently from Python 3.12 on
-    ends = [round(samples * end / sums[-1]) for end in sums]
+    ends = [round(num_samples * end / sums[-1]) for end in sums]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -100,34 +100,37 @@ def split_by_weight(samples: int, weights: Sequence[float]) -> list[int]:
 class Mixture:
     """A split that concatenates sources, with a fixed number of samples from each. The loader shuffles the samples.
 
-    `counts` contains the number of samples per epoch for each source. If a source has more samples, each training epoch
-    selects random samples without replacement. If a source has fewer samples, each epoch repeats the full source as
-    often as it fits, and selects the remaining samples at random. The selection depends only on `draw`.
+    `sample_counts` contains the number of samples per epoch for each source. If a source has more samples, each
+    training epoch selects random samples without replacement. If a source has fewer samples, each epoch repeats the
+    full source as often as it fits, and selects the remaining samples at random. The selection depends only on
+    `random_key`.
     """
 
-    def __init__(self, sources: Sequence[Split], counts: Sequence[int]) -> None:
+    def __init__(self, sources: Sequence[Split], sample_counts: Sequence[int]) -> None:
         self.in_memory = all(source.in_memory for source in sources)
         self.sources = sources
-        self._ends = np.cumsum(counts)
+        self._ends = np.cumsum(sample_counts)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def get_source_index(self, number: int) -> int:
+    def get_source_index(self, index: int) -> int:
         """Return the index of the source of a sample."""
-        return int(np.searchsorted(self._ends, number, side="right"))
+        return int(np.searchsorted(self._ends, index, side="right"))
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> Batch:
         """See Split."""
-        batches, positions = zip(*self._fetch_sources(indices, draw), strict=True)
+        batches, positions = zip(*self._fetch_sources(indices, random_key), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(positions)))
         columns = [dict(leaves_with_paths(batch)) for batch in batches]
         problem = "dataset mixture: cannot combine samples of its sources in one batch"
         advice = "; use sources whose samples have the same structure and shapes"
-        with error_as(UsageError, (RuntimeError, KeyError, TypeError), problem, advice):
+        with convert_error(UsageError, (RuntimeError, KeyError, TypeError), problem, advice):
             return map_with_paths(lambda path, _: torch.cat([column[path] for column in columns])[order], batches[0])
 
-    def _fetch_sources(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+    def _fetch_sources(
+        self, indices: NDArray[np.int64], random_key: int | None
+    ) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
         """Yield the samples from each repetition of a source, with their positions in the batch."""
         numbers = np.searchsorted(self._ends, indices, side="right")
         offsets = indices - np.concatenate([[0], self._ends])[numbers]
@@ -136,12 +139,14 @@ class Mixture:
             [positions] = np.nonzero((numbers == number) & (rounds == round_number))
             source = self.sources[number]
             rows = offsets[positions] - round_number * len(source)
-            if draw is None:
+            if random_key is None:
                 yield source.fetch(rows, None), positions
                 continue
-            key = random.extend_key(draw, number)
+            key = random.extend_key(random_key, number)
             yield (
-                source.fetch(shuffle(key, round_number, len(source))(rows), random.extend_key(key, round_number)),
+                source.fetch(
+                    make_shuffled_order(key, round_number, len(source))(rows), random.extend_key(key, round_number)
+                ),
                 positions,
             )
 
@@ -158,11 +163,11 @@ def iterate_sources(split: Split) -> Iterator[Split]:
 def _get_leaf_dtypes(split: Split) -> dict[str, str]:
     """Return the dtype of each tensor in a sample, or the type of any other value, by path."""
     leaves = leaves_with_paths(split.fetch(np.array([0]), None))
-    return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type_name(leaf) for path, leaf in leaves}
+    return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else describe_type(leaf) for path, leaf in leaves}
 
 
-def _check_sources_match(descriptions: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
-    (first_label, (facts, dtypes)), *rest = descriptions.items()
+def _check_sources_match(info_and_dtypes: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
+    (first_label, (facts, dtypes)), *rest = info_and_dtypes.items()
     for label, (other_facts, other_dtypes) in rest:
         differences = sorted(key for key in {**facts, **other_facts} if facts.get(key) != other_facts.get(key))
         if not differences and dtypes != other_dtypes:
@@ -183,7 +188,7 @@ def _open_source(request: DataRequest, label: str, source: _Source) -> DataSet:
             f"not change the size of samples; combine the files in a single {source.name} dataset"
         )
     label_prefix = f"dataset mixture: recipe.data.options.of.{label}"
-    with error_as(UsageError, UsageError, label_prefix):
+    with convert_error(UsageError, UsageError, label_prefix):
         dataset = open_source(source_request)
     if not len(dataset.train):
         raise UsageError(f"{label_prefix}: has no training samples; remove it")

@@ -1,14 +1,14 @@
-"""The MNIST-1D dataset: signals of 40 values in ten classes, one per digit. Its authors' package generates them."""
+"""The MNIST-1D dataset: signals of 40 values of ten kinds, one per digit. Its authors' package generates them."""
 
 import torch
 
 from lockstep.common.importing import import_extra
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
-from lockstep.data.items import preserve_generators
+from lockstep.data.items import preserve_rng_states
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
-from lockstep.tasks.facts import make_dataset_properties
+from lockstep.tasks.facts import make_dataset_info
 
 Options = NoOptions
 
@@ -16,11 +16,11 @@ Options = NoOptions
 def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """Return the package's default dataset: 4,000 training and 1,000 validation signals, float32 of shape [40]."""
     package = import_extra("mnist1d.data", "mnist1d", "dataset mnist1d")
-    with preserve_generators():
+    with preserve_rng_states():
         arrays = package.make_dataset(package.get_dataset_args())
     # In float32, the signals are identical to the published file. In float64, their last bits depend on the machine.
     train, validation = (
         TensorSplit(torch.from_numpy(arrays[f"x{suffix}"]).float(), torch.from_numpy(arrays[f"y{suffix}"]).long())
         for suffix in ("", "_test")
     )
-    return DataSet(train, validation, make_dataset_properties([str(digit) for digit in range(10)], [40]))
+    return DataSet(train, validation, make_dataset_info([str(digit) for digit in range(10)], [40]))

@@ -15,7 +15,7 @@ _MAX_COUNT: Final = 10**12
 _STRICT: Final = ConfigDict(strict=True)
 
 Count = Annotated[int, Field(ge=1, le=_MAX_COUNT, description="an integer of at least 1")]
-Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and less than 1, such as 0.1")]
+Fraction = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and less than 1, such as 0.1")]
 Text = Annotated[str, Field(max_length=4000, description="a string")]
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(description="a list of names")]
 

@@ -10,33 +10,33 @@ from numpy.typing import NDArray
 
 from lockstep.core import random
 
-_SPLIT_KEY: Final = random.key(random.SPLIT)
+_SPLIT_KEY: Final = random.make_key(random.SPLIT)
 
 
-def is_in_share(name: str, share: float) -> bool:
+def is_held_out(name: str, fraction: float) -> bool:
     """Return whether a sample is selected for validation. Each name is selected with probability `fraction`.
 
     The result depends only on the name and the fraction, so it doesn't change if other samples are added or removed.
     """
-    return _hash_name(name) < share * 2**64
+    return _hash_name(name) < fraction * 2**64
 
 
-def select_share(names: Sequence[str], share: float) -> list[str]:
+def select_held_out(names: Sequence[str], fraction: float) -> list[str]:
     """Return the `fraction * len(names)` names with the lowest hashes, where the number of names is rounded.
 
     Unless the fraction is 0 or there is only one name, at least one name is selected and at least one is left. If names
     are added later, the selection changes as little as possible.
     """
-    count = min(max(round(share * len(names)), 1), len(names) - 1) if share else 0
+    count = min(max(round(fraction * len(names)), 1), len(names) - 1) if fraction else 0
     return sorted(names, key=_hash_name)[:count]
 
 
-def rows_in_share(rows: int, share: float) -> NDArray[np.bool_]:
+def make_held_out_mask(num_rows: int, fraction: float) -> NDArray[np.bool_]:
     """Return a bool mask of shape [num_rows], in which each row is selected with probability `fraction`.
 
     The selection is deterministic. Appending rows doesn't change the mask of the existing rows.
     """
-    return random.uniform(_SPLIT_KEY, np.arange(rows), 1)[:, 0] < share
+    return random.draw_uniform(_SPLIT_KEY, np.arange(num_rows), 1)[:, 0] < fraction
 
 
 def _hash_name(name: str) -> int:

@@ -20,7 +20,7 @@ class SourceInfo(NamedTuple):
     """The module of a dataset in lockstep.data, and the number of training samples if it is fixed."""
 
     module: str
-    training_samples: int | None = None
+    num_training_samples: int | None = None
 
 
 SOURCES: Final[Mapping[str, SourceInfo]] = {
@@ -73,7 +73,7 @@ def count_training_samples(name: str, root: str, options: Mapping[str, Any]) -> 
             with suppress(UsageError):
                 return len(scan_folder(root, *shares).train)
         return None
-    return None if ":" in name else _get_source_info(name).training_samples
+    return None if ":" in name else _get_source_info(name).num_training_samples
 
 
 def open_data(request: DataRequest) -> DataSet:
@@ -81,7 +81,7 @@ def open_data(request: DataRequest) -> DataSet:
     if ":" in request.name:
         from lockstep.data.imported import import_dataset
 
-        _raise_problems(request.name, list(find_unsupported_keys(request)))
+        _raise_on_problems(request.name, list(find_unsupported_keys(request)))
         return import_dataset(request.name, request.options, request.collate)
 
     from lockstep.data.options import build_options, find_option_errors
@@ -91,7 +91,7 @@ def open_data(request: DataRequest) -> DataSet:
         f"collate: {request.collate} is only supported by your own datasets and by {_COLLATE_DATASET}; remove it"
     ]
     collate = problems if request.collate and request.name != _COLLATE_DATASET else []
-    _raise_problems(
+    _raise_on_problems(
         request.name, [*collate, *find_unsupported_keys(request), *find_option_errors(source.Options, request.options)]
     )
     return source.open_data(request, build_options(source.Options, request.options))
@@ -111,6 +111,6 @@ def _get_source_info(name: str) -> SourceInfo:
     return SOURCES[name]
 
 
-def _raise_problems(name: str, problems: list[str]) -> None:
+def _raise_on_problems(dataset_name: str, problems: list[str]) -> None:
     if problems:
-        raise UsageError("\n".join(f"dataset {name}: recipe.data.{problem}" for problem in problems))
+        raise UsageError("\n".join(f"dataset {dataset_name}: recipe.data.{problem}" for problem in problems))

@@ -12,7 +12,7 @@ from typing import Final, final
 
 from lockstep.core.batch import Batch
 from lockstep.core.order import Step
-from lockstep.core.several_losses import Weight, describe_names, loss_names
+from lockstep.core.several_losses import Weight, describe_names, get_loss_names
 from lockstep.errors import UsageError
 
 _SINGLE: Final = "a single integer"
@@ -21,7 +21,7 @@ _NO_NAMES: Final = "-"  # sent instead of names if the batches have a single wei
 
 @final
 @dataclass(eq=False)
-class BatchWeigher:
+class BatchWeighting:
     """Computes the weights of batches and steps, for tasks that don't weight batches by their number of samples.
 
     - `compute_batch_weight`: Returns the weight of a batch, or a weight for each of several named losses, sorted by
@@ -31,24 +31,24 @@ class BatchWeigher:
     - `name`: The name of the weight function for error messages.
     """
 
-    weigh_batch: Callable[[Batch], Weight]
+    compute_batch_weight: Callable[[Batch], Weight]
     all_reduce: Callable[[Sequence[int]], list[int]]
     all_gather_text: Callable[[str], list[str]]
     name: str = "weight"
-    _first: list[tuple[str, ...] | None] = field(default_factory=list)  # names in the first batch of this rank
-    _agreed: tuple[str, ...] | None = None  # names on all ranks, once they have been gathered
+    _first_names: list[tuple[str, ...] | None] = field(default_factory=list)  # names in the first batch of this rank
+    _agreed_names: tuple[str, ...] | None = None  # names on all ranks, once they have been gathered
 
     def compute_weight(self, batch: Batch) -> Weight:
         """Return the weight of a batch. Raises UsageError if the loss names differ from those of the first batch."""
-        weight = self.weigh_batch(batch)
-        names = loss_names(weight)
-        if not self._first:
-            self._first.append(names)
-        if names != self._first[0]:
+        weight = self.compute_batch_weight(batch)
+        names = get_loss_names(weight)
+        if not self._first_names:
+            self._first_names.append(names)
+        if names != self._first_names[0]:
             raise UsageError(
                 f"{self.name}: returned {describe_names(names, _SINGLE)} for a batch, but "
-                f"{describe_names(self._first[0], _SINGLE)} for the first one; return the same names for each batch, "
-                f"with weight 0 for a loss without items"
+                f"{describe_names(self._first_names[0], _SINGLE)} for the first one; return the same names for each "
+                "batch, with weight 0 for a loss without items"
             )
         return weight
 
@@ -58,21 +58,27 @@ class BatchWeigher:
         `weights` contains the weights of the micro-batches that this rank counts. Raises UsageError if the ranks have
         different loss names.
         """
-        if self._agreed is None:
-            has_names = bool(self._first) and self._first[0] is not None
+        if self._agreed_names is None:
+            has_names = bool(self._first_names) and self._first_names[0] is not None
             single = 0 if has_names else sum(weight for weight in weights if isinstance(weight, int))
             total, named_ranks = self.all_reduce([single, has_names])
             if not named_ranks:
-                return step._replace(counted=total)
-            self._agreed = self._gather_names()
-        rows = [[weight[name] for name in self._agreed] for weight in weights if isinstance(weight, Mapping)]
-        totals = self.all_reduce([sum(column) for column in zip(*rows, strict=True)] or [0] * len(self._agreed))
-        by_name = dict(zip(self._agreed, totals, strict=True))
-        return step._replace(counted=sum(totals), weights=by_name)
+                return step._replace(total_weight=total)
+            self._agreed_names = self._gather_names()
+        rows = [[weight[name] for name in self._agreed_names] for weight in weights if isinstance(weight, Mapping)]
+        totals = self.all_reduce([sum(column) for column in zip(*rows, strict=True)] or [0] * len(self._agreed_names))
+        by_name = dict(zip(self._agreed_names, totals, strict=True))
+        return step._replace(total_weight=sum(totals), weights=by_name)
 
     def _gather_names(self) -> tuple[str, ...]:
         """Gather the loss names, which must be the same on all ranks. All ranks must call this method."""
-        own_text = "" if not self._first else _NO_NAMES if self._first[0] is None else ",".join(self._first[0])
+        own_text = (
+            ""
+            if not self._first_names
+            else _NO_NAMES
+            if self._first_names[0] is None
+            else ",".join(self._first_names[0])
+        )
         names = {
             rank: None if text == _NO_NAMES else tuple(text.split(","))
             for rank, text in enumerate(self.all_gather_text(own_text))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 # Like the standard library, these packages aren't searched. They are dependencies of torch and Lockstep, and don't
 # cache tensors of a model. Searching a package that is missing from this list only takes milliseconds.
-_LIBRARIES: Final = frozenset(
+_SKIPPED_PACKAGES: Final = frozenset(
     [
         *("PIL", "accelerate", "anyio", "boto3", "botocore", "charset_normalizer", "click", "cryptography", "cuda"),
         *("datasets", "fsspec", "functorch", "google", "grpc", "h11", "httpcore", "httpx", "huggingface_hub"),
@@ -35,34 +35,34 @@ _CONTAINER_TYPES: Final = frozenset(
 )
 _MAX_DEPTH: Final = 6  # maximum nesting depth of the search
 
-Tensors = Mapping[int, Tensor]  # by id, which is unique because the mapping keeps the tensors alive
+TensorsById = Mapping[int, Tensor]  # by id, which is unique because the mapping keeps the tensors alive
 
 
 @contextmanager
 def drop_new_tensors() -> Iterator[None]:
     """On exit, drop the tensors that code in the `with` block added to module-level caches.
 
-    Searches modules and their classes, the defaults and closures of functions, and nested containers. Clears each
+    Searches modules and their types, the defaults and closures of functions, and nested containers. Clears each
     `lru_cache` that holds a new tensor. If a variable was rebound to a new tensor, its old value is restored.
     """
     before = {id(tensor): tensor for tensor in _find_all_tensors()}
-    variables = {id(owner): dict(namespace) for owner, namespace in _namespaces()}
+    variables = {id(owner): dict(namespace) for owner, namespace in _iterate_namespaces()}
     try:
         yield
     finally:
         if any(id(tensor) not in before for tensor in _find_all_tensors()):
-            _drop_new(before, variables)
+            _drop_new_tensors(before, variables)
 
 
 def _find_all_tensors() -> list[Tensor]:
-    return _find_tensors(value for _, namespace in _namespaces() for value in [*namespace.values()])
+    return _find_tensors(value for _, namespace in _iterate_namespaces() for value in [*namespace.values()])
 
 
-def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
+def _iterate_namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield each module and class of user code and third-party packages, with its variables by name."""
     for name, module in [*sys.modules.items()]:
         package = name.partition(".")[0]
-        if package in _LIBRARIES or (package in sys.stdlib_module_names and package != "__main__"):
+        if package in _SKIPPED_PACKAGES or (package in sys.stdlib_module_names and package != "__main__"):
             continue
         if not isinstance(module, ModuleType):
             continue
@@ -102,11 +102,11 @@ def _get_contents(value: Any) -> list[Any]:
     if isinstance(value, staticmethod | classmethod):
         return [value.__func__]
     if isinstance(value, FunctionType):
-        return [vars(value), *(value.__defaults__ or ()), value.__kwdefaults__, *_closure_values(value)]
+        return [vars(value), *(value.__defaults__ or ()), value.__kwdefaults__, *_iterate_closure_values(value)]
     return []
 
 
-def _closure_values(function: FunctionType) -> Iterator[Any]:
+def _iterate_closure_values(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -114,43 +114,43 @@ def _closure_values(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def _drop_new(previous: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
+def _drop_new_tensors(previous_tensors: TensorsById, previous_variables: Mapping[int, dict[str, Any]]) -> None:
     visited: set[int] = set()
-    for owner, namespace in _namespaces():
-        old_variables = variables.get(id(owner), {})
+    for owner, namespace in _iterate_namespaces():
+        old_variables = previous_variables.get(id(owner), {})
         for name, value in [*namespace.items()]:
-            if isinstance(value, Tensor) and id(value) not in previous and name in old_variables:
+            if isinstance(value, Tensor) and id(value) not in previous_tensors and name in old_variables:
                 setattr(owner, name, old_variables[name])
-            elif isinstance(value, Tensor) and id(value) not in previous:
+            elif isinstance(value, Tensor) and id(value) not in previous_tensors:
                 delattr(owner, name)
             else:
-                _drop_nested(value, previous, _MAX_DEPTH, visited)
+                _drop_nested_new_tensors(value, previous_tensors, _MAX_DEPTH, visited)
 
 
-def _drop_nested(value: Any, previous: Tensors, depth: int, visited: set[int]) -> None:
-    if not depth or type(value) not in _CONTAINER_TYPES or id(value) in visited:
+def _drop_nested_new_tensors(value: Any, previous_tensors: TensorsById, max_depth: int, visited_ids: set[int]) -> None:
+    if not max_depth or type(value) not in _CONTAINER_TYPES or id(value) in visited_ids:
         return
-    visited.add(id(value))
+    visited_ids.add(id(value))
     if isinstance(value, _lru_cache_wrapper):
-        if _holds_new(value, previous):
+        if _holds_new_tensor(value, previous_tensors):
             value.cache_clear()
     elif type(value) in _MAPPINGS:
-        for key in [key for key, item in value.items() if _is_new(item, previous)]:
+        for key in [key for key, item in value.items() if _is_new_entry(item, previous_tensors)]:
             del value[key]
     elif type(value) is list:
-        value[:] = [item for item in value if not _is_new(item, previous)]
+        value[:] = [item for item in value if not _is_new_entry(item, previous_tensors)]
     elif type(value) is set:
-        value -= {item for item in value if _is_new(item, previous)}
+        value -= {item for item in value if _is_new_entry(item, previous_tensors)}
     for item in _get_contents(value):
-        _drop_nested(item, previous, depth - 1, visited)
+        _drop_nested_new_tensors(item, previous_tensors, max_depth - 1, visited_ids)
 
 
-def _is_new(value: Any, previous: Tensors) -> bool:
+def _is_new_entry(value: Any, previous: TensorsById) -> bool:
     """Return whether `value` is a new tensor, or an immutable container that holds one."""
     if type(value) in (tuple, frozenset):
-        return _holds_new(value, previous)
+        return _holds_new_tensor(value, previous)
     return isinstance(value, Tensor) and id(value) not in previous
 
 
-def _holds_new(value: Any, previous: Tensors) -> bool:
-    return any(id(tensor) not in previous for tensor in _find_tensors([value]))
+def _holds_new_tensor(value: Any, previous_tensors: TensorsById) -> bool:
+    return any(id(tensor) not in previous_tensors for tensor in _find_tensors([value]))

@@ -29,7 +29,7 @@ _SLOWDOWN_REASONS: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Card:
+class NvmlDevice:
     """A GPU as reported by NVML. `bus` is its PCI address in sysfs format.
 
     Fields are None if the GPU or its driver doesn't report them.
@@ -55,7 +55,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Driver:
+class NvmlResult:
     """The result of querying NVML. If the query failed, `problem` is the error.
 
     `cuda` is the newest CUDA version that the driver supports.
@@ -63,12 +63,12 @@ class Driver:
 
     version: str = ""
     cuda: str = ""
-    cards: tuple[Card, ...] = ()
+    cards: tuple[NvmlDevice, ...] = ()
     problem: str = ""
 
 
 @dataclass(frozen=True)
-class Device:
+class CudaDevice:
     """A CUDA device as reported by torch. It can access the memory of the devices `peer_devices` directly."""
 
     name: str
@@ -79,63 +79,64 @@ class Device:
 
 
 @dataclass(frozen=True)
-class GpuFacts:
+class GpuInfo:
     """The results of all GPU queries on this host.
 
     - `kernel`: the version line of the kernel driver, or "" if no driver is loaded.
-    - `libraries`: the versions of torch, CUDA, cuDNN and NCCL, or None for libraries that torch is built without.
+    - `libraries`: the versions of torch, CUDA, cuDNN and NCCL, or None for libraries that torch is built
+      without.
     - `files`: whether the current user can open each device file of the driver.
     - `library`: the error that loading libcuda raised, or "".
     - `visible`: the value of CUDA_VISIBLE_DEVICES, or None if it isn't set.
     - `cuda_error`: the error that torch raised when it initialized CUDA, or "".
     """
 
-    driver: Driver
+    driver: NvmlResult
     libraries: Mapping[str, str | None]
     kernel: str
     files: Mapping[str, bool]
     library: str
     visible: str | None
-    devices: tuple[Device, ...]
+    devices: tuple[CudaDevice, ...]
     cuda_error: str
 
 
-def collect_evidence(driver: Driver, root: Path = _ROOT) -> GpuFacts:
+def collect_gpu_info(driver: NvmlResult, root: Path = _ROOT) -> GpuInfo:
     """Collect all other information about the GPUs, and return it together with `driver`. Initializes CUDA."""
     device_count, raised = _start_cuda()
     version = read_text_or_empty(root / "proc/driver/nvidia/version")
-    return GpuFacts(
+    return GpuInfo(
         driver=driver,
         libraries=_get_library_versions(),
         kernel=version.partition("\n")[0].removeprefix("NVRM version:").strip(),
-        files=_device_files(root / "dev"),
-        library=_libcuda_error(),
+        files=_check_device_files(root / "dev"),
+        library=_find_libcuda_error(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         devices=() if raised else tuple(_query_device(index, device_count) for index in range(device_count)),
         cuda_error=raised,
     )
 
 
-def query_driver() -> Driver:
+def query_nvml() -> NvmlResult:
     """Query the driver and its GPUs through NVML. Call this with a timeout, because it blocks if the driver hangs."""
     import pynvml as nvml  # imported here because most hosts have no GPU
 
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return Driver(problem=str(error))
+        return NvmlResult(problem=str(error))
     try:
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         cards = tuple(_query_card(nvml, handle) for handle in handles)
-        return Driver(nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}", cards)
+        return NvmlResult(nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}", cards)
     except nvml.NVMLError as error:  # for example, a GPU has fallen off the bus
-        return Driver(problem=str(error))
+        return NvmlResult(problem=str(error))
     finally:
         nvml.nvmlShutdown()
 
 
-def _query_card(nvml: Any, handle: Any) -> Card:
+def _query_card(nvml: Any, handle: Any) -> NvmlDevice:
     def get(query: str, *arguments: int) -> Any:
         """Return the result of an NVML query, or None if the GPU or its driver doesn't support the query."""
         try:
@@ -158,10 +159,10 @@ def _query_card(nvml: Any, handle: Any) -> Card:
         "pages to be retired at the next reset": get("RetiredPagesPendingStatus"),
     }
     clock_reasons = get("CurrentClocksEventReasons") or 0
-    return Card(
+    return NvmlDevice(
         name=nvml.nvmlDeviceGetName(handle),
         uuid=nvml.nvmlDeviceGetUUID(handle),
-        bus=sysfs_address(address.busId) if address else "",
+        bus=to_sysfs_address(address.busId) if address else "",
         memory_mib=memory.total >> 20 if memory else None,
         mode=_MODES.get(get("ComputeMode"), ""),
         users=tuple(
@@ -185,18 +186,18 @@ def _query_card(nvml: Any, handle: Any) -> Card:
     )
 
 
-def sysfs_address(bus: str) -> str:
+def to_sysfs_address(pci_address: str) -> str:
     """Convert a PCI address to the format of sysfs, for example 00000000:9D:00.0 to 0000:9d:00.0."""
-    domain, colon, remainder = bus.lower().partition(":")
+    domain, colon, remainder = pci_address.lower().partition(":")
     return f"{domain[-4:]}{colon}{remainder}"
 
 
-def _query_device(index: int, device_count: int) -> Device:
+def _query_device(index: int, device_count: int) -> CudaDevice:
     properties = torch.cuda.get_device_properties(index)
     other_indices = [other for other in range(device_count) if other != index]
     capability = f"{properties.major}.{properties.minor}"
     reads = tuple(other for other in other_indices if torch.cuda.can_device_access_peer(index, other))
-    return Device(properties.name, str(properties.uuid), properties.total_memory, capability, reads)
+    return CudaDevice(properties.name, str(properties.uuid), properties.total_memory, capability, reads)
 
 
 def _get_library_versions() -> dict[str, str | None]:
@@ -211,13 +212,13 @@ def _get_library_versions() -> dict[str, str | None]:
     }
 
 
-def _device_files(folder: Path) -> dict[str, bool]:
+def _check_device_files(folder: Path) -> dict[str, bool]:
     """Return a dict with each device file of the driver, and whether the current user can open it."""
     files = [folder / "nvidiactl", folder / "nvidia-uvm", *folder.glob("nvidia[0-9]*")]
     return {f"/dev/{file.name}": os.access(file, os.R_OK | os.W_OK) for file in sorted(files) if file.exists()}
 
 
-def _libcuda_error() -> str:
+def _find_libcuda_error() -> str:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:

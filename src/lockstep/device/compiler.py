@@ -16,11 +16,11 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.common.importing import version_of
+from lockstep.common.importing import get_version
 from lockstep.errors import UsageError
 
 # Disable autotuning, because it could select different kernels on each rank and in each run.
-OPTIONS: Final = {
+COMPILE_OPTIONS: Final = {
     "deterministic": True,
     "max_autotune": False,
     "max_autotune_gemm": False,
@@ -40,14 +40,14 @@ _RECOMPILE_LIMIT: Final = 4096
 # If one of these variables is set, torch runs eagerly, which changes the bits.
 _DISABLING_VARIABLES: Final = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 _TRITON_VARIABLES: Final = ("TRITON_F32_DEFAULT", "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
-_PREPARED_SETTINGS: Final = ("force_non_lazy_backward_lowering", "suppress_errors")
+_CONFIGURED_SETTINGS: Final = ("force_non_lazy_backward_lowering", "suppress_errors")
 _CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
 _CACHE_PREFIX: Final = "lockstep-"
 _MIN_CAPABILITY: Final = (7, 0)  # the lowest compute capability that Triton supports
 _HASH_DIGITS: Final = 12  # hex digits of a hash; enough to avoid collisions
 
 
-def check_compiler(gpu: bool) -> None:
+def check_compiler(on_gpu: bool) -> None:
     """Raise UsageError if torch.compile is disabled, or if the tools for building kernels are missing on this host."""
     for name in _DISABLING_VARIABLES:
         if os.environ.get(name, "0") not in ("", "0"):
@@ -55,13 +55,13 @@ def check_compiler(gpu: bool) -> None:
                 f"recipe.compile: the environment variable {name}={os.environ[name]} disables torch.compile, which "
                 f"changes the results; unset it, or set recipe.compile=false"
             )
-    if gpu:
+    if on_gpu:
         _check_triton()
-    elif shutil.which(_cxx_compiler()) is None:
+    elif shutil.which(_get_cxx_compiler()) is None:
         raise UsageError(
-            f"recipe.compile: torch.compile on the CPU requires a C++ compiler, but {_cxx_compiler()} is not on this "
-            f"host; install it (Debian, Ubuntu: g++), set the environment variable CXX to a different compiler, or set "
-            f"recipe.compile=false"
+            f"recipe.compile: torch.compile on the CPU requires a C++ compiler, but {_get_cxx_compiler()} is not on "
+            "this host; install it (Debian, Ubuntu: g++), set the environment variable CXX to a different compiler, "
+            "or set recipe.compile=false"
         )
 
 
@@ -83,38 +83,38 @@ def configure_compiler(fingerprint: Mapping[str, Any]) -> None:
     autograd.force_non_lazy_backward_lowering = True
     cache_root = Path(cache_dir())
     cache_root = cache_root.parent if cache_root.name.startswith(_CACHE_PREFIX) else cache_root
-    os.environ[_CACHE_VARIABLE] = str(cache_root / f"{_CACHE_PREFIX}{_digest(fingerprint)}")
+    os.environ[_CACHE_VARIABLE] = str(cache_root / f"{_CACHE_PREFIX}{_compute_digest(fingerprint)}")
 
 
-def compiler_facts(gpu: bool) -> dict[str, str]:
+def make_compiler_fingerprint(on_gpu: bool) -> dict[str, str]:
     """Return the fingerprint entries of the compiler: its version, and a hash of its settings."""
     from torch._dynamo import config as tracing
     from torch._functorch import config as autograd
     from torch._inductor import config as kernels
 
     modules = {"kernels": kernels, "autograd": autograd, "tracing": tracing}
-    with kernels.patch(OPTIONS):
-        settings = {name: dict(_portable_settings(module)) for name, module in modules.items()}
+    with kernels.patch(COMPILE_OPTIONS):
+        settings = {name: dict(_iterate_portable_settings(module)) for name, module in modules.items()}
     flags = {name: os.environ.get(name) for name in _TRITON_VARIABLES}
     return {
-        "compile": f"by block, settings {_digest([settings, flags])}",
-        "compiler": f"triton {_triton_version()}" if gpu else _cxx_version(),
+        "compile": f"by block, settings {_compute_digest([settings, flags])}",
+        "compiler": f"triton {_find_triton_version()}" if on_gpu else _get_cxx_version(),
     }
 
 
-def _portable_settings(module: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_portable_settings(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each setting of a torch config module that doesn't depend on paths of this host.
 
     Settings that `configure_compiler` changes are skipped, because they are the same in all runs.
     """
     for name, value in module.save_config_portable().items():
-        if "_dir" not in name and "limit" not in name and name not in _PREPARED_SETTINGS:
+        if "_dir" not in name and "limit" not in name and name not in _CONFIGURED_SETTINGS:
             yield name, sorted(map(str, value)) if isinstance(value, set | frozenset) else value
 
 
 def _check_triton() -> None:
     advice = "or set recipe.compile=false"
-    if _triton_version() is None:
+    if _find_triton_version() is None:
         raise UsageError(
             f"recipe.compile: torch.compile on CUDA requires Triton, which is not installed; install the version of "
             f"triton that torch {torch.__version__} requires, {advice}"
@@ -132,19 +132,19 @@ def _check_triton() -> None:
         )
 
 
-def _triton_version() -> str | None:
-    versions = map(version_of, ("triton", "pytorch-triton", "pytorch-triton-rocm"))
+def _find_triton_version() -> str | None:
+    versions = map(get_version, ("triton", "pytorch-triton", "pytorch-triton-rocm"))
     return next(filter(None, versions), None)
 
 
-def _cxx_compiler() -> str:
+def _get_cxx_compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def _cxx_version() -> str:
-    result = subprocess.run([_cxx_compiler(), "--version"], capture_output=True, text=True, timeout=60, check=False)
-    return result.stdout.partition("\n")[0] or _cxx_compiler()
+def _get_cxx_version() -> str:
+    result = subprocess.run([_get_cxx_compiler(), "--version"], capture_output=True, text=True, timeout=60, check=False)
+    return result.stdout.partition("\n")[0] or _get_cxx_compiler()
 
 
-def _digest(value: Any) -> str:
+def _compute_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:_HASH_DIGITS]

@@ -12,19 +12,19 @@ Cores = frozenset[int]
 class CpuLocality:
     """The CPU cores that are relevant to binding a rank on `host`.
 
-    - `near`: the cores near its GPU, or an empty set if they are unknown.
-    - `usable`: the cores that the rank is allowed to use.
-    - `limited`: whether there are cores on the host that the rank isn't allowed to use.
+    - `near_cores`: the cores near its GPU, or an empty set if they are unknown.
+    - `usable_cores`: the cores that the rank is allowed to use.
+    - `is_limited`: whether there are cores on the host that the rank isn't allowed to use.
     """
 
     host: str
-    near: Cores
-    usable: Cores
-    limited: bool
+    near_cores: Cores
+    usable_cores: Cores
+    is_limited: bool
 
 
 @dataclass(frozen=True)
-class Binding:
+class CpuBinding:
     """The cores to bind a rank to, and the reason for this choice."""
 
     cores: Cores
@@ -51,34 +51,40 @@ def format_cores(cores: Iterable[int]) -> str:
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-def choose_cores(rank: int, localities: Sequence[CpuLocality], siblings: Mapping[int, int], min_cores: int) -> Binding:
+def choose_cores(
+    rank: int, localities: Sequence[CpuLocality], first_siblings: Mapping[int, int], min_cores: int
+) -> CpuBinding:
     """Return the cores to bind `rank` to, given the `localities` of all ranks.
 
     The cores near a GPU are divided among the ranks whose GPUs are near these cores. `min_cores` is the number of cores
     that a rank needs for its threads. If a rank would get fewer cores, the ranks share all of these cores instead.
 
-    `siblings` maps each core of the host to the first logical core on the same physical core. Siblings are always
+    `first_siblings` maps each core of the host to the first logical core on the same physical core. Siblings are always
     assigned to the same rank. A rank that the launcher has already bound keeps its cores. If all ranks of a host have
     the same limited cores, the limit comes from their container or job, and the ranks don't count as bound.
     """
     own = localities[rank]
     host_ranks = [index for index, locality in enumerate(localities) if locality.host == own.host]
-    if own.limited and (len(host_ranks) == 1 or any(localities[index].usable != own.usable for index in host_ranks)):
-        return Binding(own.usable, "bound before it started")
-    if not own.near:
-        return Binding(own.usable, "the kernel does not report the cores near its GPU")
-    near_cores = own.near & own.usable
+    if own.is_limited and (
+        len(host_ranks) == 1 or any(localities[index].usable_cores != own.usable_cores for index in host_ranks)
+    ):
+        return CpuBinding(own.usable_cores, "bound before it started")
+    if not own.near_cores:
+        return CpuBinding(own.usable_cores, "the kernel does not report the cores near its GPU")
+    near_cores = own.near_cores & own.usable_cores
     if not near_cores:
-        return Binding(own.usable, "none of the cores near its GPU are available to it")
-    sharing_ranks = [index for index in host_ranks if localities[index].near == own.near]
+        return CpuBinding(own.usable_cores, "none of the cores near its GPU are available to it")
+    sharing_ranks = [index for index in host_ranks if localities[index].near_cores == own.near_cores]
     if len(sharing_ranks) == 1:
-        return Binding(near_cores, "near its GPU")
-    physical_cores = sorted({siblings.get(core, core) for core in near_cores})
+        return CpuBinding(near_cores, "near its GPU")
+    physical_cores = sorted({first_siblings.get(core, core) for core in near_cores})
     physical_parts = [
         frozenset(physical_cores[index] for index in part)
         for part in split_range(len(physical_cores), len(sharing_ranks))
     ]
-    parts = [frozenset(core for core in near_cores if siblings.get(core, core) in part) for part in physical_parts]
+    parts = [
+        frozenset(core for core in near_cores if first_siblings.get(core, core) in part) for part in physical_parts
+    ]
     if min(map(len, parts)) < min_cores:
-        return Binding(near_cores, f"near its GPU, shared by {len(sharing_ranks)} ranks: too few to divide")
-    return Binding(parts[sharing_ranks.index(rank)], f"near its GPU, divided among {len(sharing_ranks)} ranks")
+        return CpuBinding(near_cores, f"near its GPU, shared by {len(sharing_ranks)} ranks: too few to divide")
+    return CpuBinding(parts[sharing_ranks.index(rank)], f"near its GPU, divided among {len(sharing_ranks)} ranks")

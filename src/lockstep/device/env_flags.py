@@ -7,7 +7,7 @@ import torch
 
 from lockstep.errors import UsageError
 
-NONE: Final = "none"  # no variable is set
+NO_FLAGS: Final = "none"  # no variable is set
 _ALL_DEVICE_VARIABLES: Final = ("TIMM_FUSED_ATTN",)
 _TF32_VARIABLES: Final = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 _CUDA_VARIABLES: Final = (
@@ -17,13 +17,13 @@ _CUDA_VARIABLES: Final = (
 )
 
 
-def read_switches(device: torch.device) -> str:
+def read_env_flags(device: torch.device) -> str:
     """Return the variables that are set and affect the results on `device`, as `NAME=value NAME=value`, or NONE."""
     names = (*_ALL_DEVICE_VARIABLES, *_CUDA_VARIABLES) if device.type == "cuda" else _ALL_DEVICE_VARIABLES
-    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NONE
+    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NO_FLAGS
 
 
-def check_switches(precision: str) -> None:
+def check_env_flags(precision: str) -> None:
     """Raise UsageError if an environment variable contradicts `precision` or makes torch select kernels by timing."""
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "0":
         raise UsageError(

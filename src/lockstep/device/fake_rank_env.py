@@ -13,7 +13,7 @@ _SIZE_VARIABLES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @contextmanager
-def as_rank(rank: int, size: int) -> Iterator[None]:
+def simulate_rank(rank: int, size: int) -> Iterator[None]:
     """Simulate rank `rank` of `size` in torch.distributed and in the environment variables during the `with` block.
 
     No process group may be initialized. Collectives return immediately without communicating, so their results are

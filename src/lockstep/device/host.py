@@ -11,8 +11,8 @@ from typing import Any, Final
 import psutil
 import torch
 
-from lockstep.common.control_groups import limit_bytes
-from lockstep.common.importing import version_of
+from lockstep.common.control_groups import read_memory_limit
+from lockstep.common.importing import get_version
 from lockstep.common.platforms import has_gpu_driver
 from lockstep.common.version import __version__
 from lockstep.device import machine
@@ -26,48 +26,48 @@ _VISIBLE_VARIABLES: Final = re.compile(
 _SECRET_VARIABLES: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
 
 
-def get_host_facts() -> dict[str, Any]:
+def get_host_info() -> dict[str, Any]:
     """Return the versions, the fingerprint, the devices and the environment variables of this host.
 
     Takes about 100 ms, and initializes CUDA if there is a GPU.
     """
     return {
         "host": socket.gethostname(),
-        "versions": versions(),
-        "numerics": _numerics(),
-        "cards": get_gpu_facts(),
-        "variables": get_env_facts(os.environ),
+        "versions": get_versions(),
+        "numerics": _make_host_fingerprint(),
+        "cards": get_gpu_names(),
+        "variables": get_env_variables(os.environ),
     }
 
 
-def versions() -> dict[str, str | None]:
+def get_versions() -> dict[str, str | None]:
     """Return the versions of Python, Lockstep, and its required and optional packages (None if not installed)."""
     required = [requirement for requirement in metadata.requires(_PACKAGE) or [] if not _TEST_EXTRA.search(requirement)]
     names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in required} - {_PACKAGE}
     source = machine.hash_source()
     own_versions = {"python": platform.python_version(), "lockstep": __version__, "lockstep's source": source}
-    return own_versions | {name: version_of(name) for name in sorted(names)}
+    return own_versions | {name: get_version(name) for name in sorted(names)}
 
 
-def _numerics() -> dict[str, Any]:
+def _make_host_fingerprint() -> dict[str, Any]:
     """Return the fingerprint of the first device, without the number of threads."""
     device = torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
     return {name: value for name, value in machine.make_fingerprint(device).items() if name != "threads"}
 
 
-def get_gpu_facts() -> dict[str, Any]:
+def get_gpu_names() -> dict[str, Any]:
     """Return the names of the CUDA devices that torch finds, and whether a GPU driver is present."""
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"devices": names, "driver": has_gpu_driver()}
 
 
-def memory() -> dict[str, int | None]:
+def get_memory_info() -> dict[str, int | None]:
     """Return the total memory, the available memory, and the memory limit of the container, in bytes."""
     current = psutil.virtual_memory()
-    return {"all": current.total, "free": current.available, "limit": limit_bytes()}
+    return {"all": current.total, "free": current.available, "limit": read_memory_limit()}
 
 
-def get_env_facts(env: Mapping[str, str]) -> dict[str, str]:
+def get_env_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of compute and communication libraries, without those that may be secrets."""
     return {
         name: env[name]

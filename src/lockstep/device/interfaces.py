@@ -12,17 +12,17 @@ import psutil
 _VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 
 
-def network() -> dict[str, Any]:
+def get_network_info() -> dict[str, Any]:
     """Return the interfaces that are up, the addresses of the host name, and the interface that gloo would use."""
-    up_interfaces, host_addresses = interfaces(), addresses(socket.gethostname())
+    up_interfaces, host_addresses = list_interfaces(), resolve_addresses(socket.gethostname())
     return {
         "interfaces": up_interfaces,
         "addresses": host_addresses,
-        "gloo": gloo_interface(up_interfaces, host_addresses, os.environ),
+        "gloo": find_gloo_interface(up_interfaces, host_addresses, os.environ),
     }
 
 
-def interfaces() -> dict[str, dict[str, Any]]:
+def list_interfaces() -> dict[str, dict[str, Any]]:
     """Return the interfaces that are up and have an address, by name.
 
     Each entry contains the addresses, the speed in Mbit/s (0 if unknown) and the MTU.
@@ -38,7 +38,7 @@ def interfaces() -> dict[str, dict[str, Any]]:
     return up_interfaces
 
 
-def addresses(host: str) -> list[str]:
+def resolve_addresses(host: str) -> list[str]:
     """Resolve a host name and return its addresses, or [] if the name is unknown."""
     try:
         results = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -54,7 +54,9 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def gloo_interface(up_interfaces: Mapping[str, Any], host_addresses: list[str], env: Mapping[str, str]) -> str | None:
+def find_gloo_interface(
+    up_interfaces: Mapping[str, Any], host_addresses: list[str], env: Mapping[str, str]
+) -> str | None:
     """Return the name of the interface that gloo uses for a job on several hosts, or None if it is unknown.
 
     If GLOO_SOCKET_IFNAME is set, gloo uses that interface. Otherwise, gloo resolves the host name, and uses the first
@@ -64,11 +66,11 @@ def gloo_interface(up_interfaces: Mapping[str, Any], host_addresses: list[str], 
     if _VARIABLE in env:
         first = env[_VARIABLE].partition(",")[0]
         return first if first in up_interfaces else None
-    owners = [owner(address, up_interfaces) for address in host_addresses]
-    return next((name for name in owners if name), owner("127.0.0.1", up_interfaces))
+    owners = [find_interface(address, up_interfaces) for address in host_addresses]
+    return next((name for name in owners if name), find_interface("127.0.0.1", up_interfaces))
 
 
-def owner(address: str, up_interfaces: Mapping[str, Any]) -> str | None:
+def find_interface(address: str, up_interfaces: Mapping[str, Any]) -> str | None:
     """Return the name of the interface with the address `address`, or None if there is none.
 
     All addresses in 127.0.0.0/8 belong to the loopback interface.

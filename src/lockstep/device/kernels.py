@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
-Call = Mapping[str, Any]  # the arguments of an operation, by name
+CallArguments = Mapping[str, Any]  # the arguments of an operation, by name
 
-OLDEST: Final = "2.11"  # the oldest torch version that Lockstep supports
+OLDEST_TORCH: Final = "2.11"  # the oldest torch version that Lockstep supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class NondeterministicOperation:
     """An operation without a deterministic kernel on CUDA.
 
     - `name`: the torch name, without the trailing underscore of the in-place variant.
-    - `applies`: returns whether a call with the given arguments is nondeterministic.
+    - `matches_call`: returns whether a call with the given arguments is nondeterministic.
     - `torch_raises`: whether torch itself rejects the operation.
     - `has_alternative`: whether the function in torch.nn.functional calls a different, deterministic operation on CUDA,
       starting with torch version `since`. In this case, the operation isn't rejected when it is found on the CPU, but
@@ -34,45 +34,45 @@ class NondeterministicOperation:
     description: str
     reason: str
     advice: str
-    applies: Callable[[Call], bool] = lambda _: True
+    matches_call: Callable[[CallArguments], bool] = lambda _: True
     torch_raises: bool = True
     has_alternative: bool = False
-    since: str = OLDEST
+    since: str = OLDEST_TORCH
 
-    def is_avoided(self) -> bool:
+    def has_deterministic_alternative(self) -> bool:
         """Return whether torch.nn.functional calls a deterministic operation on CUDA in this version of torch."""
         return self.has_alternative and torch.__version__ >= self.since
 
 
-def find_refusal(
+def find_nondeterministic_operation(
     operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> NondeterministicOperation | None:
     """Return the entry for a call of an operation that is nondeterministic on CUDA, or None if it is deterministic."""
     name = operation._schema.name.rstrip("_")
-    entries = [entry for entry in REFUSED if entry.name == name]
+    entries = [entry for entry in NONDETERMINISTIC_OPERATIONS if entry.name == name]
     if not entries:
         return None
     names = [argument.name for argument in operation._schema.arguments]
     call = {**dict(zip(names, arguments, strict=False)), **options}
-    return next((entry for entry in entries if entry.applies(call)), None)
+    return next((entry for entry in entries if entry.matches_call(call)), None)
 
 
-def _has_dim(call: Call) -> bool:
+def _has_dim(call: CallArguments) -> bool:
     return "dim" in call
 
 
-def _is_product(call: Call) -> bool:
+def _is_product(call: CallArguments) -> bool:
     return call.get("reduce") in ("prod", "multiply")
 
 
-def _is_single_scan(call: Call) -> bool:
+def _is_single_scan(call: CallArguments) -> bool:
     """Return whether a single scan covers the entire tensor. CUDA splits such a scan among thread blocks."""
     tensor: torch.Tensor = call["self"]
     scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
     return tensor.is_floating_point() and tensor.numel() == scanned > 1
 
 
-def _windows_overlap(call: Call) -> bool:
+def _windows_overlap(call: CallArguments) -> bool:
     inputs, outputs = call["self"].shape[-3:], call["grad_output"].shape[-3:]
     return any(size % parts for size, parts in zip(inputs, outputs, strict=True))
 
@@ -93,11 +93,11 @@ _LOG_SCAN: Final = ("logcumsumexp", f"{_ADD_DIM} log of the cumsum of exponentia
 _SCAN_ORDER: Final = "its thread blocks combine their results in the order in which they finish"
 
 
-def _backward(
+def _make_backward_entry(
     name: str,
     description: str,
     advice: str,
-    applies: Callable[[Call], bool] = lambda _: True,
+    applies: Callable[[CallArguments], bool] = lambda _: True,
     has_alternative: bool = False,
 ) -> NondeterministicOperation:
     """Return an entry for a backward kernel with atomic additions. If `has_alternative`, the text omits "backward"."""
@@ -107,10 +107,10 @@ def _backward(
     )
 
 
-REFUSED: Final = (
-    _backward("aten::_adaptive_avg_pool2d", "AdaptiveAvgPool2d", _FIXED_WINDOWS),
-    _backward("aten::_adaptive_avg_pool3d", "AdaptiveAvgPool3d", _FIXED_WINDOWS),
-    _backward("aten::adaptive_max_pool2d", "AdaptiveMaxPool2d", "use MaxPool2d or amax"),
+NONDETERMINISTIC_OPERATIONS: Final = (
+    _make_backward_entry("aten::_adaptive_avg_pool2d", "AdaptiveAvgPool2d", _FIXED_WINDOWS),
+    _make_backward_entry("aten::_adaptive_avg_pool3d", "AdaptiveAvgPool3d", _FIXED_WINDOWS),
+    _make_backward_entry("aten::adaptive_max_pool2d", "AdaptiveMaxPool2d", "use MaxPool2d or amax"),
     NondeterministicOperation(
         "aten::adaptive_max_pool3d_backward",
         "AdaptiveMaxPool3d, backward, if an output size does not divide the input size",
@@ -119,7 +119,7 @@ REFUSED: Final = (
         _windows_overlap,
         torch_raises=False,
     ),
-    _backward("aten::avg_pool3d", "AvgPool3d", "use a convolution with equal weights"),
+    _make_backward_entry("aten::avg_pool3d", "AvgPool3d", "use a convolution with equal weights"),
     NondeterministicOperation(
         "aten::max_pool3d_with_indices_backward",
         "MaxPool3d, backward",
@@ -128,25 +128,34 @@ REFUSED: Final = (
         has_alternative=True,
         since="2.13",
     ),
-    _backward("aten::fractional_max_pool2d", "FractionalMaxPool2d", "use MaxPool2d"),
-    _backward("aten::fractional_max_pool3d", "FractionalMaxPool3d", "use MaxPool3d with return_indices"),
+    _make_backward_entry("aten::fractional_max_pool2d", "FractionalMaxPool2d", "use MaxPool2d"),
+    _make_backward_entry("aten::fractional_max_pool3d", "FractionalMaxPool3d", "use MaxPool3d with return_indices"),
     NondeterministicOperation("aten::max_unpool2d", "MaxUnpool1d and MaxUnpool2d", _OVERWRITTEN, _CPU),
     NondeterministicOperation("aten::max_unpool3d", "MaxUnpool3d", _OVERWRITTEN, _CPU),
-    _backward(
+    _make_backward_entry(
         "aten::reflection_pad1d",
         "ReflectionPad1d",
         "pad in two dims (ReflectionPad2d), which has a kernel that adds in a fixed order",
     ),
-    _backward("aten::reflection_pad3d", "ReflectionPad3d", "use zeros or replication"),
-    *(_backward(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, has_alternative=True) for name in _PADDINGS),
-    _backward(
+    _make_backward_entry("aten::reflection_pad3d", "ReflectionPad3d", "use zeros or replication"),
+    *(
+        _make_backward_entry(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, has_alternative=True)
+        for name in _PADDINGS
+    ),
+    _make_backward_entry(
         "aten::upsample_linear1d",
         "interpolate, mode linear",
         "use mode nearest, or bilinear on a tensor with one more dim",
     ),
-    _backward("aten::_upsample_bilinear2d_aa", "interpolate, mode bilinear with antialias", "use antialias=False"),
-    _backward("aten::_upsample_bicubic2d_aa", "interpolate, mode bicubic with antialias", "use antialias=False"),
-    _backward("aten::upsample_bilinear2d", "upsample_bilinear2d of torch.ops", _CALL_INTERPOLATE, has_alternative=True),
+    _make_backward_entry(
+        "aten::_upsample_bilinear2d_aa", "interpolate, mode bilinear with antialias", "use antialias=False"
+    ),
+    _make_backward_entry(
+        "aten::_upsample_bicubic2d_aa", "interpolate, mode bicubic with antialias", "use antialias=False"
+    ),
+    _make_backward_entry(
+        "aten::upsample_bilinear2d", "upsample_bilinear2d of torch.ops", _CALL_INTERPOLATE, has_alternative=True
+    ),
     NondeterministicOperation(
         "aten::upsample_bicubic2d_backward",
         "interpolate, mode bicubic, before torch 2.15, and upsample_bicubic2d of torch.ops",
@@ -155,7 +164,7 @@ REFUSED: Final = (
         has_alternative=True,
         since="2.15",
     ),
-    _backward(
+    _make_backward_entry(
         "aten::upsample_trilinear3d", "upsample_trilinear3d of torch.ops", _CALL_INTERPOLATE, has_alternative=True
     ),
     NondeterministicOperation(
@@ -165,8 +174,10 @@ REFUSED: Final = (
         "use reduction='none' and sum() the result, or flatten the pixels into samples first",
         lambda call: call["reduction"] != 0,
     ),
-    _backward("aten::_ctc_loss", "CTCLoss", _CPU),
-    _backward("aten::_embedding_bag", "EmbeddingBag, mode max", "use mode sum or mean", lambda call: call["mode"] == 2),
+    _make_backward_entry("aten::_ctc_loss", "CTCLoss", _CPU),
+    _make_backward_entry(
+        "aten::_embedding_bag", "EmbeddingBag, mode max", "use mode sum or mean", lambda call: call["mode"] == 2
+    ),
     NondeterministicOperation(
         "aten::put", "put_", "equal indices are processed in any order", "use index_put_, which sorts them"
     ),
@@ -186,9 +197,9 @@ REFUSED: Final = (
     ),
     NondeterministicOperation("aten::median", "median along a dim", _AMBIGUOUS, "use sort", _has_dim),
     NondeterministicOperation("aten::nanmedian", "nanmedian along a dim", _AMBIGUOUS, "use sort", _has_dim),
-    _backward("aten::grid_sampler_2d", "grid_sample of images", _CPU),
-    _backward("aten::grid_sampler_3d", "grid_sample of volumes", _CPU),
-    _backward("aten::cudnn_grid_sampler", "grid_sample by cuDNN", _CPU),
+    _make_backward_entry("aten::grid_sampler_2d", "grid_sample of images", _CPU),
+    _make_backward_entry("aten::grid_sampler_3d", "grid_sample of volumes", _CPU),
+    _make_backward_entry("aten::cudnn_grid_sampler", "grid_sample by cuDNN", _CPU),
     NondeterministicOperation(
         "aten::scatter_reduce", "scatter_reduce, reduce prod", _FACTORS, "use scatter_add_ of logarithms", _is_product
     ),
@@ -202,16 +213,16 @@ REFUSED: Final = (
         )
         for name, by in (_SCAN, _LOG_SCAN)
     ),
-    _backward("torchvision::_deform_conv2d", "DeformConv2d", _CPU),
-    _backward("torchvision::_roi_pool", "RoIPool", "use roi_align"),
-    _backward(
+    _make_backward_entry("torchvision::_deform_conv2d", "DeformConv2d", _CPU),
+    _make_backward_entry("torchvision::_roi_pool", "RoIPool", "use roi_align"),
+    _make_backward_entry(
         "torchvision::_roi_align",
         "roi_align of torch.ops, backward",
         "call torchvision.ops.roi_align instead, which takes a different path on CUDA if torch.compile works",
         has_alternative=True,
     ),
-    _backward("torchvision::_ps_roi_align", "PSRoIAlign", "use roi_align"),
-    _backward("torchvision::_ps_roi_pool", "PSRoIPool", "use roi_align"),
+    _make_backward_entry("torchvision::_ps_roi_align", "PSRoIAlign", "use roi_align"),
+    _make_backward_entry("torchvision::_ps_roi_pool", "PSRoIPool", "use roi_align"),
 )
 
 # An LSTM, GRU or RNN with dropout between its layers. cuDNN has one random number generator per device, whose state

@@ -22,47 +22,47 @@ _POLL_INTERVAL_S: Final = 0.0002
 _SWITCH_INTERVAL_S: Final = 0.0001
 
 
-def can_count() -> bool:
+def can_count_bytes() -> bool:
     """Return whether the C library can count allocated bytes, which requires glibc 2.33 or later."""
     return getattr(ctypes.CDLL(None), "mallinfo2", None) is not None
 
 
 @final
-class LiveBytes:
+class LiveByteCounter:
     """Counts the allocated bytes of this process, relative to when this object was created."""
 
     def __init__(self) -> None:
-        assert can_count()  # with an older glibc, psutil would fall back to 32-bit counters
+        assert can_count_bytes()  # with an older glibc, psutil would fall back to 32-bit counters
         self._start = 0
-        self._start = self.now()
+        self._start = self.measure()
 
-    def now(self) -> int:
+    def measure(self) -> int:
         """Run garbage collection and return the number of bytes in use."""
         gc.collect()
-        return self._bytes() - self._start
+        return self._count_bytes() - self._start
 
-    def peak(self, work: Callable[[], object]) -> int:
-        """Call `work` and return the peak number of bytes in use during the call."""
+    def measure_peak(self, function: Callable[[], object]) -> int:
+        """Call `function` and return the peak number of bytes in use during the call."""
         with self.track_peak() as peaks:
-            work()
+            function()
         return peaks[0]
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
         """Exclude from the count the memory that is allocated in the `with` block and still in use when it exits."""
-        before = self.now()
+        before = self.measure()
         yield
-        self._start += self.now() - before
+        self._start += self.measure() - before
 
     @contextmanager
     def track_peak(self) -> Iterator[list[int]]:
         """Track the peak number of bytes in use during the `with` block. Yields a list that contains this number."""
-        peak = [self.now()]
+        peak = [self.measure()]
         stop = threading.Event()
 
         def watch() -> None:
             while not stop.wait(_POLL_INTERVAL_S):
-                peak[0] = max(peak[0], self._bytes() - self._start)
+                peak[0] = max(peak[0], self._count_bytes() - self._start)
 
         switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -75,6 +75,6 @@ class LiveBytes:
             thread.join()
             sys.setswitchinterval(switch_interval)
 
-    def _bytes(self) -> int:
+    def _count_bytes(self) -> int:
         info = psutil.heap_info()
         return info.heap_used + info.mmap_used

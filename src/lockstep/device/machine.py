@@ -12,23 +12,23 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.common.hashing import hash_seed
-from lockstep.common.importing import version_of
-from lockstep.common.platforms import usable_cores
-from lockstep.device.compiler import compiler_facts
-from lockstep.device.env_flags import read_switches
+from lockstep.common.hashing import get_hash_seed
+from lockstep.common.importing import get_version
+from lockstep.common.platforms import count_usable_cores
+from lockstep.device.compiler import make_compiler_fingerprint
+from lockstep.device.env_flags import read_env_flags
 from lockstep.device.precision import list_attention_backends
 
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 # Instruction sets that libraries use to select kernels.
 _X86: Final = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni")
-_X86_NARROW: Final = ("avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
+_X86_LOW_PRECISION: Final = ("avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 _ARM: Final = ("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2")
 _LINUX_CPUINFO: Final = Path("/proc/cpuinfo")
 _HASH_DIGITS: Final = 12  # hex digits of a hash; enough to avoid collisions
 
 
-def environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Return a JSON-serializable record of this machine, which is saved in the run folder.
 
     Versions are read from package metadata, so packages aren't imported. Environment variables are excluded, because
@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
     return {
         "argv": sys.argv,
         "python": platform.python_version(),
-        "packages": {name: version_of(name) for name in _PACKAGES},
+        "packages": {name: get_version(name) for name in _PACKAGES},
         "os": platform.platform(),
         "host": socket.gethostname(),
         "cpu": _describe_cpu(),
@@ -59,20 +59,20 @@ def make_fingerprint(device: torch.device, *, compiled: bool = False) -> dict[st
         "device": device.type,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "switches": read_switches(device),
-        "hash_seed": hash_seed(),
+        "switches": read_env_flags(device),
+        "hash_seed": get_hash_seed(),
     }
     if compiled:
-        fingerprint |= compiler_facts(gpu=device.type == "cuda")
+        fingerprint |= make_compiler_fingerprint(on_gpu=device.type == "cuda")
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         products = torch.backends.cuda.matmul.fp32_precision
         return (
             fingerprint
             | {"gpu": name, "attention": list_attention_backends(), "fp32_products": products}
-            | _gpu_libraries()
+            | _get_gpu_libraries()
         )
-    return fingerprint | {"cpu": _cpuinfo().get("model name", platform.machine())}
+    return fingerprint | {"cpu": _read_cpuinfo().get("model name", platform.machine())}
 
 
 def hash_source() -> str:
@@ -84,28 +84,28 @@ def hash_source() -> str:
     return sha256.hexdigest()[:_HASH_DIGITS]
 
 
-def numerics_differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def describe_fingerprint_differences(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the differences between two fingerprints, such as `threads: 1 before, 2 now`."""
     return [
-        f"{name}: {before.get(name, 'nothing')} before, {current.get(name, 'nothing')} now"
-        for name in sorted({*before, *current})
-        if before.get(name) != current.get(name)
+        f"{name}: {previous.get(name, 'nothing')} before, {current.get(name, 'nothing')} now"
+        for name in sorted({*previous, *current})
+        if previous.get(name) != current.get(name)
     ]
 
 
 def _describe_cpu() -> dict[str, Any]:
-    info = _cpuinfo()
+    info = _read_cpuinfo()
     flags = (info.get("flags") or info.get("Features") or "").split()
     return {
         "model": info.get("model name", platform.processor() or platform.machine()),
         "cores": os.cpu_count(),
-        "cores_usable": usable_cores(),
-        "features": sorted({*_X86, *_X86_NARROW, *_ARM}.intersection(flags)),
+        "cores_usable": count_usable_cores(),
+        "features": sorted({*_X86, *_X86_LOW_PRECISION, *_ARM}.intersection(flags)),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
 
 
-def _cpuinfo() -> dict[str, str]:
+def _read_cpuinfo() -> dict[str, str]:
     """Return the entries of the first processor in /proc/cpuinfo, or {} if the file doesn't exist."""
     if not _LINUX_CPUINFO.exists():
         return {}
@@ -117,12 +117,12 @@ def _cpuinfo() -> dict[str, str]:
 def _describe_gpus() -> list[dict[str, Any]]:
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
-        {"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}", **_gpu_libraries()}
+        {"name": gpu.name, "bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}", **_get_gpu_libraries()}
         for gpu in properties
     ]
 
 
-def _gpu_libraries() -> dict[str, Any]:
+def _get_gpu_libraries() -> dict[str, Any]:
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return {"cuda": torch.version.cuda, "cudnn": cudnn}
 

@@ -10,16 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lockstep.device.cached_tensors import drop_new_tensors
 
 
-def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
     """Build a model on the meta device to inspect names and shapes. Falls back to the CPU if this fails."""
     with warnings.catch_warnings(
         action="ignore"
     ):  # relevant warnings are repeated when the model is built for training
         try:
             with drop_new_tensors(), torch.device("meta"):
-                return build()
+                return build_model()
         except Exception:  # the model may read tensor values in its constructor, which fails on the meta device
-            return build()
+            return build_model()
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -25,20 +25,20 @@ class Speed(NamedTuple):
 
 
 @final
-class Meter:
+class SpeedMeter:
     """Measures the speed of training steps. Only `read` synchronizes with the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.restart()
 
-    def add(self, samples: int, weight: int) -> None:
+    def add_step(self, num_samples: int, weight: int) -> None:
         """Count a completed step with its number of samples and their total weight."""
         self._steps += 1
-        self._samples += samples
+        self._samples += num_samples
         self._weight += weight
 
-    def time_waits(self, data: Iterable[T]) -> Iterator[T]:
+    def measure_data_waits(self, data: Iterable[T]) -> Iterator[T]:
         """Yield the items of `data`, and measure the time that each step waits for its item."""
         iterator = iter(data)
         while True:
@@ -67,7 +67,7 @@ class Meter:
         self.restart()
         return speed
 
-    def peak_bytes(self) -> int:
+    def get_peak_bytes(self) -> int:
         """Return the peak memory of this process in bytes: GPU memory on CUDA, or resident set size on the CPU."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))

@@ -59,7 +59,7 @@ def make_unknown_host_error(host: str, port: int, error: OSError) -> UsageError:
     )
 
 
-def loopback() -> str:
+def get_loopback_name() -> str:
     """Return the name of the loopback interface."""
     return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else "lo0"
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.core.engine_recipe import LossScale
-from lockstep.core.precision import SCALED, Precision
+from lockstep.core.precision import SCALED_PRECISIONS, Precision
 from lockstep.errors import PreflightError, UsageError
 
 _AUTOCAST_DTYPES: Final[Mapping[Precision, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,13 +42,13 @@ def get_weight_dtype(precision: Precision) -> torch.dtype | None:
     return torch.float16 if precision == "fp16-true" else None
 
 
-def loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.device) -> torch.amp.GradScaler:
+def make_loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.device) -> torch.amp.GradScaler:
     """Return a GradScaler with a dynamic or a static scale. It is only enabled for fp16 precisions."""
     scaler = torch.amp.GradScaler(
         device.type,
         init_scale=loss_scale.initial if loss_scale.static is None else loss_scale.static,
         growth_interval=loss_scale.growth_interval,
-        enabled=precision in SCALED,
+        enabled=precision in SCALED_PRECISIONS,
     )
     # Create the scaler's tensors, which it otherwise creates in its first call. A rank may have no micro-batches then.
     scaler.scale(torch.zeros((), device=device))
@@ -66,15 +66,17 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_inf
 
 
-def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.device | None = None) -> None:
+def select_deterministic_kernels(
+    num_threads: int, precision: Precision = "fp32", device: torch.device | None = None
+) -> None:
     """Select deterministic kernels, disable autotuning, and set the number of threads of this process.
 
     After this call, torch raises a RuntimeError for operations that have no deterministic kernel. Raises UsageError if
-    `device` doesn't support `precision`. On CUDA, call `fix_workspace` as well.
+    `device` doesn't support `precision`. On CUDA, call `set_cublas_workspace` as well.
     """
     check_precision(precision, device or torch.device("cpu"))
-    check_threads(threads)
-    torch.set_num_threads(threads)
+    check_threads(num_threads)
+    torch.set_num_threads(num_threads)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -89,7 +91,7 @@ def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.devic
     torch.backends.mha.set_fastpath_enabled(False)
 
 
-def fix_workspace() -> None:
+def set_cublas_workspace() -> None:
     """Set CUBLAS_WORKSPACE_CONFIG so that cuBLAS is deterministic. Call this function before CUDA is initialized.
 
     Keeps a value that is already set if it is deterministic. Otherwise, raises UsageError.
@@ -169,20 +171,20 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         )
 
 
-def check_threads(threads: int) -> None:
-    """Raise PreflightError if this process can't start `threads` threads. OpenMP would exit without a message."""
-    if threads <= (os.cpu_count() or 1):
+def check_threads(num_threads: int) -> None:
+    """Raise PreflightError if this process can't start `num_threads` threads. OpenMP would exit without a message."""
+    if num_threads <= (os.cpu_count() or 1):
         return
     finished = threading.Event()
     threads_started = []
     try:
-        for _ in range(threads):
+        for _ in range(num_threads):
             thread = threading.Thread(target=finished.wait)
             thread.start()
             threads_started.append(thread)
     except RuntimeError as error:
         raise PreflightError(
-            f"recipe.threads: got {threads}, but this process could only start {len(threads_started)}; "
+            f"recipe.threads: got {num_threads}, but this process could only start {len(threads_started)}; "
             f"use fewer, or raise the limit (ulimit -u)"
         ) from error
     finally:

@@ -14,12 +14,12 @@ _REASONS: Final[Mapping[int, str]] = {
 }
 
 
-def limit_error(action: str, error: OSError) -> PreflightError:
+def make_limit_error(action: str, error: OSError) -> PreflightError:
     """Return the error to raise if `action` failed with `error`. Its message names the limit that was reached."""
-    return _error(f"cannot {action}: {error.strerror or error}", _REASONS.get(error.errno or 0, ""))
+    return _make_error(f"cannot {action}: {error.strerror or error}", _REASONS.get(error.errno or 0, ""))
 
 
-def too_many_files(error: BaseException) -> PreflightError | None:
+def find_open_files_error(error: BaseException) -> PreflightError | None:
     """Return the error to raise if `error` was caused by the limit on open files, or None if it wasn't.
 
     This function searches for the message of EMFILE, because errors of C++ libraries such as gloo only contain the
@@ -29,12 +29,12 @@ def too_many_files(error: BaseException) -> PreflightError | None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError | RuntimeError) and text in str(cause):
-            return _error(text, _REASONS[errno.EMFILE])
+            return _make_error(text, _REASONS[errno.EMFILE])
         cause = cause.__cause__ or cause.__context__
     return None
 
 
-def _error(problem: str, reason: str) -> PreflightError:
+def _make_error(problem: str, reason: str) -> PreflightError:
     import resource  # imported here because `lockstep strategies` must work on Windows, which has no such module
 
     files, processes = (

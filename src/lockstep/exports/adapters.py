@@ -4,13 +4,13 @@ from pathlib import Path
 
 import safetensors.torch
 
-from lockstep.common.patterns import matches
-from lockstep.core.shard import local_tensor
+from lockstep.common.patterns import matches_any
+from lockstep.core.shard import get_local_tensor
 from lockstep.errors import UsageError
 from lockstep.models.adapters import has_adapters, make_peft_config, to_peft_names
-from lockstep.runs.remote import local_copy
+from lockstep.runs.remote import make_local_copy
 from lockstep.setup.build import make_tuning
-from lockstep.setup.resume import checkpoint_recipe
+from lockstep.setup.resume import get_checkpoint_recipe
 from lockstep.training.checkpoint import store
 
 
@@ -21,13 +21,13 @@ def export_adapters(run: str | Path, folder: str | Path) -> Path:
     trained together with the adapters (`recipe.model.lora.train`) are included as peft's modules_to_save. Raises
     UsageError if the run has no adapters.
     """
-    checkpoint = store.load(local_copy(run))
-    lora = make_tuning(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)).lora
+    checkpoint = store.load(make_local_copy(run))
+    lora = make_tuning(get_checkpoint_recipe(checkpoint.path, checkpoint.snapshot)).lora
     if lora is None:
-        raise UsageError(f"{checkpoint.path}: the run has no adapters; its weights are in {store.MODEL}")
-    tensors = {name: local_tensor(tensor) for name, tensor in checkpoint.snapshot.model.items()}
+        raise UsageError(f"{checkpoint.path}: the run has no adapters; use its weights in {store.MODEL}")
+    tensors = {name: get_local_tensor(tensor) for name, tensor in checkpoint.snapshot.model.items()}
     trained_names = {
-        name for name, tensor in tensors.items() if matches(name, lora.train) and not has_adapters({name: tensor})
+        name for name, tensor in tensors.items() if matches_any(name, lora.train) and not has_adapters({name: tensor})
     }
     modules = sorted({name.rpartition(".")[0] for name in trained_names})
     path = Path(folder)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 
-def main(name: str, path: str, job_folder: str) -> None:
+def main(format_name: str, path: str, job_folder: str) -> None:
     """Load the export at `path` in the format `format_name`, run the model, and write its outputs to `job_folder`."""
     sys.path[0] = os.getcwd()  # replaces the folder of this file
     folder = Path(job_folder)
@@ -29,7 +29,7 @@ def main(name: str, path: str, job_folder: str) -> None:
     if not job["lockstep"]:
         sys.modules["lockstep"] = None  # type: ignore[assignment]  # makes `import lockstep` raise ImportError
     # Clone the tensors, because kernels may sum in a different order if a tensor isn't aligned to a cache line.
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "inputs.safetensors").items()}
+    tensors = {format_name: tensor.clone() for format_name, tensor in load_file(folder / "inputs.safetensors").items()}
     leaves = [tensors[str(number)] for number in range(len(tensors))]
     inputs = pytree.tree_unflatten(leaves, pytree.treespec_loads(job["inputs"]))
     loaders: dict[str, Any] = {
@@ -40,7 +40,7 @@ def main(name: str, path: str, job_folder: str) -> None:
         "timm": run_timm,
     }
     with torch.no_grad():
-        outputs = loaders[name](Path(path), inputs, job)
+        outputs = loaders[format_name](Path(path), inputs, job)
     save_file({"outputs": outputs.contiguous()}, folder / "outputs.safetensors")
 
 
@@ -59,7 +59,7 @@ def run_safetensors(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tenso
             factory = getattr(factory, part)
         model = factory(*build["arguments"], **build["options"])
     model.load_state_dict(load_file(path))
-    return _output_tensor(_run(model.eval(), inputs))
+    return _get_output_tensor(_call_model(model.eval(), inputs))
 
 
 def run_program(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
@@ -92,9 +92,9 @@ def run_transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tens
         if ids != job["ids"]:
             raise SystemExit("the tokenizer returns different tokens than the tokenizer of the run")
     if job.get("pixels") is not None:
-        _check_processor(library.AutoImageProcessor.from_pretrained(path), job["pixels"])
+        _check_image_processor(library.AutoImageProcessor.from_pretrained(path), job["pixels"])
     model = getattr(library, job["class"]).from_pretrained(path, dtype=torch.float32)
-    return _output_tensor(_run(model.eval(), inputs))
+    return _get_output_tensor(_call_model(model.eval(), inputs))
 
 
 def run_timm(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
@@ -107,24 +107,24 @@ def run_timm(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
             raise SystemExit(f"{key} is {data[key]}, but the run has {job[key]}")
     if list(model.pretrained_cfg["label_names"] or ()) != job["classes"]:
         raise SystemExit("the class names differ from those of the run")
-    return _output_tensor(_run(model, inputs))
+    return _get_output_tensor(_call_model(model, inputs))
 
 
-def _check_processor(processor: Any, job: dict[str, Any]) -> None:
-    size = (job["size"], job["size"], 3)
+def _check_image_processor(processor: Any, settings: dict[str, Any]) -> None:
+    size = (settings["size"], settings["size"], 3)
     picture = torch.arange(size[0] * size[1] * 3, dtype=torch.int64).remainder(256).to(torch.uint8).reshape(size)
     pixels = processor(picture.numpy(), do_resize=False, return_tensors="pt")["pixel_values"][0]
-    mean, std = (torch.tensor(job[name])[:, None, None] for name in ("mean", "std"))
+    mean, std = (torch.tensor(settings[name])[:, None, None] for name in ("mean", "std"))
     expected = (picture.permute(2, 0, 1).double() / 255 - mean) / std
     if pixels.shape != expected.shape or not torch.allclose(pixels.double(), expected, atol=1e-5):
         raise SystemExit("the image processor normalizes differently than the run")
 
 
-def _run(model: Any, inputs: Any) -> Any:
+def _call_model(model: Any, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
-def _output_tensor(outputs: Any) -> torch.Tensor:
+def _get_output_tensor(outputs: Any) -> torch.Tensor:
     if isinstance(outputs, torch.Tensor):
         return outputs
     output: torch.Tensor = outputs["logits"] if "logits" in outputs else outputs["out"]

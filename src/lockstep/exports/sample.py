@@ -16,14 +16,14 @@ _SAMPLES: Final = 3  # must differ from 2, the number of samples that programs a
 _POSITIONS: Final = 16  # number of tokens in a synthetic sample if the context length is unknown
 
 
-class Sample(NamedTuple):
+class SampleInputs(NamedTuple):
     """The inputs of a forward pass, and a description of their origin."""
 
     inputs: Inputs
     origin: str
 
 
-def make_sample(saved: SavedModel) -> Sample:
+def make_sample(saved: SavedModel) -> SampleInputs:
     """Return a few samples, preprocessed as in an evaluation. Data isn't downloaded.
 
     If there is no validation split, training samples are used. If the dataset isn't available, synthetic samples are
@@ -35,22 +35,22 @@ def make_sample(saved: SavedModel) -> Sample:
         count = min(_SAMPLES, len(split))
         batch = split.fetch(np.arange(count), None)
         arrived = get_device_transforms(saved.recipe, data).transform_evaluation_batch(batch)
-        real = saved.task(arrived).inputs(arrived)
+        real = saved.find_task(arrived).inputs(arrived)
         if isinstance(real, Mapping) and ANSWERS in real:
             real = (real[IDS].flatten(0, 1),)  # the export doesn't contain the reference model
-        return Sample(real, f"{count} samples of the {name} data")
+        return SampleInputs(real, f"{count} samples of the {name} data")
     except (UsageError, TrainingError) as error:
-        inputs = _synthesize(saved)
+        inputs = _synthesize_inputs(saved)
         if inputs is None:
             raise UsageError(
-                f"{saved.path}: no samples to check the export with: the checkpoint does not describe its samples, and "
-                f"the data cannot be opened: {error}"
+                f"{saved.path}: cannot check the export, because the checkpoint does not describe its samples, and the "
+                f"data cannot be opened: {error}"
             ) from error
-        return Sample(inputs, "synthetic samples, because the data is not available")
+        return SampleInputs(inputs, "synthetic samples, because the data is not available")
 
 
-def _synthesize(saved: SavedModel) -> Inputs | None:
-    facts, generator = saved.facts, torch.Generator().manual_seed(0)
+def _synthesize_inputs(saved: SavedModel) -> Inputs | None:
+    facts, generator = saved.dataset_info, torch.Generator().manual_seed(0)
     if facts.vocabulary is not None:
         if facts.classes is not None:
             return None  # the inputs of a text classifier depend on its dataset

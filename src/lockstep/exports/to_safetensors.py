@@ -20,7 +20,7 @@ SAME_KERNELS: Final = True
 
 
 def check(saved: SavedModel) -> None:
-    """See Format. This format supports every run."""
+    """Accept every run. See Format."""
 
 
 def write(export_source: ExportSource, path: Path) -> str:
@@ -41,5 +41,5 @@ def describe_builder(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
     if is_transformers_model(model):
         config = plainfile.parse_json(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         return {"class": type(model).__name__, "config": config}
-    construction = saved.construction()
+    construction = saved.get_construction()
     return {"function": construction.function, "arguments": construction.arguments, "options": construction.options}

@@ -17,7 +17,7 @@ SAME_KERNELS: Final = True
 def check(saved: SavedModel) -> None:
     """See Format."""
     check_origin(saved, "timm")
-    facts = saved.facts
+    facts = saved.dataset_info
     if facts.classes is None or facts.pixels or len(facts.shape or ()) != 3:
         raise UsageError(f"{saved.path}: --to timm requires an image classifier; use --to torch or --to safetensors")
 
@@ -29,13 +29,13 @@ def write(export_source: ExportSource, path: Path) -> str:
     saved = export_source.saved
     (mean, std), crop = saved.mean_and_std, saved.crop_settings
     preprocessing = {
-        "input_size": list(saved.facts.shape or ()),
+        "input_size": list(saved.dataset_info.shape or ()),
         "interpolation": "bilinear",
         "crop_pct": crop.size / crop.resize if crop else 1.0,
         **({"mean": mean, "std": std} if mean and std else {}),
     }
-    options = {name: value for name, value in saved.construction().options.items() if name != "num_classes"}
-    config: dict[str, Any] = {"label_names": saved.facts.classes, "pretrained_cfg": preprocessing}
+    options = {name: value for name, value in saved.get_construction().options.items() if name != "num_classes"}
+    config: dict[str, Any] = {"label_names": saved.dataset_info.classes, "pretrained_cfg": preprocessing}
     if options:
         config["model_args"] = options
     save_for_hf(export_source.model, str(path), model_config=config, safe_serialization=True)

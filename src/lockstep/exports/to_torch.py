@@ -45,8 +45,8 @@ def trace_model(export_source: ExportSource) -> torch.export.ExportedProgram:
     zeros = map_tensors(
         lambda tensor: torch.zeros_like(tensor[:1]).expand(_TRACED_SAMPLES, *tensor.shape[1:]).clone(), arguments
     )
-    has_tokens = export_source.saved.facts.vocabulary is not None
-    shapes = map_tensors(lambda tensor: _mark_dynamic(tensor, has_tokens), arguments)
+    has_tokens = export_source.saved.dataset_info.vocabulary is not None
+    shapes = map_tensors(lambda tensor: _mark_dynamic_dims(tensor, has_tokens), arguments)
     model = SingleOutput(export_source.model, list(inputs) if isinstance(inputs, dict) else None).eval()
     try:
         return torch.export.export(model, zeros, dynamic_shapes=(shapes,))
@@ -66,7 +66,7 @@ def describe_sizes(program: torch.export.ExportedProgram) -> str:
     return f"inputs of shape {' and '.join(f'[{shape}]' for shape in shapes)}"
 
 
-def _mark_dynamic(tensor: Tensor, has_tokens: bool) -> dict[int, Any]:
+def _mark_dynamic_dims(tensor: Tensor, has_tokens: bool) -> dict[int, Any]:
     dynamic_dims = [0, 1] if has_tokens and tensor.ndim == 2 else [0]
     return {
         dim: torch.export.Dim.AUTO if dim in dynamic_dims else torch.export.Dim.STATIC for dim in range(tensor.ndim)
@@ -77,10 +77,10 @@ def _mark_dynamic(tensor: Tensor, has_tokens: bool) -> dict[int, Any]:
 class SingleOutput(nn.Module):
     """Wraps a model so that it takes positional inputs and returns a single tensor, as exported programs require."""
 
-    def __init__(self, model: nn.Module, names: list[str] | None) -> None:
+    def __init__(self, model: nn.Module, input_names: list[str] | None) -> None:
         super().__init__()
         self.model = model
-        self._names = names
+        self._names = input_names
 
     def forward(self, *inputs: Any) -> Tensor:
         """Return the predictions of the model."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 from lockstep.exports.base import ExportSource, check_origin
 from lockstep.inference.saved import SavedModel
 from lockstep.inference.text import get_tokenizer
-from lockstep.models.hugging_face import get_kind, remove_special_tokens
+from lockstep.models.hugging_face import get_model_kind, remove_special_tokens
 
 SUFFIX: Final = ""
 SAME_KERNELS: Final = True
@@ -19,7 +19,7 @@ SAME_KERNELS: Final = True
 def check(saved: SavedModel) -> None:
     """See Format."""
     check_origin(saved, "transformers")
-    if saved.tokenizer_by:
+    if saved.tokenizer_type:
         get_tokenizer(saved)  # checks that the tokenizer file exists and matches the run
 
 
@@ -29,42 +29,42 @@ def write(export_source: ExportSource, path: Path) -> str:
     config: Any = model.config
     if "use_cache" in config.to_dict():
         config.use_cache = True  # disabled during training, but generating text needs the cache
-    if saved.tokenizer_by in ("byte", "character"):
+    if saved.tokenizer_type in ("byte", "character"):
         remove_special_tokens(model)
     import_module("transformers.utils.logging").disable_progress_bar()
     model.save_pretrained(str(path))  # type: ignore[operator]
-    if saved.tokenizer_by:
+    if saved.tokenizer_type:
         kind: Any = import_module("transformers").PreTrainedTokenizerFast
         library = get_tokenizer(saved).library
-        longest = {"model_max_length": saved.facts.context} if saved.facts.context else {}
+        longest = {"model_max_length": saved.dataset_info.context} if saved.dataset_info.context else {}
         kind(tokenizer_object=library, **longest).save_pretrained(str(path))
-    if processor := image_settings(saved):
-        _make_processor(saved, processor).save_pretrained(str(path))
+    if processor := get_image_settings(saved):
+        _make_image_processor(saved, processor).save_pretrained(str(path))
     return ""
 
 
-def image_settings(saved: SavedModel) -> dict[str, Any] | None:
+def get_image_settings(saved: SavedModel) -> dict[str, Any] | None:
     """Return the size, mean and std of the run's images, or None if an image processor doesn't support them.
 
     Images must be square, and have three channels, a mean and a std.
     """
-    (mean, std), shape = saved.mean_and_std, saved.facts.shape or []
+    (mean, std), shape = saved.mean_and_std, saved.dataset_info.shape or []
     if len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2] or not (mean and std):
         return None
     return {"size": shape[1], "mean": mean, "std": std}
 
 
-def auto_class_name(saved: SavedModel) -> str:
+def get_auto_class_name(saved: SavedModel) -> str:
     """Return the name of the Auto class that loads the model of a run."""
-    return f"AutoModelFor{get_kind(saved.stored_facts)}"
+    return f"AutoModelFor{get_model_kind(saved.stored_dataset_info)}"
 
 
-def _make_processor(saved: SavedModel, processor: dict[str, Any]) -> Any:
+def _make_image_processor(saved: SavedModel, settings: dict[str, Any]) -> Any:
     from PIL.Image import Resampling
     from transformers import ViTImageProcessor
 
-    square = {"height": processor["size"], "width": processor["size"]}
-    common = {"image_mean": processor["mean"], "image_std": processor["std"], "resample": int(Resampling.BILINEAR)}
+    square = {"height": settings["size"], "width": settings["size"]}
+    common = {"image_mean": settings["mean"], "image_std": settings["std"], "resample": int(Resampling.BILINEAR)}
     if saved.crop_settings is None:
         return ViTImageProcessor(size=square, **common)
     from transformers import CLIPImageProcessor  # this processor crops the center

@@ -44,29 +44,36 @@ def make_confusion_sections(
 
 
 def _make_mistake_table(
-    run: str,
-    names: Sequence[str],
+    run_name: str,
+    class_names: Sequence[str],
     targets: Tensor,
     predicted: Tensor,
     occurrences: Tensor,
     class_counts: Tensor,
-    unit: str,
+    counted_noun: str,
 ) -> Section:
-    title = f"{run}: most frequent mistakes"
+    title = f"{run_name}: most frequent mistakes"
     is_mistake = targets != predicted
-    keys, inverse = np.unique((targets * len(names) + predicted)[is_mistake].numpy(), return_inverse=True)
+    keys, inverse = np.unique((targets * len(class_names) + predicted)[is_mistake].numpy(), return_inverse=True)
     counts = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, torch.from_numpy(inverse), occurrences[is_mistake])
     rows = []
     for row in counts.argsort(descending=True, stable=True)[:_MAX_ROWS].tolist():
-        truth, guess = divmod(int(keys[row]), len(names))
+        truth, guess = divmod(int(keys[row]), len(class_names))
         count = int(counts[row])
         rows.append(
-            [names[truth], names[guess], f"{count:,}", wording.format_percentage(count / int(class_counts[truth]))]
+            [
+                class_names[truth],
+                class_names[guess],
+                f"{count:,}",
+                wording.format_percentage(count / int(class_counts[truth])),
+            ]
         )
     if not rows:
         return Paragraphs(title, ["There are no mistakes."])
-    note = f"{len(names):,} classes are too many for a matrix. These are the most frequent of {len(keys):,} pairs."
-    return Table(title, ["true", "predicted", unit, "share of the class"], rows, note)
+    note = (
+        f"{len(class_names):,} classes are too many for a matrix. These are the most frequent of {len(keys):,} pairs."
+    )
+    return Table(title, ["true", "predicted", counted_noun, "share of the class"], rows, note)
 
 
 def _make_class_table(
@@ -107,5 +114,5 @@ def _make_class_table(
     return Table(f"{run}: classes", ["class", unit, "recall", "precision"], rows, note)
 
 
-def _format_share(part: int, total: int) -> str:
-    return wording.format_percentage(part / total) if total else ""
+def _format_share(count: int, total: int) -> str:
+    return wording.format_percentage(count / total) if total else ""

@@ -22,7 +22,7 @@ from lockstep.inference.validation_pass import EvaluatedBatch, Validation, open_
 from lockstep.reporting import wording
 from lockstep.reporting.charts import RUNS, make_line_chart
 from lockstep.reporting.page import Paragraphs, Section, Table
-from lockstep.reporting.run_log import History, evaluation_curve
+from lockstep.reporting.run_log import History, get_evaluation_curve_name
 from lockstep.reporting.run_view import RunView
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language import Language
@@ -41,7 +41,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 class Inspection(NamedTuple):
-    """The sections of a page, and an error message for each run that couldn't be evaluated."""
+    """The sections of a report with --examples, and an error message for each run that couldn't be evaluated."""
 
     sections: list[Section]
     problems: list[str]
@@ -56,7 +56,7 @@ class _RunInspection(NamedTuple):
 
 
 def inspect_runs(
-    runs: Sequence[RunView], samples: int, open_run: Callable[[str], SavedModel], tell: Callable[[str], None]
+    runs: Sequence[RunView], max_samples: int, open_run: Callable[[str], SavedModel], notify: Callable[[str], None]
 ) -> Inspection:
     """Evaluate the checkpoint of each run on at most `max_samples` validation samples, and return the page sections.
 
@@ -69,7 +69,7 @@ def inspect_runs(
     for run in runs:
         folder = run.folder
         try:
-            inspections[folder] = _inspect_run(open_run(folder), folder, run.history, samples, tell)
+            inspections[folder] = _inspect_run(open_run(folder), folder, run.history, max_samples, notify)
         except LockstepError as error:
             problems[folder] = str(error)
     if not inspections:
@@ -102,18 +102,18 @@ def inspect_runs(
 
 
 def _inspect_run(
-    saved: SavedModel, folder: str, history: History, samples: int, tell: Callable[[str], None]
+    saved: SavedModel, run_folder: str, history: History, max_samples: int, notify: Callable[[str], None]
 ) -> _RunInspection:
     for line in saved.messages:
-        tell(line)
-    validation = open_validation(saved, samples)
+        notify(line)
+    validation = open_validation(saved, max_samples)
     task, count, total = validation.task, len(validation.sample_indices), len(validation.split)
-    tell(f"{saved.description}: evaluating {count:,} of {total:,} validation samples on {validation.model.device}")
+    notify(f"{saved.description}: evaluating {count:,} of {total:,} validation samples on {validation.model.device}")
     sums = NamedSums()
-    sections, curve = _inspect_task(folder, saved, validation, validation.batches(sums))
+    sections, curve = _inspect_task(run_folder, saved, validation, validation.iterate_batches(sums))
     metrics = validation.compute_metrics(sums)
     row = {
-        "run": folder,
+        "run": run_folder,
         "after step": f"{saved.step:,}",
         "weights": saved.weights,
         "samples": f"{count:,} of {total:,}",
@@ -137,7 +137,7 @@ def _inspect_task(
             line = compute_loss_by_position(task, batches)
             return make_text_samples(folder, task, validation, saved), line
         case Regression():
-            return make_residual_sections(folder, task, validation, saved.facts.targets or [], batches), []
+            return make_residual_sections(folder, task, validation, saved.dataset_info.targets or [], batches), []
         case Segmentation():
             return _make_pixel_sections(folder, task, batches), []
     deque(batches, maxlen=0)
@@ -164,7 +164,7 @@ def _compare_with_log(saved: SavedModel, history: History, metrics: Mapping[str,
     pairs = [
         (value, point.value)
         for name, value in metrics.items()
-        for point in history.curves.get(evaluation_curve(name) + suffix, [])
+        for point in history.curves.get(get_evaluation_curve_name(name) + suffix, [])
         if point.step == saved.step
     ]
     if not pairs:

@@ -7,18 +7,18 @@ from pathlib import Path
 from torch import nn
 
 from lockstep.common.own_code import UserCode
-from lockstep.config.base import values
+from lockstep.config.base import section_to_dict
 from lockstep.config.recipe import Recipe
-from lockstep.core.shard import local_tensor
-from lockstep.errors import TrainingError, UsageError, error_as
+from lockstep.core.shard import get_local_tensor
+from lockstep.errors import TrainingError, UsageError, convert_error
 from lockstep.models.finetuning import build_finetuned
 from lockstep.models.reference import remove_reference
-from lockstep.runs.remote import local_copy
+from lockstep.runs.remote import make_local_copy
 from lockstep.setup.build import make_model_builder, make_tuning, open_recipe_data
-from lockstep.setup.chunk_check import check_saved
+from lockstep.setup.chunk_check import check_saved_model
 from lockstep.setup.examples import load_example_batches
-from lockstep.setup.resume import checkpoint_recipe
-from lockstep.setup.user_code import import_paths
+from lockstep.setup.resume import get_checkpoint_recipe
+from lockstep.setup.user_code import get_import_paths
 from lockstep.tasks.find import find_task
 from lockstep.training.checkpoint import saved_state, store
 
@@ -43,18 +43,18 @@ def load(
     Raises UsageError if the weights don't match the model, if the checkpoint is damaged, or if the unchunked model
     computes a different function than its chunks.
     """
-    checkpoint = store.load(local_copy(run))
+    checkpoint = store.load(make_local_copy(run))
     recipe: Recipe | None = None
     if model is None:
-        recipe, module = _build_from_recipe(checkpoint, trust)
+        recipe, module = _build_model_from_recipe(checkpoint, trust)
     elif isinstance(model, nn.Module):
         module = model
     else:
         with UserCode("model"):
             module = model()
     weights = checkpoint.snapshot.model if checkpoint.snapshot.ema is None else checkpoint.snapshot.ema
-    with error_as(UsageError, RuntimeError, f"{checkpoint.path}: its weights do not fit {type(module).__name__}"):
-        module.load_state_dict({name: local_tensor(tensor) for name, tensor in weights.items()}, strict=True)
+    with convert_error(UsageError, RuntimeError, f"{checkpoint.path}: its weights do not fit {type(module).__name__}"):
+        module.load_state_dict({name: get_local_tensor(tensor) for name, tensor in weights.items()}, strict=True)
     remove_reference(module)
     module.eval()  # not chained, because eval() returns the result of train(), which user code may override
     if recipe is not None and recipe.model.chunks > 1:
@@ -68,7 +68,7 @@ def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> 
     Data isn't downloaded. Creating samples can run user code that the recipe references for the data or the task. If
     there is such code and `trust` is false, a warning is shown instead.
     """
-    if not trust and (paths := import_paths(recipe)):
+    if not trust and (paths := get_import_paths(recipe)):
         warnings.warn(
             f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the unchunked model, because the "
             f"recipe references user code to create samples: {', '.join(paths.values())}; pass trust=True if you trust "
@@ -87,14 +87,14 @@ def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> 
             stacklevel=3,
         )
         return
-    task, _ = find_task(values(recipe), f"model {recipe.model.name}", dataset.facts, example)
-    check_saved(path, model, recipe.model, task.inputs(evaluation))
+    task, _ = find_task(section_to_dict(recipe), f"model {recipe.model.name}", dataset.facts, example)
+    check_saved_model(path, model, recipe.model, task.inputs(evaluation))
 
 
-def _build_from_recipe(checkpoint: store.FoundCheckpoint, trust: bool) -> tuple[Recipe, nn.Module]:
-    recipe = checkpoint_recipe(checkpoint.path, checkpoint.snapshot)
+def _build_model_from_recipe(checkpoint: store.FoundCheckpoint, trust: bool) -> tuple[Recipe, nn.Module]:
+    recipe = get_checkpoint_recipe(checkpoint.path, checkpoint.snapshot)
     state = saved_state.parse_state(checkpoint.path, checkpoint.snapshot.state)
-    paths = import_paths(recipe)
+    paths = get_import_paths(recipe)
     if "model" in paths and not trust:
         raise UsageError(
             f"{checkpoint.path}: its recipe references user code, {paths['model']}, which would run with your "

@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lockstep.core.batch import tensors_of
+from lockstep.core.batch import get_tensors
 from lockstep.inference.confusions import make_confusion_sections
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Paragraphs, Section, Table, Tile, Tiles
 from lockstep.reporting.wording import format_count
 from lockstep.tasks.batches import get_predictions, get_targets
-from lockstep.tasks.classification import Classification, target_classes
+from lockstep.tasks.classification import Classification, get_target_classes
 
 _MAX_MISTAKES: Final = 24  # maximum number of mistakes that are shown
 _CHANNELS: Final = (1, 3)
@@ -50,7 +50,7 @@ class ClassPredictions:
     losses: Tensor
     probabilities: Tensor
 
-    def get_worst(self, limit: int = _MAX_MISTAKES) -> list[Mistake]:
+    def find_worst_mistakes(self, limit: int = _MAX_MISTAKES) -> list[Mistake]:
         """Return up to `limit` misclassified samples, with the largest loss first."""
         indices = (self.targets != self.predicted).nonzero()[:, 0]
         order = indices[self.losses[indices].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:limit]
@@ -68,7 +68,7 @@ def make_mistake_sections(
     result = collect_predictions(task, batches)
     ones = torch.ones_like(result.targets)
     sections = make_confusion_sections(run, task.classes, result.targets, result.predicted, ones, "samples")
-    return [*sections, _make_worst_section(f"{run}: worst mistakes", task, validation, result)]
+    return [*sections, _make_worst_mistakes_section(f"{run}: worst mistakes", task, validation, result)]
 
 
 def collect_predictions(task: Classification, batches: Iterable[EvaluatedBatch]) -> ClassPredictions:
@@ -77,14 +77,16 @@ def collect_predictions(task: Classification, batches: Iterable[EvaluatedBatch])
     return ClassPredictions(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
 
-def _make_worst_section(title: str, task: Classification, validation: Validation, result: ClassPredictions) -> Section:
-    worst, names, name = result.get_worst(), task.classes, validation.name
+def _make_worst_mistakes_section(
+    title: str, task: Classification, validation: Validation, predictions: ClassPredictions
+) -> Section:
+    worst, names, name = predictions.find_worst_mistakes(), task.classes, validation.get_sample_name
     if not worst:
         return Paragraphs(title, ["There are no mistakes."])
-    count = int((result.targets != result.predicted).sum())
+    count = int((predictions.targets != predictions.predicted).sum())
     note = f"{format_count(len(worst), 'mistake')} of {count:,}, sorted by cross entropy, largest first."
     fetched = validation.split.fetch(np.array([mistake.sample_index for mistake in worst]), None)
-    samples = tensors_of(task.inputs(fetched))[0]
+    samples = get_tensors(task.inputs(fetched))[0]
     if not are_images(samples):
         rows = [
             [
@@ -111,14 +113,17 @@ def _make_worst_section(title: str, task: Classification, validation: Validation
     return Tiles(title, tiles, note)
 
 
-def _compute_predictions(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
-    outputs = get_predictions(evaluated.outputs, task.model_name)
-    truth, valid = target_classes(get_targets(evaluated.batch))
+def _compute_predictions(task: Classification, evaluated_batch: EvaluatedBatch) -> tuple[Tensor, ...]:
+    outputs = get_predictions(evaluated_batch.outputs, task.model_name)
+    truth, valid = get_target_classes(get_targets(evaluated_batch.batch))
     guess = outputs.argmax(1)  # breaks ties in the same way as the metrics of the task
     log_probabilities = outputs.double().log_softmax(1)
     losses = -log_probabilities.gather(1, truth.clamp(min=0)[:, None])[:, 0]
     chances = log_probabilities.gather(1, guess[:, None])[:, 0].exp()
-    columns = torch.from_numpy(evaluated.sample_indices), *(tensor.cpu() for tensor in (truth, guess, losses, chances))
+    columns = (
+        torch.from_numpy(evaluated_batch.sample_indices),
+        *(tensor.cpu() for tensor in (truth, guess, losses, chances)),
+    )
     return tuple(column[valid.cpu()] for column in columns)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lockstep.core.batch import tensors_of
+from lockstep.core.batch import get_tensors
 from lockstep.errors import UsageError
 from lockstep.inference.saved import SavedModel
 from lockstep.inference.text import Sampling, continue_tokens, get_tokenizer
@@ -62,7 +62,7 @@ def make_text_samples(run: str, task: Language, validation: Validation, saved: S
         prompt = _get_prompt_tokens(task, validation.split.fetch(np.array([number]), None))
         sampling = replace(_SAMPLING, seed=number)
         prompt_text, text, _ = continue_tokens(saved, validation.model, tokenizer, prompt, sampling)
-        passages.append(Passage(validation.name(number), prompt_text, text))
+        passages.append(Passage(validation.get_sample_name(number), prompt_text, text))
     return [Passages(title, passages, _NOTE)]
 
 
@@ -70,7 +70,7 @@ def _get_prompt_tokens(task: Language, batch: Any) -> list[int]:
     """Return the first tokens of a batch with a single sample, without padding tokens."""
     inputs = task.inputs(batch)
     mapping = inputs if isinstance(inputs, Mapping) else {}
-    [ids] = mapping["input_ids"] if "input_ids" in mapping else tensors_of(inputs)[0]
+    [ids] = mapping["input_ids"] if "input_ids" in mapping else get_tensors(inputs)[0]
     if "attention_mask" in mapping:
         ids = ids[mapping["attention_mask"][0] != 0]
     tokens: Sequence[int] = ids[: min(_MAX_PROMPT_TOKENS, max(len(ids) // 2, 1))].tolist()

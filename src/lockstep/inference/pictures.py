@@ -11,12 +11,12 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.common import plainfile
-from lockstep.config.base import values
+from lockstep.config.base import section_to_dict
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import make_device_transforms
 from lockstep.data.images.pictures import CropSettings, crop_image, to_sample
 from lockstep.data.images.scan import IMAGE_SUFFIXES, iterate_images
-from lockstep.errors import UsageError, error_as, os_error_as
+from lockstep.errors import UsageError, convert_error, convert_os_error
 from lockstep.inference.polarity import describe_inverted, find_polarity
 from lockstep.inference.saved import EvaluationModel, SavedModel
 from lockstep.tasks.batches import get_predictions
@@ -60,10 +60,12 @@ class ImagePreprocessing:
 
         Raises UsageError if the file can't be read.
         """
-        read_errors = os_error_as(UsageError, f"{file}: cannot be read", "; pass an image, or a folder of images")
+        read_errors = convert_os_error(UsageError, f"{file}: cannot be read", "; pass an image, or a folder of images")
         with read_errors, plainfile.open_reader(file, links=True) as stream:
             content = bytearray(stream.read())
-        with error_as(UsageError, UndecodableError, f"{file}: cannot be read as an image", "; convert or remove it"):
+        with convert_error(
+            UsageError, UndecodableError, f"{file}: cannot be read as an image", "; convert or remove it"
+        ):
             pixels = decode(content, self.exif)
         size = (pixels.shape[1], pixels.shape[2])
         return to_sample(crop_image(pixels, self.crop) if self.crop else pixels, *self.shape), size
@@ -74,7 +76,7 @@ def get_preprocessing(saved: SavedModel) -> ImagePreprocessing:
 
     Raises UsageError if Lockstep can't preprocess images for this run.
     """
-    facts, data = saved.facts, saved.recipe.data
+    facts, data = saved.dataset_info, saved.recipe.data
     shape = tuple(facts.shape or ())
     if len(shape) != 3 or shape[0] not in _CHANNEL_COUNTS:
         description = f"shape {list(shape)}" if shape else "no single shape"
@@ -83,7 +85,7 @@ def get_preprocessing(saved: SavedModel) -> ImagePreprocessing:
             f"and width; predict supports images, tables (.csv, .parquet) and prompts; for other inputs, use "
             f"lockstep.load"
         )
-    if make_device_transforms(values(saved.recipe), saved.stored_facts) is None:
+    if make_device_transforms(section_to_dict(saved.recipe), saved.stored_dataset_info) is None:
         raise UsageError(
             f"{saved.path}: dataset {data.name} returns images as floats, so predict does not know how to convert new "
             f"images; return uint8 images, which Lockstep normalizes with recipe.data.mean and recipe.data.std"
@@ -110,7 +112,7 @@ def find_image_files(inputs: Sequence[str]) -> list[Path]:
 
 def classify(saved: SavedModel, model: EvaluationModel, inputs: Sequence[str], top: int, warn: Warn) -> Iterator[Row]:
     """Yield a prediction for each image with the `top` most likely classes, starting with the most likely class."""
-    names = saved.facts.classes or []
+    names = saved.dataset_info.classes or []
 
     def make_row(outputs: Tensor, image: LoadedImage) -> Row:
         result = get_top_classes(outputs, min(top, len(names)))
@@ -136,7 +138,7 @@ def write_masks(
 
     The mask is a grayscale PNG file with the same name and size as the image. Its pixel values are class indices.
     """
-    names = saved.facts.classes or []
+    names = saved.dataset_info.classes or []
     if len(names) > _MAX_MASK_CLASSES:
         raise UsageError(
             f"{saved.path}: the run has {len(names)} classes, but a mask can hold at most {_MAX_MASK_CLASSES}; use "
@@ -185,7 +187,7 @@ def _predict_images(
     """
     polarity, inverted = find_polarity(*saved.mean_and_std), list[tuple[str, float]]()
     preprocessing, files = get_preprocessing(saved), find_image_files(inputs)
-    transforms = make_device_transforms(values(saved.recipe), saved.stored_facts)
+    transforms = make_device_transforms(section_to_dict(saved.recipe), saved.stored_dataset_info)
     assert transforms is not None
     for first in range(0, len(files), model.batch_size):
         images: list[LoadedImage] = []

@@ -44,9 +44,9 @@ def find_polarity(mean: Sequence[float] | None, std: Sequence[float] | None) -> 
     return Polarity(center, center < _MIDDLE)
 
 
-def describe_inverted(polarity: Polarity, found: Sequence[tuple[str, float]]) -> str:
+def describe_inverted(polarity: Polarity, images: Sequence[tuple[str, float]]) -> str:
     """Return a warning about images that look inverted. `images` contains their paths and mean brightnesses."""
-    (first, brightness), more = found[0], len(found) - 1
+    (first, brightness), more = images[0], len(images) - 1
     kinds = ("dark on light", "light on dark")
     kind, trained = kinds if polarity.dark_background else kinds[::-1]
     others = f" and {more:,} more {'image' if more == 1 else 'images'}" if more else ""

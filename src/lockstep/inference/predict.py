@@ -18,14 +18,14 @@ from lockstep.inference.pictures import Row, Warn, classify, find_image_files, g
 from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.table import predict_rows
 from lockstep.inference.text import Sampling, continue_prompt, get_tokenizer
-from lockstep.run.background import in_background, to_arguments, to_path_arguments
+from lockstep.run.background import run_in_background, to_arguments, to_path_arguments
 from lockstep.run.evaluation import EvalRequest
 
-Kind = Literal["pictures", "masks", "values", "table", "text"]
+PredictionKind = Literal["pictures", "masks", "values", "table", "text"]
 
 
 @dataclass(frozen=True)
-class Options:
+class PredictionOptions:
     """The options of a prediction. If an option is None, the default value in the help of the command is used."""
 
     top: int | None = None
@@ -58,7 +58,7 @@ class Prediction(TypedDict, total=False):
     new_tokens: int
 
 
-_INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the expected inputs, and the supported options
+_INPUTS: Final[Mapping[PredictionKind, tuple[str, Sequence[str]]]] = {  # the expected inputs, and the supported options
     "pictures": ("images or folders of images, and predicts classes", ("top",)),
     "masks": ("images or folders of images, and writes masks", ("out",)),
     "values": ("images or folders of images, and predicts numbers", ()),
@@ -107,7 +107,7 @@ def predict(
     override_words = tuple(to_arguments(overrides))
     request = EvalRequest(str(run), override_words, trust, best, "predict")
     out_path, file = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
-    options = Options(top, out_path, prompt, tokens, temperature, seed, file)
+    options = PredictionOptions(top, out_path, prompt, tokens, temperature, seed, file)
 
     def iterate_messages() -> Iterator[Row]:
         messages: list[str] = []
@@ -115,18 +115,18 @@ def predict(
         yield from iterate_predictions(saved, to_path_arguments(inputs), options, messages.append)
         yield {_WARNINGS: messages}
 
-    *rows, last = in_background(iterate_messages)
+    *rows, last = run_in_background(iterate_messages)
     for message in last[_WARNINGS]:
         warnings.warn(message, stacklevel=2)
     return cast(list[Prediction], rows)
 
 
-def get_prediction_kind(saved: SavedModel) -> Kind:
+def get_prediction_kind(saved: SavedModel) -> PredictionKind:
     """Return the kind of prediction that a run supports.
 
     Raises UsageError if Lockstep doesn't know how to convert the inputs or how to interpret the outputs.
     """
-    facts, task = saved.facts, saved.recipe.task.name
+    facts, task = saved.dataset_info, saved.recipe.task.name
     if ":" in task:
         raise UsageError(
             f"{saved.path}: only the code of task {task} can interpret the outputs of its model; use lockstep.load"
@@ -145,7 +145,9 @@ def get_prediction_kind(saved: SavedModel) -> Kind:
     return "values"
 
 
-def iterate_predictions(saved: SavedModel, inputs: Sequence[str], options: Options, warn: Warn) -> Iterator[Row]:
+def iterate_predictions(
+    saved: SavedModel, inputs: Sequence[str], options: PredictionOptions, warn: Warn
+) -> Iterator[Row]:
     """Yield a JSON-compatible prediction for each image, row or prompt, in the order of the inputs.
 
     `warn` is called with warnings about inputs that the model probably wasn't trained for.
@@ -183,11 +185,11 @@ def make_prediction_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _check_request(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
+def _check_request(saved: SavedModel, kind: PredictionKind, inputs: Sequence[str], options: PredictionOptions) -> None:
     """Raise UsageError if the run doesn't support the inputs or the options."""
     description, supported = _INPUTS[kind]
     expectation = f"{saved.path}: this run expects {description}"
-    option_names = [field.name for field in fields(Options) if getattr(options, field.name) is not None]
+    option_names = [field.name for field in fields(PredictionOptions) if getattr(options, field.name) is not None]
     unsupported = [name for name in option_names if name not in supported]
     if unsupported:
         supported_options = ", ".join(f"--{name}" for name in supported) or "none"
@@ -232,8 +234,8 @@ def _split_by_class(row: Row) -> list[dict[str, Any]]:
     return [{**(blanks if number else shared), **part} for number, part in enumerate(parts)]
 
 
-def _format_cell(name: str, value: Any) -> str:
-    if name in ("probability", "share"):
+def _format_cell(column_name: str, value: Any) -> str:
+    if column_name in ("probability", "share"):
         return f"{value:.4f}"
     show: Callable[[Any], str] = "{:.6g}".format if isinstance(value, float) else str
     return printable_line(", ".join(map(show, value)) if isinstance(value, list) else show(value))

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.common.location import is_url
-from lockstep.errors import UsageError, os_error_as
-from lockstep.jobs.reader import runs_by_name
+from lockstep.errors import UsageError, convert_os_error
+from lockstep.jobs.reader import read_runs_by_name
 from lockstep.reporting.page import render_page
 from lockstep.reporting.png import check_png, write_png
 from lockstep.reporting.run_page import make_sections
@@ -30,7 +30,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Options:
+class ReportOptions:
     """The options of a report. `samples`, `best`, `overrides` and `trust` only apply to `examples`."""
 
     runs: Sequence[str]
@@ -66,16 +66,16 @@ def report(
 
     Raises UsageError if there is no run to show, or if no run can be evaluated for `examples`.
     """
-    from lockstep.run.background import in_background, to_arguments, to_path_arguments
+    from lockstep.run.background import run_in_background, to_arguments, to_path_arguments
 
-    options = Options(
+    options = ReportOptions(
         to_path_arguments(runs), Path(out), png, examples, samples, best, tuple(to_arguments(overrides)), trust
     )
-    [result] = in_background(lambda: [asdict(write_report(options, lambda _: None))])
+    [result] = run_in_background(lambda: [asdict(write_report(options, lambda _: None))])
     return Report(Path(result["page"]), tuple(map(Path, result["charts"])), tuple(result["warnings"]))
 
 
-def write_report(options: Options, tell: Callable[[str], None]) -> Report:
+def write_report(options: ReportOptions, notify: Callable[[str], None]) -> Report:
     """Write the page and the charts. `notify` is called with messages about each evaluated checkpoint."""
     out, samples = options.out, options.samples
     if not options.examples and (samples is not None or options.best or options.trust or options.overrides):
@@ -87,7 +87,7 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
     if options.png:
         check_png()
     copies = _copy_remote_runs(options)
-    runs, warnings = runs_by_name([*(Path(folder) for folder in options.runs if not is_url(folder)), *copies])
+    runs, warnings = read_runs_by_name([*(Path(folder) for folder in options.runs if not is_url(folder)), *copies])
     # The copy of a run in object storage contains at most one of its checkpoints.
     runs = [replace(run, checkpoints=None) if Path(run.folder) in copies else run for run in runs]
     page_sections = make_sections(runs)
@@ -98,20 +98,20 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
 
         request = EvalRequest("", options.overrides, options.trust, options.best, "report --examples")
         inspection = inspect_runs(
-            runs, samples or _DEFAULT_SAMPLES, lambda run: open_saved(replace(request, path=run)), tell
+            runs, samples or _DEFAULT_SAMPLES, lambda run: open_saved(replace(request, path=run)), notify
         )
         page_sections, warnings = [*page_sections, *inspection.sections], [*warnings, *inspection.problems]
     title = runs[0].folder if len(runs) == 1 else f"{len(runs)} runs"
-    with os_error_as(UsageError, f"--out {out}: cannot write"):
+    with convert_os_error(UsageError, f"--out {out}: cannot write"):
         out.write_text(render_page(title, page_sections), encoding="utf-8")
     return Report(out, tuple(write_png(page_sections, out.with_suffix("")) if options.png else ()), tuple(warnings))
 
 
-def _copy_remote_runs(options: Options) -> list[Path]:
+def _copy_remote_runs(options: ReportOptions) -> list[Path]:
     """Download the runs at URLs, with a checkpoint if it is needed. Return their local folders."""
     urls = [folder for folder in options.runs if is_url(folder)]
     if not urls:
         return []
-    from lockstep.runs.remote import local_copies  # imports torch
+    from lockstep.runs.remote import make_local_copies  # imports torch
 
-    return local_copies(urls, "none" if not options.examples else "best" if options.best else "newest")
+    return make_local_copies(urls, "none" if not options.examples else "best" if options.best else "newest")

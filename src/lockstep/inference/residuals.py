@@ -23,7 +23,7 @@ def make_residual_sections(
 
     `targets` contains the names of the targets, or is empty if the targets have no names.
     """
-    pairs = [match_shapes(task.model_name, batch.outputs, batch.batch, columns=True) for batch in batches]
+    pairs = [match_shapes(task.model_name, batch.outputs, batch.batch, at_least_2d=True) for batch in batches]
     predicted, true = (
         torch.cat([tensor.double().cpu().flatten(1) for tensor in side]) for side in zip(*pairs, strict=True)
     )
@@ -46,19 +46,21 @@ def make_residual_sections(
     return [*charts, _make_error_table(run, validation, names, true, predicted)]
 
 
-def _make_error_table(run: str, validation: Validation, names: Sequence[str], true: Tensor, predicted: Tensor) -> Table:
-    errors = (predicted - true).abs().nan_to_num(torch.inf)
+def _make_error_table(
+    run_name: str, validation: Validation, target_names: Sequence[str], true_values: Tensor, predicted_values: Tensor
+) -> Table:
+    errors = (predicted_values - true_values).abs().nan_to_num(torch.inf)
     largest, number = errors.max(1)
     order = largest.argsort(descending=True, stable=True)[:_MAX_ROWS].tolist()
-    several_targets = len(names) > 1
+    several_targets = len(target_names) > 1
     rows = [
         [
-            validation.name(int(validation.sample_indices[row])),
-            *([names[int(number[row])]] if several_targets else []),
-            *(f"{float(values[row, number[row]]):.6g}" for values in (true, predicted)),
+            validation.get_sample_name(int(validation.sample_indices[row])),
+            *([target_names[int(number[row])]] if several_targets else []),
+            *(f"{float(values[row, number[row]]):.6g}" for values in (true_values, predicted_values)),
         ]
         for row in order
     ]
     return Table(
-        f"{run}: largest errors", ["sample", *(["target"] if several_targets else []), "true", "predicted"], rows
+        f"{run_name}: largest errors", ["sample", *(["target"] if several_targets else []), "true", "predicted"], rows
     )

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lockstep.common.own_code import UserCode
 from lockstep.common.rank import ALONE
-from lockstep.config.base import values
+from lockstep.config.base import section_to_dict
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, Inputs, call_model, map_tensors
-from lockstep.core.shard import local_tensor
+from lockstep.core.shard import get_local_tensor
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import CropSettings, get_crop_settings
 from lockstep.data.request import make_data_request
@@ -29,7 +29,7 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import convert_compute_dtype, convert_parameters, widen_batchnorm
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
 from lockstep.run.session import prepare_device
-from lockstep.setup.build import evaluation_batch, make_model_builder, make_tuning, open_recipe_data
+from lockstep.setup.build import get_evaluation_batch_size, make_model_builder, make_tuning, open_recipe_data
 from lockstep.setup.resume import check_tensors
 from lockstep.tasks.base import Task
 from lockstep.tasks.find import find_task
@@ -40,7 +40,7 @@ Weights = Literal["model", "ema"]
 _MAX_PROBLEMS: Final = 3  # maximum number of invalid dataset properties in an error message
 
 
-class Facts(BaseModel):
+class DatasetInfo(BaseModel):
     """The dataset properties in a checkpoint that inference needs, after validation.
 
     They are validated, because a run folder may come from an untrusted source. See DataSet.facts for their meaning.
@@ -77,8 +77,8 @@ class SavedModel:
     weights_sha256: str
     recipe: Recipe
     placement: Placement
-    stored_facts: Mapping[str, Any]
-    facts: Facts
+    stored_dataset_info: Mapping[str, Any]
+    dataset_info: DatasetInfo
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -104,22 +104,22 @@ class SavedModel:
 
         Values in the recipe take precedence over the values of the dataset. Each is None if neither sets it.
         """
-        mean, std = self.recipe.data.mean or self.facts.mean, self.recipe.data.std or self.facts.std
+        mean, std = self.recipe.data.mean or self.dataset_info.mean, self.recipe.data.std or self.dataset_info.std
         return list(mean) if mean else None, list(std) if std else None
 
     @property
     def crop_settings(self) -> CropSettings | None:
         """The crop settings of evaluations, or None if evaluations don't crop or resize images."""
-        request = make_data_request(values(self.recipe.data))
+        request = make_data_request(section_to_dict(self.recipe.data))
         return get_crop_settings(request) if request.changes_size else None
 
     @property
-    def tokenizer_by(self) -> str | None:
+    def tokenizer_type(self) -> str | None:
         """The tokenizer type of the run: `byte`, `character`, or `tokenizer` for a tokenizer file.
 
         None if the dataset of the run has no tokenizer.
         """
-        unit = (self.facts.tokenizer or {}).get("by")
+        unit = (self.dataset_info.tokenizer or {}).get("by")
         return unit if unit in ("byte", "character", "tokenizer") else None
 
     def open_data(self) -> DataSet:
@@ -127,19 +127,21 @@ class SavedModel:
         data = self.recipe.data.model_copy(update={"download": False})
         return open_recipe_data(self.recipe.model_copy(update={"data": data}))
 
-    def construction(self) -> Construction:
+    def get_construction(self) -> Construction:
         """Return the function that builds the model, together with its arguments."""
         model = self.recipe.model
-        return make_construction(name=model.name, source=model.source, options=model.options, facts=self.stored_facts)
+        return make_construction(
+            name=model.name, source=model.source, options=model.options, dataset_info=self.stored_dataset_info
+        )
 
-    def task(self, example: Batch = None) -> Task:
+    def find_task(self, example: Batch = None) -> Task:
         """Return the task of the run.
 
         `example` is a batch with a few samples. It is required if the dataset properties don't determine the task.
         """
-        return find_task(values(self.recipe), self.name, self.stored_facts, example).task
+        return find_task(section_to_dict(self.recipe), self.name, self.stored_dataset_info, example).task
 
-    def model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """Build the model without chunks, and load the trained weights.
 
         The model is on the CPU, in evaluation mode, and doesn't require gradients.
@@ -148,7 +150,7 @@ class SavedModel:
         """
         recipe = self.recipe
         # Don't load pretrained weights, because the checkpoint contains all weights.
-        plain = make_model_builder(recipe, self.stored_facts)
+        plain = make_model_builder(recipe, self.stored_dataset_info)
         model = initialize_model(partial(build_finetuned, plain, make_tuning(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
         model.load_state_dict(dict(self.tensors))
@@ -161,7 +163,7 @@ class SavedModel:
         """
         recipe = self.recipe
         device = prepare_device(self.placement, ALONE, recipe)
-        return EvaluationModel(self.model(), recipe, device)
+        return EvaluationModel(self.build_model(), recipe, device)
 
 
 @final
@@ -170,7 +172,7 @@ class EvaluationModel:
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.device = device
-        self.batch_size = evaluation_batch(recipe)
+        self.batch_size = get_evaluation_batch_size(recipe)
         self._name = f"model {recipe.model.name}"
         self._numerics = Numerics(recipe)
         self._autocast = autocast(recipe.precision, device)
@@ -210,20 +212,20 @@ def open_saved(request: EvalRequest, weights: Weights | None = None) -> SavedMod
         path=checkpoint.path,
         step=state.progress.step,
         weights=weights_name,
-        tensors={name: local_tensor(tensor) for name, tensor in tensors.items()},
+        tensors={name: get_local_tensor(tensor) for name, tensor in tensors.items()},
         weights_sha256=store.weights_sha256(tensors),
         recipe=recipe,
         placement=loaded.config.placement,
-        stored_facts=state.data,
-        facts=_validate_facts(checkpoint.path, state.data),
+        stored_dataset_info=state.data,
+        dataset_info=_validate_dataset_info(checkpoint.path, state.data),
         notes=tuple(loaded.notes),
         problems=tuple(checkpoint.problems),
     )
 
 
-def _validate_facts(path: Path, facts: Mapping[str, Any]) -> Facts:
+def _validate_dataset_info(path: Path, stored_dataset_info: Mapping[str, Any]) -> DatasetInfo:
     try:
-        return Facts.model_validate(dict(facts))
+        return DatasetInfo.model_validate(dict(stored_dataset_info))
     except ValidationError as error:
         lines: Sequence[str] = [
             f"data.{'.'.join(map(str, problem['loc']))}: {problem['msg'].lower()}"

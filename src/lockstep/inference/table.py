@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lockstep.data.tables.columns import Number, check_numeric_column, restore_column
+from lockstep.data.tables.columns import NumericColumn, check_numeric_column, restore_column
 from lockstep.data.tables.files import read_table
-from lockstep.data.tables.rows import Rows
+from lockstep.data.tables.rows import TableSplit
 from lockstep.errors import UsageError
 from lockstep.inference.pictures import Row, get_top_classes
 from lockstep.inference.saved import EvaluationModel, SavedModel
@@ -36,33 +36,33 @@ def predict_rows(saved: SavedModel, model: EvaluationModel, file: Path, out: Pat
             raise UsageError(f"--out {out}: already exists; use a different name")
         if not out.parent.is_dir():
             raise UsageError(f"--out {out}: folder {out.parent} does not exist; create it, or use a different folder")
-    task, written_rows = saved.task(), []
+    task, written_rows = saved.find_task(), []
     for first in range(0, len(rows), model.batch_size):
         numbers = np.arange(first, min(first + model.batch_size, len(rows)))
         outputs = get_predictions(model(task.inputs(rows.fetch(numbers, None))), saved.name).cpu()
         for number, output in zip(numbers.tolist(), outputs, strict=True):
-            row = _make_prediction(saved, output)
+            row = _make_prediction_row(saved, output)
             written_rows += [row] if out is not None else []
             yield {"row": number, **row}
     if out is not None:
         _write_table(out, table, written_rows)
 
 
-def _convert_table(saved: SavedModel, table: Any) -> Rows:
+def _convert_table(saved: SavedModel, table: Any) -> TableSplit:
     options: Mapping[str, Any] = saved.recipe.data.options
-    columns = [restore_column(column, options.get("missing") == "mean") for column in saved.facts.columns or []]
+    columns = [restore_column(column, options.get("missing") == "mean") for column in saved.dataset_info.columns or []]
     missing_names = [column.name for column in columns if column.name not in table.column_names]
     if missing_names:
         raise UsageError(f"table: missing columns that the run was trained on: {', '.join(missing_names)}; add them")
     for column in columns:
-        if isinstance(column, Number):
-            check_numeric_column(column.name, table[column.name], column.means)
+        if isinstance(column, NumericColumn):
+            check_numeric_column(column.name, table[column.name], column.fill_missing)
     targets = torch.zeros(len(table), dtype=torch.int64)
-    return Rows(columns, table, targets, bool(options.get("codes")))
+    return TableSplit(columns, table, targets, bool(options.get("codes")))
 
 
-def _make_prediction(saved: SavedModel, output: torch.Tensor) -> Row:
-    facts = saved.facts
+def _make_prediction_row(saved: SavedModel, output: torch.Tensor) -> Row:
+    facts = saved.dataset_info
     if facts.classes:
         best = get_top_classes(output, 1)
         return {"predicted": facts.classes[best.class_indices[0]], "probability": best.probabilities[0]}

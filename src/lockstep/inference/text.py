@@ -53,9 +53,9 @@ def continue_tokens(
 
     def compute_logits(ids: list[int]) -> Tensor:
         outputs = get_predictions(model((torch.tensor([ids]),)), saved.name)
-        return outputs[0, -1, : tokenizer.vocabulary]  # the model may have a larger vocabulary than the tokenizer
+        return outputs[0, -1, : tokenizer.vocab_size]  # the model may have a larger vocabulary than the tokenizer
 
-    new_ids = generate_tokens(compute_logits, prompt_ids, sampling, saved.facts.context)
+    new_ids = generate_tokens(compute_logits, prompt_ids, sampling, saved.dataset_info.context)
     # With a byte tokenizer, the prompt may end in the middle of a character. Therefore, decode the prompt and the
     # generated tokens together.
     prompt_text, text = (tokenizer.decode(np.array(ids)) for ids in (prompt_ids, prompt_ids + new_ids))
@@ -87,7 +87,7 @@ def get_tokenizer(saved: SavedModel, file: str | None = None) -> Tokenizer:
 
     Raises UsageError if the run requires a file that isn't available, or if the tokenizer doesn't match the run.
     """
-    unit = saved.tokenizer_by
+    unit = saved.tokenizer_type
     path = file or saved.recipe.data.options.get("tokenizer")
     if unit is None and file is None:
         raise UsageError(
@@ -98,10 +98,12 @@ def get_tokenizer(saved: SavedModel, file: str | None = None) -> Tokenizer:
         raise UsageError(f"--tokenizer: this run uses a {unit} tokenizer, which has no file; remove --tokenizer")
     if unit == "tokenizer" and not isinstance(path, str):
         raise UsageError(f"{saved.path}: the run uses a tokenizer file with unknown path; pass it with --tokenizer")
-    tokenizer = FileTokenizer(file or "") if unit is None else tokenizer_of(saved.facts.tokenizer or {}, path or "")
-    if saved.facts.vocabulary is not None and tokenizer.vocabulary > saved.facts.vocabulary:
+    tokenizer = (
+        FileTokenizer(file or "") if unit is None else tokenizer_of(saved.dataset_info.tokenizer or {}, path or "")
+    )
+    if saved.dataset_info.vocabulary is not None and tokenizer.vocab_size > saved.dataset_info.vocabulary:
         raise UsageError(
-            f"tokenizer: has {tokenizer.vocabulary:,} tokens, but the data of the run has {saved.facts.vocabulary:,}; "
-            f"pass the tokenizer that produced its tokens"
+            f"tokenizer: has {tokenizer.vocab_size:,} tokens, but the data of the run has "
+            f"{saved.dataset_info.vocabulary:,}; pass the tokenizer that produced its tokens"
         )
     return tokenizer

@@ -15,10 +15,10 @@ from lockstep.core.batch import Batch, map_tensors
 from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
 from lockstep.inference.saved import EvaluationModel, SavedModel
-from lockstep.setup.data_facts import check_facts
+from lockstep.setup.data_facts import check_dataset_info
 from lockstep.setup.examples import get_device_transforms, load_example_batches
 from lockstep.tasks.base import Task
-from lockstep.training.evaluate import batch_sums, task_metrics
+from lockstep.training.evaluate import compute_batch_sums, compute_task_metrics
 
 
 class EvaluatedBatch(NamedTuple):
@@ -41,7 +41,7 @@ class Validation:
     model: EvaluationModel
     transforms: DeviceTransforms
 
-    def batches(self, sums: NamedSums) -> Iterator[EvaluatedBatch]:
+    def iterate_batches(self, sums: NamedSums) -> Iterator[EvaluatedBatch]:
         """Evaluate the samples, and yield each batch with its outputs. The loss and metric sums are added to `sums`.
 
         If `sample_indices` contains all samples, the batches are the same as in an evaluation during training.
@@ -51,34 +51,38 @@ class Validation:
             arrived = map_tensors(lambda tensor: tensor.to(self.model.device), self.split.fetch(numbers, None))
             batch = self.transforms.transform_evaluation_batch(arrived)
             outputs = self.model(self.task.inputs(batch))
-            sums.add(number, batch_sums(self.task, outputs, batch, self.task.weight(batch)))
+            sums.add(number, compute_batch_sums(self.task, outputs, batch, self.task.weight(batch)))
             yield EvaluatedBatch(numbers, batch, outputs)
 
     def compute_metrics(self, sums: NamedSums) -> dict[str, float]:
         """Return the loss and the metrics of the task over all batches, by metric name."""
-        return task_metrics(self.task, sums.total(World(ALONE, torch.device("cpu")), len(self._batch_starts)))
+        return compute_task_metrics(
+            self.task, sums.compute_total(World(ALONE, torch.device("cpu")), len(self._batch_starts))
+        )
 
     @property
     def _batch_starts(self) -> range:
         return range(0, len(self.sample_indices), self.model.batch_size)
 
-    def name(self, sample_index: int) -> str:
+    def get_sample_name(self, sample_index: int) -> str:
         """Return the display name of a sample: its index, and its file or row if it has one."""
         return self.data.get_validation_sample_name(sample_index)
 
 
-def open_validation(saved: SavedModel, limit: int) -> Validation:
+def open_validation(saved: SavedModel, max_samples: int) -> Validation:
     """Open the validation data of a run, and select at most `max_samples` evenly spaced samples.
 
     Data isn't downloaded. Raises UsageError if the data isn't on this machine, if it differs from the data that the run
     was trained on, or if the dataset has no validation split.
     """
     recipe, data = saved.recipe, saved.open_data()
-    check_facts(data.facts, saved.stored_facts, saved.path)
+    check_dataset_info(data.facts, saved.stored_dataset_info, saved.path)
     split = data.validation
     if split is None:
-        raise UsageError(f"{saved.path}: dataset {recipe.data.name} has no validation split to take examples from")
+        raise UsageError(
+            f"{saved.path}: dataset {recipe.data.name} has no validation split to take examples from; remove --examples"
+        )
     model = saved.prepare_model()
-    task, count = saved.task(load_example_batches(recipe, data)[1]), min(limit, len(split))
+    task, count = saved.find_task(load_example_batches(recipe, data)[1]), min(max_samples, len(split))
     indices, change = np.arange(count) * len(split) // count, get_device_transforms(recipe, data)
     return Validation(data, split, task, indices, model, change)

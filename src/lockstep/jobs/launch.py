@@ -21,16 +21,16 @@ from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, PERSISTENT_
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, check_job
-from lockstep.ranks.secret import job_secret, new_secret
+from lockstep.ranks.secret import generate_secret, read_job_secret
 from lockstep.reporting.wording import format_count
 
 if TYPE_CHECKING:
-    from lockstep.config.load import Loaded
+    from lockstep.config.load import LoadedConfig
 
 _FIRST_NODE_TIMEOUT_S: Final = 600.0  # how long to wait until the name of the first node can be resolved
 
 
-def startable_launchers() -> dict[str, Launcher]:
+def find_startable_launchers() -> dict[str, Launcher]:
     """Return the launchers that can start a job, by name."""
     return {launcher.name: launcher for launcher in ORDER if launcher.command or launcher.commands}
 
@@ -40,7 +40,7 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
 
     `port` and `node_rank` are None if the user didn't set them. Raises UsageError if the job can't be started.
     """
-    launcher = startable_launchers()[name]
+    launcher = find_startable_launchers()[name]
     job = _add_id(launcher, _check_launcher(launcher, job, port))
     _check_node_rank(launcher, job, node_rank)
     if (job.restarts or job.min_nodes) and job.words[0] == "train" and not _load_config(job).config.run.dir:
@@ -52,9 +52,9 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
         _check_strategy(job)
     # Use the user's secret. If there is none, generate a secret, but only if this command starts all ranks, because all
     # ranks need it.
-    user_secret = os.fsdecode(job_secret(os.environ))
+    user_secret = os.fsdecode(read_job_secret(os.environ))
     secret = user_secret or (
-        new_secret() if launcher.signed and launcher.starts_all(job) and job.min_nodes is None else ""
+        generate_secret() if launcher.signed and launcher.starts_all(job) and job.min_nodes is None else ""
     )
     signed = replace(job, signed=bool(secret))
     lines = launcher.commands(signed) if launcher.commands else {}
@@ -88,7 +88,7 @@ def read_hosts(file: Path) -> tuple[str, ...]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise UsageError(f"--hosts {file}: {error.strerror}") from error
+        raise UsageError(f"--hosts {file}: {error.strerror}; pass a file with one host name per line") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--hosts {file}: not a text file; write one host name per line") from error
     names = tuple(line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#"))
@@ -111,9 +111,9 @@ def parse_host_count(text: str) -> tuple[int | None, int]:
 def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     """Return the job unchanged. If the launcher doesn't support an option of the job, raise UsageError."""
     unsupported, options = f"not supported with --on {launcher.name}", ", ".join(check_job(job).resources.named)
-    if job.elastic and not launcher.elastic:
-        *names, last = [starter.name for starter in startable_launchers().values() if starter.elastic]
-        raise UsageError(f"{', '.join(job.elastic)}: {unsupported}; use --on {', '.join(names)} or {last}")
+    if job.elastic_options and not launcher.elastic:
+        *names, last = [starter.name for starter in find_startable_launchers().values() if starter.elastic]
+        raise UsageError(f"{', '.join(job.elastic_options)}: {unsupported}; use --on {', '.join(names)} or {last}")
     if job.id and (job.standalone or job.rendezvous_backend == "static"):
         raise UsageError(f"--id: got {job.id}, but a static or single-host rendezvous has no id; remove --id")
     if options and not launcher.resources:
@@ -159,28 +159,28 @@ def _check_strategy(job: Job) -> None:
     check_strategy(name, strategy, job.processes, config.recipe.microbatches)
 
 
-def _load_config(job: Job) -> Loaded:
+def _load_config(job: Job) -> LoadedConfig:
     """Load the configuration of a training job. Raises ConfigError if its arguments are invalid."""
-    from lockstep.config.load import load, split
+    from lockstep.config.load import load, split_arguments
 
-    return load(*split(job.words[1:]))
+    return load(*split_arguments(job.words[1:]))
 
 
-def _exec_launcher(line: list[str], launcher: Launcher, secret: str) -> None:
+def _exec_launcher(command_line: list[str], launcher: Launcher, secret: str) -> None:
     """Replace this process with the launcher, so that the launcher receives all signals.
 
     The launcher passes the secret to the processes that it starts in an environment variable.
     """
     env = {**os.environ, SECRET: secret} if secret else dict(os.environ)
-    if shutil.which(line[0]) is None:
-        raise UsageError(f"{line[0]} not found; install it, load its module, or use a different --on")
+    if shutil.which(command_line[0]) is None:
+        raise UsageError(f"{command_line[0]} not found; install it, load its module, or use a different --on")
     sys.stdout.flush()
     with open_listening_socket() if launcher.followed else nullcontext() as listening:
         port = {SRUN_PORT: str(listening.getsockname()[1])} if listening else {}
-        os.execvpe(line[0], line, env | port)
+        os.execvpe(command_line[0], command_line, env | port)
 
 
-def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
+def _run_on_hosts(launcher: Launcher, command_lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     """Run a command for each host and return an exit code, by default the exit code of the first command that failed.
 
     torchrun exits with 1 even if the run saved a checkpoint and can be resumed, or if restarting the run would fail
@@ -188,12 +188,14 @@ def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, 
     """
     from lockstep.launchers.hosts import run_on_hosts
 
-    program = next(iter(lines.values()))[0]  # all command lines start with the same program
+    program = next(iter(command_lines.values()))[0]  # all command lines start with the same program
     if shutil.which(program) is None:
         raise UsageError(f"{program} not found; install it, or use a different --on")
     before = _read_result(job) if launcher.elastic else {}
     # Without torchrun's agents, each command is a rank on this host, so its exit code is the exit code of the rank.
-    ended = run_on_hosts(lines, _print_message, required=job.min_nodes, secret=secret, is_local=not launcher.elastic)
+    ended = run_on_hosts(
+        command_lines, _print_message, num_required=job.min_nodes, secret=secret, is_local=not launcher.elastic
+    )
     code = ended.code
     if code and launcher.elastic and (result := _read_result(job)) != before:
         code = result.get("exit_code", code)
@@ -210,7 +212,7 @@ def _wait_for_host(host: str) -> None:
     if check_host_resolves(host):
         _print_message(f"waiting for an address of {host}, at most {_FIRST_NODE_TIMEOUT_S / 60:.0f} minutes")
         if problem := check_host_resolves(host, _FIRST_NODE_TIMEOUT_S):
-            raise UsageError(f"{problem}; set the variable of the first node to its address")
+            raise UsageError(f"{problem}; in the environment of the job, set the address of the first node")
 
 
 def _print_message(text: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, final
 
 from lockstep.common.text import printable_line
-from lockstep.config.recorded import CONFIG, RecordedConfig, format_resume_command, read_recorded_config
+from lockstep.config.recorded import CONFIG_NAME, RecordedConfig, format_resume_command, read_recorded_config
 from lockstep.errors import UsageError
 from lockstep.launchers.batch import query_states
 from lockstep.reporting import jsonl
@@ -21,10 +21,10 @@ from lockstep.reporting.run_view import RunView, determine_state
 from lockstep.runs.runs import (
     SubmittedJob,
     describe_machine,
-    failure_reason,
     find_checkpoint_steps,
     find_run_folders,
     is_locked,
+    read_failure_reason,
     read_job,
 )
 
@@ -33,7 +33,7 @@ _NOTICES: Final = 50  # number of most recent notices to keep for each run
 _QUERY_S: Final = 30.0  # minimum time between two queries to Slurm
 _SEARCH_S: Final = 3.0  # minimum time between two searches for new runs
 
-Queue = Mapping[int, tuple[str, str]] | None  # state and reason by job ID; None if Slurm isn't available
+JobStates = Mapping[int, tuple[str, str]] | None  # state and reason by job ID; None if Slurm isn't available
 
 
 @final
@@ -90,17 +90,17 @@ class RunReader:
         while self._tail.problems:
             self._warn(self._tail.problems.popleft())
         if not self._configuration.recipe:
-            self._configuration = read_recorded_config(self.folder / CONFIG)
+            self._configuration = read_recorded_config(self.folder / CONFIG_NAME)
 
-    def view(self, queue: Queue) -> RunView:
+    def make_view(self, queue: JobStates) -> RunView:
         """Return the state of the run after all events read so far. `queue` contains the state of each Slurm job."""
         history = History() if self.problem and self._strict else self._log.make_history()
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
         run_state = determine_state(history.status, self._is_in_use or not self.is_fully_read, submitted, job)
-        # If a saved run was started again and failed before its first event, it counts as failed.
+        # A run in state "saved" may have been started again, and failed before its first event. This counts as failed.
         has_ended = run_state in ("died", "saved")
-        failed = failure_reason(self.folder, ignore_transient=run_state == "saved") if has_ended else ""
+        failed = read_failure_reason(self.folder, ignore_transient=run_state == "saved") if has_ended else ""
         return RunView(
             str(self.folder),
             "unreadable" if self.problem else "failed" if failed else run_state,
@@ -108,7 +108,7 @@ class RunReader:
             self.job,
             f"{job} ({reason})" if job and reason else job or "",
             self._configuration.recipe,
-            _actual_placement(self._configuration.placement, history.starts),
+            _get_actual_placement(self._configuration.placement, history.starts),
             failed,
             describe_machine(self.folder),
             tuple(self._notices),
@@ -132,7 +132,9 @@ class RunReader:
         except (KeyError, ValueError) as error:
             if self._strict:
                 log = self.folder / jsonl.EVENTS
-                raise UsageError(f"{log}: was not written by this version of Lockstep ({error!r})") from error
+                raise UsageError(
+                    f"{log}: was not written by this version of Lockstep ({error!r}); use the version that wrote it"
+                ) from error
             self._warn(f"an event with an unknown format was skipped ({error!r})")
             return
         if event.get("event") == "started":
@@ -148,7 +150,7 @@ class RunReader:
         self._notice_count += 1
 
 
-def _actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
+def _get_actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
     """Return the configured placement, with the strategy and number of processes that the last start actually used."""
     if not placement or not starts:
         return placement
@@ -164,10 +166,10 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
     readers.sort(key=lambda reader: reader.time, reverse=True)
     queue, warning = query_states({reader.job for reader in readers if reader.job})
     warnings = [*(reader.problem for reader in readers), warning]
-    return [reader.view(queue) for reader in readers], [text for text in warnings if text]
+    return [reader.make_view(queue) for reader in readers], [text for text in warnings if text]
 
 
-def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
+def read_runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
     """Return the runs in the folders, sorted by name, and a list of warnings. Raise UsageError if there are no runs.
 
     Folders are searched as in `lockstep jobs`. No code of a run is executed, and nothing is unpickled.
@@ -190,7 +192,7 @@ class RunWatcher:
         self._folders = folders
         self._wait = wait
         self._readers: dict[Path, RunReader] = {}
-        self._queue: Queue = None
+        self._queue: JobStates = None
         self._last_query_s = self._last_search_s = -float("inf")
         self.warning = ""  # set if the last query to Slurm failed
 
@@ -201,15 +203,17 @@ class RunWatcher:
         """
         time_s = time.monotonic()
         if time_s - self._last_search_s >= _SEARCH_S:
-            self._find_runs(first=not self._readers)
+            self._find_runs(is_first_call=not self._readers)
             self._last_search_s = time_s
         for reader in self._readers.values():
             reader.refresh()
-        return [reader.view(self._queue) for reader in self._readers.values()]
+        return [reader.make_view(self._queue) for reader in self._readers.values()]
 
-    def _find_runs(self, first: bool) -> None:
+    def _find_runs(self, is_first_call: bool) -> None:
         """Find runs that aren't watched yet, and start to watch them."""
-        runs = [run for folder in self._folders for run in self._find_in_folder(folder, first and not self._wait)]
+        runs = [
+            run for folder in self._folders for run in self._find_in_folder(folder, is_first_call and not self._wait)
+        ]
         unwatched = {run: is_named for run, is_named in runs if run not in self._readers}
         jobs = {run: job for run in (*unwatched, *self._readers) if (job := _read_job_id(run))}
         self._query_slurm({*jobs.values()})

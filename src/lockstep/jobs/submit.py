@@ -9,17 +9,17 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.common.location import refuse_url
-from lockstep.config.load import Loaded, load, split
-from lockstep.errors import LockstepError, UsageError, os_error_as
+from lockstep.common.location import reject_url
+from lockstep.config.load import LoadedConfig, load, split_arguments
+from lockstep.errors import LockstepError, UsageError, convert_os_error
 from lockstep.launchers import batch, kubernetes
-from lockstep.launchers.job import Job, check_job, check_processes
-from lockstep.ranks.secret import new_secret
+from lockstep.launchers.job import Job, check_job, find_process_problems
+from lockstep.ranks.secret import generate_secret
 from lockstep.runs.runs import JOB_SCRIPT, SubmittedJob, record_job
 from lockstep.training.checkpoint import durable
 
 
-def make_batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> tuple[Path, str]:
+def make_batch_script(job: Job, name: str | None, time_limit: str, warn_before_s: int) -> tuple[Path, str]:
     """Check a training job, and return its run folder and its batch script. Raises UsageError if the job can't run.
 
     `name` is the name of the job, which defaults to the name of the recipe. `time_limit` is in Slurm's format. Ranks
@@ -28,14 +28,16 @@ def make_batch_script(job: Job, name: str | None, limit: str, warn_before_s: int
     loaded = _check_training(job)
     from lockstep.setup import recipe_folder
 
-    refuse_url(loaded.config.run.dir, "submit --on slurm")
-    run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.new_run_folder(loaded)
+    reject_url(loaded.config.run.dir, "submit --on slurm")
+    run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.make_run_folder_path(loaded)
     # Add overrides for all settings that could change when the job is started again.
     folder = () if loaded.config.run.dir else (f"run.dir={run}",)
     fixed = () if loaded.config.placement.processes != "auto" else (f"placement.processes={job.processes}",)
     resume = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)
     resolved_job = replace(job, words=(*job.words, *folder, *fixed))
-    request = batch.Batch(resolved_job, name or loaded.name, str(Path.cwd()), str(run), limit, warn_before_s, resume)
+    request = batch.BatchJob(
+        resolved_job, name or loaded.name, str(Path.cwd()), str(run), time_limit, warn_before_s, resume
+    )
     return run, batch.render_script(batch.check_batch(request))
 
 
@@ -45,7 +47,7 @@ def submit(run: Path, script: str) -> int:
         raise UsageError("sbatch not found; submit from a host of the cluster, or load Slurm's module")
     new_folders = [folder for folder in (run / "logs", run, *run.parents) if not folder.exists()]
     file = run / JOB_SCRIPT
-    with os_error_as(UsageError, f"run.dir {run}: cannot be used", "; use a different run.dir"):
+    with convert_os_error(UsageError, f"run.dir {run}: cannot be used", "; use a different run.dir"):
         (run / "logs").mkdir(parents=True, exist_ok=True)  # otherwise, Slurm runs the job without a log
         durable.replace(file, script.encode())
         file.chmod(0o755)
@@ -78,12 +80,12 @@ def make_manifest(job: Job, cluster: kubernetes.Cluster) -> str:
                 f"run.resume: got {loaded.config.run.resume}, but each start resumes the run; remove run.resume"
             )
     name = cluster.name or re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
-    cluster = replace(cluster, name=name, secret=new_secret())
+    cluster = replace(cluster, name=name, secret=generate_secret())
     kubernetes.check_cluster(check_job(job), cluster, run)
     return kubernetes.render_manifest(job, cluster)
 
 
-def create_objects(objects: str, namespace: str) -> list[str]:
+def create_objects(manifest: str, namespace: str) -> list[str]:
     """Create the objects of a manifest, and return their names. If any object fails, delete all objects."""
     if shutil.which("kubectl") is None:
         raise UsageError(
@@ -92,7 +94,7 @@ def create_objects(objects: str, namespace: str) -> list[str]:
         )
     options = ["--namespace", namespace] if namespace else []
     line = ["kubectl", "create", *options, "--output", "name", "--filename", "-"]
-    completed = subprocess.run(line, input=objects, capture_output=True, text=True)
+    completed = subprocess.run(line, input=manifest, capture_output=True, text=True)
     names = completed.stdout.split()
     if completed.returncode:
         if names:
@@ -103,7 +105,7 @@ def create_objects(objects: str, namespace: str) -> list[str]:
     return names
 
 
-def _check_training(job: Job) -> Loaded:
+def _check_training(job: Job) -> LoadedConfig:
     """Check a training job, and return its configuration.
 
     Raises UsageError if `lockstep train` would reject the job with its number of processes. The data isn't checked.
@@ -114,8 +116,8 @@ def _check_training(job: Job) -> Loaded:
             f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(command) or 'nothing'}; for a "
             "script, write a batch script (docs/launchers.md); for other commands, use lockstep launch"
         )
-    loaded = load(*split(job.words[1:]))
-    if problems := check_processes(loaded.config.placement.processes, job.processes):
+    loaded = load(*split_arguments(job.words[1:]))
+    if problems := find_process_problems(loaded.config.placement.processes, job.processes):
         raise UsageError(*problems)
     # Imported lazily, because torch takes seconds.
     from lockstep.setup import recipe_folder
@@ -124,5 +126,5 @@ def _check_training(job: Job) -> Loaded:
     check_config(loaded, job.processes)
     run = loaded.config.run.dir
     if run and Path(run).exists():
-        recipe_folder.claim(loaded).lock.release()  # rejects a folder that the job would reject
+        recipe_folder.claim_run_folder(loaded).lock.release()  # rejects a folder that the job would reject
     return loaded

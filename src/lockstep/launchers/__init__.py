@@ -51,13 +51,13 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return None
 
 
-def check_alone(work: str) -> None:
+def check_no_launcher(message_start: str) -> None:
     """Raise UsageError if a launcher started this process. Commands that start their own processes call this function.
 
     `message_start` is the beginning of the message, such as `plan starts the processes of each placement`.
     """
     if detect(os.environ):
-        raise UsageError(f"{work} itself; run it once, without a launcher")
+        raise UsageError(f"{message_start} itself; run it once, without a launcher")
 
 
 def detect_rank() -> RankInfo | None:

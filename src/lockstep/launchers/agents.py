@@ -15,24 +15,30 @@ _LAST_CALL_S: Final = 5
 _SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's defaults, and the warning signal of batch systems
 
 
-def agent_command(job: Job) -> list[str]:
+def make_agent_command(job: Job) -> list[str]:
     """Return the command line of the agent on host number `job.host_index`.
 
     With a static rendezvous, rank 0 is on the first host. If the number of hosts is fixed, the command line includes
     the expected number of processes, because an agent whose clock differs may consider all other agents dead and start
     alone.
     """
-    words = [job.python, "-m", "torch.distributed.run", *_rendezvous(job), f"--nproc-per-node={job.processes_per_node}"]
+    words = [
+        job.python,
+        "-m",
+        "torch.distributed.run",
+        *_make_rendezvous_arguments(job),
+        f"--nproc-per-node={job.processes_per_node}",
+    ]
     if job.min_nodes is not None:
         words = ["env", OWN_STORE, *words]
     if job.restarts:
         words.append(f"--max-restarts={job.restarts}")
-    fixed = job.nodes > 1 and job.min_nodes is None and job.trains
+    fixed = job.nodes > 1 and job.min_nodes is None and job.accepts_processes
     process_words = [f"placement.processes={job.processes}"] if fixed else []
     return [*words, f"--signals-to-handle={_SIGNALS}", *job.options, *job.module, *process_words]
 
 
-def _rendezvous(job: Job) -> list[str]:
+def _make_rendezvous_arguments(job: Job) -> list[str]:
     if job.standalone:
         return ["--standalone"]
     if not (job.endpoint or job.hosts or job.nodes == 1):

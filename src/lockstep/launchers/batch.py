@@ -11,7 +11,7 @@ from typing import Final
 
 from lockstep.common.rank import SECRET
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launchers.job import Job, Resources, check_resources, load_template
+from lockstep.launchers.job import Job, Resources, find_resource_problems, load_template
 from lockstep.launchers.slurm import command
 
 _SCRIPT: Final = Path(__file__).with_name("batch.sh")
@@ -21,7 +21,7 @@ _TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchJob:
     """A training job for the Slurm queue. `run` is its run folder.
 
     The options of `job` are passed to sbatch. Relative paths are relative to `folder`. `time` is the time limit in
@@ -44,7 +44,7 @@ class Batch:
         return f"{folder.replace('%', '%%')}/logs/slurm-%j.log"
 
 
-def check_batch(batch: Batch) -> Batch:
+def check_batch(batch: BatchJob) -> BatchJob:
     """Return the batch job unchanged. If Slurm can't run it, raise UsageError with all problems."""
     limit = _parse_time(batch.time) if batch.time else None
     problems = []
@@ -56,7 +56,7 @@ def check_batch(batch: Batch) -> Batch:
         problems.append(
             f"--warn-before: {batch.warn_before_s} s must be less than --time {batch.time}; reduce it, or raise --time"
         )
-    problems += check_resources(batch.job)
+    problems += find_resource_problems(batch.job)
     texts = {"--name": batch.name, "run.dir": batch.run, "the current folder": batch.folder}
     texts |= batch.job.resources.named
     texts |= {f"--option {word!r}": word for word in batch.job.options}
@@ -70,7 +70,7 @@ def check_batch(batch: Batch) -> Batch:
     return batch
 
 
-def render_script(batch: Batch) -> str:
+def render_script(batch: BatchJob) -> str:
     """Return the bash script of a batch job. Comments in the script explain it to users who find it in a run folder."""
     # A job step inherits the resources of the job, so srun must not request them again.
     call = shlex.join(command(replace(batch.job, options=(), resources=Resources())))

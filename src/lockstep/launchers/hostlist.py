@@ -35,7 +35,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise ValueError("expected counts such as 2(x3),1")
+            raise ValueError("expected task counts such as 2(x3),1")
         times = int(match[2] or 1)
         _check_length(len(numbers) + times)
         numbers += [int(match[1])] * times

@@ -14,7 +14,7 @@ from lockstep.common.interrupts import InterruptCount
 
 _POLL_S: Final = 0.1
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STOP_S: Final = 75.0  # slightly longer than STOP_S of follow_parent.py, which stops a remote command
+STOP_TIMEOUT_S: Final = 75.0  # slightly longer than STOP_S of follow_parent.py, which stops a remote command
 
 
 class CommandExit(NamedTuple):
@@ -27,9 +27,9 @@ class CommandExit(NamedTuple):
 
 def run_on_hosts(
     commands: Mapping[str, Sequence[str]],
-    report: Callable[[str], None],
-    stop_s: float = STOP_S,
-    required: int | None = None,
+    print_message: Callable[[str], None],
+    stop_timeout_s: float = STOP_TIMEOUT_S,
+    num_required: int | None = None,
     secret: str = "",
     is_local: bool = False,
 ) -> CommandExit:
@@ -47,7 +47,7 @@ def run_on_hosts(
     If `num_required` is set, a failed command doesn't end the remaining commands as long as at least `num_required`
     commands are running or have succeeded. If `num_required` commands succeed, the failure isn't returned.
     """
-    required = len(commands) if required is None else required
+    num_required = len(commands) if num_required is None else num_required
     events: SimpleQueue[CommandExit | signal.Signals] = SimpleQueue()
     processes: dict[str, subprocess.Popen[bytes]] = {}
     exits: list[CommandExit] = []
@@ -57,11 +57,11 @@ def run_on_hosts(
     with _queue_signals(events):
         try:
             for host, command in commands.items():
-                processes[host] = _start(host, command, events)
+                processes[host] = _start_command(host, command, events)
                 if secret:
                     _send_secret(processes[host], secret)
             while processes:
-                event = _next_event(events, deadline)
+                event = _wait_for_event(events, deadline)
                 if isinstance(event, CommandExit):
                     _close_stdin({event.host: processes.pop(event.host)})
                     exits.append(event)
@@ -74,27 +74,29 @@ def run_on_hosts(
                     _should_stop(event)
                     and processes
                     and not signals
-                    and len(processes) + _count_successes(exits) >= required
+                    and len(processes) + _count_successes(exits) >= num_required
                 ):
-                    report(f"{_describe_event(event)}; continuing with {', '.join(processes)}")
+                    print_message(f"{_describe_event(event)}; continuing with {', '.join(processes)}")
                     continue
                 elif _should_stop(event) and processes:
-                    report(f"{_describe_event(event)}; ending {', '.join(processes)}")
+                    print_message(f"{_describe_event(event)}; ending {', '.join(processes)}")
                     if is_local and not isinstance(event, CommandExit):
                         for process in processes.values():
                             process.send_signal(event)
                         continue
                     _close_stdin(processes)
-                deadline = deadline or time.monotonic() + stop_s
+                deadline = deadline or time.monotonic() + stop_timeout_s
         finally:
             _kill(processes)
             for process in processes.values():
                 process.wait()
-    first = next((exited for exited in exits if bool(exited.code) == (_count_successes(exits) < required)), exits[0])
+    first = next(
+        (exited for exited in exits if bool(exited.code) == (_count_successes(exits) < num_required)), exits[0]
+    )
     return first._replace(stop_signal=signals[0] if signals else None)
 
 
-def _start(
+def _start_command(
     host: str, command: Sequence[str], events: SimpleQueue[CommandExit | signal.Signals]
 ) -> subprocess.Popen[bytes]:
     # A separate process group keeps Ctrl-C from killing the command, so that the run has time to save.
@@ -115,7 +117,7 @@ def _send_secret(process: subprocess.Popen[bytes], secret: str) -> None:
         process.stdin.flush()
 
 
-def _next_event(
+def _wait_for_event(
     events: SimpleQueue[CommandExit | signal.Signals], deadline: float | None
 ) -> CommandExit | signal.Signals | None:
     """Return the next event, or None if there is no event before the deadline.
@@ -140,16 +142,16 @@ def _describe_event(event: CommandExit | signal.Signals) -> str:
     return f"{event.host} ended with exit code {event.code}" if isinstance(event, CommandExit) else event.name
 
 
-def _close_stdin(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    for process in running.values():
+def _close_stdin(processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    for process in processes.values():
         if process.stdin is not None:
             with suppress(BrokenPipeError):
                 process.stdin.close()
 
 
-def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    _close_stdin(running)
-    for process in running.values():
+def _kill(processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    _close_stdin(processes)
+    for process in processes.values():
         process.kill()
 
 

@@ -101,12 +101,12 @@ class Job:
         return self.nodes == 1 and not self.endpoint and self.rendezvous in ("", "c10d")
 
     @property
-    def trains(self) -> bool:
+    def accepts_processes(self) -> bool:
         """Whether the command accepts `placement.processes`."""
         return self.words[0] in _TRAINING
 
     @property
-    def elastic(self) -> list[str]:
+    def elastic_options(self) -> list[str]:
         """The requested options that only torchrun's agents support."""
         requested = {"--nodes MIN:MAX": self.min_nodes, "--restarts": self.restarts, "--rendezvous": self.rendezvous}
         requested |= {"--endpoint": self.endpoint, "--id": self.id}
@@ -133,13 +133,13 @@ class Job:
         return [self.python, *self.module]
 
 
-def follow_stdin(job: Job, line: Sequence[str]) -> list[str]:
+def follow_stdin(job: Job, command_line: Sequence[str]) -> list[str]:
     """Wrap a command line so that the command ends when its stdin closes (follow_parent.py).
 
     If the job has a secret, the command reads the secret from the first line of stdin.
     """
     secret = [SECRET_FLAG] if job.signed else []
-    return [job.python, "-m", "lockstep.common.follow_parent", *secret, *line]
+    return [job.python, "-m", "lockstep.common.follow_parent", *secret, *command_line]
 
 
 def insert_python(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -182,16 +182,16 @@ def check_job(job: Job) -> Job:
             f"--processes-per-node"
         )
     problems += [f"--hosts: {host} is not a valid host name; remove it" for host in job.hosts if host.startswith("-")]
-    problems += check_resources(job)
+    problems += find_resource_problems(job)
     processes = [word.partition("=")[2] for word in job.words if word.startswith(f"{_PROCESSES}=")]
-    if processes and job.trains and job.min_nodes is None:
-        problems += check_processes(processes[-1], job.processes)
+    if processes and job.accepts_processes and job.min_nodes is None:
+        problems += find_process_problems(processes[-1], job.processes)
     if problems:
         raise UsageError("\n".join(problems))
     return job
 
 
-def check_resources(job: Job) -> list[str]:
+def find_resource_problems(job: Job) -> list[str]:
     """Return a list of the problems with the resources that a job requests from Slurm."""
     problems, gpus = [], job.resources.gpus_per_node
     if not _GPUS.fullmatch(gpus):
@@ -203,9 +203,9 @@ def check_resources(job: Job) -> list[str]:
     return problems
 
 
-def check_processes(requested: str | int, processes: int) -> list[str]:
+def find_process_problems(requested: str | int, num_processes: int) -> list[str]:
     """Return a list with a problem if the requested placement.processes isn't the number of processes of the job."""
-    if str(requested) in ("auto", str(processes)):
+    if str(requested) in ("auto", str(num_processes)):
         return []
-    started = f"--nodes and --processes-per-node start {processes}"
+    started = f"--nodes and --processes-per-node start {num_processes}"
     return [f"{_PROCESSES}: got {requested}, but {started}; unset {_PROCESSES}"]

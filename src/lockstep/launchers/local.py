@@ -20,7 +20,7 @@ def command(job: Job) -> list[str]:
         word.startswith("-") for word in job.words[1:2]
     ):  # the full check, not a subcommand
         return [*job.program, f"--processes={job.processes}"]
-    if not job.trains:
+    if not job.accepts_processes:
         raise UsageError(f"--on local: only starts train, eval and doctor; run lockstep {' '.join(job.words)} directly")
     return [*job.program, f"placement.processes={job.processes}"]
 

@@ -67,7 +67,7 @@ PLATFORMS: Final = (
 )
 
 
-def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> Job:
+def make_node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> Job:
     """Complete a job for this node from the variables in `env`.
 
     Raises UsageError if a variable is missing or invalid.
@@ -78,7 +78,9 @@ def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -
         raise UsageError(
             f"--on node: the index of this node is not set; set the variables of one platform ({known_names})"
         )
-    numbers_by_name = {name: _number(env, name) for name in (platform.rank, platform.nodes, platform.main) if name}
+    numbers_by_name = {
+        name: _read_integer(env, name) for name in (platform.rank, platform.nodes, platform.main) if name
+    }
     nodes = numbers_by_name[platform.nodes]
     rank = numbers_by_name[platform.rank] - numbers_by_name.get(platform.main, 0)
     if not -nodes < rank < nodes:
@@ -98,15 +100,15 @@ def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -
         nodes=nodes,
         host_index=rank,
         first_address=addresses[0] if nodes > 1 else "",
-        port=_number(env, platform.port) if platform.port in env else job.port,
+        port=_read_integer(env, platform.port) if platform.port in env else job.port,
         processes_per_node=processes_per_node or (int(processes) if processes.isdecimal() else 0) or 1,
     )
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
-    text = env.get(name, "")
+def _read_integer(env: Mapping[str, str], variable: str) -> int:
+    text = env.get(variable, "")
     if not text.isdecimal():
-        raise UsageError(f"--on node: {name}={text!r}; expected an integer")
+        raise UsageError(f"--on node: {variable}={text!r}; expected an integer")
     return int(text)
 
 
@@ -114,7 +116,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank of this process if `lockstep launch --on node` started it, or else None."""
     if _STARTED not in env:
         return None
-    return replace(environment.from_variables(env, "node"), restarted_separately=True)
+    return replace(environment.read_torch_rank(env, "node"), restarted_separately=True)
 
 
 def commands(job: Job) -> dict[str, list[str]]:

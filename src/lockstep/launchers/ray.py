@@ -14,7 +14,7 @@ _ADVICE: Final = "ray.train.torch.TorchConfig(init_method='env') sets them"
 _SCHEMES: Final = {"s3": "s3", "gcs": "gs"}  # by the name that Arrow gives to the file system of `storage_path`
 
 
-class Worker(Protocol):
+class TrainContext(Protocol):
     """The part of `ray.train.TrainContext` that Lockstep uses."""
 
     def get_world_rank(self) -> int: ...
@@ -28,24 +28,29 @@ class Worker(Protocol):
     def get_storage(self) -> Any: ...
 
 
-def get_worker() -> Worker | None:
+def get_train_context() -> TrainContext | None:
     """Return the train context if this process is a Ray Train worker, or else None."""
     train = sys.modules.get("ray.train")  # a worker has already imported it
     if train is None:
         return None
     try:
-        context: Worker = train.get_context()
-    except (RuntimeError, DeprecationWarning):  # the driver, or a trial of Ray Tune
+        context: TrainContext = train.get_context()
+    except (RuntimeError, DeprecationWarning):  # not a train worker: raised in the driver, and in a trial of Ray Tune
         return None
     return context
 
 
-def read_rank(worker: Worker, env: Mapping[str, str]) -> RankInfo:
+def read_rank(context: TrainContext, env: Mapping[str, str]) -> RankInfo:
     """Return the rank of a worker. The store of Ray's process group listens on MASTER_ADDR and MASTER_PORT."""
     variables = Variables(env, _ADVICE)
-    port = variables.port(None)
+    port = variables.read_port(None)
     variables.check()
-    numbers = worker.get_world_rank(), worker.get_world_size(), worker.get_local_rank(), worker.get_local_world_size()
+    numbers = (
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+    )
     return RankInfo(*numbers, "ray", env.get("MASTER_ADDR"), port, _ADVICE, hosted=True)
 
 
@@ -54,12 +59,12 @@ def is_preempted() -> bool:
     return sys.modules["ray.train"].get_preemption_info() is not None
 
 
-def resolve_run_folder(worker: Worker, folder: str) -> str:
+def resolve_run_folder(context: TrainContext, folder: str) -> str:
     """Resolve the path of a run folder. A relative path is relative to the folder of the Ray run (`Result.path`)."""
     if Path(folder).is_absolute() or is_url(folder):
         return folder
     try:
-        storage = worker.get_storage()
+        storage = context.get_storage()
     except NotImplementedError:  # with num_workers=0, there are no workers, and this process is the driver
         return folder
     kind = storage.storage_filesystem.type_name

@@ -21,7 +21,7 @@ VARIABLES: Final = (
 )
 _PSEUDO_STEPS: Final = 4_294_967_290  # step IDs of batch scripts, shells and so on are at least this (0xfffffffa)
 _SCONTROL_TIMEOUT_S: Final = 5.0
-_STEPS: Final = 16  # ports per job, so that the first job steps of consecutive jobs use different ports
+_PORTS_PER_JOB: Final = 16  # ports per job, so that the first job steps of consecutive jobs use different ports
 _MISSING_ADVICE: Final = "srun sets it in each task; start lockstep directly with srun, and do not change its variables"
 
 
@@ -32,22 +32,24 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     scripts even have SLURM_PROCID=0. A step with a single task, such as `srun --pty bash`, is treated as if there were
     no launcher.
     """
-    if not _is_task_of_multiple(env):
+    if not _is_multi_task_step(env):
         return None
     variables = Variables(env, _MISSING_ADVICE)
-    rank = variables.number("SLURM_PROCID")
-    size = variables.number("SLURM_STEP_NUM_TASKS")
-    local_rank = variables.number("SLURM_LOCALID")
-    node = variables.number("SLURM_NODEID")
+    rank = variables.read_number("SLURM_PROCID")
+    size = variables.read_number("SLURM_STEP_NUM_TASKS")
+    local_rank = variables.read_number("SLURM_LOCALID")
+    node = variables.read_number("SLURM_NODEID")
     on_nodes = variables.parse("SLURM_STEP_TASKS_PER_NODE", expand_counts)
     nodes = variables.parse("SLURM_STEP_NODELIST", expand_hosts)
-    port = variables.port(derive_port(variables.number("SLURM_JOB_ID") * _STEPS + variables.number("SLURM_STEP_ID")))
+    port = variables.read_port(
+        derive_port(variables.read_number("SLURM_JOB_ID") * _PORTS_PER_JOB + variables.read_number("SLURM_STEP_ID"))
+    )
     if not variables.problems:
         _check_consistency(variables, rank, size, local_rank, node, on_nodes, len(nodes))
     if (
         not variables.problems
         and not env.get("MASTER_ADDR")
-        and not _rank_0_is_on_first_host(env, rank, node, len(nodes))
+        and not _is_rank_0_on_first_host(env, rank, node, len(nodes))
     ):
         variables.problems.append(
             f"SLURM_DISTRIBUTION={env.get('SLURM_DISTRIBUTION', '')}: rank 0 is not on the first host of "
@@ -58,7 +60,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return RankInfo(rank, size, local_rank, on_nodes[node], "slurm", master, port)
 
 
-def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
+def make_warning(env: Mapping[str, str], num_processes: int | str = 1) -> str:
     """Return a warning if this process is in a Slurm job with multiple tasks but wasn't started by srun, or else "".
 
     `num_processes` is the number of processes that Lockstep starts on this host. If it equals the number of tasks and
@@ -67,7 +69,7 @@ def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
     tasks, nodes = env.get("SLURM_NTASKS", ""), env.get("SLURM_JOB_NUM_NODES", "1")
     if not env.get("SLURM_JOB_ID") or not tasks.isdecimal() or int(tasks) < 2:
         return ""
-    if nodes == "1" and str(processes) == tasks:
+    if nodes == "1" and str(num_processes) == tasks:
         return ""
     return (
         f"warning: this Slurm job has {tasks} tasks (SLURM_NTASKS), but srun did not start this process, so the run "
@@ -83,20 +85,24 @@ def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
     name = info.master or ""
     if info.launcher != "slurm" or env.get("MASTER_ADDR") or _can_resolve(name):
         return info
-    address = node_address(_show_node(name))
-    if not address and env.get("ENVIRONMENT") == "BATCH" and name in _first_host(env.get("SLURM_JOB_NODELIST", "")):
+    address = parse_node_address(_query_node(name))
+    if (
+        not address
+        and env.get("ENVIRONMENT") == "BATCH"
+        and name in _expand_first_host(env.get("SLURM_JOB_NODELIST", ""))
+    ):
         # Address of the host that called srun; batch scripts run on the first host of the job.
         address = env.get("SLURM_LAUNCH_NODE_IPADDR", "")
     return replace(info, master=address) if _can_resolve(address) else info
 
 
-def node_address(text: str) -> str:
+def parse_node_address(text: str) -> str:
     """Return the address in the output of `scontrol show node NAME`, or an empty string if there is none."""
     match = re.search(r"(?:^|\s)NodeAddr=(\S+)", text)
     return match[1] if match else ""
 
 
-def _show_node(name: str) -> str:
+def _query_node(name: str) -> str:
     # These errors mean that scontrol isn't installed, or that Slurm doesn't respond.
     with suppress(OSError, subprocess.TimeoutExpired):
         command = ["scontrol", "show", "node", name]
@@ -104,7 +110,7 @@ def _show_node(name: str) -> str:
     return ""
 
 
-def _first_host(nodes: str) -> tuple[str, ...]:
+def _expand_first_host(nodes: str) -> tuple[str, ...]:
     with suppress(ValueError):
         return expand_hosts(nodes)[:1]
     return ()
@@ -135,30 +141,36 @@ LAUNCHER: Final = Launcher(
 )
 
 
-def _is_task_of_multiple(env: Mapping[str, str]) -> bool:
+def _is_multi_task_step(env: Mapping[str, str]) -> bool:
     step = env.get("SLURM_STEP_ID", "")
     pseudo = step.isdecimal() and int(step) >= _PSEUDO_STEPS
     return bool(step) and not pseudo and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
 
 
 def _check_consistency(
-    variables: Variables, rank: int, size: int, local_rank: int, node: int, on_nodes: tuple[int, ...], nodes: int
+    variables: Variables,
+    rank: int,
+    size: int,
+    local_rank: int,
+    node: int,
+    tasks_per_node: tuple[int, ...],
+    num_nodes: int,
 ) -> None:
     """Record a problem if Slurm's variables contradict each other."""
     check_range(variables, "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
-    if not len(on_nodes) == nodes > node or sum(on_nodes) != size:
+    if not len(tasks_per_node) == num_nodes > node or sum(tasks_per_node) != size:
         variables.problems.append(
-            f"the variables contradict each other: SLURM_STEP_TASKS_PER_NODE has {sum(on_nodes)} tasks on "
-            f"{len(on_nodes)} hosts, SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_NODELIST has {nodes} hosts, "
+            f"the variables contradict each other: SLURM_STEP_TASKS_PER_NODE has {sum(tasks_per_node)} tasks on "
+            f"{len(tasks_per_node)} hosts, SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_NODELIST has {num_nodes} hosts, "
             f"SLURM_NODEID={node}; do not change the variables of srun"
         )
-    elif local_rank >= on_nodes[node]:
+    elif local_rank >= tasks_per_node[node]:
         variables.problems.append(
-            f"SLURM_LOCALID={local_rank}: expected less than {on_nodes[node]}, the number of tasks on host {node}"
+            f"SLURM_LOCALID={local_rank}: expected less than {tasks_per_node[node]}, the number of tasks on host {node}"
         )
 
 
-def _rank_0_is_on_first_host(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:
+def _is_rank_0_on_first_host(env: Mapping[str, str], rank: int, node: int, num_nodes: int) -> bool:
     """Return whether rank 0 is on the first host. This is the case unless the task distribution is arbitrary."""
     arbitrary = env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
-    return nodes == 1 or not (arbitrary or (rank == 0 and node))
+    return num_nodes == 1 or not (arbitrary or (rank == 0 and node))

@@ -9,7 +9,7 @@ from typing import Final
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers import environment
-from lockstep.launchers.agents import OWN_STORE, agent_command
+from lockstep.launchers.agents import OWN_STORE, make_agent_command
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
 
@@ -21,7 +21,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank of this process if an elastic agent started it, or else None."""
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
-    return replace(environment.from_variables(env, "torchrun"), hosted=env.get(_AGENT_LISTENS) == "True")
+    return replace(environment.read_torch_rank(env, "torchrun"), hosted=env.get(_AGENT_LISTENS) == "True")
 
 
 def check_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
@@ -31,7 +31,7 @@ def check_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
     know the actual number of agents (GROUP_WORLD_SIZE). The requested number is on the command line (--nnodes, which
     defaults to 1).
     """
-    (fewest, _), hosts = _requested_hosts(agent_argv, env), int(env.get("GROUP_WORLD_SIZE", "1"))
+    (fewest, _), hosts = _parse_requested_hosts(agent_argv, env), int(env.get("GROUP_WORLD_SIZE", "1"))
     if hosts < fewest:
         raise UsageError(
             f"torchrun: --nnodes requests {fewest} hosts, but torchrun started with {hosts} "
@@ -43,7 +43,7 @@ def check_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
 def check_restarts(agent_argv: Sequence[str], env: Mapping[str, str], folder: str | None) -> None:
     """Raise UsageError if torchrun may restart a training run, but there is no run `folder` to resume from."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    fewest, most = _requested_hosts(agent_argv, env)
+    fewest, most = _parse_requested_hosts(agent_argv, env)
     if not folder and (restarts != "0" or fewest < most):
         option = f"--nnodes={fewest}:{most}" if fewest < most else f"--max-restarts={restarts}"
         raise UsageError(
@@ -52,9 +52,9 @@ def check_restarts(agent_argv: Sequence[str], env: Mapping[str, str], folder: st
         )
 
 
-def check_leaving(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
+def check_can_leave(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Raise UsageError if the job can't continue without a host, because its size is fixed or it never restarts."""
-    fewest, most = _requested_hosts(agent_argv, env)
+    fewest, most = _parse_requested_hosts(agent_argv, env)
     if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or fewest == most:
         raise UsageError(
             "placement.on_corruption: go_on requires torchrun with restarts and a variable number of hosts; pass "
@@ -62,14 +62,14 @@ def check_leaving(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
         )
 
 
-def leave() -> None:
+def leave_job() -> None:
     """Ask the agent of this rank to exit, which removes its host from the job."""
     os.kill(os.getppid(), signal.SIGTERM)
 
 
-def warning(agent_argv: Sequence[str], env: Mapping[str, str]) -> str:
+def make_store_warning(agent_argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return a warning if an elastic torchrun runs without `OWN_STORE` in its environment, or else an empty string."""
-    fewest, most = _requested_hosts(agent_argv, env)
+    fewest, most = _parse_requested_hosts(agent_argv, env)
     if fewest == most or env.get(_AGENT_LISTENS) != "True":
         return ""
     return (
@@ -78,7 +78,7 @@ def warning(agent_argv: Sequence[str], env: Mapping[str, str]) -> str:
     )
 
 
-def _requested_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
+def _parse_requested_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
     """Return the minimum and maximum number of hosts that torchrun was asked to run on."""
     values = [env.get("PET_NNODES", "")]
     for word, next_word in zip(agent_argv, [*agent_argv[1:], ""], strict=True):
@@ -101,7 +101,7 @@ LAUNCHER: Final = Launcher(
     "torchrun",
     detect,
     VARIABLES,
-    agent_command,
+    make_agent_command,
     starts_all=lambda job: job.nodes == 1,
     unused_port=unused_port,
     elastic=True,

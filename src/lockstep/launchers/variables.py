@@ -16,7 +16,7 @@ RANK_SUFFIXES: Final = (
 )  # suffixes of the variables in which a launcher sets the rank
 MASTER: Final = ("MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT: Final = 20_000  # all ports must be below the ephemeral ports, which start at 32768 on Linux
-PORTS: Final = 8_999  # number of ports; prime, so that job IDs with a common factor still use all ports
+NUM_PORTS: Final = 8_999  # number of ports; prime, so that job IDs with a common factor still use all ports
 
 
 @final
@@ -28,7 +28,7 @@ class Variables:
         self._missing_advice = missing_advice
         self.problems: list[str] = []
 
-    def number(self, name: str, default: int | None = None) -> int:
+    def read_number(self, name: str, default: int | None = None) -> int:
         """Read a non-negative integer.
 
         If the variable isn't set, return `default`. On error, record a problem and return 0.
@@ -55,11 +55,11 @@ class Variables:
             self.problems.append(f"{name}={text}: {error}")
             return ()
 
-    def port(self, default: int | None) -> int | None:
+    def read_port(self, default: int | None) -> int | None:
         """Return MASTER_PORT, or `default` if it isn't set."""
         if "MASTER_PORT" not in self._env:
             return default
-        port = self.number("MASTER_PORT")
+        port = self.read_number("MASTER_PORT")
         if port > 65535:
             self.problems.append(f"MASTER_PORT={port}: expected a port from 1 to 65535")
         return port or default
@@ -82,8 +82,8 @@ def read_rank(
     Raises UsageError with all missing and invalid values.
     """
     variables = Variables(env, missing_advice)
-    rank, size, local_rank, local_size = map(variables.number, names)
-    master_port = variables.port(port)
+    rank, size, local_rank, local_size = map(variables.read_number, names)
+    master_port = variables.read_port(port)
     if not variables.problems:
         check_range(variables, names[0], rank, names[1], size)
         check_range(variables, names[2], local_rank, names[3], local_size)
@@ -100,9 +100,9 @@ def check_range(variables: Variables, rank_name: str, rank: int, size_name: str,
         variables.problems.append(f"{rank_name}={rank} with {size_name}={size}: expected a rank from 0 to {size - 1}")
 
 
-def derive_port(number: int) -> int:
+def derive_port(job_id: int) -> int:
     """Derive a port in the range 20000 to 28998 from a job ID.
 
     All ranks of a job get the same port. Two jobs rarely get the same port.
     """
-    return FIRST_PORT + number % PORTS
+    return FIRST_PORT + job_id % NUM_PORTS

@@ -8,7 +8,7 @@ from typing import NoReturn, final
 import numpy as np
 from torch.utils.data import Sampler
 
-from lockstep.comm.world import process_group
+from lockstep.comm.world import get_process_group_rank
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.sample_order import SHUFFLED, IndexFunction, SampleOrder
@@ -61,7 +61,7 @@ class BatchSampler(Sampler[list[int]]):
         if (rank is None) != (world_size is None):
             raise UsageError(f"BatchSampler: got rank={rank} and world_size={world_size}; pass both or neither")
         self._fixed_rank = rank is not None
-        rank, size = (rank, world_size) if rank is not None and world_size is not None else _rank_and_size()
+        rank, size = (rank, world_size) if rank is not None and world_size is not None else _get_rank_and_world_size()
         if not 0 <= rank < size:
             raise UsageError(
                 f"BatchSampler: got rank={rank} and world_size={size}; pass a rank with 0 <= rank < world_size"
@@ -69,10 +69,10 @@ class BatchSampler(Sampler[list[int]]):
         self._rank = DataRank(rank, size)
         self._microbatch_count = size if microbatches is None else microbatches
         self._order = SampleOrder(order, seed, length, "BatchSampler")
-        self._steps = Steps(self._order.length, batch, drop_last)
+        self._steps = Steps(self._order.samples_per_epoch, batch, drop_last)
         self._uneven = uneven
         self._assigned_steps: int | None = None  # the value assigned to `steps_done`, if any
-        self._check(microbatches)
+        self._check_batch_size(microbatches)
         self.load_state_dict({"steps": steps_done})
 
     @property
@@ -107,24 +107,24 @@ class BatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in a full epoch."""
         full_steps, last_step = self._steps.per_epoch - 1, self._steps[self._steps.per_epoch - 1]
-        return full_steps * len(self._own_microbatches(self._steps.batch)) + len(
-            self._own_microbatches(last_step.samples)
+        return full_steps * len(self._get_microbatch_indices(self._steps.batch)) + len(
+            self._get_microbatch_indices(last_step.samples)
         )
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the sample indices of this rank, from the first step that isn't completed to the end of its epoch."""
-        if not self._fixed_rank and (rank_and_size := process_group() or self._rank[:2]) != self._rank[:2]:
+        if not self._fixed_rank and (rank_and_size := get_process_group_rank() or self._rank[:2]) != self._rank[:2]:
             raise UsageError(
-                f"BatchSampler: created on rank {self._rank.replica} of {self._rank.replicas}, but this process is "
+                f"BatchSampler: created on rank {self._rank.replica} of {self._rank.num_replicas}, but this process is "
                 f"now rank {rank_and_size[0]} of {rank_and_size[1]}; create it after the process group, or pass rank= "
                 f"and world_size="
             )
         first_step = self._steps[self._first_step]
-        order = self._order.for_epoch(first_step.epoch)
+        order = self._order.get_epoch_order(first_step.epoch)
         end = (first_step.epoch + 1) * self._steps.per_epoch
         for step in map(self._steps.__getitem__, range(first_step.number, end)):
             microbatches = step.microbatches(self._microbatch_count)
-            *earlier_indices, last_index = self._own_microbatches(step.samples)
+            *earlier_indices, last_index = self._get_microbatch_indices(step.samples)
             for index in earlier_indices:
                 yield order(np.arange(microbatches[index].start, microbatches[index].stop)).tolist()
             self._yielded = step.number + 1
@@ -145,19 +145,19 @@ class BatchSampler(Sampler[list[int]]):
         """The sampler itself. transformers.Trainer reads this attribute to find an object with `set_epoch`."""
         return self
 
-    def _own_microbatches(self, samples: int) -> list[int]:
-        """Return the indices of this rank's micro-batches in a step of `samples` samples."""
-        return [index for index, _ in self._rank.indices(min(self._microbatch_count, samples))]
+    def _get_microbatch_indices(self, num_samples: int) -> list[int]:
+        """Return the indices of this rank's micro-batches in a step of `num_samples` samples."""
+        return [index for index, _ in self._rank.get_microbatches(min(self._microbatch_count, num_samples))]
 
-    def _check(self, microbatches: int | None) -> None:
-        steps, parts, ranks = self._steps, self._microbatch_count, self._rank.replicas
+    def _check_batch_size(self, requested_microbatches: int | None) -> None:
+        steps, parts, ranks = self._steps, self._microbatch_count, self._rank.num_replicas
         if steps.batch < 1 or steps.length < (steps.batch if steps.drop_last else 1):
             raise UsageError(
-                f"BatchSampler: batch={steps.batch} does not fit {steps.length} samples; set batch from 1 to the "
-                f"number of samples"
+                f"BatchSampler: got batch={steps.batch} for {steps.length} samples; set batch from 1 to the number of "
+                f"samples"
             )
         if not 1 <= parts <= steps.batch:
-            if microbatches is None:
+            if requested_microbatches is None:
                 raise UsageError(
                     f"BatchSampler: batch={steps.batch} is smaller than the world size of {ranks}; set batch to a "
                     f"multiple of {ranks}"
@@ -166,35 +166,35 @@ class BatchSampler(Sampler[list[int]]):
                 f"BatchSampler: microbatches={parts} is not between 1 and batch={steps.batch}; set microbatches from "
                 f"1 to {steps.batch}"
             )
-        split = "" if microbatches is None else f" in {parts} micro-batches"
+        split = "" if requested_microbatches is None else f" in {parts} micro-batches"
         limit = f" and at most {steps.length}" if steps.length < steps.batch else ""
         if steps.length < ranks:
             even_split = f"at most {steps.length} ranks"
-        elif microbatches is None:
+        elif requested_microbatches is None:
             even_split = f"a batch that is a multiple of {ranks}{limit}"
         else:
             even_split = f"a multiple of {ranks} micro-batches, and a batch that is a multiple of microbatches{limit}"
         for step, remedy in ((steps[0], even_split), (steps[steps.per_epoch - 1], "drop_last=True")):
             self._check_step(step, remedy, split)
 
-    def _check_step(self, step: Step, remedy: str, split: str) -> None:
-        ranks = self._rank.replicas
-        subject = f"BatchSampler: a step of {step.samples} samples{split} on {ranks} ranks"
+    def _check_step(self, step: Step, remedy: str, split_note: str) -> None:
+        ranks = self._rank.num_replicas
+        subject = f"BatchSampler: a step of {step.samples} samples{split_note} on {ranks} ranks"
         if min(self._microbatch_count, step.samples) < ranks:
             raise UsageError(
                 f"{subject} leaves some ranks without samples, and the other ranks would wait for them; use {remedy}"
             )
         if not self._uneven and (step.samples % self._microbatch_count or self._microbatch_count % ranks):
             raise UsageError(
-                f"{subject} does not split evenly, and a mean over ranks would weight samples unequally; use "
+                f"{subject} does not split evenly, so a mean over ranks would weight samples unequally; use "
                 f"{remedy}, or uneven=True if the loop divides the sum of all losses by the number of samples on all "
                 f"ranks"
             )
 
 
-def _rank_and_size() -> tuple[int, int]:
+def _get_rank_and_world_size() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks."""
-    if (group_rank := process_group()) is not None:
+    if (group_rank := get_process_group_rank()) is not None:
         return group_rank
     info = detect(os.environ)
     return (0, 1) if info is None else (info.rank, info.size)

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from lockstep.common.own_code import find_calling_line
-from lockstep.core.shard import unsharded_tensors
+from lockstep.core.shard import get_unsharded_tensors
 from lockstep.errors import TrainingError
 from lockstep.loop.member import Member
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.record import LoopRecord
 from lockstep.loop.resume import read_loop_checkpoint
-from lockstep.loop.state import ScriptState, check_copied, compare_tensors
+from lockstep.loop.state import ScriptState, check_shares_no_memory, compare_tensors
 from lockstep.run.checkpoints import Checkpoints
 from lockstep.training.events import Saved
 from lockstep.training.progress import Progress
@@ -32,10 +32,12 @@ class LoopCheckpoints:
         self._record = record
         self._state = state
         run = member.settings.run
-        self._checkpoints = Checkpoints(member.rank, run, placed.canonical, self._decisive_values, script=state.tensors)
+        self._checkpoints = Checkpoints(
+            member.rank, run, placed.canonical, self._collect_decisive_values, script_tensors=state.get_tensors
+        )
 
     @property
-    def weights(self) -> str:
+    def weights_sha256(self) -> str:
         """The SHA-256 of the weights in the last checkpoint."""
         return self._checkpoints.weights_sha256
 
@@ -52,7 +54,7 @@ class LoopCheckpoints:
         self._record.resume(loop)
         saved: Mapping[str, Any] = resumed.state.recipe
         self._placed.load_settings(saved, self._rank.warn)
-        self._state.load(path, saved.get("state", {}), unsharded_tensors(resumed.snapshot.script or {}))
+        self._state.load(path, saved.get("state", {}), get_unsharded_tensors(resumed.snapshot.script or {}))
 
     def save(self) -> list[Saved]:
         """Save a checkpoint, and return the events of the saves that have completed since the last call.
@@ -64,14 +66,14 @@ class LoopCheckpoints:
         placed.check_structure()
         if self._member.replay is None:  # a replay deletes its folder, so it may save nonfinite weights
             self._check_finite()
-        changes = placed.changes()
+        changes = placed.collect_changes()
         plain_values, tensors = self._state.split()
-        check_copied(tensors, placed.model)
+        check_shares_no_memory(tensors, placed.model)
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
-        compared["modules in evaluation mode"] = placed.modes.summary()
+        compared["modules in evaluation mode"] = placed.modes.summarize()
         call_site = find_calling_line()
         compared["run.state"] = values_json = json.dumps(plain_values, sort_keys=True)
-        world.compare(compared, where=call_site)
+        world.compare(compared, call_site=call_site)
         self._state.record_save((values_json, compare_tensors(world, tensors)), call_site)
         if placed.scheduler is not None:
             placed.scheduler.record_save()
@@ -83,11 +85,11 @@ class LoopCheckpoints:
 
         This is a no-op if the current step is already saved.
         """
-        return [] if self.has(progress.step) else [*self.save(), *self.wait()]
+        return [] if self.has_saved_step(progress.step) else [*self.save(), *self.wait()]
 
-    def has(self, step: int) -> bool:
+    def has_saved_step(self, step: int) -> bool:
         """Return whether the last checkpoint was saved at this step."""
-        return self._checkpoints.has(step)
+        return self._checkpoints.has_saved(step)
 
     def wait(self) -> list[Saved]:
         """Wait for the save in progress, if any, and return the events of the completed saves."""
@@ -105,8 +107,8 @@ class LoopCheckpoints:
                 self._rank.digests.collect()  # lets the user compare digests to find the step that went wrong
             raise
 
-    def _decisive_values(self) -> dict[str, Any]:
+    def _collect_decisive_values(self) -> dict[str, Any]:
         """Return the metadata of a checkpoint that determines the weights of later steps."""
         loop = self._record.as_dict(self._placed)
         plain_values, _ = self._state.split()
-        return {"recipe": {"loop": loop, "state": plain_values, **self._placed.changes()}, "data": {}}
+        return {"recipe": {"loop": loop, "state": plain_values, **self._placed.collect_changes()}, "data": {}}

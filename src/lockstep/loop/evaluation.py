@@ -36,26 +36,26 @@ class Evaluation:
         self.default_batch = 0  # samples per batch if the script doesn't pass `batch`
 
     @property
-    def computing(self) -> int:
+    def current_batch_id(self) -> int:
         """An id of the current micro-batch or evaluation batch, or 0 between batches.
 
         Each batch of an evaluation pass has a different id.
         """
-        return self._gate.open and 1 + len(self._pass.numbers)
+        return self._gate.open and 1 + len(self._pass.batch_numbers)
 
-    def batch_size(self, batch: int | None) -> int:
+    def resolve_batch_size(self, batch: int | None) -> int:
         """Return `batch` if it is set, and otherwise the size of the largest micro-batch of `run.steps`."""
         samples = batch or self.default_batch
         if not samples:
             raise make_refusal("run.each: batch is not set, and no earlier run.steps provides a default", "pass batch=")
         return samples
 
-    def batches(self, placed: PlacedModel, loader: Loader, samples: int) -> Iterator[Batch]:
+    def iterate_batches(self, placed: PlacedModel, loader: Loader, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's batches, with the model in evaluation mode and gradients disabled.
 
-        `batch_size` is the number of samples per batch.
+        `resolve_batch_size` is the number of samples per batch.
         """
-        batches = self._generate(placed, loader, samples)
+        batches = self._generate_batches(placed, loader, batch_size)
         self._batches = ref(batches)
         return batches
 
@@ -69,19 +69,19 @@ class Evaluation:
         if batches is not None and getgeneratorstate(batches) == GEN_SUSPENDED:
             batches.close()
 
-    def _generate(self, placed: PlacedModel, loader: Loader, samples: int) -> Generator[Batch, None, None]:
+    def _generate_batches(self, placed: PlacedModel, loader: Loader, batch_size: int) -> Generator[Batch, None, None]:
         self._call_check.refuse_within_batch("run.each")  # two overlapping passes would leave gradients disabled
-        self.end_pass()
-        current_pass = self._pass = EvaluationPass(loader.count_validation_batches(samples))
+        self.warn_if_not_summed()
+        current_pass = self._pass = EvaluationPass(loader.count_validation_batches(batch_size))
         gate, guard, world = self._gate, placed.guard, self._rank.world
-        draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
+        draws = random.make_key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
         try:
-            placed.audit.kept_state.forget()
+            placed.audit.kept_state.discard_digests()
             with preserve_modes(placed.model), self._rank.during("evaluating"), placed.engine.custom_evaluation():
                 guard.mark(weights_changed=True)  # averaged weights replace the trained weights during the pass
-                for number, batch, _ in loader.iterate_validation_batches(samples):
-                    current_pass.numbers.append(number)
-                    gate.exchanged = False
+                for number, batch, _ in loader.iterate_validation_batches(batch_size):
+                    current_pass.batch_numbers.append(number)
+                    gate.has_called_collective = False
                     seed_all(world, random.extend_key(draws, number or 0))
                     gate.open = True
                     guard.mark(modes=True)
@@ -102,12 +102,11 @@ class Evaluation:
         # Look up the pass only after `values` is consumed, because `values` can be a generator that runs the pass.
         return sum_values(self._rank.world, values, lambda: self._pass)
 
-    def end_pass(self) -> None:
+    def warn_if_not_summed(self) -> None:
         """Warn once if the script didn't sum the results of the last evaluation pass over several ranks."""
-        if self._rank.world.size > 1 and self._pass.is_local and not (self._gate.exchanged or self._warned):
+        if self._rank.world.size > 1 and self._pass.is_local and not (self._gate.has_called_collective or self._warned):
             self._warned = True
             self._rank.warn(
-                "run.each: the results were not summed over ranks with run.sum: each rank evaluated only a part of "
-                "the batches, and rank 0 prints and saves only the results of its own part; pass run.sum one value "
-                "for each batch"
+                "run.each: the results were not summed over ranks, so what rank 0 prints or saves covers only its own "
+                "batches; pass run.sum one value for each batch"
             )

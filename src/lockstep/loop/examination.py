@@ -49,19 +49,24 @@ class Examination:
     """
 
     def __init__(
-        self, folder: Path, world: World, placed: PlacedModel, samples: list[list[int]], report: Callable[[], None]
+        self,
+        folder: Path,
+        world: World,
+        placed: PlacedModel,
+        sample_indices: list[list[int]],
+        report: Callable[[], None],
     ) -> None:
         self._path = folder / f"examined-{world.rank}.json"
         self._world = world
         self._placed = placed
-        self._observations = RankObservations(samples=samples)
+        self._observations = RankObservations(samples=sample_indices)
         self._report = report
         self._observers = ExitStack()
         self._microbatch: MicroBatch | None = None
 
-    def enter(self, microbatch: MicroBatch, iteration: int) -> None:
+    def start_observing(self, microbatch: MicroBatch, iteration: int) -> None:
         """Start observing a micro-batch, before its forward pass. Dummy micro-batches aren't observed."""
-        if microbatch.dummy:
+        if microbatch.is_dummy:
             return
         examined = self._observations.examined
         if examined.nonfinite is None:
@@ -73,16 +78,16 @@ class Examination:
         """Record the loss of the micro-batch, or the sum of its losses if the script passed several."""
         if self._microbatch is not None:
             total = sum(float(loss.detach()) for loss in losses)
-            self._observations.examined.microbatches[self._microbatch.index] = total
+            self._observations.examined.microbatch_losses[self._microbatch.index] = total
 
-    def leave(self) -> None:
+    def stop_observing(self) -> None:
         """Stop observing the micro-batch, and write the observations so far."""
         if self._microbatch is not None:
             self._observers.close()
             self._microbatch = None
             self._write()
 
-    def update(self, update: Callable[[], Update], *, all_groups: bool) -> Update:
+    def run_update(self, update: Callable[[], Update], *, all_groups: bool) -> Update:
         """Run an update, measure the gradient and update norms of each layer, and return the result of the update.
 
         All ranks must call this method. `all_groups` is whether the update changes all groups of the optimizer.
@@ -100,7 +105,7 @@ class Examination:
         self._write()
         return result
 
-    def finish(self) -> None:
+    def report_step(self) -> None:
         """Report the step. All ranks must call this method."""
         self._report()
 
@@ -116,7 +121,7 @@ def read_observations(folder: Path) -> RankObservations | None:
         return None
     examined = StepObservations()
     for observation in observations:
-        examined.microbatches |= observation.examined.microbatches
+        examined.microbatch_losses |= observation.examined.microbatch_losses
         for name, max_value in observation.examined.activations.items():
             examined.record_activation(name, max_value)
     # Report the first nonfinite value in the order in which a single process would compute the micro-batches.

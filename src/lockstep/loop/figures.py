@@ -6,7 +6,7 @@ from typing import final
 from torch import Tensor
 
 from lockstep.common.own_code import make_refusal
-from lockstep.common.reserved_metrics import RESERVED_BY_EVENTS, first_reserved
+from lockstep.common.reserved_metrics import RESERVED_BY_EVENTS, find_reserved_name
 from lockstep.run.rank import Rank
 from lockstep.training.events import Logged
 
@@ -28,13 +28,13 @@ class LoggedMetrics:
             values = {name: float(value) for name, value in metrics.items()}
         except (TypeError, ValueError, RuntimeError) as error:
             raise make_refusal(f"run.log: {error}", "pass numbers, or tensors with a single element") from None
-        if reserved_name := first_reserved(values, RESERVED_BY_EVENTS):
+        if reserved_name := find_reserved_name(values, RESERVED_BY_EVENTS):
             raise make_refusal(f"run.log: {reserved_name} is a reserved name", "choose a different name")
         self._rank.world.add_metrics(values)
         self._values.update({name: repr(value) for name, value in values.items()})
         self._rank.write(Logged(**self._rank.progress.event_fields, figures=values))
 
-    def compare(self) -> None:
+    def warn_about_differences(self) -> None:
         """Warn, at most once per run, if the logged values of a metric differ between ranks."""
         world = self._rank.world
         if not world.metrics_differ or self._compared:
@@ -47,7 +47,7 @@ class LoggedMetrics:
             if any(values.get(name, rank_0_values[name]) != rank_0_values[name] for values in other_values)
         ]:
             self._rank.warn(
-                f"run.log: {', '.join(names)}: values differ between ranks, and only those of rank 0 are written, "
-                f"which may cover only its own samples; to sum over all ranks, call step.sum in training steps "
-                f"and run.sum over run.each in an evaluation; otherwise, call run.log on rank 0 only"
+                f"run.log: {', '.join(names)}: values differ between ranks, and only those of rank 0 are written; to "
+                f"sum over all ranks, call step.sum in training steps and run.sum in an evaluation; otherwise, call "
+                f"run.log on rank 0 only"
             )

@@ -6,7 +6,7 @@ from typing import final
 from torch import Tensor
 
 from lockstep.common.own_code import make_refusal
-from lockstep.core.batch import tensors_of
+from lockstep.core.batch import get_tensors
 from lockstep.core.order import Step
 from lockstep.loop.examination import Examination
 from lockstep.loop.model import Gate, StrayModuleCheck
@@ -17,7 +17,7 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 
 @final
-class Forward:
+class ForwardContext:
     """Prepares the forward pass of each micro-batch in a step: enters the context of the engine and allows model calls.
 
     If a replay examines the step, `examination` observes each forward pass.
@@ -39,7 +39,7 @@ class Forward:
         stray_check: StrayModuleCheck | None,
         *,
         is_extra: bool,
-        first: bool,
+        is_first: bool,
         iteration: int,
     ) -> None:
         """Begin a micro-batch of the step.
@@ -50,17 +50,17 @@ class Forward:
         """
         number, engine = self._step.number + 1, self._placed.engine
         if self._examination is not None and not is_extra:
-            self._examination.enter(microbatch, iteration)
+            self._examination.start_observing(microbatch, iteration)
         self.microbatch, self._stray_check = microbatch, stray_check
         forward = engine.forward_extra if is_extra else engine.forward
         self._context = forward(microbatch, self._step)
         self._context.__enter__()
         self._gate.open = True
-        if first:
-            self._placed.modes.check(number)
-        self._placed.guard.mark(modes=first)
+        if is_first:
+            self._placed.modes.check_late_changes(number)
+        self._placed.guard.mark(modes=is_first)
         # Iterations over the same step share the batch, so none of them may modify it in place.
-        versions = [tensor._version for tensor in tensors_of(microbatch.batch) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in get_tensors(microbatch.batch) if not tensor.is_inference()]
         if self._versions.setdefault(id(microbatch), versions) != versions:
             raise make_refusal(
                 f"step {number}: an earlier iteration modified the batch in place, so this iteration would get the "
@@ -90,4 +90,4 @@ class Forward:
         elif context is not None:
             context.__exit__(None, None, None)
         if self._examination is not None and early:
-            self._examination.leave()
+            self._examination.stop_observing()

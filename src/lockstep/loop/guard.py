@@ -31,21 +31,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lockstep.common.own_code import SourceLocation, describe_code_between, is_user_code, make_refusal
 from lockstep.loop.placing import FREEZING_ADVICE
 
-Refuse = Callable[[bool], Exception]  # returns the error for a write; the argument is whether autograd is writing
+MakeWriteError = Callable[
+    [bool], Exception
+]  # returns the error for a write; the argument is whether autograd is writing
 
 
 @final
 class GradientStandIn(Tensor):
     """A stand-in for a gradient, without storage. A write to it raises the error that `make_write_error` returns."""
 
-    refuse: Refuse
+    make_write_error: MakeWriteError
 
     @staticmethod
-    def __new__(cls, like: Tensor, refuse: Refuse) -> "GradientStandIn":
+    def __new__(cls, like: Tensor, make_write_error: MakeWriteError) -> "GradientStandIn":
         stand_in: GradientStandIn = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        stand_in.refuse = refuse
+        stand_in.make_write_error = make_write_error
         return stand_in
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -65,18 +67,20 @@ class GradientStandIn(Tensor):
             if alias is None or not any(isinstance(leaf, GradientStandIn) for leaf in tree_leaves(value)):
                 continue
             if alias.is_write:
-                raise withheld[0].refuse(torch._C._current_graph_task_id() != -1)
+                raise withheld[0].make_write_error(torch._C._current_graph_task_id() != -1)
             is_view = True
-        outputs = func(*tree_map_only(GradientStandIn, _nan, args), **tree_map_only(GradientStandIn, _nan, keywords))
+        outputs = func(
+            *tree_map_only(GradientStandIn, _nan_like, args), **tree_map_only(GradientStandIn, _nan_like, keywords)
+        )
         # User code could modify the result of a view operation in place, so it must be a stand-in too.
         return (
-            tree_map_only(Tensor, lambda output: GradientStandIn(output, withheld[0].refuse), outputs)
+            tree_map_only(Tensor, lambda output: GradientStandIn(output, withheld[0].make_write_error), outputs)
             if is_view
             else outputs
         )
 
 
-def _nan(tensor: Tensor) -> Tensor:
+def _nan_like(tensor: Tensor) -> Tensor:
     return torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -135,7 +139,7 @@ class Guard:
         model: nn.Module,
         original_parameters: Mapping[str, Tensor],
         kept_buffers: Collection[Tensor],
-        gathered: Callable[[], Mapping[Tensor, Tensor]] = dict,
+        get_gathered: Callable[[], Mapping[Tensor, Tensor]] = dict,
     ) -> None:
         self.step = 0
         self.last: SourceLocation = "", 0
@@ -149,26 +153,28 @@ class Guard:
         self._tensors = [tensor for tensor in self._names if id(tensor) not in kept_ids]
         self._plain = [tensor for tensor in self._tensors if type(tensor) in (Tensor, Parameter)]
         self._parameters = [tensor for tensor in self._tensors if isinstance(tensor, Parameter)]
-        uncounted_ids = {id(buffer) for buffer in _uncounted_buffers(model)}
+        uncounted_ids = {id(buffer) for buffer in _find_uncounted_buffers(model)}
         self._kept_buffers = sorted(kept_buffers, key=lambda buffer: id(buffer) not in uncounted_ids)
         # The number of buffers at the start of `_kept_buffers` that a forward pass updates without incrementing their
         # version counters.
-        self._uncounted = sum(id(buffer) in uncounted_ids for buffer in kept_buffers)
+        self._num_uncounted = sum(id(buffer) in uncounted_ids for buffer in kept_buffers)
         self._modules = {module: name for name, module in model.named_modules()}
-        self._parts: list[tuple[str, dict[str, Any]]] = [  # references to the modules' own dicts, not copies
+        self._module_dicts: list[tuple[str, dict[str, Any]]] = [  # references to the modules' own dicts, not copies
             (f"{name}." if name else "", part)
             for module, name in self._modules.items()
             for part in (module._parameters, module._buffers, module._modules)
             if part
         ]
-        self._part_values = [part.values() for _, part in self._parts]  # views, which reflect changes of the dicts
+        self._module_dict_values = [
+            part.values() for _, part in self._module_dicts
+        ]  # views, which reflect changes of the dicts
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        self._stand_ins = [GradientStandIn(parameter, self._write_error) for parameter in self._trained]
+        self._stand_ins = [GradientStandIn(parameter, self._make_write_error) for parameter in self._trained]
         self._no_gradients = [None] * len(self._trained)
         self._shown_gradients: Sequence[Tensor | None] = self._no_gradients  # the expected value of each `grad`
         self._hidden_gradients: list[Tensor | None] = []  # the gradients while stand-ins replace them
         self._summing = False  # whether a backward pass of the current step has run
-        self._get_gathered = gathered
+        self._get_gathered = get_gathered
         self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # gathered tensor -> (parameter, version)
         self._files: dict[str, bool] = {}  # whether each source file is user code
         self._running = False  # whether user code is running
@@ -180,12 +186,12 @@ class Guard:
             self._watch_forwards(model)
             for parameter in model.parameters():  # the engine never computes with shards, only with gathered tensors
                 if parameter.requires_grad and type(parameter) is not Parameter:
-                    parameter.register_hook(partial(self._refuse_dependence, self._names[parameter]))  # type: ignore[no-untyped-call]
+                    parameter.register_hook(partial(self._reject_dependence_on_shard, self._names[parameter]))  # type: ignore[no-untyped-call]
         _DataDescriptor.install().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
-        self._hook_ids = self._gradient_hooks()
-        self._identities = self._part_ids()
+        self._hook_ids = self._list_gradient_hook_ids()
+        self._identities = self._list_tensor_and_module_ids()
         self.block_gradient_writes()
         self.mark(weights_changed=True)
 
@@ -225,25 +231,29 @@ class Guard:
         if self._was_compared:
             self._check_writes()
         if modes and (training_modes := [module.training for module in self._modules]) != self._modes:
-            module = _first_changed(self._modules, training_modes, self._modes)
+            module = _find_first_changed(self._modules, training_modes, self._modes)
             mode = "training" if module.training else "evaluation"
-            raise self._refusal(f"{self._modules[module] or 'the model'} was switched to {mode} mode", _MODE_ADVICE)
+            raise self._make_error(f"{self._modules[module] or 'the model'} was switched to {mode} mode", _MODE_ADVICE)
         if self._hidden_gradients or forward:
             gradients = [parameter.grad for parameter in self._trained]
             if not all(map(is_, gradients, self._shown_gradients)):
                 self._check_gradients(gradients)
-        count = self._uncounted if forward else len(self._kept_buffers)
-        if count and [buffer._version for buffer in self._kept_buffers[:count]] != self._kept_versions[:count]:
-            raise self._refusal("a running statistic of BatchNorm was modified")
+        count = self._num_uncounted if forward else len(self._kept_buffers)
+        if (
+            count
+            and (versions := [buffer._version for buffer in self._kept_buffers[:count]]) != self._kept_versions[:count]
+        ):
+            name = self._names[_find_first_changed(self._kept_buffers, versions, self._kept_versions)]
+            raise self._make_error(f"{name}, a running statistic of BatchNorm, was modified")
         if self._was_compared:
             self._check_structure(self._compared_at)
         if self._was_autograd_check:
             self._frozen = False
-            self._check_autograd(hooks=self._was_full_check, frozen=frozen)
+            self._check_autograd(check_hooks=self._was_full_check, allow_freezing=frozen)
         if self._was_full_check and (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
-            name = self._names[_first_changed(self._plain, addresses, self._addresses)]
+            name = self._names[_find_first_changed(self._plain, addresses, self._addresses)]
             problem = f"the storage of {name} was replaced"
-            raise self._refusal(problem, since=self._fully_checked_at, first_step=self._full_check_step)
+            raise self._make_error(problem, since=self._fully_checked_at, first_step=self._full_check_step)
 
     def mark(self, *, weights_changed: bool = False, modes: bool = False) -> None:
         """Record the current state before user code runs.
@@ -260,7 +270,7 @@ class Guard:
         if self._kept_buffers:
             self._kept_versions = [buffer._version for buffer in self._kept_buffers]
         if not self._running:  # if user code is already running, there was no `check` since the last `mark`
-            self.last = self.line(3)
+            self.last = self.find_calling_line(3)
             if weights_changed or self._was_compared:
                 self._compared_at = self.last
             if (weights_changed or self._was_autograd_check) and not self._frozen:
@@ -269,7 +279,7 @@ class Guard:
                 self._fully_checked_at, self._full_check_step = self.last, self._last_step
             self._running = True
 
-    def line(self, depth: int = 1) -> SourceLocation:
+    def find_calling_line(self, depth: int = 1) -> SourceLocation:
         """Return the line of user code that made the current call. Faster than `own_code.find_calling_line`.
 
         The search starts `depth` frames above the frame of this method.
@@ -302,73 +312,75 @@ class Guard:
         """Return whether user code is running and the tensor belongs to the model."""
         return self._running and (tensor in self._names or tensor in self._gathered)
 
-    def refuse_data(self, tensor: Tensor) -> None:
+    def reject_data_assignment(self, tensor: Tensor) -> None:
         """Raise UsageError if user code sets `.data` of a tensor of the model."""
         if self._running and isinstance(tensor, GradientStandIn):
-            raise self._write_error(False)
+            raise self._make_write_error(False)
         if self.watches(tensor):
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
-            raise make_refusal(f"{self._prefix}the storage of {name} was replaced", _ADVICE)
+            raise make_refusal(f"{self._error_prefix}the storage of {name} was replaced", _ADVICE)
 
     def _check_writes(self) -> None:
         if (versions := [tensor._version for tensor in self._tensors]) != self._versions:
-            name = self._names[_first_changed(self._tensors, versions, self._versions)]
-            raise self._refusal(f"{name} was modified", since=self._compared_at)
+            name = self._names[_find_first_changed(self._tensors, versions, self._versions)]
+            raise self._make_error(f"{name} was modified", since=self._compared_at)
         for tensor, (original, version) in self._gathered.items():
             if tensor._version != version:
-                raise self._refusal(f"{self._names[original]} was modified", since=self._compared_at)
+                raise self._make_error(f"{self._names[original]} was modified", since=self._compared_at)
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient, shown in zip(self._trained, gradients, self._shown_gradients, strict=True):
             # Calling zero_grad() before the first backward pass of a step is harmless.
             if gradient is not shown and (self._summing or gradient is not None):
                 change = "removed" if gradient is None else "set"
-                raise self._refusal(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT_ADVICE)
+                raise self._make_error(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT_ADVICE)
 
-    def _check_autograd(self, *, hooks: bool = True, frozen: bool = False, is_sharded: bool = False) -> None:
+    def _check_autograd(
+        self, *, check_hooks: bool = True, allow_freezing: bool = False, is_sharded: bool = False
+    ) -> None:
         requires_grad = [parameter.requires_grad for parameter in self._parameters]
-        hook_ids = self._gradient_hooks() if hooks else self._hook_ids
+        hook_ids = self._list_gradient_hook_ids() if check_hooks else self._hook_ids
         if requires_grad == self._requires_grad and hook_ids == self._hook_ids:
             return
         states = zip(self._parameters, requires_grad, self._requires_grad, hook_ids, self._hook_ids, strict=True)
         for parameter, is_trained, was_trained, own_hooks, previous_hooks in states:
             if is_trained != was_trained:
                 self._frozen = True
-                if not frozen:
+                if not allow_freezing:
                     advice = _SHARDED_FREEZING_ADVICE if is_sharded else FREEZING_ADVICE
                     change = "frozen" if was_trained else "unfrozen"
-                    raise self._refusal(f"{self._names[parameter]} was {change}", advice, self._autograd_checked_at)
+                    raise self._make_error(f"{self._names[parameter]} was {change}", advice, self._autograd_checked_at)
             if own_hooks != previous_hooks:
                 problem = f"a gradient hook was added to {self._names[parameter]}"
-                raise self._refusal(problem, _HOOK_ADVICE, self._fully_checked_at, self._full_check_step)
+                raise self._make_error(problem, _HOOK_ADVICE, self._fully_checked_at, self._full_check_step)
 
-    def _write_error(self, by_backward: bool) -> Exception:
+    def _make_write_error(self, by_backward: bool) -> Exception:
         if by_backward:
             return make_refusal(
-                f"{self._prefix}a backward other than step.backward adds to the gradients of the placed model",
+                f"{self._error_prefix}a backward other than step.backward adds to the gradients of the placed model",
                 "pass the whole loss to step.backward(mean=loss), once for each micro-batch; to compute a derivative "
                 "without changing gradients, call torch.autograd.grad",
             )
-        return make_refusal(f"{self._prefix}a gradient of the placed model was modified", _GRADIENT_ADVICE)
+        return make_refusal(f"{self._error_prefix}a gradient of the placed model was modified", _GRADIENT_ADVICE)
 
     def _check_structure(self, since: SourceLocation) -> None:
-        if self._part_ids() != self._identities:
+        if self._list_tensor_and_module_ids() != self._identities:
             self._record_gathered()  # a block gathers all of its tensors before its modules are called
-        if (part_ids := self._part_ids()) != self._identities:
-            names = [f"{prefix}{part_name}" for prefix, part in self._parts for part_name in part]
+        if (part_ids := self._list_tensor_and_module_ids()) != self._identities:
+            names = [f"{prefix}{part_name}" for prefix, part in self._module_dicts for part_name in part]
             names += ["a part of the model"] * len(part_ids)
-            changed_name = _first_changed(names, [*part_ids, None], [*self._identities, None, None])
-            raise self._refusal(f"{changed_name} was replaced", since=since)
+            changed_name = _find_first_changed(names, [*part_ids, None], [*self._identities, None, None])
+            raise self._make_error(f"{changed_name} was replaced", since=since)
 
-    def _gradient_hooks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _list_gradient_hook_ids(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         return [
             ((*(parameter._backward_hooks or ()),), (*(parameter._post_accumulate_grad_hooks or ()),))
             for parameter in self._parameters
         ]
 
-    def _part_ids(self) -> list[int]:
+    def _list_tensor_and_module_ids(self) -> list[int]:
         """Return the ids of all parameters, buffers and submodules. Gathered tensors have the id of their parameter."""
-        ids = [*map(id, chain.from_iterable(self._part_values))]
+        ids = [*map(id, chain.from_iterable(self._module_dict_values))]
         if not self._gathered:
             return ids
         originals = {id(tensor): id(original) for tensor, (original, _) in self._gathered.items()}
@@ -376,25 +388,29 @@ class Guard:
 
     def _watch_forwards(self, model: nn.Module) -> None:
         """Add hooks that check the tensors that a sharded model gathers for each forward pass."""
-        model.register_forward_pre_hook(self._before_model, prepend=True)
+        model.register_forward_pre_hook(self._check_before_model_call, prepend=True)
         for module in self._modules:
             if any(parameter is not None for parameter in module._parameters.values()):
-                module.register_forward_pre_hook(self._before_gathering, prepend=True)
-                module.register_forward_pre_hook(self._before_forward)
-                module.register_forward_hook(self._after_forward, prepend=True)
+                module.register_forward_pre_hook(self._check_before_gathering, prepend=True)
+                module.register_forward_pre_hook(self._record_before_forward)
+                module.register_forward_hook(self._check_after_forward, prepend=True)
 
-    def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
+    def _check_before_model_call(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
             self._check_structure(self.last)  # check this before gathering, which overwrites replaced parameters
-            self._check_autograd(hooks=False, is_sharded=True)  # requires_grad affects what the backward pass gathers
+            self._check_autograd(
+                check_hooks=False, is_sharded=True
+            )  # requires_grad affects what the backward pass gathers
 
-    def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
+    def _check_before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (name := self._find_foreign_module(module)):
             raise make_refusal(
-                f"{self._prefix}{name} is called with different weights, but would use its own", _FUNCTIONAL_CALL_ADVICE
+                f"{self._error_prefix}{name} is called with different weights, but gathering its own would "
+                "overwrite them",
+                _FUNCTIONAL_CALL_ADVICE,
             )
 
-    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+    def _record_before_forward(self, module: nn.Module, _inputs: Any) -> None:
         self._find_foreign_module(module)
 
     def _find_foreign_module(self, module: nn.Module) -> str:
@@ -411,25 +427,27 @@ class Guard:
         for tensor, original in self._get_gathered().items():
             self._gathered.setdefault(tensor, (original, tensor._version))
 
-    def _after_forward(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    def _check_after_forward(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         for tensor in module._parameters.values():
             if tensor in self._gathered and tensor._version != self._gathered[tensor][1]:
                 name = self._names[self._gathered[tensor][0]]
-                raise make_refusal(f"{self._prefix}{name} was modified in a forward pass", _ADVICE)
+                raise make_refusal(f"{self._error_prefix}{name} was modified in a forward pass", _ADVICE)
 
-    def _refuse_dependence(self, name: str, _gradient: Tensor) -> None:
-        raise make_refusal(f"{self._prefix}the loss depends on this rank's shard of {name}", _LOSS_ADVICE)
+    def _reject_dependence_on_shard(self, name: str, _gradient: Tensor) -> None:
+        raise make_refusal(f"{self._error_prefix}the loss depends on this rank's shard of {name}", _LOSS_ADVICE)
 
     @property
-    def _prefix(self) -> str:
+    def _error_prefix(self) -> str:
         return f"step {self.step}: " if self.step else ""
 
-    def _refusal(
+    def _make_error(
         self, problem: str, advice: str = _ADVICE, since: SourceLocation | None = None, first_step: int = 0
     ) -> Exception:
         """Return the error for a change that happened after the line `since`, in step `first_step` or later."""
-        prefix = f"steps {first_step} to {self.step}: " if 0 < first_step < self.step else self._prefix
-        return make_refusal(f"{prefix}{problem}", advice, describe_code_between(since or self.last, self.line()))
+        prefix = f"steps {first_step} to {self.step}: " if 0 < first_step < self.step else self._error_prefix
+        return make_refusal(
+            f"{prefix}{problem}", advice, describe_code_between(since or self.last, self.find_calling_line())
+        )
 
 
 @final
@@ -453,7 +471,7 @@ class NoGuard:
     def mark(self, *, weights_changed: bool = False, modes: bool = False) -> None:
         """See Guard."""
 
-    def line(self, depth: int = 1) -> SourceLocation:
+    def find_calling_line(self, depth: int = 1) -> SourceLocation:
         """Return a placeholder without a path."""
         return self.last
 
@@ -499,11 +517,11 @@ class _DataDescriptor:
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
         for reference in self.guards:
             if (guard := reference()) is not None:
-                guard.refuse_data(tensor)
+                guard.reject_data_assignment(tensor)
         _TORCH_DATA.__set__(tensor, value)
 
 
-def _uncounted_buffers(model: nn.Module) -> Iterator[Tensor]:
+def _find_uncounted_buffers(model: nn.Module) -> Iterator[Tensor]:
     """Yield the running statistics that PyTorch's BatchNorm updates without incrementing their version counters."""
     for module in model.modules():
         if (
@@ -514,7 +532,7 @@ def _uncounted_buffers(model: nn.Module) -> Iterator[Tensor]:
             yield from (module.running_mean, cast(Tensor, module.running_var))
 
 
-def _first_changed(items: Iterable[T], values: Sequence[object], previous: Sequence[object]) -> T:
+def _find_first_changed(items: Iterable[T], values: Sequence[object], previous: Sequence[object]) -> T:
     """Return the first item whose value differs from its previous value."""
     return next(
         item for item, value, previous_value in zip(items, values, previous, strict=False) if value != previous_value

@@ -6,20 +6,20 @@ from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
 from lockstep.data.base import DataSet, NoTransforms
-from lockstep.data.items import Items
+from lockstep.data.items import MapStyleSplit
 from lockstep.data.loader import Loader
-from lockstep.data.weigh import BatchWeigher
+from lockstep.data.weigh import BatchWeighting
 from lockstep.loop.placed import PlacedModel
 from lockstep.strategies.base import replica_devices
 
 
 def make_loader(
     placed: PlacedModel,
-    items: Items,
+    items: MapStyleSplit,
     steps: Steps,
     microbatches: int = 1,
     *,
-    weigh: BatchWeigher | None = None,
+    weigher: BatchWeighting | None = None,
     audits: AuditSchedule | None = None,
     order: SampleOrder | None = None,
 ) -> Loader:
@@ -32,10 +32,10 @@ def make_loader(
         NoTransforms(),
         world.device,
         settings.seed,
-        placed.strategy.mesh(world.size).data_rank(world.rank),
+        placed.strategy.mesh(world.size).get_data_rank(world.rank),
         settings.placement.workers,
         None if audits is None else partial(audits.get_assignment, world.rank),
-        weigh,
-        order and order.for_epoch,
+        weigher,
+        order and order.get_epoch_order,
         replica_devices(placed.strategy, world.on_gpu),
     )

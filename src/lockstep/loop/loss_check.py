@@ -1,9 +1,9 @@
 """Checks that a loss passed as `mean` to `step.backward` is a mean over the micro-batch, and a `sum` is a sum.
 
 The check walks backward through the autograd graph of the loss, as long as the operations are linear, and splits the
-loss into terms. It classifies each term as a mean, a sum, or unknown. If the loss clearly has the opposite reduction,
-the check raises an error. If the graph is ambiguous, the check warns once and tells the user how to decide. It accepts
-any multiplication, because only a division can divide by a number of samples.
+loss into terms. It finds out whether each term is a mean, a sum, or unknown. If the loss clearly has the opposite
+reduction, the check raises an error. If the graph is ambiguous, the check warns once and tells the user how to decide.
+It accepts any multiplication, because only a division can divide by a number of samples.
 
 In the first step, the check analyzes the loss of every micro-batch. In later steps, it only analyzes a loss whose last
 few operations it hasn't seen before.
@@ -19,26 +19,28 @@ from torch import Tensor
 
 from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.loop.loss_terms import (
-    Kind,
     LossTerm,
     Node,
+    ReductionKind,
     Scale,
     are_sample_losses,
+    count_kept_values,
     depends_on_outputs,
     find_terms,
-    find_uncanceled_scales,
+    find_uncanceled_divisions,
+    get_operation_name,
     is_mean_over_samples,
-    is_reduction,
-    mask_totals,
-    operation_name,
+    is_nonlinear_reduction,
 )
-from lockstep.loop.losses import missing_weights_error
+from lockstep.loop.losses import make_missing_weights_error
 from lockstep.tasks.base import MicroBatch
 
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
 # The smallest factor that is recognized as the scale of a GradScaler, which starts at 65,536 and is halved on overflow.
-_SCALED: Final = 256.0
-_COMPARED: Final = 4  # the number of operations at the end of a loss that are compared with earlier losses
+_MIN_GRAD_SCALE: Final = 256.0
+_NUM_COMPARED_OPERATIONS: Final = (
+    4  # the number of operations at the end of a loss that are compared with earlier losses
+)
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
@@ -51,7 +53,7 @@ class LossCheck:
     `name` is the name of the loss if a step has several losses, and "" otherwise.
     """
 
-    processes: int = 1
+    world_size: int = 1
     warn: Callable[[str], None] = print
     name: str = ""
     _first_step: int = 0
@@ -82,7 +84,7 @@ class LossCheck:
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             received = f"a {type(loss).__name__}"
             if isinstance(loss, Mapping) and not self.name:
-                raise missing_weights_error(step)
+                raise make_missing_weights_error(step)
             if isinstance(loss, Tensor):
                 received = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
             of_loss = f" for {self.name}" if self.name else ""
@@ -92,14 +94,14 @@ class LossCheck:
         root = loss.grad_fn
         if root is None:
             raise make_refusal(
-                f"step {step}: {self._loss} has no autograd graph that leads to the model",
+                f"step {step}: {self._loss_description} has no autograd graph that leads to the model",
                 "compute it from the outputs of the model, without detach(), torch.no_grad() or your own "
                 "loss.backward()",
             )
         if not microbatch.weight:
             return  # the mean of an empty micro-batch is nan, and its graph contains no counts
         self._first_step = self._first_step or step
-        ending = (mean, *_last_operations(root))
+        ending = (mean, *_list_last_operations(root))
         if ending in self._checked_endings and step != self._first_step:
             return
         self._checked_endings.add(ending)
@@ -108,7 +110,7 @@ class LossCheck:
             return
         self._check_factors(step, graph)
         self._check_division(step, graph)
-        if microbatch.samples == microbatch.weight == 1:
+        if microbatch.num_samples == microbatch.weight == 1:
             return  # mean and sum are the same
         if mean:
             self._check_mean(step, graph, microbatches)
@@ -116,18 +118,18 @@ class LossCheck:
         else:
             self._check_sum(step, graph, has_weights, step_weight)
         if not mean or microbatches > 1:
-            self._ask_about_function(step, graph)
+            self._warn_about_nonlinear_terms(step, graph)
 
     @property
-    def _loss(self) -> str:
+    def _loss_description(self) -> str:
         return f"the loss {self.name}" if self.name else "the loss"
 
-    def _call(self, argument: str, loss: str = "loss") -> str:
+    def _format_backward_call(self, argument: str, loss: str = "loss") -> str:
         """Return the code that passes the loss as `mean` or `sum`."""
         return f"step.backward({argument}={f'{{{self.name!r}: {loss}}}' if self.name else loss})"
 
     @property
-    def _step_weight(self) -> str:
+    def _step_weight_code(self) -> str:
         """The code for the weight of the loss in the step."""
         return f"step.weights[{self.name!r}]" if self.name else "step.weight"
 
@@ -136,28 +138,29 @@ class LossCheck:
         for scale in graph.shared:
             if _is_scaler_factor(scale):
                 raise make_refusal(
-                    f"step {step}: {self._loss} is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
+                    f"step {step}: {self._loss_description} is multiplied by {scale.value:g}, as torch.amp.GradScaler "
+                    "does",
                     'remove the scaler: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
                 )
-            if not scale.divides and scale.value == self.processes > 1 and scale.value not in graph.counts:
-                self._ask(
+            if not scale.divides and scale.value == self.world_size > 1 and scale.value not in graph.counts:
+                self._warn_once(
                     "processes",
-                    f"step {step}: {self._loss} is multiplied by {self.processes} ({find_calling_line()}), the "
-                    "number of processes; remove the factor if it undoes a mean over processes, because the gradient "
-                    "is the mean over the step on any number of processes; otherwise, keep it",
+                    f"step {step}: {self._loss_description} is multiplied by {self.world_size} "
+                    f"({find_calling_line()}), the number of processes; remove the factor if it is there to undo a "
+                    "mean over processes: step.update takes the mean over the step, on any number of processes",
                 )
 
     def _check_division(self, step: int, graph: "_LossGraph") -> None:
         """Raise UsageError if the whole loss is divided by an unexplained integer. After step 1, only warn."""
-        for scale in graph.unexplained():
-            problem = f"step {step}: {self._loss} is divided by {scale.value:g}"
+        for scale in graph.find_unexplained_divisions():
+            problem = f"step {step}: {self._loss_description} is divided by {scale.value:g}"
             advice = (
                 f"remove the division: run.steps(microbatches=) accumulates gradients, and step.update takes the mean "
                 f"over the step; if you want to scale the loss, write {1 / scale.value:.6g} * loss"
             )
             if step == 1:
                 raise make_refusal(problem, advice)
-            self._ask("division", f"{problem} ({find_calling_line()}); {advice}")
+            self._warn_once("division", f"{problem} ({find_calling_line()}); {advice}")
 
     def _check_sum(self, step: int, graph: "_LossGraph", has_weights: bool, step_weight: int) -> None:
         """Raise UsageError if a mean was passed as a sum. Warn if a sum has more values than the micro-batch's weight.
@@ -165,56 +168,58 @@ class LossCheck:
         If the script multiplies the sum by the weight of the step, it wants a plain sum, because the update divides by
         the same weight. In this case, there is no warning.
         """
-        means = [term for term, kind in graph.kinds() if kind == "mean"]
+        means = [term for term, kind in graph.find_reductions() if kind == "mean"]
         if means:
-            divisor = next((division.value for term in means if (division := graph.divisor_of_mean(term))), 0.0)
+            divisor = next((division.value for term in means if (division := graph.find_mean_divisor(term))), 0.0)
             division_note = f": a sum divided by {divisor:g}" if divisor else ""
             scaling_note = f"; if you want to scale the loss, write {1 / divisor:.6g} * loss" if divisor else ""
             if len(means) == len(graph.terms):
                 raise make_refusal(
-                    f"step {step}: {self._loss} is a mean{division_note}",
-                    f"pass it as {self._call('mean')}{scaling_note}",
+                    f"step {step}: {self._loss_description} is a mean{division_note}",
+                    f"pass it as {self._format_backward_call('mean')}{scaling_note}",
                 )
             raise make_refusal(
-                f"step {step}: a part of {self._loss} is a mean{division_note}, and another part is a sum",
+                f"step {step}: a part of {self._loss_description} is a mean{division_note}, and another part is a sum",
                 f"reduce all parts in the same way: a mean times the number of samples is a sum{scaling_note}",
             )
         weight = graph.microbatch.weight
-        value_count = min(graph.count_of_sum(term) for term in graph.terms)
+        value_count = min(graph.count_sum_values(term) for term in graph.terms)
         undivided = any(not scale.divides and scale.value == step_weight for scale in graph.shared)
         is_intended = undivided or (has_weights and not value_count % weight)
         if value_count > weight and not is_intended:
             size = f"of weight {weight}" if has_weights else f"of {weight} samples"
-            undivided_loss = f"{self._step_weight} * loss"
-            self._ask(
+            undivided_loss = f"{self._step_weight_code} * loss"
+            self._warn_once(
                 "terms",
-                f"step {step}: {self._loss} sums {value_count:g} values of a micro-batch {size} "
+                f"step {step}: {self._loss_description} sums {value_count:g} values of a micro-batch {size} "
                 f"({find_calling_line()}), and step.update divides the sum by the weight of the step; if your script "
-                f"takes the mean, pass it as {self._call('mean')}; if it never divides the sum, use "
-                f"{self._call('sum', undivided_loss)}; if this sum is intended, sum over each sample first and then "
-                "over the samples",
+                f"takes the mean, pass it as {self._format_backward_call('mean')}; if it never divides the sum, use "
+                f"{self._format_backward_call('sum', undivided_loss)}; if this sum is intended, sum over each sample "
+                "first and then over the samples",
             )
 
     def _check_mean(self, step: int, graph: "_LossGraph", microbatches: int) -> None:
         """Raise UsageError if a sum was passed as a mean. Warn if only a part of the loss is a sum."""
-        sums = [term for term, kind in graph.kinds() if kind == "sum"]
+        sums = [term for term, kind in graph.find_reductions() if kind == "sum"]
         if not sums:
             return
-        divisors = [scale.value for scale in find_uncanceled_scales(sums[0]) if not graph.is_usual(scale)]
+        divisors = [
+            scale.value for scale in find_uncanceled_divisions(sums[0]) if not graph.is_expected_division(scale)
+        ]
         if len(sums) == len(graph.terms) and not divisors and all(map(graph.sums_all_samples, sums)):
             raise make_refusal(
-                f"step {step}: {self._loss} is a sum over {sums[0].size:g} values",
-                f"pass it as {self._call('sum')}, which step.update divides by the weight of the step; to keep the "
-                f"gradient of a script that never divides the sum, use "
-                f"{self._call('sum', f'{self._step_weight} * loss')}",
+                f"step {step}: {self._loss_description} is a sum over {sums[0].size:g} values",
+                f"pass it as {self._format_backward_call('sum')}, which step.update divides by the weight of the step; "
+                "to keep the gradient of a script that never divides the sum, use "
+                f"{self._format_backward_call('sum', f'{self._step_weight_code} * loss')}",
             )
         if microbatches > 1:
             division_note = f", divided by {divisors[0]:g}" if divisors else ""
-            subject = self._loss if len(sums) == len(graph.terms) else f"a part of {self._loss}"
-            self._ask(
+            subject = self._loss_description if len(sums) == len(graph.terms) else f"a part of {self._loss_description}"
+            self._warn_once(
                 "part",
                 f"step {step}: {subject} is a sum over {sums[0].size:g} values{division_note} "
-                f"({find_calling_line()}), in one of {microbatches} micro-batches of {graph.microbatch.samples} "
+                f"({find_calling_line()}), in one of {microbatches} micro-batches of {graph.microbatch.num_samples} "
                 "samples, so its gradient depends on the number of micro-batches; divide it by the number of samples "
                 "of the micro-batch, or pass all parts as sums",
             )
@@ -222,7 +227,7 @@ class LossCheck:
     def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, has_weights: bool) -> None:
         """Warn if the number of values in a mean isn't proportional to the weight of its micro-batch."""
         weight = graph.microbatch.weight
-        counts = [graph.count_of_mean(term) for term, kind in graph.kinds() if kind == "mean"]
+        counts = [graph.count_mean_values(term) for term, kind in graph.find_reductions() if kind == "mean"]
         (step_before, weight_before, counts_before), self._counts = self._counts, (step, weight, counts)
         if microbatches == 1:
             return
@@ -233,26 +238,27 @@ class LossCheck:
                 continue
             size = f"of weight {weight}" if has_weights else f"of {weight} samples"
             comparison = f", and over {counts_before[number]:g} values in the previous one" if differs else ""
-            self._ask(
+            self._warn_once(
                 "weight",
-                f"step {step}: {self._loss} is a mean over {count:g} values of a micro-batch {size} "
+                f"step {step}: {self._loss_description} is a mean over {count:g} values of a micro-batch {size} "
                 f"({find_calling_line()}){comparison}; if micro-batches differ in this count, pass it to run.steps: "
                 f"{_suggest_weight(graph)}",
             )
 
-    def _ask_about_function(self, step: int, graph: "_LossGraph") -> None:
+    def _warn_about_nonlinear_terms(self, step: int, graph: "_LossGraph") -> None:
         """Warn if a term is a nonlinear function of all samples of the micro-batch together."""
         for term in graph.terms:
-            if not term.kind and is_reduction(term.node) and term.node not in graph.output_nodes:
+            if not term.kind and is_nonlinear_reduction(term.node) and term.node not in graph.output_nodes:
                 name = term.node.name().partition("Backward")[0].lower()
-                self._ask(
+                self._warn_once(
                     "function",
-                    f"step {step}: a part of {self._loss} is not a sum over samples, but a function ({name}) of all "
-                    f"samples of a micro-batch ({find_calling_line()}), so it depends on the number of "
-                    f"micro-batches; pass the loss as {self._call('mean')}, and do not change microbatches",
+                    f"step {step}: a part of {self._loss_description} is not a sum over samples, but a function "
+                    f"({name}) of all samples of a micro-batch ({find_calling_line()}), so it depends on the number of "
+                    f"micro-batches; pass the loss as {self._format_backward_call('mean')}, and do not change "
+                    "microbatches",
                 )
 
-    def _ask(self, topic: str, warning: str) -> None:
+    def _warn_once(self, topic: str, warning: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
             self.warn(warning)
@@ -266,22 +272,25 @@ class _LossGraph:
         self.microbatch = microbatch
         self.output_nodes = output_nodes
         self._mean = mean
-        all_terms = find_terms(root, microbatch.samples, output_nodes)
+        all_terms = find_terms(root, microbatch.num_samples, output_nodes)
         terms = [
             term
             for term in all_terms
             if depends_on_outputs(term.node, output_nodes) or is_mean_over_samples(term, microbatch, output_nodes)
         ]
-        if are_sample_losses(terms, microbatch.samples):
+        if are_sample_losses(terms, microbatch.num_samples):
             terms = [term._replace(kind="sum", size=1) for term in terms]
         self.terms: Sequence[LossTerm] = terms
-        self.counts = {*map(float, (microbatch.samples, microbatch.weight)), *(term.size for term in terms)} - {0, 1}
-        self.counts |= {total for term in terms for mask in term.masks for total in mask_totals(mask)} - {0, 1}
+        self.counts = {*map(float, (microbatch.num_samples, microbatch.weight)), *(term.size for term in terms)} - {
+            0,
+            1,
+        }
+        self.counts |= {total for term in terms for mask in term.masks for total in count_kept_values(mask)} - {0, 1}
         nodes = [{scale.node for scale in term.scales} for term in terms]
         common = set.intersection(*nodes) if nodes else set()
         self.shared = [scale for scale in terms[0].scales if scale.node in common] if terms else []
 
-    def kinds(self) -> Iterator[tuple[LossTerm, Kind]]:
+    def find_reductions(self) -> Iterator[tuple[LossTerm, ReductionKind]]:
         """Yield each term with its effective reduction.
 
         A mean that is multiplied by its count is a sum, and a sum that is divided by its count is a mean.
@@ -292,17 +301,17 @@ class _LossGraph:
                 yield term, ""  # a mean of one value
             elif term.kind == "mean" and not self._mean and self.counts.intersection(multipliers):
                 yield term, "sum"  # a mean times its count
-            elif term.kind == "sum" and self.divisor_of_mean(term):
+            elif term.kind == "sum" and self.find_mean_divisor(term):
                 yield term, "mean"
             else:
                 yield term, term.kind
 
-    def divisor_of_mean(self, term: LossTerm) -> Scale | None:
+    def find_mean_divisor(self, term: LossTerm) -> Scale | None:
         """Return the division by a count that turns this sum into a mean, or None if there is no such division."""
         if term.kind != "sum":
             return None
-        samples = self.microbatch.samples
-        for scale in find_uncanceled_scales(term):
+        samples = self.microbatch.num_samples
+        for scale in find_uncanceled_divisions(term):
             value = scale.value
             divides_size = samples > 1 and value > 1 and not value % samples and not term.size % value
             # No script divides by the literal 1, so the divisor is a count that happens to be 1.
@@ -311,12 +320,12 @@ class _LossGraph:
                 return scale
         return None
 
-    def count_of_mean(self, term: LossTerm) -> float:
+    def count_mean_values(self, term: LossTerm) -> float:
         """Return the number of values that a mean averages."""
-        scale = self.divisor_of_mean(term)
+        scale = self.find_mean_divisor(term)
         return term.size if scale is None else scale.value
 
-    def count_of_sum(self, term: LossTerm) -> float:
+    def count_sum_values(self, term: LossTerm) -> float:
         """Return the number of values that a sum adds up.
 
         If the sum is divided by the length of a dim, the mean over this dim counts as a single value.
@@ -324,45 +333,45 @@ class _LossGraph:
         if term.kind != "sum":
             return 0
         return term.size / math.prod(
-            scale.value for scale in find_uncanceled_scales(term) if scale.value in term.sizes[1:]
+            scale.value for scale in find_uncanceled_divisions(term) if scale.value in term.sizes[1:]
         )
 
     def sums_all_samples(self, term: LossTerm) -> bool:
         """Return whether a term is known to sum over all samples of the micro-batch."""
         is_loss = getattr(term.node, "_saved_reduction", None) is not None
-        return is_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
+        return is_loss or not {self.microbatch.num_samples, self.microbatch.weight}.isdisjoint(term.sizes)
 
-    def unexplained(self) -> Iterator[Scale]:
+    def find_unexplained_divisions(self) -> Iterator[Scale]:
         """Yield each division of the whole loss by an integer of at least 2 that has no known purpose.
 
         A division has a known purpose if it turns a sum into a mean, or if `is_expected_division` returns True.
         """
         for scale in self.shared:
             is_integer = scale.divides and scale.value >= 2 and scale.value.is_integer()
-            if not is_integer or any(scale not in find_uncanceled_scales(term) for term in self.terms):
+            if not is_integer or any(scale not in find_uncanceled_divisions(term) for term in self.terms):
                 continue
-            makes_mean = any(self.divisor_of_mean(term) == scale for term in self.terms)
-            if not (makes_mean or self.is_usual(scale)):
+            makes_mean = any(self.find_mean_divisor(term) == scale for term in self.terms)
+            if not (makes_mean or self.is_expected_division(scale)):
                 yield scale
 
-    def is_usual(self, scale: Scale) -> bool:
+    def is_expected_division(self, scale: Scale) -> bool:
         """Return whether a division averages several losses, halves squared errors, or averages over a dim."""
-        half = scale.value == 2 and any(operation_name(term.node).startswith(_SQUARES) for term in self.terms)
+        half = scale.value == 2 and any(get_operation_name(term.node).startswith(_SQUARES) for term in self.terms)
         over_dim = all(term.kind == "sum" and scale.value in term.sizes[1:] for term in self.terms)
         return half or over_dim or self._averages_terms(scale)
 
     def _averages_terms(self, scale: Scale) -> bool:
         """Return whether a division by n averages n losses that aren't the losses of individual samples."""
         terms_below = [term for term in self.terms if scale in term.scales]
-        is_same_factor = len({term.factor(scale.node) for term in terms_below}) == 1
+        is_same_factor = len({term.compute_factor(scale.node) for term in terms_below}) == 1
         are_single_values = all(term.size == 1 for term in terms_below)
         return len(terms_below) == scale.value > 1 and is_same_factor and not are_single_values
 
 
-def _last_operations(node: Node) -> list[type]:
+def _list_last_operations(node: Node) -> list[type]:
     """Return the types of the last operations of a loss, last operation first."""
     operations = [type(node)]
-    while len(operations) < _COMPARED:
+    while len(operations) < _NUM_COMPARED_OPERATIONS:
         inputs = node.next_functions
         below = inputs[0][0] if inputs else None
         if below is None:
@@ -376,7 +385,7 @@ def _last_operations(node: Node) -> list[type]:
 
 def _is_scaler_factor(scale: Scale) -> bool:
     """Return whether a factor looks like the scale of a GradScaler: a 0-dim tensor with a large power of two."""
-    if scale.divides or scale.value < _SCALED or math.frexp(scale.value)[0] != 0.5:
+    if scale.divides or scale.value < _MIN_GRAD_SCALE or math.frexp(scale.value)[0] != 0.5:
         return False
     operands = [getattr(scale.node, name) for name in ("_saved_self", "_saved_other")]
     return any(operand is not None and not operand.ndim and operand.dtype == torch.float32 for operand in operands)
@@ -388,14 +397,14 @@ def _suggest_weight(graph: _LossGraph) -> str:
         ignore_index = getattr(term.node, "_saved_ignore_index", None)
         if ignore_index is None or getattr(term.node, "_saved_weight", None) is not None:
             continue
-        name = _name_in_batch(graph.microbatch.batch, term.node._saved_target)
+        name = _find_in_batch(graph.microbatch.batch, term.node._saved_target)
         value = ignore_index - (1 << 64) if ignore_index >= 1 << 63 else ignore_index
         if name:
             return f"weight=lambda batch: int(({name} != {value}).sum())"
     return "weight= with a function of a batch that returns an integer proportional to the count"
 
 
-def _name_in_batch(batch: Any, target: Tensor) -> str:
+def _find_in_batch(batch: Any, target: Tensor) -> str:
     """Return an expression for the tensor in the batch that equals `target`, such as `batch[1]`, or "" if not found."""
     parts: Mapping[Any, Any] = {}
     if isinstance(batch, Mapping):

@@ -7,13 +7,13 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.parallel.gradients import backward_nodes
+from lockstep.parallel.gradients import iterate_backward_nodes
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # a node of an autograd graph
-Kind = Literal["mean", "sum", ""]  # the reduction of a term, or "" if it is unknown
+ReductionKind = Literal["mean", "sum", ""]  # the reduction of a term, or "" if it is unknown
 
-_REDUCTIONS: Final[Mapping[int, Kind]] = {1: "mean", 2: "sum"}  # at::Reduction
+_REDUCTIONS: Final[Mapping[int, ReductionKind]] = {1: "mean", 2: "sum"}  # at::Reduction
 _LINEAR_OPERATIONS: Final = (
     *("AddBackward", "SubBackward", "RsubBackward", "NegBackward", "SumBackward", "NansumBackward", "MeanBackward"),
     *("StackBackward", "CatBackward", "WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward"),
@@ -45,19 +45,19 @@ class LossTerm(NamedTuple):
 
     node: Node
     scales: tuple[Scale, ...] = ()
-    kind: Kind = ""
+    kind: ReductionKind = ""
     size: float = 0
     sizes: tuple[int, ...] = ()
     masks: tuple[Tensor, ...] = ()
 
-    def factor(self, start: Node) -> float:
+    def compute_factor(self, start: Node) -> float:
         """Return the product of the constants below the node `start`."""
         nodes = [scale.node for scale in self.scales]
         inner = self.scales[nodes.index(start) + 1 :]
         return math.prod(1 / scale.value if scale.divides else scale.value for scale in inner if scale.value)
 
 
-def find_terms(root: Node, samples: int, output_nodes: Collection[Node]) -> list[LossTerm]:
+def find_terms(root: Node, num_samples: int, output_nodes: Collection[Node]) -> list[LossTerm]:
     """Return the terms of a loss.
 
     The walk along the graph ends at means, loss functions with a reduction, nonlinear operations and model outputs.
@@ -65,16 +65,16 @@ def find_terms(root: Node, samples: int, output_nodes: Collection[Node]) -> list
     terms, pending = [], [LossTerm(root)]
     while pending:
         term = pending.pop()
-        if kind := _find_reduction(term.node, samples):
-            terms.append(term._replace(kind=kind, size=_reduced_count(term.node), sizes=()))
-        elif term.node not in output_nodes and (operands := _linear_operands(term, output_nodes)):
+        if kind := _find_reduction(term.node, num_samples):
+            terms.append(term._replace(kind=kind, size=_count_reduced_values(term.node), sizes=()))
+        elif term.node not in output_nodes and (operands := _find_linear_operands(term, output_nodes)):
             pending += reversed(operands)
         else:
             terms.append(term)
     return terms
 
 
-def find_uncanceled_scales(term: LossTerm) -> Sequence[Scale]:
+def find_uncanceled_divisions(term: LossTerm) -> Sequence[Scale]:
     """Return the divisions of a term that no multiplication by the same number cancels."""
     multipliers = [scale.value for scale in term.scales if not scale.divides]
     divisions = []
@@ -86,7 +86,7 @@ def find_uncanceled_scales(term: LossTerm) -> Sequence[Scale]:
     return divisions
 
 
-def mask_totals(mask: Tensor) -> Iterator[float]:
+def count_kept_values(mask: Tensor) -> Iterator[float]:
     """Yield the number of values that a mask keeps, for each possible use of the mask."""
     total = float(mask.sum())
     yield total
@@ -94,14 +94,16 @@ def mask_totals(mask: Tensor) -> Iterator[float]:
         yield mask.numel() - total
 
 
-def are_sample_losses(terms: Sequence[LossTerm], samples: int) -> bool:
+def are_sample_losses(terms: Sequence[LossTerm], num_samples: int) -> bool:
     """Return whether the terms are the losses of the individual samples."""
-    return len(terms) == samples > 1 and all(term.kind == "mean" and _row_count(term.node) != samples for term in terms)
+    return len(terms) == num_samples > 1 and all(
+        term.kind == "mean" and _count_rows(term.node) != num_samples for term in terms
+    )
 
 
 def depends_on_outputs(node: Node, output_nodes: Collection[Node]) -> bool:
     """Return whether a part of the loss depends on an output of the model. Returns True if the outputs are unknown."""
-    return not output_nodes or any(ancestor in output_nodes for ancestor in backward_nodes(node))
+    return not output_nodes or any(ancestor in output_nodes for ancestor in iterate_backward_nodes(node))
 
 
 def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, output_nodes: Collection[Node]) -> bool:
@@ -110,40 +112,40 @@ def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, output_nodes: C
     An example is a penalty on gradients or activations, which doesn't depend on any output of the model. A mean over
     weights may have the same number of values, but its graph shares no operation with the forward pass.
     """
-    if term.kind != "mean" or _row_count(term.node) != microbatch.samples:
+    if term.kind != "mean" or _count_rows(term.node) != microbatch.num_samples:
         return False
-    ancestors = {ancestor for node in output_nodes for ancestor in backward_nodes(node)}
+    ancestors = {ancestor for node in output_nodes for ancestor in iterate_backward_nodes(node)}
     return any(
         ancestor in ancestors and not ancestor.name().endswith("AccumulateGrad")
-        for ancestor in backward_nodes(term.node)
+        for ancestor in iterate_backward_nodes(term.node)
     )
 
 
-def is_reduction(node: Node) -> bool:
+def is_nonlinear_reduction(node: Node) -> bool:
     """Return whether a node is a PyTorch operation that returns a single number, but is neither a sum nor a loss."""
-    name = operation_name(node)
+    name = get_operation_name(node)
     if not name or name.startswith(_SUMMING_OPERATIONS) or getattr(node, "_saved_reduction", None) is not None:
         return False
     return not node._input_metadata[0].shape
 
 
-def operation_name(node: Node) -> str:
+def get_operation_name(node: Node) -> str:
     """Return the name of a PyTorch operation, or "" for a custom autograd function, which may use the same name."""
     name: str = node.name()
     return name if name[-1:].isdigit() else ""
 
 
-def _linear_operands(term: LossTerm, output_nodes: Collection[Node]) -> list[LossTerm]:
+def _find_linear_operands(term: LossTerm, output_nodes: Collection[Node]) -> list[LossTerm]:
     """Return the operands of a linear operation as terms, or an empty list if the operation isn't linear."""
-    node, name = term.node, operation_name(term.node)
+    node, name = term.node, get_operation_name(term.node)
     if name.startswith(_SCALING_OPERATIONS):
-        return _scaling_operands(term, [next_node for next_node, _ in node.next_functions], output_nodes)
+        return _find_scaled_operand(term, [next_node for next_node, _ in node.next_functions], output_nodes)
     if not name.startswith(_LINEAR_OPERATIONS):
         return []
     if name.startswith("SumBackward") and not term.sizes:
         sizes = tuple(node._saved_self_sym_sizes)
         term = term._replace(kind="sum", sizes=sizes, size=math.prod(sizes))
-    elif name.startswith("MeanBackward") and (stack_size := _stack_size(node)):
+    elif name.startswith("MeanBackward") and (stack_size := _count_stacked_losses(node)):
         term = term._replace(scales=(*term.scales, Scale(node, float(stack_size), divides=True)))
     elif (mask := _find_mask(node)) is not None:
         term = term._replace(masks=(*term.masks, mask))
@@ -155,14 +157,16 @@ def _find_mask(node: Node) -> Tensor | None:
     try:
         return (
             getattr(node, "_saved_mask", None)
-            if operation_name(node).startswith("Masked")
+            if get_operation_name(node).startswith("Masked")
             else getattr(node, "_saved_condition", None)
         )
     except RuntimeError:  # the saved tensor was modified in place, which autograd reports later
         return None
 
 
-def _scaling_operands(term: LossTerm, sides: Sequence[Node], output_nodes: Collection[Node]) -> list[LossTerm]:
+def _find_scaled_operand(
+    term: LossTerm, operand_nodes: Sequence[Node], output_nodes: Collection[Node]
+) -> list[LossTerm]:
     """Return a list with the operand of a product or quotient that depends on outputs of the model, as a term.
 
     `operand_nodes` are the nodes of the two operands. Returns an empty list if both operands depend on outputs of the
@@ -170,16 +174,16 @@ def _scaling_operands(term: LossTerm, sides: Sequence[Node], output_nodes: Colle
     """
     node = term.node
     divides = node.name().startswith("DivBackward")
-    model_sides = [side for side in sides if side is not None]
+    model_sides = [side for side in operand_nodes if side is not None]
     if len(model_sides) > 1:
-        model_sides = [side for side in sides if depends_on_outputs(side, output_nodes)]
-    if len(model_sides) != 1 or (divides and model_sides[0] is not sides[0]):
+        model_sides = [side for side in operand_nodes if depends_on_outputs(side, output_nodes)]
+    if len(model_sides) != 1 or (divides and model_sides[0] is not operand_nodes[0]):
         return []
     inner = term._replace(node=model_sides[0])
-    if len(sides) > 1 and None not in sides:
+    if len(operand_nodes) > 1 and None not in operand_nodes:
         return [inner]
     try:
-        constant = node._saved_other if model_sides[0] is sides[0] else node._saved_self
+        constant = node._saved_other if model_sides[0] is operand_nodes[0] else node._saved_self
     except RuntimeError:  # the saved tensor was modified in place, which autograd reports later
         return [inner]
     if constant is None:
@@ -189,23 +193,23 @@ def _scaling_operands(term: LossTerm, sides: Sequence[Node], output_nodes: Colle
     return [inner._replace(scales=(*term.scales, Scale(node, float(constant), divides)))]
 
 
-def _find_reduction(node: Node, samples: int) -> Kind:
+def _find_reduction(node: Node, num_samples: int) -> ReductionKind:
     """Return the reduction over samples that an operation computes, based on its name or saved `reduction` argument."""
-    if not operation_name(node).startswith("MeanBackward"):
+    if not get_operation_name(node).startswith("MeanBackward"):
         return _REDUCTIONS.get(getattr(node, "_saved_reduction", None) or 0, "")
     sizes = node._saved_self_sym_sizes
-    dims = _reduced_dims(node)
-    if math.prod(sizes[dim] for dim in dims) == 1 or _stack_size(node):
+    dims = _list_reduced_dims(node)
+    if math.prod(sizes[dim] for dim in dims) == 1 or _count_stacked_losses(node):
         return ""
-    return "mean" if len(dims) == len(sizes) or (0 in dims and sizes[0] == samples) else ""
+    return "mean" if len(dims) == len(sizes) or (0 in dims and sizes[0] == num_samples) else ""
 
 
-def _reduced_count(node: Node) -> float:
+def _count_reduced_values(node: Node) -> float:
     """Return the number of values that a mean or a loss function reduces, or 0 if the number is unknown."""
-    if operation_name(node).startswith("MeanBackward"):
-        count = float(math.prod(node._saved_self_sym_sizes[dim] for dim in _reduced_dims(node)))
+    if get_operation_name(node).startswith("MeanBackward"):
+        count = float(math.prod(node._saved_self_sym_sizes[dim] for dim in _list_reduced_dims(node)))
         inner = node.next_functions[0][0]  # a mean of a mean reduces the values of both
-        return count * (_reduced_count(inner) if operation_name(inner).startswith("MeanBackward") else 1)
+        return count * (_count_reduced_values(inner) if get_operation_name(inner).startswith("MeanBackward") else 1)
     try:
         total = getattr(node, "_saved_total_weight", None)
         return float(node._saved_self.numel() if total is None else total)
@@ -213,21 +217,23 @@ def _reduced_count(node: Node) -> float:
         return 0
 
 
-def _stack_size(node: Node) -> int:
+def _count_stacked_losses(node: Node) -> int:
     """Return the number of losses if the node averages losses from torch.stack, and 0 otherwise."""
     inner = node.next_functions[0][0]
-    stacks = inner is not None and operation_name(inner).startswith("StackBackward")
-    return len(inner.next_functions) if stacks and _reduced_dims(node) == [0] and not inner._saved_dim else 0
+    stacks = inner is not None and get_operation_name(inner).startswith("StackBackward")
+    return len(inner.next_functions) if stacks and _list_reduced_dims(node) == [0] and not inner._saved_dim else 0
 
 
-def _reduced_dims(node: Node) -> list[int]:
+def _list_reduced_dims(node: Node) -> list[int]:
     """Return the dims that a mean reduces."""
     ndim = len(node._saved_self_sym_sizes)
     dims = getattr(node, "_saved_dim", None) or range(ndim)
     return sorted({(dim - (1 << 64) if dim >= 1 << 63 else dim) % ndim for dim in dims})
 
 
-def _row_count(node: Node) -> int:
+def _count_rows(node: Node) -> int:
     """Return the length of dim 0 of the tensor that a mean reduces."""
-    sizes = node._saved_self_sym_sizes if operation_name(node).startswith("MeanBackward") else node._saved_self.shape
+    sizes = (
+        node._saved_self_sym_sizes if get_operation_name(node).startswith("MeanBackward") else node._saved_self.shape
+    )
     return int(sizes[0]) if sizes else 1

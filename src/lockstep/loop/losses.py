@@ -11,13 +11,13 @@ from lockstep.common.own_code import make_refusal
 from lockstep.core.order import Step
 from lockstep.core.several_losses import describe_names
 from lockstep.loop.loss_terms import Node
-from lockstep.parallel.losses import Losses, Root
+from lockstep.parallel.losses import BackwardRoot, Losses
 from lockstep.tasks.base import MicroBatch
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
-class NamedArgument(NamedTuple):
+class NamedLossArgument(NamedTuple):
     """A loss that the script passed by name, as a mean over the micro-batch or as a sum."""
 
     name: str
@@ -25,14 +25,14 @@ class NamedArgument(NamedTuple):
     is_mean: bool
 
 
-def has_names(*arguments: object) -> bool:
+def has_named_losses(*arguments: object) -> bool:
     """Return whether the script passed losses by name."""
     return any(isinstance(argument, Mapping) for argument in arguments)
 
 
-def named_arguments(
-    number: int, mean: object, sum: object, unnamed: object, weights: Mapping[str, int]
-) -> list[NamedArgument]:
+def parse_named_losses(
+    step_number: int, mean: object, sum: object, unnamed: object, weights: Mapping[str, int]
+) -> list[NamedLossArgument]:
     """Return the losses of a micro-batch in the order of their names.
 
     `weights` contains the total weight of each loss in the step. Raises UsageError if the names of the losses differ
@@ -43,7 +43,7 @@ def named_arguments(
     if unnamed or single is not None or (mean is None and sum is None):
         found = "no loss" if not unnamed and single is None else "a loss without a name"
         raise make_refusal(
-            f"step {number}: step.backward received {found}, but the weight argument of run.steps returns "
+            f"step {step_number}: step.backward received {found}, but the weight argument of run.steps returns "
             f"{describe_names(tuple(weights), '')}",
             f"pass each loss by its name ({names}), such as step.backward(mean={{{next(iter(weights))!r}: loss}})",
         )
@@ -52,7 +52,7 @@ def named_arguments(
     assert isinstance(sums, Mapping)
     if repeated := sorted(means.keys() & sums.keys()):
         raise make_refusal(
-            f"step {number}: step.backward received {repeated[0]} in both mean= and sum=",
+            f"step {step_number}: step.backward received {repeated[0]} in both mean= and sum=",
             "pass each loss in only one of them",
         )
     passed_names = {str(name) for name in (*means, *sums)}
@@ -60,38 +60,38 @@ def named_arguments(
     unknown = sorted(passed_names - weights.keys())
     if unpassed and unknown:  # probably a typo
         raise make_refusal(
-            f"step {number}: step.backward received a loss {unknown[0]} and no loss {unpassed[0]}, but the weight "
+            f"step {step_number}: step.backward received a loss {unknown[0]} and no loss {unpassed[0]}, but the weight "
             f"argument of run.steps returns {describe_names(tuple(weights), '')}",
             "use the same names in step.backward and in weight=",
         )
     if unpassed:
         raise make_refusal(
-            f"step {number}: the loss {unpassed[0]} was not passed to step.backward, but the weight argument of "
+            f"step {step_number}: the loss {unpassed[0]} was not passed to step.backward, but the weight argument of "
             f"run.steps returns a weight for it",
             f"pass a loss for each name ({names}) in every micro-batch; if a micro-batch has nothing to learn for a "
             f"name, return the weight 0 for it",
         )
     if unknown:
         raise make_refusal(
-            f"step {number}: step.backward received a loss {unknown[0]}, but the weight argument of run.steps returns "
-            f"no weight for it",
+            f"step {step_number}: step.backward received a loss {unknown[0]}, but the weight argument of run.steps "
+            "returns no weight for it",
             f"return an integer from weight= for each loss that you pass to step.backward, and not only for {names}",
         )
-    return [NamedArgument(name, (means if name in means else sums)[name], name in means) for name in weights]
+    return [NamedLossArgument(name, (means if name in means else sums)[name], name in means) for name in weights]
 
 
-def missing_weights_error(number: int) -> Exception:
+def make_missing_weights_error(step_number: int) -> Exception:
     """Return the error for losses that are passed by name in a step with a single weight."""
     return make_refusal(
-        f"step {number}: step.backward received losses by name, but the weight argument of run.steps does not return a "
-        f"weight for each name",
+        f"step {step_number}: step.backward received losses by name, but the weight argument of run.steps does not "
+        "return a weight for each name",
         'pass a function that returns an integer for each name, such as weight=lambda batch: {"next": ..., "second": '
         "...}; if all of the losses are means over the samples, pass their sum as step.backward(mean=loss)",
     )
 
 
 def make_losses(
-    arguments: Sequence[NamedArgument], microbatch: MicroBatch, step: Step, outputs: Collection[Node]
+    arguments: Sequence[NamedLossArgument], microbatch: MicroBatch, step: Step, output_nodes: Collection[Node]
 ) -> Losses:
     """Convert the named losses of a micro-batch to the type that the engine differentiates.
 
@@ -100,15 +100,16 @@ def make_losses(
     assert step.weights is not None
     assert microbatch.weights is not None
     roots = [
-        Root(loss, microbatch.weights[name] if is_mean else 1, step.weights[name]) for name, loss, is_mean in arguments
+        BackwardRoot(loss, microbatch.weights[name] if is_mean else 1, step.weights[name])
+        for name, loss, is_mean in arguments
     ]
-    return Losses(roots, [] if all(root.numerator for root in roots) else _make_zero_gradients(outputs))
+    return Losses(roots, [] if all(root.numerator for root in roots) else _make_zero_gradients(output_nodes))
 
 
-def _make_zero_gradients(outputs: Collection[Node]) -> list[tuple[GradientEdge, Tensor]]:
+def _make_zero_gradients(output_nodes: Collection[Node]) -> list[tuple[GradientEdge, Tensor]]:
     """Return each graph edge of the output nodes with a gradient of zeros, in the order of the forward pass."""
     edges = []
-    for node in sorted(outputs, key=lambda node: int(node._sequence_nr())):
+    for node in sorted(output_nodes, key=lambda node: int(node._sequence_nr())):
         metadata: list[Any] = node._input_metadata  # shapes and dtypes of the node's outputs
         for index, output in enumerate(metadata):
             zeros = torch.zeros(tuple(output.shape), dtype=output.dtype, device=output.device)

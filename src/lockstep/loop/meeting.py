@@ -35,7 +35,7 @@ class SameCallCheck:
     def check_call(self, call: str) -> None:
         """Wait until all ranks reach this call. Raises UsageError if a rank has made a different call."""
         self.check_early_exits()
-        mismatch = self._world.compare_places(_CALL_NAMES.index(call))
+        mismatch = self._world.compare_positions(_CALL_NAMES.index(call))
         if mismatch is not None:
             index, rank = mismatch
             # This is the line of this rank's call. The line of the other rank isn't known here.
@@ -63,5 +63,5 @@ class SameCallCheck:
         """Raise UsageError if `call` is made within a batch of `run.each`."""
         if self._gate.open:
             raise make_refusal(
-                f"{call}: called within a batch of run.each", "call it after the loop, or concatenate the datasets"
+                f"{call}: called within a loop over run.each", "call it after the loop, or concatenate the datasets"
             )

@@ -12,35 +12,35 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, TextIO, TypeVar
 
 from lockstep.common import hashing
-from lockstep.common.location import location_of
+from lockstep.common.location import get_location
 from lockstep.common.rank import RankInfo
-from lockstep.common.user_source import script_digests, source_digests
+from lockstep.common.user_source import hash_script, hash_sources
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig as RunSettings
 from lockstep.core import random
 from lockstep.core.engine_recipe import PlainRecipe
-from lockstep.data.items import seed_generators
+from lockstep.data.items import seed_rngs
 from lockstep.device import machine
 from lockstep.errors import EXIT_INTERRUPTED, TrainingError, UsageError
 from lockstep.launchers import detect_rank, ray, slurm
 from lockstep.loop.replaying import ReplayRequest, read_replay_request
-from lockstep.loop.settings import Settings
-from lockstep.ranks.external import exit_before_join, join_job, join_ranks, single_process_rendezvous
+from lockstep.loop.settings import JoinSettings
+from lockstep.ranks.external import exit_before_join, join_job, join_ranks, make_single_process_rendezvous
 from lockstep.ranks.failure import make_failure
-from lockstep.ranks.open_group import hosted_by_open_group, rank_in_open_group
-from lockstep.ranks.rank_log import log_name
+from lockstep.ranks.open_group import find_rank_in_open_group, mark_hosted_by_open_group
+from lockstep.ranks.rank_log import get_log_name
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.signals import EXIT_CODES, Reason
+from lockstep.ranks.signals import EXIT_CODES, StopSignal
 from lockstep.reporting.console import Console
 from lockstep.reporting.ray import RayReport
 from lockstep.reporting.sink import Sink
 from lockstep.run.rank import Rank
 from lockstep.run.session import open_rank
-from lockstep.run.sinks import check_sinks, open_sinks, own_paths
+from lockstep.run.sinks import check_sinks, list_custom_sinks, open_sinks
 from lockstep.runs import folder as run_folder
 from lockstep.runs.remote import check_run_dir
-from lockstep.runs.worker_context import VERIFYING, WORKER_CONTEXT, Observe, OpenRun
-from lockstep.training.checkpoint.signing import signing_key
+from lockstep.runs.worker_context import VERIFYING, WORKER_CONTEXT, OpenRun, StepObserver
+from lockstep.training.checkpoint.signing import read_signing_key
 
 R = TypeVar("R", bound=OpenRun)
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -54,41 +54,43 @@ _OPEN_RUNS: Final[list[OpenRun]] = []
 class Member:
     """A rank that has joined the run, with its settings. `checkpoint` is the checkpoint to resume from, if any."""
 
-    settings: Settings
+    settings: JoinSettings
     rendezvous: Rendezvous
     rank: Rank
     checkpoint: Path | None
     resources: ExitStack
     strategy: str | dict[str, Any] | None = None
-    observe: Observe | None = None
+    observe: StepObserver | None = None
     guarded: bool = True
     replay: ReplayRequest | None = None  # set if `lockstep replay` runs the script
     is_ray_worker: bool = False  # whether this is a Ray Train worker; if so, Ray handles errors and ends the process
 
     @staticmethod
-    def join(read: Callable[[], Settings]) -> "Member":
+    def join(read_settings: Callable[[], JoinSettings]) -> "Member":
         """Join the other ranks and set up this rank. `read_settings` returns the settings of the run.
 
         An error ends this process. On a single rank, or in a Ray Train worker, the error is raised instead.
         """
         context, resources = WORKER_CONTEXT.get(), ExitStack()
         if context is None and VERIFYING in os.environ:
-            read = _refuse_verification
-        worker = ray.get_worker() if context is None else None
+            read_settings = _refuse_verification
+        worker = ray.get_train_context() if context is None else None
         info = None
         if context is None and worker is None:
             launched = detect_rank()
-            info = rank_in_open_group() if launched is None else hosted_by_open_group(launched)
+            info = find_rank_in_open_group() if launched is None else mark_hosted_by_open_group(launched)
         if context is None and worker is None and not _is_interactive():
             sys.excepthook = _report_error  # `register` replaces this hook when there is a run
-        settings = _read_settings(read, info)
+        settings = _read_settings(read_settings, info)
         placement, run_config = settings.placement, settings.run
         replay = read_replay_request()
         if replay is not None:
-            run_config = replay.settings(run_config)
+            run_config = replay.make_run_settings(run_config)
         if context is not None:
             rendezvous = context.rendezvous
-            if context.folder is not None and (run_config.dir is not None or (context.keeps and not context.runs)):
+            if context.folder is not None and (
+                run_config.dir is not None or (context.keeps_first_run and not context.runs)
+            ):
                 run_config = run_config.model_copy(update={"dir": str(context.folder)})
         elif worker is not None:
             run_config = run_config.model_copy(
@@ -101,11 +103,13 @@ class Member:
             rank_membership = join_job(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
             rendezvous = resources.enter_context(rank_membership)
         else:
-            _close_abandoned(run_config.dir)
-            if warning := slurm.warning(os.environ):
+            _close_abandoned_runs(run_config.dir)
+            if warning := slurm.make_warning(os.environ):
                 print(warning, file=sys.stderr)
-            rendezvous = single_process_rendezvous()  # errors propagate to the caller, such as a notebook or a test
-        with _cleanup_on_error(resources):
+            rendezvous = (
+                make_single_process_rendezvous()
+            )  # errors propagate to the caller, such as a notebook or a test
+        with _release_on_error(resources):
             check_sinks(run_config)
             size, processes = rendezvous.info.size, placement.processes
             check_run_dir(run_config.dir, size)
@@ -114,7 +118,7 @@ class Member:
                     f"placement.processes: got {processes}, but the world size is {size}; start {processes} processes "
                     f"with a launcher, such as torchrun --nproc-per-node={processes} or lockstep launch"
                 )
-            source = script_digests()
+            source = hash_script()
             decisive_settings = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
             recipe = PlainRecipe(1, seed=settings.seed, threads=settings.threads, precision=settings.precision)
             session = resources.enter_context(
@@ -122,7 +126,7 @@ class Member:
             )
             folder_path = checkpoint_path = None
             if (folder := run_config.dir) is not None:
-                key = signing_key(run_config.key_file)
+                key = read_signing_key(run_config.key_file)
                 claim = run_folder.hold_run_folder(
                     rendezvous, lambda: run_folder.claim_loop_folder(folder, key, run_config.keep), folder
                 )
@@ -130,11 +134,11 @@ class Member:
                 folder_path, checkpoint_path = start.folder, start.checkpoint
             streams = [sys.stdout]
             if folder_path is not None and not _is_interactive():
-                log = folder_path / run_folder.LOGS / log_name(rendezvous.info.rank)
+                log = folder_path / run_folder.LOGS / get_log_name(rendezvous.info.rank)
                 streams.append(resources.enter_context(rendezvous.rank_log.capture(log)))
             world = resources.enter_context(session.open_world())
             rank = Rank(rendezvous, world, folder_path, machine.make_fingerprint(session.device), source)
-            if warning := hashing.hash_seed_warning(world.all_gather_text(hashing.sample_hash())):
+            if warning := hashing.make_hash_seed_warning(world.all_gather_text(hashing.get_sample_hash())):
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
             guarded = context is None or context.guarded
@@ -143,11 +147,14 @@ class Member:
             elif not world.rank:
                 rank.sinks = resources.enter_context(_open_sinks(run_config, decisive_settings, folder_path, streams))
                 if folder_path is not None:
-                    sources = source | source_digests(own_paths(run_config))
+                    sources = source | hash_sources(list_custom_sinks(run_config))
                     run_folder.record_environment(folder_path, sources, [], {"backend": world.backend})
             if worker is not None and folder_path is not None:
-                rank.sinks = [*rank.sinks, RayReport(location_of(folder_path, run_config.dir), lead=world.rank == 0)]
-            seed_generators(random.key(random.INITIAL, settings.seed))  # after the sinks, which may draw random numbers
+                rank.sinks = [
+                    *rank.sinks,
+                    RayReport(get_location(folder_path, run_config.dir), is_rank_0=world.rank == 0),
+                ]
+            seed_rngs(random.make_key(random.INITIAL, settings.seed))  # after the sinks, which may draw random numbers
         settings = settings.model_copy(update={"run": run_config})
         return Member(
             settings,
@@ -178,7 +185,7 @@ class Member:
         self.resources.callback(_OPEN_RUNS.remove, run)
         return run
 
-    def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:
+    def stop(self, reason: StopSignal, close: Callable[[], None]) -> NoReturn:
         """Close the run and end the script because of a signal. In a notebook, only the current cell ends.
 
         The caller must save the run first.
@@ -206,29 +213,29 @@ def _refuse_verification() -> NoReturn:
     )
 
 
-def _read_settings(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
+def _read_settings(read_settings: Callable[[], JoinSettings], info: RankInfo | None) -> JoinSettings:
     """Return the validated arguments of `join`. If they are invalid, all ranks exit, and one rank reports the error."""
     try:
-        return read()
+        return read_settings()
     except UsageError as error:
         if info is not None:
             exit_before_join(info, Placement().rendezvous, error)
         raise
 
 
-def _close_abandoned(folder: str | None) -> None:
+def _close_abandoned_runs(folder: str | None) -> None:
     """Close the open run in `folder`, and all runs that began after it.
 
     In a notebook, a loop that ends with an error leaves its run open. Runs must be closed in reverse order, because
     each run restores the process state from before it began.
     """
-    first_index = next((number for number, run in enumerate(_OPEN_RUNS) if run._is_in(folder)), len(_OPEN_RUNS))
+    first_index = next((number for number, run in enumerate(_OPEN_RUNS) if run._uses_folder(folder)), len(_OPEN_RUNS))
     for run in reversed(_OPEN_RUNS[first_index:]):
         run._abandon()
 
 
 @contextmanager
-def _cleanup_on_error(resources: ExitStack) -> Iterator[None]:
+def _release_on_error(resources: ExitStack) -> Iterator[None]:
     """Release `resources` if the `with` block raises an exception. With several ranks, this ends the process."""
     try:
         yield
@@ -264,19 +271,19 @@ def _close_at_exit(run_reference: weakref.ref[R]) -> None:
 def _make_except_hook(run_reference: weakref.ref[R]) -> ExceptHook:
     """Return an exception hook that closes the run, ends all ranks, and reports the error once."""
 
-    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def end_run(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         run = run_reference()
         if isinstance(error, KeyboardInterrupt):
             error = TrainingError("interrupted")
             error.exit_code = EXIT_INTERRUPTED
         if run is not None:
             run.close(error)  # with several ranks, the process ends here
-        _report_error(kind, error, trace)
+        _report_error(error_type, error, trace)
 
-    return end
+    return end_run
 
 
 def _report_error(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
     """Report the error of a script that runs as a single rank, and end the process."""
-    rendezvous = single_process_rendezvous()
+    rendezvous = make_single_process_rendezvous()
     rendezvous.end(make_failure(error, rendezvous.info, rendezvous.rank_log))

@@ -12,12 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lockstep.comm import exchanges
-from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE
+from lockstep.comm.gathers import CALL_MODEL_ADVICE, CALLED_DIRECTLY
 from lockstep.comm.world import World
-from lockstep.common.own_code import SourceLocation, describe_error, format_location, make_refusal, source_line
-from lockstep.core.batch import tensors_of
+from lockstep.common.own_code import SourceLocation, describe_error, find_source_line, format_location, make_refusal
+from lockstep.core.batch import get_tensors
 from lockstep.errors import LockstepError, UserCodeError
-from lockstep.parallel.gradients import backward_nodes
+from lockstep.parallel.gradients import iterate_backward_nodes
 from lockstep.parallel.numerics import Numerics
 from lockstep.runs.worker_context import OpenRun
 
@@ -52,7 +52,7 @@ class Gate:
     call_check: "CallConsistencyCheck | None" = None  # set if calling the model communicates weights or inputs
     ended_at: SourceLocation = "", 0  # the line of the last step.backward
     recomputing: bool = False  # whether a backward pass is running, in which torch.utils.checkpoint may call modules
-    exchanged: bool = False  # whether user code has called a collective; reset by `run.each`
+    has_called_collective: bool = False  # whether user code has called a collective; reset by `run.each`
 
     @property
     def error_prefix(self) -> str:
@@ -69,15 +69,15 @@ class Gate:
 
     @property
     def end_description(self) -> str:
-        """The line that ended the previous micro-batch, as a clause for error messages."""
+        """A clause for error messages, such as `step.backward at train.py:12 ended this micro-batch`."""
         return (
             f"step.backward{f' at {format_location(*self.ended_at)}' if self.ended_at[0] else ''} ended this "
             f"micro-batch"
         )
 
-    def exchange(self, name: str) -> None:
+    def record_collective(self, name: str) -> None:
         """Record that user code calls the collective `name`. Raises UsageError within a step."""
-        self.exchanged = True
+        self.has_called_collective = True
         if self.step and name == exchanges.DTENSOR_COLLECTIVE:
             raise make_refusal(
                 f"step {self.step}: sharded weights are read within the step, which requires a collective that other "
@@ -98,7 +98,7 @@ class Gate:
         A container such as nn.ModuleDict has no forward method, so the modules in the container are wrapped instead.
         """
         self.call_check = call_check
-        for number, module in enumerate(entry_modules(model)):
+        for number, module in enumerate(list_entry_modules(model)):
             if numerics.dtype is not None:
                 _convert_dtype(module, numerics)
             # If `_compiled_call_impl` is set, PyTorch calls it instead of `_call_impl`, which runs all hooks. Using
@@ -106,9 +106,11 @@ class Gate:
             call = module._compiled_call_impl or module._call_impl
             vars(module)["_compiled_call_impl"] = partial(self._call, call, module, number)
 
-    def _call(self, call: Callable[..., Any], module: nn.Module, number: int, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, original_call: Callable[..., Any], module: nn.Module, module_index: int, /, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.recomputing:  # torch.utils.checkpoint restores the RNG state and autocast mode itself
-            return call(*args, **kwargs)
+            return original_call(*args, **kwargs)
         if not self.open and self.step:
             raise make_refusal(
                 f"step {self.step}: the placed model is called between two micro-batches: {self.end_description}",
@@ -122,14 +124,14 @@ class Gate:
                 "use the saved weights of a run with dir=folder, call lockstep.load(folder, model=...)",
             )
         if self.call_check is not None:
-            self.call_check.check_call(number, self.error_prefix, training=module.training)
+            self.call_check.check_call(module_index, self.error_prefix, training=module.training)
             if torch.is_inference_mode_enabled():
                 # Weights gathered in inference mode would stay inference tensors, which a later backward pass can't
                 # use.
                 with torch.inference_mode(False), torch.no_grad():
-                    return call(*args, **kwargs)
-        outputs = call(*args, **kwargs)
-        for tensor in tensors_of(outputs):
+                    return original_call(*args, **kwargs)
+        outputs = original_call(*args, **kwargs)
+        for tensor in get_tensors(outputs):
             # A loss that the model itself returns isn't an output: LossCheck must analyze its graph.
             if tensor.grad_fn is not None and tensor.ndim:
                 self.output_nodes.add(tensor.grad_fn)
@@ -158,23 +160,25 @@ class CallConsistencyCheck:
         """Return a check for these groups of ranks, or None if each group has a single rank."""
         return CallConsistencyCheck(world, groups) if len(groups[0]) > 1 else None
 
-    def check_call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
+    def check_call(self, module_index: int, prefix: str, call_site: str = "", training: bool = False) -> None:
         """Raise UsageError on all ranks of the group unless they all call the same module in the same mode.
 
         All ranks of the group must call this method. `module_index` identifies the module, and `training` is its mode.
         `call_site` is the line of user code to name in the error, and defaults to the calling line.
         """
         # Whether gradients are enabled and the mode of the module also affect which collectives a call uses.
-        messages = self._world.all_gather_bytes(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
+        messages = self._world.all_gather_bytes(module_index.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
         if len({*messages}) == 1:
             return
         if len({message[:3] for message in messages}) == 1:
-            raise _modes_error(self._ranks, [bool(message[3]) for message in messages], prefix)
+            raise _make_modes_error(self._ranks, [bool(message[3]) for message in messages], prefix)
         if leaving := [
-            rank for rank, message in zip(self._ranks, messages, strict=True) if _module_number(message) == self.LEFT
+            rank
+            for rank, message in zip(self._ranks, messages, strict=True)
+            if _decode_module_index(message) == self.LEFT
         ]:
-            raise _left_error(leaving, [rank for rank in self._ranks if rank not in leaving], call_site)
-        over = [_module_number(message) == self.OVER for message in messages]
+            raise _make_early_exit_error(leaving, [rank for rank in self._ranks if rank not in leaving], call_site)
+        over = [_decode_module_index(message) == self.OVER for message in messages]
         calling, finished = (
             [str(rank) for rank, is_over in zip(self._ranks, over, strict=True) if is_over is end]
             for end in (False, True)
@@ -183,18 +187,18 @@ class CallConsistencyCheck:
         raise make_refusal(
             f"{prefix}ranks call the placed model differently in their micro-batches: "
             f"{counts if calling and finished else 'in a different order, or some ranks without gradients'}",
-            "call it the same number of times in every micro-batch, and multiply unneeded outputs by 0; or use "
-            "strategy ddp or zero1, which do not communicate in a call of the model",
+            "call it the same number of times in every micro-batch, and multiply outputs that a micro-batch does not "
+            "need by 0; or use strategy ddp or zero1, which do not communicate in a call of the model",
         )
 
 
-def _module_number(message: bytes) -> int:
+def _decode_module_index(message: bytes) -> int:
     return int.from_bytes(message[:2])
 
 
-def _modes_error(ranks: Sequence[int], training: Sequence[bool], prefix: str) -> Exception:
+def _make_modes_error(ranks: Sequence[int], training_flags: Sequence[bool], prefix: str) -> Exception:
     in_training, in_evaluation = (
-        ", ".join(str(rank) for rank, is_training in zip(ranks, training, strict=True) if is_training is mode)
+        ", ".join(str(rank) for rank, is_training in zip(ranks, training_flags, strict=True) if is_training is mode)
         for mode in (True, False)
     )
     return make_refusal(
@@ -204,8 +208,8 @@ def _modes_error(ranks: Sequence[int], training: Sequence[bool], prefix: str) ->
     )
 
 
-def _left_error(leaving: Sequence[int], staying: Sequence[int], call_site: str) -> Exception:
-    leaving_ranks, staying_ranks = (", ".join(map(str, ranks)) for ranks in (leaving, staying))
+def _make_early_exit_error(early_ranks: Sequence[int], remaining_ranks: Sequence[int], call_site: str) -> Exception:
+    leaving_ranks, staying_ranks = (", ".join(map(str, ranks)) for ranks in (early_ranks, remaining_ranks))
     return make_refusal(
         f"run.each: rank {leaving_ranks} left the loop before its last batch, and rank {staying_ranks} did not",
         "leave the loop after the same batch on all ranks, or let it run to its end; or use strategy ddp or zero1, "
@@ -230,7 +234,7 @@ class StrayModuleCheck:
         self._single_sample_note = single_sample_note
         self._parameters = {*model.parameters()}
         self._hooks = [
-            register_module_forward_pre_hook(self._check),
+            register_module_forward_pre_hook(self._check_module),
             register_module_forward_hook(self._collect_parameters),
         ]
 
@@ -241,7 +245,7 @@ class StrayModuleCheck:
 
     def check_parameters(self, step: int, loss: Tensor) -> None:
         """Raise UsageError if a loss depends on a parameter outside the placed model."""
-        for node in backward_nodes(loss.grad_fn):
+        for node in iterate_backward_nodes(loss.grad_fn):
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
             if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
                 raise make_refusal(
@@ -254,7 +258,7 @@ class StrayModuleCheck:
         if module in self._placed_modules:  # during its forward pass, a sharded layer has gathered parameters
             self._parameters.update(module.parameters())
 
-    def _check(self, module: nn.Module, _inputs: Any) -> None:
+    def _check_module(self, module: nn.Module, _inputs: Any) -> None:
         if module in self._placed_modules:
             self._check_values(module, _inputs)
             return
@@ -262,7 +266,7 @@ class StrayModuleCheck:
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             self.close()
             raise make_refusal(
-                f"a {kind} outside the placed model: its running statistics would differ between ranks",
+                f"a {kind} outside the placed model would have different running statistics on each rank",
                 "make it a part of the model that you pass to run.place",
             )
         # A teacher model under no_grad is fine, even if its parameters have requires_grad.
@@ -310,8 +314,8 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
         return error
     is_sharded = any(type(parameter) is not nn.Parameter for parameter in model.parameters())
     if is_sharded and any(word in str(error) for word in _DTENSOR_WORDS):
-        if name := _module_called_alone(error, model):
-            return make_refusal(f"{name} {CALLED_ALONE}", CALL_THE_MODEL, source_line(error))
+        if name := _find_directly_called_module(error, model):
+            return make_refusal(f"{name} {CALLED_DIRECTLY}", CALL_MODEL_ADVICE, find_source_line(error))
         return UserCodeError(f"the code computes with sharded weights: {describe_error(error, _SHARDED_ADVICE)}")
     advice = ""
     if "Expected more than 1 value per channel" in str(error):
@@ -321,13 +325,13 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     return UserCodeError(describe_error(error, advice)) if advice else error
 
 
-def _module_called_alone(error: BaseException, model: nn.Module) -> str:
+def _find_directly_called_module(error: BaseException, model: nn.Module) -> str:
     """Return the name of the submodule that raised the error, if user code called it directly.
 
     Returns "" if the placed model called the submodule, or if the error wasn't raised in a module.
     """
     names = {module: name for name, module in model.named_modules()}
-    entries = {*entry_modules(model)}
+    entries = {*list_entry_modules(model)}
     trace = error.__traceback__
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -359,11 +363,11 @@ def describe_structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
     return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]
 
 
-def entry_modules(model: nn.Module) -> Sequence[nn.Module]:
+def list_entry_modules(model: nn.Module) -> Sequence[nn.Module]:
     """Return the modules of the placed model that user code calls: the model, or the modules in a container."""
     if not isinstance(model, nn.ModuleDict | nn.ModuleList):
         return [model]
-    return [module for member in model.children() for module in entry_modules(member)]
+    return [module for member in model.children() for module in list_entry_modules(member)]
 
 
 def _convert_dtype(module: nn.Module, numerics: Numerics) -> None:

@@ -8,13 +8,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 # Parts of the class names of stochastic layers, such as dropout, in timm, torchvision and transformers.
-_RANDOM_LAYER_NAMES: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
+_STOCHASTIC_LAYER_NAMES: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
 # Names of attributes that hold the probability of a stochastic layer, or of a functional dropout in the forward method.
-_PROBABILITIES: Final = ("p", "prob", "drop", "dropout", "drop_prob", "drop_rate", "dropout_p", "layerdrop")
+_PROBABILITY_ATTRIBUTES: Final = ("p", "prob", "drop", "dropout", "drop_prob", "drop_rate", "dropout_p", "layerdrop")
 _CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # containers have no forward method, so their mode has no effect
 
 
-def is_evaluating(model: nn.Module) -> bool:
+def is_in_evaluation_mode(model: nn.Module) -> bool:
     """Return whether all modules of the model are in evaluation mode."""
     return not any(module.training for module in model.modules() if not isinstance(module, _CONTAINERS))
 
@@ -47,19 +47,19 @@ def _depends_on_mode(module: nn.Module) -> bool:
     kind = type(module)
     if kind.__module__.startswith("torch.nn."):
         return False
-    probabilities = _dropout_probabilities(module)
+    probabilities = _get_dropout_probabilities(module)
     if any(probabilities):
         return True
-    is_named_random = any(word in kind.__name__ for word in _RANDOM_LAYER_NAMES)
+    is_named_random = any(word in kind.__name__ for word in _STOCHASTIC_LAYER_NAMES)
     # The forward methods of transformers also read the mode for gradient checkpointing, which doesn't change the
     # result.
     reads_mode = _reads_mode(module) and "gradient_checkpointing" not in vars(module)
     return (is_named_random or reads_mode) and not probabilities
 
 
-def _dropout_probabilities(module: nn.Module) -> list[float]:
+def _get_dropout_probabilities(module: nn.Module) -> list[float]:
     attributes = vars(module)
-    names = [name for name in attributes if name in _PROBABILITIES or name.endswith(("dropout", "drop_prob"))]
+    names = [name for name in attributes if name in _PROBABILITY_ATTRIBUTES or name.endswith(("dropout", "drop_prob"))]
     return [float(attributes[name]) for name in names if isinstance(attributes[name], int | float)]
 
 

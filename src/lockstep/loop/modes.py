@@ -11,28 +11,32 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 
 @final
-class Modes:
+class ModuleModes:
     """Saves and restores which modules are in evaluation mode, by name. The name of the model itself is "".
 
     A resumed run restores the modes right before its first step, because the script may set modes anywhere before this
     step. If no step is left, the run restores the modes at the end of the loop over `run.steps`.
     """
 
-    def __init__(self, model: nn.Module, placed: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, initial_names: Sequence[str]) -> None:
         self._modules = dict(model.named_modules())
         names = [*self._modules]  # parents before their children
-        self._sizes = [_subtree_size(names, index) for index in range(len(names))]
-        self.placed = [*placed]  # names of the modules that were in evaluation mode when the script called run.place
-        self._restored: frozenset[str] | None = None  # names of the modules to set to evaluation mode at the first step
+        self._sizes = [_count_subtree_modules(names, index) for index in range(len(names))]
+        self.initial_names = [
+            *initial_names
+        ]  # names of the modules that were in evaluation mode when the script called run.place
+        self._modules_to_set_eval: frozenset[str] | None = (
+            None  # names of the modules to set to evaluation mode at the first step
+        )
         self._saved: frozenset[str] | None = None  # names of the modules in evaluation mode at the save in this step
         self._saved_at = ""  # the line of the save
         self._late_changes: dict[str, bool] = {}  # `training` of each module whose mode was set after the save
 
-    def list_evaluating(self) -> list[str]:
+    def list_eval_module_names(self) -> list[str]:
         """Return the names of the modules in evaluation mode."""
-        return list_evaluating(self._modules.items())
+        return list_eval_module_names(self._modules.items())
 
-    def summary(self) -> str:
+    def summarize(self) -> str:
         """Return a string that identifies which modules are in evaluation mode, to compare it across ranks.
 
         If a module and all of its submodules are in evaluation mode, the string only contains the name of the module.
@@ -49,15 +53,17 @@ class Modes:
             index += size if is_whole else 1
         return ", ".join(descriptions)
 
-    def load(self, saved: Sequence[str] | None, placed: Sequence[str] | None, warn: Callable[[str], None]) -> None:
+    def load(
+        self, saved_names: Sequence[str] | None, saved_initial_names: Sequence[str] | None, warn: Callable[[str], None]
+    ) -> None:
         """Load the names of the modules that were in evaluation mode at the save, and at `run.place`.
 
         Both are None if the checkpoint was saved by an earlier Lockstep version.
         """
-        if saved is None:
+        if saved_names is None:
             return
-        self._restored = frozenset(saved)
-        if placed is not None and [*placed] != self.placed:
+        self._modules_to_set_eval = frozenset(saved_names)
+        if saved_initial_names is not None and [*saved_initial_names] != self.initial_names:
             warn(
                 "run.place: modules of the model are in a different mode than at the start of the run, but the run "
                 "keeps the saved modes; set modes within the loop, or choose a different dir"
@@ -65,25 +71,25 @@ class Modes:
 
     def record_save(self) -> None:
         """Record the modes that a checkpoint saves now."""
-        self._saved = frozenset(self.list_evaluating())
+        self._saved = frozenset(self.list_eval_module_names())
         self._saved_at = find_calling_line()
 
     def restore(self) -> None:
         """Set the modules to the modes of the checkpoint. Only the first call after `load` changes the modes."""
-        if self._restored is not None:
+        if self._modules_to_set_eval is not None:
             for name, module in self._modules.items():
-                module.training = name not in self._restored
-            self._restored = None
+                module.training = name not in self._modules_to_set_eval
+            self._modules_to_set_eval = None
         self._saved = None  # after a save between two loops, a resumed script runs the lines after the save again
 
     def end_step(self) -> None:
         """Record the modes that the script set after a save in this step."""
         if self._saved is not None:
-            changed_names = self._saved.symmetric_difference(self.list_evaluating())
+            changed_names = self._saved.symmetric_difference(self.list_eval_module_names())
             self._late_changes = {name: self._modules[name].training for name in changed_names}
             self._saved = None
 
-    def check(self, step: int) -> None:
+    def check_late_changes(self, step: int) -> None:
         """Raise UsageError if a mode set after a save is still in effect, because a resumed run would lose it.
 
         The check runs at the first forward pass of a step, so a loop that sets its modes at the start of each step
@@ -100,12 +106,12 @@ class Modes:
                 )
 
 
-def list_evaluating(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+def list_eval_module_names(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Return the names of the modules in evaluation mode."""
     return [name for name, module in modules if not module.training]
 
 
-def _subtree_size(names: Sequence[str], index: int) -> int:
+def _count_subtree_modules(names: Sequence[str], index: int) -> int:
     """Return the number of modules in the subtree at position `index`, including its root."""
     prefix = f"{names[index]}." if names[index] else ""
     return 1 + next(

@@ -15,20 +15,26 @@ from lockstep.common.own_code import format_location, make_refusal
 from lockstep.config.placement import StrategyConfig
 from lockstep.config.strategy_name import find_strategy_problems
 from lockstep.core.audit_schedule import AuditSchedule
-from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, nonfinite_advice
-from lockstep.core.precision import default_static_scale
-from lockstep.core.shard import Chunked, local_tensor
+from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, make_nonfinite_advice
+from lockstep.core.precision import get_default_static_scale
+from lockstep.core.shard import ChunkLayout, get_local_tensor
 from lockstep.device.precision import get_weight_dtype
 from lockstep.errors import TrainingError, UsageError
 from lockstep.loop.chunk_check import FirstCallCheck
 from lockstep.loop.guard import Guard, NoGuard
 from lockstep.loop.member import Member
 from lockstep.loop.model import describe_structure
-from lockstep.loop.model_modes import is_evaluating
-from lockstep.loop.modes import Modes, list_evaluating
-from lockstep.loop.placing import Groups, get_base_rate, get_hyperparameters, make_optimizer_factory, run_trial_steps
+from lockstep.loop.model_modes import is_in_evaluation_mode
+from lockstep.loop.modes import ModuleModes, list_eval_module_names
+from lockstep.loop.placing import (
+    UserParamGroups,
+    get_base_rate,
+    get_hyperparameters,
+    make_optimizer_factory,
+    run_trial_steps,
+)
 from lockstep.loop.scheduler import UserScheduler
-from lockstep.loop.settings import Settings
+from lockstep.loop.settings import JoinSettings
 from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
 from lockstep.parallel.engine import Engine, Phased
@@ -37,8 +43,8 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
 from lockstep.setup.chunking import chunk_model
-from lockstep.setup.strategy import check_strategy, find_strategy, recompute_interval
-from lockstep.strategies.base import CutsModel, ExternalEngine, Strategy, replica_devices
+from lockstep.setup.strategy import check_strategy, find_strategy, get_recompute_interval
+from lockstep.strategies.base import ExternalEngineStrategy, PartitionedModelStrategy, Strategy, replica_devices
 from lockstep.tasks.base import Problem
 from lockstep.training.agreement import check_initial_weights
 from lockstep.training.checkpoint.tensorfile import digest_tensors
@@ -53,20 +59,20 @@ _SEED_ADVICE: Final = (
 class ChunkPlan:
     """How to split the model for tensor parallelism: the number of chunks, and the plan. Known models need no plan."""
 
-    count: int = 1
+    num_chunks: int = 1
     plan: Plan = field(default_factory=dict)
 
-    def split(self, model: nn.Module) -> dict[str, Chunked]:
+    def split(self, model: nn.Module) -> dict[str, ChunkLayout]:
         """Split the model in place and return how its parameters are rearranged.
 
         Raises UsageError if the model can't be split.
         """
-        if type(self.count) is not int or self.count < 1:
-            raise make_refusal(f"run.place: got chunks={self.count!r}", "pass an integer of at least 1")
-        if self.count == 1:
+        if type(self.num_chunks) is not int or self.num_chunks < 1:
+            raise make_refusal(f"run.place: got chunks={self.num_chunks!r}", "pass an integer of at least 1")
+        if self.num_chunks == 1:
             return {}
         try:
-            return chunk_model(model, self.count, self.plan, type(model).__name__)
+            return chunk_model(model, self.num_chunks, self.plan, type(model).__name__)
         except UsageError as error:
             raise UsageError(f"run.place: {error}") from None
 
@@ -78,7 +84,7 @@ class PlacedModel:
     `canonical` is a view of the engine that converts the state to the shapes that the model has without `chunks`.
     """
 
-    settings: Settings
+    settings: JoinSettings
     world: World
     model: nn.Module
     optimizer: Optimizer
@@ -91,9 +97,9 @@ class PlacedModel:
     structure: object
     rate: float  # the learning rate of an update without `lr`
     initial_hyperparameters: Mapping[str, Any]  # the hyperparameters that the optimizer was created with
-    groups: Groups
+    groups: UserParamGroups
     scheduler: UserScheduler | None
-    modes: Modes
+    modes: ModuleModes
     placed_in_evaluation: bool  # whether the model was in evaluation mode when the script called `run.place`
     guard: Guard | NoGuard
     audit: Audit
@@ -101,39 +107,39 @@ class PlacedModel:
     @property
     def communicating_groups(self) -> list[list[int]]:
         """The groups of ranks that communicate weights or inputs in each call of the model."""
-        return self.strategy.mesh(self.world.size).groups("shard", "expert")
+        return self.strategy.mesh(self.world.size).get_groups("shard", "expert")
 
     def make_audit_schedule(self, microbatches: int) -> AuditSchedule | None:
         """Return the schedule of recomputation audits, or None if audits are disabled."""
         every = self.settings.placement.audit_every
         return None if every is None else AuditSchedule(every, self.strategy.mesh(self.world.size), microbatches)
 
-    def decisive_settings(self) -> dict[str, Any]:
+    def get_decisive_settings(self) -> dict[str, Any]:
         """Return the settings of the run and of `run.place` that determine the resulting weights."""
         return {
             "seed": self.settings.seed,
             "precision": self.settings.precision,
             "optimizer": dict(self.initial_hyperparameters),
-            "chunks": self.chunks.count,
+            "chunks": self.chunks.num_chunks,
             "plan": dict(self.chunks.plan),
             "scheduler": None if self.scheduler is None else self.scheduler.name,
             "ema": self.numerics.ema_decay,
         }
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def gather_weights(self) -> Mapping[str, Tensor]:
         """Return the unsharded weights by name. All ranks must call this method."""
         return gather_full_tensors(self.world, self.canonical.state().model)
 
-    def digests(self) -> dict[str, str]:
+    def compute_digests(self) -> dict[str, str]:
         """Return a digest of each weight by name. All ranks must call this method."""
-        return {name: digest_tensors([tensor]) for name, tensor in self.weights().items()}
+        return {name: digest_tensors([tensor]) for name, tensor in self.gather_weights().items()}
 
     def has_idle_ranks(self, microbatches: int) -> bool:
         """Return whether some ranks get no micro-batch in a step with `microbatches` micro-batches."""
-        return microbatches < self._replica_count
+        return microbatches < self._num_replicas
 
     @cached_property
-    def _replica_count(self) -> int:
+    def _num_replicas(self) -> int:
         """The number of ranks that get different micro-batches, or 0 if weights are sharded.
 
         If weights are sharded, ranks are never idle. A rank without a micro-batch computes a dummy micro-batch.
@@ -141,7 +147,9 @@ class PlacedModel:
         mesh = self.strategy.mesh(self.world.size)
         return mesh.replicate if mesh.shard == mesh.expert == 1 else 0
 
-    def submit_settings(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
+    def register_update_settings(
+        self, step: int, rate: float, clip: float | None, group_name: str | None, sum_names: Sequence[str]
+    ) -> None:
         """Apply the settings of the user's optimizer, and register the arguments of an update for a check across ranks.
 
         All ranks must have the same optimizer settings, module modes and arguments. `sum_names` are the names that were
@@ -150,14 +158,14 @@ class PlacedModel:
         self.groups.apply_to(self.engine.groups, step)
         if self.world.size > 1:
             arguments = {
-                "of": of,
+                "of": group_name,
                 "lr": rate,
                 "clip": clip,
-                "modules in evaluation mode": self.modes.summary(),
-                "names of step.sum": ", ".join(sums),
+                "modules in evaluation mode": self.modes.summarize(),
+                "names of step.sum": ", ".join(sum_names),
             }
-            path, line = self.guard.line()
-            self.world.set_compared_facts(
+            path, line = self.guard.find_calling_line()
+            self.world.set_compared_values(
                 self.groups.get_compared_values(step, arguments), format_location(path, line) if path else ""
             )
 
@@ -173,25 +181,32 @@ class PlacedModel:
                 f"the saved settings; to train with the change, choose a different dir"
             )
 
-    def changes(self) -> dict[str, Any]:
+    def collect_changes(self) -> dict[str, Any]:
         """Return the current optimizer settings, scheduler state and module modes, for `load_settings`."""
         scheduler, initial_state = (
-            (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.initial_state)
+            (None, None) if self.scheduler is None else (self.scheduler.get_state(), self.scheduler.initial_state)
         )
-        modes = {"modes": self.modes.list_evaluating(), "modes_placed": self.modes.placed}
-        return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": initial_state, **modes}
+        modes = {"modes": self.modes.list_eval_module_names(), "modes_placed": self.modes.initial_names}
+        return {
+            "settings": self.groups.collect_changes(),
+            "scheduler": scheduler,
+            "scheduler_made": initial_state,
+            **modes,
+        }
 
     def check_finite(self, step: int) -> None:
         """Raise TrainingError if a trained weight isn't finite on any rank. All ranks must call this method."""
         names = {name for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        trained = {name: local_tensor(tensor) for name, tensor in self.engine.state().model.items() if name in names}
+        trained = {
+            name: get_local_tensor(tensor) for name, tensor in self.engine.state().model.items() if name in names
+        }
         is_nonfinite = [not bool(torch.isfinite(tensor).all()) for tensor in trained.values()]
         counts = self.world.add_(torch.tensor(is_nonfinite, dtype=torch.int64))
         if nonfinite_names := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
             suffix = f" (and {len(nonfinite_names) - 1} more)" if len(nonfinite_names) > 1 else ""
             raise TrainingError(
                 f"{nonfinite_names[0]}{suffix} is not finite after step {step}, so nothing was saved; "
-                f"{nonfinite_advice(None)}"
+                f"{make_nonfinite_advice(None)}"
             )
 
     def check_structure(self) -> None:
@@ -208,33 +223,33 @@ def place_model(
     member: Member,
     model: nn.Module,
     optimizer: Optimizer,
-    requested: str | Mapping[str, Any],
+    requested_strategy: str | Mapping[str, Any],
     chunks: ChunkPlan,
     scheduler: UserScheduler | None = None,
     ema: float | None = None,
 ) -> PlacedModel:
     """Distribute the model over the ranks. All ranks must call this function with the same initial weights."""
     settings, world = member.settings, member.rank.world
-    evaluating_names, placed_in_evaluation = list_evaluating(model.named_modules()), is_evaluating(model)
+    evaluating_names, placed_in_evaluation = list_eval_module_names(model.named_modules()), is_in_evaluation_mode(model)
     check_layers(type(model).__name__, model)
-    name, strategy = _resolve_strategy(member, requested)
+    name, strategy = _resolve_strategy(member, requested_strategy)
     traits = strategy.traits
     whole_updates = run_trial_steps(
         optimizer,
         model,
         name,
         get_weight_dtype(settings.precision),
-        cuts_rows=traits.cuts_rows or chunks.count > 1,
-        lends_wholes=traits.lends_wholes,
+        shards_rows=traits.cuts_rows or chunks.num_chunks > 1,
+        can_gather_full_tensors=traits.lends_wholes,
     )
     recipe = PlainRecipe(
         microbatches=1,
         seed=settings.seed,
         precision=settings.precision,
-        loss_scale=PlainLossScale(static=default_static_scale(settings.precision)),
+        loss_scale=PlainLossScale(static=get_default_static_scale(settings.precision)),
         ema=None if ema is None else PlainEma(ema),
     )
-    interval = recompute_interval(settings.placement, strategy)
+    interval = get_recompute_interval(settings.placement, strategy)
     numerics = Numerics(
         recipe, settings.placement.offload_activations, interval, member.guarded, needs_full_tensors=whole_updates
     )
@@ -242,16 +257,16 @@ def place_model(
     original_parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     make_optimizer = make_optimizer_factory(optimizer, model)
     initial_hyperparameters = get_hyperparameters(optimizer)
-    if type(chunks.count) is int and chunks.count > 1:
-        FirstCallCheck(model, chunks.count, chunks.split, member.rank.warn)
+    if type(chunks.num_chunks) is int and chunks.num_chunks > 1:
+        FirstCallCheck(model, chunks.num_chunks, chunks.split, member.rank.warn)
     chunked = chunks.split(model)
-    if isinstance(strategy, CutsModel):
+    if isinstance(strategy, PartitionedModelStrategy):
         strategy.check_model(lambda: model, None, world.size)
     problem = Problem(None, lambda: model, f"model {type(model).__name__}")
     log = MessageLog()
     every = settings.placement.audit_every
     own_world = world if every is None else world.rotate_shard_groups(strategy.mesh(world.size), 0, log)
-    engine = strategy.start(problem, make_optimizer, own_world, replace(numerics, chunked=chunked))
+    engine = strategy.start(problem, make_optimizer, own_world, replace(numerics, chunked_parameters=chunked))
     if not isinstance(engine, Phased):
         engine.close()
         raise make_refusal(
@@ -278,22 +293,22 @@ def place_model(
         structure=describe_structure(model),
         rate=get_base_rate(optimizer),
         initial_hyperparameters=initial_hyperparameters,
-        groups=Groups(optimizer, engine.groups, scheduler is not None),
+        groups=UserParamGroups(optimizer, engine.groups, scheduler is not None),
         scheduler=scheduler,
-        modes=Modes(model, evaluating_names),
+        modes=ModuleModes(model, evaluating_names),
         placed_in_evaluation=placed_in_evaluation,
         guard=guard,
         audit=Audit(engine, world, log, every),
     )
 
 
-def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tuple[str, Strategy]:
+def _resolve_strategy(member: Member, requested_strategy: str | Mapping[str, Any]) -> tuple[str, Strategy]:
     """Return the name and the instance of the requested strategy.
 
     If `lockstep.verify` started this process, the strategy of `verify` replaces the strategy of the script.
     """
     size = member.rank.world.size
-    selection = member.strategy or requested
+    selection = member.strategy or requested_strategy
     if not isinstance(selection, str | Mapping):
         raise make_refusal(f"run.place: got strategy={selection!r}", "pass a name, or a mapping with name and options")
     config = StrategyConfig.model_validate({"name": selection} if isinstance(selection, str) else dict(selection))
@@ -307,7 +322,7 @@ def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tup
             f"inputs and the loss of the model",
             "use a different strategy, or a recipe",
         )
-    if isinstance(strategy, ExternalEngine):
+    if isinstance(strategy, ExternalEngineStrategy):
         raise make_refusal(
             f"strategy {name}: not supported in a custom training loop, because its external engine runs whole steps",
             "use strategy single, ddp, zero1, zero2, zero3 or hsdp, or a recipe",
@@ -317,13 +332,15 @@ def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tup
             f"strategy {name}: not supported in a custom training loop, which passes whole sequences to the model",
             "use a different strategy, or a recipe with recipe.model.sequence_chunks",
         )
-    if placement.audit_every is not None and (isinstance(strategy, CutsModel) or not strategy.traits.audits):
+    if placement.audit_every is not None and (
+        isinstance(strategy, PartitionedModelStrategy) or not strategy.traits.audits
+    ):
         raise make_refusal(
             f"placement.audit_every: not supported with strategy {name} in a custom training loop, because no rank can "
             f"repeat the micro-batches of a different rank",
             "use strategy ddp, zero1, zero2, zero3 or hsdp, or remove placement.audit_every",
         )
-    if size == 1 and strategy.traits.cuts_rows:  # fall back to `single`, so that the same script runs on one process
+    if size == 1 and strategy.traits.cuts_rows:  # the same script also runs on one process, with strategy single
         name, strategy = find_strategy(placement.model_copy(update={"strategy": StrategyConfig(name="single")}), size)
     check_strategy(name, strategy, size, max(size, 2))
     replica_devices(strategy, member.rank.world.on_gpu)  # raises UsageError if a device doesn't exist

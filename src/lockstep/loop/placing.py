@@ -23,15 +23,15 @@ from torch.optim import Optimizer
 from lockstep.common.own_code import make_refusal
 from lockstep.models.check import find_hooked_parameter
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.layerwise import ComputeNorms
 from lockstep.parallel.narrow_steps import DTYPES_16_BIT
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_trials import (
     check_custom_optimizer,
     check_optimizer,
+    check_row_updates,
     check_stored_dtype,
-    check_updates,
 )
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -105,7 +105,7 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
         )
     if step_hooks := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
         raise make_refusal(f"run.place: the optimizer has {len(step_hooks)} step hooks", _HOOK_ADVICE)
-    if optimizer.state and not _is_fresh(optimizer):
+    if optimizer.state and not _has_initial_state(optimizer):
         raise make_refusal(
             "run.place: the optimizer has already taken steps", "create a new one; a run resumes from its checkpoint"
         )
@@ -147,8 +147,8 @@ def run_trial_steps(
     strategy: str,
     stored_dtype: torch.dtype | None,
     *,
-    cuts_rows: bool,
-    lends_wholes: bool,
+    shards_rows: bool,
+    can_gather_full_tensors: bool,
 ) -> bool:
     """Run trial steps, and return whether the optimizer needs full tensors. Raises UsageError if a trial fails.
 
@@ -172,8 +172,8 @@ def run_trial_steps(
             check_custom_optimizer(type(optimizer).__name__, make_trial)
         if stored_dtype is not None:
             check_stored_dtype(make_trial, stored_dtype)
-        for dtype in {stored_dtype, *narrow_dtypes} if cuts_rows else ():
-            whole_updates |= check_updates(make_trial, strategy, dtype, lends_wholes=lends_wholes)
+        for dtype in {stored_dtype, *narrow_dtypes} if shards_rows else ():
+            whole_updates |= check_row_updates(make_trial, strategy, dtype, lends_wholes=can_gather_full_tensors)
     return whole_updates
 
 
@@ -199,14 +199,14 @@ def make_optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimi
         for group in optimizer.param_groups
     ]
 
-    def make(trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
+    def make_optimizer(trained: Sequence[NamedParameter], norms: ComputeNorms) -> Optimizer:
         parameters = dict(trained)
         return _clone_optimizer(
             optimizer,
             [{**group, "params": [parameters[name] for name in parameter_names]} for group, parameter_names in groups],
         )
 
-    return make
+    return make_optimizer
 
 
 def disable_optimizer(optimizer: Optimizer) -> None:
@@ -240,23 +240,23 @@ def _clone_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Opti
     clone: Optimizer = object.__new__(type(optimizer))
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _DISABLED_METHODS}
     # Some optimizers, such as Adagrad, create their state in the constructor.
-    state = _rebuild(optimizer, groups).state if optimizer.state else defaultdict(dict)
+    state = _rebuild_optimizer(optimizer, groups).state if optimizer.state else defaultdict(dict)
     defaults = {**optimizer.defaults, "lr": get_base_rate(optimizer)}
     clone.__dict__ |= {**attributes, "defaults": defaults, "state": state, "param_groups": groups}
     return clone
 
 
-def _rebuild(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
+def _rebuild_optimizer(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
     """Create a new optimizer of the same class with these groups and the same defaults, by calling the constructor."""
     make: Callable[..., Optimizer] = type(optimizer)
     unnamed = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
     return make(unnamed, **optimizer.defaults)
 
 
-def _is_fresh(optimizer: Optimizer) -> bool:
+def _has_initial_state(optimizer: Optimizer) -> bool:
     """Return whether the state of the optimizer is still its initial state."""
     try:
-        rebuilt = _rebuild(optimizer, optimizer.param_groups)
+        rebuilt = _rebuild_optimizer(optimizer, optimizer.param_groups)
     except Exception:  # the arguments of a custom optimizer can have different names than its defaults
         return False
     return rebuilt.state.keys() == optimizer.state.keys() and all(
@@ -293,12 +293,14 @@ def _make_trial_optimizer(
     return clone
 
 
-def _make_rejecting_method(name: str, advice: str) -> Callable[..., NoReturn]:
-    def refuse(_: Optimizer, argument: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
-        raise make_refusal(f"optimizer.{name}() is not supported after run.place", advice)
+def _make_rejecting_method(method_name: str, advice: str) -> Callable[..., NoReturn]:
+    def reject_call(
+        _: Optimizer, argument: object = None, *, closure: object = None, set_to_none: bool = True
+    ) -> NoReturn:
+        raise make_refusal(f"optimizer.{method_name}() is not supported after run.place", advice)
 
-    refuse.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns that step() was replaced
-    return refuse
+    reject_call.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns that step() was replaced
+    return reject_call
 
 
 def _reject_access(*_: object) -> Any:
@@ -319,7 +321,7 @@ class HiddenState(defaultdict[Any, Any]):
     update: Any = _reject_access
 
 
-Settings = dict[str, Any]
+GroupValues = dict[str, Any]
 
 _RATE_ADVICE: Final = (
     "pass the rate to step.update(lr=...), as a function of step.samples_seen; for a separate schedule in each group, "
@@ -333,7 +335,7 @@ _SCHEDULER_ADVICE: Final = "set the rate of the group with the scheduler"
 
 
 @final
-class UserGroup(dict[str, Any]):
+class UserParamGroup(dict[str, Any]):
     """A parameter group of the user's optimizer.
 
     Setting an item raises UsageError if the update can't apply the change.
@@ -342,35 +344,35 @@ class UserGroup(dict[str, Any]):
     scheduled = False  # whether a scheduler sets the learning rate of the group
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_setting(self, name, value, scheduled=self.scheduled)
+        _check_setting(self, name, value, has_scheduler=self.scheduled)
         super().__setitem__(name, value)
 
 
 @final
-class Groups:
+class UserParamGroups:
     """The groups of the user's optimizer. `apply_to` copies their settings to the groups of the engine's optimizer.
 
-    `scheduled` is whether a scheduler sets the learning rates. In this case, `apply_to` copies the rates too.
+    `has_scheduler` is whether a scheduler sets the learning rates. In this case, `apply_to` copies the rates too.
     """
 
     def __init__(
-        self, optimizer: Optimizer, engine_groups: Sequence[Mapping[str, Any]], scheduled: bool = False
+        self, optimizer: Optimizer, engine_groups: Sequence[Mapping[str, Any]], has_scheduler: bool = False
     ) -> None:
         self._optimizer = optimizer
-        self._scheduled = scheduled
+        self._scheduled = has_scheduler
         self._compared_values: tuple[int, dict[str, Any]] = (0, {})  # the last step, and the arguments of its updates
         # The original groups and a copy of their settings. User code may still have references to these groups.
         self._user_groups = [(group, {**group}) for group in optimizer.param_groups]
         for number, (group, engine_group) in enumerate(zip(optimizer.param_groups, engine_groups, strict=True)):
-            scale = {SCALE: engine_group[SCALE]} if SCALE in engine_group and not scheduled else {}
-            optimizer.param_groups[number] = own_group = UserGroup({**group, **scale})
-            own_group.scheduled = scheduled
-        self._groups: list[Settings] = [*optimizer.param_groups]
+            scale = {SCALE: engine_group[SCALE]} if SCALE in engine_group and not has_scheduler else {}
+            optimizer.param_groups[number] = own_group = UserParamGroup({**group, **scale})
+            own_group.scheduled = has_scheduler
+        self._groups: list[GroupValues] = [*optimizer.param_groups]
         self._initial = [{**group} for group in self._groups]
         self._applied = [{**group} for group in self._groups]
         self._parameters = [[*group["params"]] for group in self._groups]
 
-    def apply_to(self, engine_groups: Sequence[Settings], step: int) -> None:
+    def apply_to(self, engine_groups: Sequence[GroupValues], step: int) -> None:
         """Copy changed settings to the groups of the engine's optimizer. Raises UsageError for unsupported changes."""
         if not _have_same_items(self._optimizer.param_groups, self._groups):
             raise make_refusal(f"step {step}: the optimizer groups were replaced", _SETTING_ADVICE)
@@ -412,13 +414,13 @@ class Groups:
         If there were earlier updates in the same step, their values come first.
         """
         earlier = self._compared_values[1] if self._compared_values[0] == step else {}
-        groups = {f"settings of group {number}": changed for number, changed in enumerate(self.changes())}
+        groups = {f"settings of group {number}": changed for number, changed in enumerate(self.collect_changes())}
         values = {**arguments, **groups}
         name = f"step.update {1 + len(earlier) // len(values)}" if earlier else "step.update"
         self._compared_values = step, {**earlier, **{f"{name}: {key}": value for key, value in values.items()}}
         return self._compared_values[1]
 
-    def changes(self) -> list[Settings]:
+    def collect_changes(self) -> list[GroupValues]:
         """Return the settings of each group that changed since `place`, as JSON-serializable values."""
         return [
             {
@@ -430,7 +432,7 @@ class Groups:
             for group, initial in zip(self._groups, self._initial, strict=True)
         ]
 
-    def load(self, changes: Sequence[Settings], engine_groups: Sequence[Settings]) -> None:
+    def load(self, changes: Sequence[GroupValues], engine_groups: Sequence[GroupValues]) -> None:
         """Load the settings that `collect_changes` returned at the save."""
         for group, applied, engine_group, saved in zip(
             self._groups, self._applied, engine_groups, changes, strict=True
@@ -446,16 +448,18 @@ class Groups:
                 engine_group.pop(SCALE, None)
 
 
-def _check_setting(group: Mapping[str, Any], name: str, value: Any, prefix: str = "", scheduled: bool = False) -> None:
+def _check_setting(
+    group: Mapping[str, Any], name: str, value: Any, prefix: str = "", has_scheduler: bool = False
+) -> None:
     """Raise UsageError if the setting `name` of a group can't be changed to `value`."""
     previous: Any = group.get(name)
     if value is previous or value == previous or (name not in group and name != SCALE):
         return
-    if name == SCALE and scheduled:
+    if name == SCALE and has_scheduler:
         raise make_refusal(
             f"{prefix}{SCALE} of an optimizer group was changed, but a scheduler sets its rate", _SCHEDULER_ADVICE
         )
-    if name == "lr" and not scheduled:
+    if name == "lr" and not has_scheduler:
         raise make_refusal(
             f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE_ADVICE
         )

@@ -14,9 +14,9 @@ from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
 from lockstep.core.several_losses import Weight, check_weights
-from lockstep.core.work import default_microbatches
-from lockstep.data.items import Items
-from lockstep.data.weigh import BatchWeigher
+from lockstep.core.work import compute_default_microbatches
+from lockstep.data.items import MapStyleSplit
+from lockstep.data.weigh import BatchWeighting
 from lockstep.training.plan import Interval, Plan
 
 _WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represents integers below this number exactly
@@ -30,7 +30,7 @@ class LoopPlan:
     weights. If `weight` is None, the weight of a batch is its number of samples.
     """
 
-    items: Items
+    items: MapStyleSplit
     steps: Steps
     microbatches: int
     weight: Callable[[Batch], Weight] | None
@@ -57,7 +57,7 @@ class LoopPlan:
             return f"a step has {steps.batch} samples in {count} micro-batches, some with a single sample"
         return ""
 
-    def decisive_settings(self) -> dict[str, Any]:
+    def get_decisive_settings(self) -> dict[str, Any]:
         """Return the settings that determine the resulting weights.
 
         The number of steps isn't included, because a resumed run may be longer.
@@ -69,15 +69,15 @@ class LoopPlan:
             "weighs": self.weight is not None,
         }
         data_settings["order"] = self.order.name
-        if self.items.shards is not None:
-            data_settings["shards"] = self.items.shards
+        if self.items.stream_digest is not None:
+            data_settings["shards"] = self.items.stream_digest
         return {"batch": steps.batch, "microbatches": self.microbatches, **data_settings}
 
-    def make_weigher(self, world: World) -> BatchWeigher | None:
+    def make_weigher(self, world: World) -> BatchWeighting | None:
         """Return an object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
         if self.weight is None:
             return None
-        return BatchWeigher(
+        return BatchWeighting(
             partial(_evaluate_weight, self.weight), partial(sum_over_ranks, world), world.all_gather_text
         )
 
@@ -91,7 +91,7 @@ class LoopPlan:
 
 
 def make_plan(
-    items: Items,
+    items: MapStyleSplit,
     batch: int,
     microbatches: int | None,
     microbatch: int | None,
@@ -104,36 +104,36 @@ def make_plan(
     """Validate the arguments of `run.steps` and return the plan. Raises UsageError if an argument is invalid."""
     if (epochs is None) == (steps is None):
         raise make_refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
-    if batch < 1 or (drop_last and batch > order.length):
-        limit = f" and at most {order.length}" if drop_last else ""
+    if batch < 1 or (drop_last and batch > order.samples_per_epoch):
+        limit = f" and at most {order.samples_per_epoch}" if drop_last else ""
         raise make_refusal(
-            f"run.steps: got batch={batch} for {order.length} samples", f"set batch to at least 1{limit}"
+            f"run.steps: got batch={batch} for {order.samples_per_epoch} samples", f"set batch to at least 1{limit}"
         )
     if microbatch is not None and (microbatches is not None or microbatch < 1):
         raise make_refusal(
             f"run.steps: got microbatch={microbatch} and microbatches={microbatches}",
             "pass either microbatches, or a microbatch of at least 1 sample",
         )
-    count = default_microbatches(batch, microbatch) if microbatches is None else microbatches
+    count = compute_default_microbatches(batch, microbatch) if microbatches is None else microbatches
     if not 1 <= count <= batch:
         raise make_refusal(
             f"run.steps: got microbatches={count} for batch={batch}", f"set microbatches from 1 to {batch}"
         )
-    return LoopPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
+    return LoopPlan(items, Steps(order.samples_per_epoch, batch, drop_last, epochs, steps), count, weight, order)
 
 
-def _evaluate_weight(weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
+def _evaluate_weight(compute_weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
     with UserCode("weight"):
-        result = weight(batch)
+        result = compute_weight(batch)
         if isinstance(result, Mapping):
             weights = check_weights("weight:", result)
             return {name: _validate_weight(value, f" for {name}") for name, value in weights.items()}
         return _validate_weight(result, "")
 
 
-def _validate_weight(result: Any, suffix: str) -> int:
+def _validate_weight(result: Any, loss_suffix: str) -> int:
     if isinstance(result, Tensor) and not result.ndim and not result.is_floating_point():
         result = int(result)
     if type(result) is not int or not 0 <= result < _WEIGHT_LIMIT:
-        raise make_refusal(f"weight: returned {result!r}{suffix}", "return an integer from 0 to below 2**53")
+        raise make_refusal(f"weight: returned {result!r}{loss_suffix}", "return an integer from 0 to below 2**53")
     return result

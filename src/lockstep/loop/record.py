@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lockstep.common.own_code import find_calling_line, make_refusal
-from lockstep.core.work import legacy_default_microbatches
+from lockstep.core.work import compute_legacy_microbatches
 from lockstep.errors import UsageError
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
@@ -29,25 +29,25 @@ class LoopRecord:
         self._dataset: tuple[Any, str] | None = None  # the current dataset, and a digest of its first and last sample
         self.loop: dict[str, Any] | None = None  # the settings of the current or last loop
 
-    def resume(self, loop: dict[str, Any]) -> None:
+    def resume(self, loop_settings: dict[str, Any]) -> None:
         """Record the settings of the loop that saved the checkpoint. Call it after the checkpoint is loaded."""
-        self._resumed = loop
+        self._resumed = loop_settings
         self._first_step = self._rank.progress.step
 
-    def legacy_default_microbatches(self, batch: int) -> int | None:
+    def get_legacy_default_microbatches(self, batch: int) -> int | None:
         """Return the saved number of micro-batches if it was the default of an earlier Lockstep version, else None."""
-        saved, earlier = self._resumed, legacy_default_microbatches(batch)
+        saved, earlier = self._resumed, compute_legacy_microbatches(batch)
         if saved is None or (saved.get("batch"), saved.get("microbatches")) != (batch, earlier):
             return None
         return earlier
 
-    def check_resumed(self, loop: Mapping[str, Any]) -> None:
+    def check_resumed(self, loop_settings: Mapping[str, Any]) -> None:
         """Raise UsageError if the checkpoint was saved by a loop with different settings."""
         if self._resumed is not None:
-            refuse_different_loop(self._checkpoint, self._resumed, loop)
+            reject_different_loop(self._checkpoint, self._resumed, loop_settings)
 
     def begin_loop(
-        self, loop: dict[str, Any], dataset: object, ends_digest: str, *, epochs: int | None, steps: int | None
+        self, loop_settings: dict[str, Any], dataset: object, ends_digest: str, *, epochs: int | None, steps: int | None
     ) -> None:
         """Record the settings of a loop that begins. All ranks must call this method.
 
@@ -57,12 +57,12 @@ class LoopRecord:
         previous = self._dataset
         # The digest of the same dataset object can differ, because its samples may be random.
         is_different = previous and previous[0] is not dataset and previous[1] != ends_digest
-        if self.loop is not None and (is_different or loop != self.loop):
+        if self.loop is not None and (is_different or loop_settings != self.loop):
             raise make_refusal(
                 "run.steps: the dataset, batch or micro-batches differ from an earlier loop of this run",
                 "keep them the same, or start a new run with lockstep.join and load the weights with lockstep.load",
             )
-        arguments = {**loop, "epochs": epochs, "steps": steps, "first and last sample": ends_digest}
+        arguments = {**loop_settings, "epochs": epochs, "steps": steps, "first and last sample": ends_digest}
         try:
             self._rank.world.compare({f"run.steps: {name}": value for name, value in arguments.items()})
         except UsageError as error:
@@ -71,16 +71,16 @@ class LoopRecord:
                 differences,
                 "pass the same arguments and the whole dataset on every rank, because run.steps distributes it",
             ) from None
-        self.loop, self._dataset = loop, (dataset, ends_digest)
+        self.loop, self._dataset = loop_settings, (dataset, ends_digest)
 
     def warn_about_changes(self, placed: PlacedModel) -> None:
         """Warn once about changes since the checkpoint that are allowed although they affect the resulting weights."""
         if self._resumed is None:
             return
-        saved, current = self._resumed.pop("began", {}), self._changeable_settings(placed)
+        saved, current = self._resumed.pop("began", {}), self._collect_changeable_settings(placed)
         if changed_names := [name for name in current if saved.get(name, current[name]) != current[name]]:
             self._rank.warn(
-                f"changed since step {self._rank.progress.step} was saved: {', '.join(changed_names)}: the run "
+                f"{', '.join(changed_names)} changed since step {self._rank.progress.step} was saved; the run "
                 f"continues with the current values, so its weights may differ from those of an uninterrupted run"
             )
 
@@ -95,15 +95,16 @@ class LoopRecord:
                 "remove the outer loop, or pass more `steps`, which count from the start of the run",
             )
         raise make_refusal(
-            f"run.steps: no steps are left of epochs={plan.steps.epochs}: {steps_done} steps are done",
+            f"run.steps: no steps are left, because {steps_done} steps are done, and epochs={plan.steps.epochs} ends "
+            f"after step {plan.steps.total}",
             "remove the outer loop, or pass `epochs=epoch + 1`, because epochs count from the start of the run",
         )
 
     def as_dict(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the record to save in a checkpoint, as JSON-serializable values."""
-        return {**(self.loop or placed.decisive_settings()), "began": self._changeable_settings(placed)}
+        return {**(self.loop or placed.get_decisive_settings()), "began": self._collect_changeable_settings(placed)}
 
-    def _changeable_settings(self, placed: PlacedModel) -> dict[str, Any]:
+    def _collect_changeable_settings(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the settings that affect the resulting weights, but may change on resume.
 
         Learning rates are only included if there is no scheduler, because the state of a scheduler contains them.
@@ -113,7 +114,7 @@ class LoopRecord:
         return rate | ({} if self._dataset is None else {"the first or the last sample": self._dataset[1]})
 
 
-def refuse_different_loop(path: object, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def reject_different_loop(path: object, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise UsageError if the settings of the loop that saved a checkpoint differ from those of the current loop."""
     lines = [
         f"  {name}: saved {saved[name]!r}, now {current[name]!r}"

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from lockstep.config.run import RunConfig
 
-VARIABLE: Final = "LOCKSTEP_REPLAY"
+REPLAY_VARIABLE: Final = "LOCKSTEP_REPLAY"
 
 
 class ReplayRequest(NamedTuple):
@@ -19,15 +19,15 @@ class ReplayRequest(NamedTuple):
     """
 
     folder: Path
-    last: int
-    examined: bool = False
+    last_step: int
+    examines_last_step: bool = False
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables that pass this request to a script."""
-        return {VARIABLE: f"{self.last}:{int(self.examined)}:{self.folder}"}
+        return {REPLAY_VARIABLE: f"{self.last_step}:{int(self.examines_last_step)}:{self.folder}"}
 
-    def settings(self, run: RunConfig) -> RunConfig:
+    def make_run_settings(self, run: RunConfig) -> RunConfig:
         """Return the run settings for a replay, which logs and digests each step, and only writes to `folder`."""
         dir = run.dir and str(self.folder)
         return run.model_copy(update={"dir": dir, "log_every": 1, "digest_every": 1, "sinks": (), "tensorboard": False})
@@ -35,7 +35,7 @@ class ReplayRequest(NamedTuple):
 
 def read_replay_request(env: Mapping[str, str] = os.environ) -> ReplayRequest | None:
     """Return the replay request in the environment, or None if this isn't a replay."""
-    if VARIABLE not in env:
+    if REPLAY_VARIABLE not in env:
         return None
-    last, examined, folder = env[VARIABLE].split(":", 2)
+    last, examined, folder = env[REPLAY_VARIABLE].split(":", 2)
     return ReplayRequest(Path(folder), int(last), examined == "1")

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
-from lockstep.common.location import local_folder
+from lockstep.common.location import get_local_folder
 from lockstep.common.own_code import add_calling_line, make_refusal
 from lockstep.config.placement import Placement
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.sample_order import SHUFFLED, IndexFunction, SampleOrder
-from lockstep.data.items import Collate, Items
+from lockstep.data.items import Collate, MapStyleSplit
 from lockstep.errors import CorruptionError, LockstepError
 from lockstep.loop.checkpoints import LoopCheckpoints
 from lockstep.loop.dataset_check import check_dataset, warn_about_set_epoch
@@ -89,8 +89,8 @@ class Run:
         self._steps: Generator[Step] | None = None
         self._ended = False
         # The heartbeat threads call `status`, so this run isn't garbage-collected before it is closed.
-        member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
-        member.resources.enter_context(exchanges.intercept_collectives(self._gate.exchange))
+        member.rendezvous.get_status = lambda: RankStatus(self._rank.phase, self.step)
+        member.resources.enter_context(exchanges.intercept_collectives(self._gate.record_collective))
 
     @property
     def rank(self) -> int:
@@ -179,7 +179,7 @@ class Run:
                 self._checkpoints = LoopCheckpoints(self._member, placed, self._record, self._state)
                 self._checkpoints.resume()
                 interval = self._member.settings.run.digest_every
-                self._rank.keep_digests(placed.canonical, placed.strategy.traits.exactness, interval)
+                self._rank.start_digests(placed.canonical, placed.strategy.traits.exactness, interval)
         disable_optimizer(optimizer)
         self._gate.wrap_calls(
             model, placed.numerics, CallConsistencyCheck.for_groups(self._world, placed.communicating_groups)
@@ -223,14 +223,14 @@ class Run:
         refuse_autocast("run.steps")
         with add_calling_line():
             dataset = self._streams.open(dataset)
-            items = Items(dataset, collate)
+            items = MapStyleSplit(dataset, collate)
             sample_order = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
             if microbatches is None and microbatch is None:
-                microbatches = self._record.legacy_default_microbatches(batch)
+                microbatches = self._record.get_legacy_default_microbatches(batch)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last, sample_order)
             check_strategy(placed.name, placed.strategy, self.size, plan.microbatches)
         warn_about_set_epoch(self._member, dataset)
-        loop = {**placed.decisive_settings(), **plan.decisive_settings()}
+        loop = {**placed.get_decisive_settings(), **plan.get_decisive_settings()}
         self._record.check_resumed(loop)
         check = check_dataset(self._member, dataset, items)
         self._record.begin_loop(loop, dataset, check.ends_digest, epochs=epochs, steps=steps)
@@ -251,12 +251,12 @@ class Run:
         to `run.sum`. Each batch has its own random numbers, which don't depend on the number of ranks.
         """
         placed = self._begin_placed_call("run.each")
-        samples = self._evaluation.batch_size(batch)
-        self._sequence.report_complete()
+        samples = self._evaluation.resolve_batch_size(batch)
+        self._sequence.report_if_complete()
         with add_calling_line():
-            items = Items(self._streams.open(dataset), collate)
+            items = MapStyleSplit(self._streams.open(dataset), collate)
         loader = make_loader(placed, items, Steps(len(items), samples, epochs=1))
-        return self._evaluation.batches(placed, loader, samples)
+        return self._evaluation.iterate_batches(placed, loader, samples)
 
     def sum(self, values: Any) -> Any:
         """Return the sum of `values` over all ranks, the same on every rank.
@@ -291,7 +291,7 @@ class Run:
         Checkpoints record the same hash. All ranks must call this method. Raises UsageError if the weights differ
         between ranks.
         """
-        sha256 = store.weights_sha256(self._begin_placed_call("run.fingerprint").weights())
+        sha256 = store.weights_sha256(self._begin_placed_call("run.fingerprint").gather_weights())
         self._world.compare({"the SHA-256 of the weights": sha256}, _CHANGED_WEIGHTS_ADVICE)
         return sha256
 
@@ -313,14 +313,14 @@ class Run:
             if error is None:
                 self._check_call("the end of the run")
                 # Early stopping: the script left the loop early, and the last step is saved or the run has no folder.
-                if open_steps is not None and (checkpoints is None or checkpoints.has(self.step)):
+                if open_steps is not None and (checkpoints is None or checkpoints.has_saved_step(self.step)):
                     finish_loop(self._rank, self._require_placed(), checkpoints)
         except LockstepError as raised:
             error = raised
         with nullcontext() if error is None else suppress(Exception):  # after an error, the engine may be unusable
             self._evaluation.close_pass()
         if error is None:
-            self._evaluation.end_pass()
+            self._evaluation.warn_if_not_summed()
             self._rank.enter("ending")
             for saved in checkpoints.wait() if checkpoints else []:
                 self._rank.write(saved)
@@ -351,13 +351,13 @@ class Run:
     @property
     def _computing(self) -> int:
         """See OpenRun."""
-        return self._evaluation.computing
+        return self._evaluation.current_batch_id
 
-    def _is_in(self, folder: str | None) -> bool:
+    def _uses_folder(self, folder: str | None) -> bool:
         """See OpenRun."""
         if folder is None or self.dir is None:
             return False
-        return os.path.realpath(local_folder(folder)) == os.path.realpath(self.dir)
+        return os.path.realpath(get_local_folder(folder)) == os.path.realpath(self.dir)
 
     def _abandon(self) -> None:
         """Close the run even if the current step has no update yet."""
@@ -390,7 +390,7 @@ class Run:
 
     def _check_call(self, call: str) -> None:
         self._call_check.check_call(call)
-        self._logged_metrics.compare()
+        self._logged_metrics.warn_about_differences()
 
 
 def join(

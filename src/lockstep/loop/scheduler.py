@@ -37,7 +37,7 @@ class UserScheduler:
             raise make_refusal(
                 "run.place: a scheduler is not supported with a tensor lr", "pass a number as lr to the optimizer"
             )
-        if unsupported := [*_unsupported_names("", scheduler.state_dict())]:
+        if unsupported := [*_find_unsupported_names("", scheduler.state_dict())]:
             raise make_refusal(
                 f"run.place: a checkpoint cannot hold these values of the scheduler: {', '.join(unsupported)}",
                 "use a scheduler of torch.optim.lr_scheduler, such as SequentialLR, or step.update(lr=...)",
@@ -45,7 +45,7 @@ class UserScheduler:
         self._scheduler = scheduler
         self._optimizer = optimizer
         self._saved: Any = None  # the state at the save in this step, if any
-        self.initial_state = self.state()  # the state at the start of the run
+        self.initial_state = self.get_state()  # the state at the start of the run
 
     @property
     def name(self) -> str:
@@ -57,51 +57,51 @@ class UserScheduler:
         """The learning rate of the first group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def state(self) -> Any:
+    def get_state(self) -> Any:
         """Return the state of the scheduler as JSON-serializable values."""
         return _to_json(self._scheduler.state_dict())
 
-    def load(self, saved: Any, initial: Any) -> list[str]:
+    def load(self, saved_state: Any, saved_initial_state: Any) -> list[str]:
         """Load the state from a checkpoint, and return the names of the settings that the user has changed since then.
 
         The saved settings override the changed ones. `saved_initial_state` is the state that the scheduler had at the
         start of the run that saved the checkpoint.
         """
-        self._scheduler.load_state_dict(_merge_state(self._scheduler.state_dict(), saved))
+        self._scheduler.load_state_dict(_merge_state(self._scheduler.state_dict(), saved_state))
         # Checkpoints of earlier Lockstep versions have no initial state.
-        current, self.initial_state = self.initial_state, initial or self.initial_state
+        current, self.initial_state = self.initial_state, saved_initial_state or self.initial_state
         changed_names = [name for name in current if current[name] != self.initial_state.get(name)]
         return [name for name in changed_names if not name.startswith("_")] or (["schedule"] if changed_names else [])
 
-    def note_update(self) -> None:
+    def record_update(self) -> None:
         """Record that there was an update, because PyTorch warns if a scheduler is stepped before the first update."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._saved = None
 
     def record_save(self) -> None:
         """Record the state that a checkpoint saves, for `check_saved`."""
-        self._saved = self.state()
+        self._saved = self.get_state()
 
     def check_saved(self, step: int) -> None:
         """Raise UsageError if the scheduler was stepped after a save in this step.
 
         A resumed run would lose this call to `scheduler.step()`.
         """
-        if self._saved not in (None, self.state()):
+        if self._saved not in (None, self.get_state()):
             raise make_refusal(
                 f"step {step}: scheduler.step() was called after run.save, so a resumed run would lose this call",
                 "call scheduler.step() before run.save",
             )
 
 
-def _unsupported_names(name: str, value: Any) -> Iterator[str]:
+def _find_unsupported_names(name: str, value: Any) -> Iterator[str]:
     """Yield the names of the values in a scheduler state that aren't numbers, strings or functions."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _unsupported_names(f"{name}.{key}" if name else str(key), item)
+            yield from _find_unsupported_names(f"{name}.{key}" if name else str(key), item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _unsupported_names(name, item)
+            yield from _find_unsupported_names(name, item)
     elif isinstance(value, LRScheduler) or not (isinstance(value, int | float | str | None) or callable(value)):
         yield name
 

@@ -21,7 +21,7 @@ from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 _MAX_PATH_BYTES: Final = 4096  # PATH_MAX of Linux
 
 
-def start_script(path: str, arguments: Sequence[str], count: int) -> int:
+def start_script(path: str, arguments: Sequence[str], num_processes: int) -> int:
     """Run a script in `num_processes` processes on this machine and return the exit code."""
     if not Path(path).is_file():
         raise UsageError(f"{path}: file not found; pass a script that calls lockstep.join")
@@ -29,7 +29,7 @@ def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     # The folder of the last run that the script opened. There is no lock, because a process could die while holding it.
     claimed = RawArray("c", _MAX_PATH_BYTES)
     work = partial(_run_worker, path, [path, *arguments], claimed)
-    code = run_on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
+    code = run_on_ranks(work, None, Placement(), num_processes, on_failure=failures.append, in_subprocess=True)
     if failures and claimed.value:  # the failed script couldn't write the end status of its run
         write_exit(Path(os.fsdecode(claimed.value)), code, failures[-1])
     return code
@@ -42,16 +42,18 @@ def run_script(path: str, argv: Sequence[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def _run_worker(path: str, argv: Sequence[str], claimed: Any, _ready: None, rendezvous: Rendezvous) -> int:
+def _run_worker(
+    script_path: str, argv: Sequence[str], shared_folder_path: Any, _ready: None, rendezvous: Rendezvous
+) -> int:
     def claim(folder: Path) -> None:
-        claimed.value = os.fsencode(folder.absolute())
+        shared_folder_path.value = os.fsencode(folder.absolute())
 
-    context = WorkerContext(rendezvous, claimed=claim)
+    context = WorkerContext(rendezvous, on_claim=claim)
     WORKER_CONTEXT.set(context)
     code = EXIT_DONE
     try:
         with explain_errors(context.runs):
-            run_script(path, argv)
+            run_script(script_path, argv)
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise

@@ -14,12 +14,12 @@ _AFTER_LOOP: Final = 3
 
 
 @final
-class StepDraws:
+class StepSeeder:
     """Seeds the random number generators within a step. The seeds depend on `loop_key` and on the index of the step."""
 
-    def __init__(self, world: World, loop_key: int, number: int) -> None:
+    def __init__(self, world: World, loop_key: int, step_index: int) -> None:
         self._world = world
-        self._key = random.extend_key(loop_key, number)
+        self._key = random.extend_key(loop_key, step_index)
 
     def seed_step_start(self) -> None:
         """Seed all generators at the start of the step."""
@@ -40,9 +40,9 @@ def seed_all(world: World, key: int) -> None:
     world.seed(key)
 
 
-def seed_after_loop(world: World, seed: int, steps: int) -> None:
+def seed_after_loop(world: World, seed: int, num_steps: int) -> None:
     """Seed all generators after a loop that ends after `num_steps` steps.
 
     This way, a resumed script that skips the loop draws the same random numbers after the loop.
     """
-    seed_all(world, random.extend_key(random.key(random.OWN_LOOP, seed, steps), _AFTER_LOOP))
+    seed_all(world, random.extend_key(random.make_key(random.OWN_LOOP, seed, num_steps), _AFTER_LOOP))

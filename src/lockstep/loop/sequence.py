@@ -14,15 +14,15 @@ from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.meeting import SameCallCheck
 from lockstep.loop.member import Member
 from lockstep.loop.model import Gate, StrayModuleCheck
-from lockstep.loop.model_modes import find_mode_dependent_layer, is_evaluating
+from lockstep.loop.model_modes import find_mode_dependent_layer, is_in_evaluation_mode
 from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
-from lockstep.loop.seeding import StepDraws
-from lockstep.loop.state import ScriptState, state_digests
+from lockstep.loop.seeding import StepSeeder
+from lockstep.loop.state import ScriptState, compute_state_digests
 from lockstep.loop.step import Step
 from lockstep.loop.step_sums import StepSums
 from lockstep.parallel.audited import Computation
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 from lockstep.training.turn import TrainingStep
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -50,13 +50,13 @@ class StepSequence:
         self._state = state
         self._step: Step | None = None
         self._training_step: TrainingStep | None = None  # the data and the results of the current step
-        self._reports: StepReports | None = None  # the reports of the current loop
+        self._reports: StepReporter | None = None  # the reports of the current loop
         # The loss checks by the index of the update within a step, from 0, and by the name of the loss.
-        self._losses: dict[tuple[int, str], LossCheck] = {}
-        self._modules_checked = 0  # the number of updates per step whose module calls are already checked
+        self._loss_checks: dict[tuple[int, str], LossCheck] = {}
+        self._num_checked_updates = 0  # the number of updates per step whose module calls are already checked
         self._sums = StepSums(self._rank.world)  # the sums of the current step
         self._has_loops = False
-        self._draws_key = random.key(random.OWN_LOOP, member.settings.seed)
+        self._draws_key = random.make_key(random.OWN_LOOP, member.settings.seed)
         self._plan: LoopPlan
 
     def begin_loop(self) -> bool:
@@ -69,7 +69,7 @@ class StepSequence:
         placed: PlacedModel,
         plan: LoopPlan,
         training_step: TrainingStep,
-        reports: StepReports,
+        reports: StepReporter,
         audit: Callable[[], Iterator[Computation]] | None,
         examination: Examination | None,
     ) -> Step:
@@ -77,8 +77,8 @@ class StepSequence:
         self._rank.phase = "training"
         self._reports, self._plan = reports, plan
         placed.modes.restore()
-        self._metrics.compare()
-        self._evaluation.end_pass()
+        self._metrics.warn_about_differences()
+        self._evaluation.warn_if_not_summed()
         self._training_step = training_step
         self._state.forget_save()
         self._step = Step(
@@ -87,9 +87,9 @@ class StepSequence:
             min(plan.microbatches, training_step.step.samples),
             placed,
             _make_stray_check=self._make_stray_check,
-            _losses=self._get_loss_check,
+            _get_loss_check=self._get_loss_check,
             _sums=self._sums,
-            _draws=StepDraws(self._rank.world, self._draws_key, training_step.step.number),
+            _seeder=StepSeeder(self._rank.world, self._draws_key, training_step.step.number),
             _audit=audit,
             _examination=examination,
         )
@@ -103,7 +103,7 @@ class StepSequence:
         self._call_check.check_early_exits()
         placed.guard.check(full=False)
         if not self._step.updated:
-            raise self._step._unfinished()
+            raise self._step._make_unfinished_error()
         if placed.scheduler is not None:
             placed.scheduler.check_saved(self._step.number)
         self._state.check_saved(self._step.number)
@@ -111,7 +111,7 @@ class StepSequence:
         self._step = None
         if self._observe is not None:
             assert self._training_step.sums is not None
-            digests = {**placed.digests(), **state_digests(self._state.tensors())}
+            digests = {**placed.compute_digests(), **compute_state_digests(self._state.get_tensors())}
             self._observe(self._training_step.step.number + 1, float(self._training_step.sums.loss), digests)
 
     def refuse_within_step(self, call: str) -> None:
@@ -125,7 +125,7 @@ class StepSequence:
             for event in self._reports.report(self._training_step):
                 self._rank.write(event)
 
-    def report_complete(self) -> None:
+    def report_if_complete(self) -> None:
         """Report the step, unless the loop can still iterate over it again. In that case, it is reported later."""
         if self._step is not None and not self._step._repeatable:
             self.report()
@@ -143,11 +143,11 @@ class StepSequence:
             self._reports.check()  # also checks the losses of steps that aren't reported
 
     def leave_unfinished(self) -> Exception | None:
-        """If the current step has no update yet, leave it and return an error for it. Otherwise, return None."""
+        """If the current step has no update yet, end it and return an error that says so. Otherwise, return None."""
         if self._step is None or self._step.updated:
             return None
         self._step._leave(early=True)
-        return self._step._unfinished()
+        return self._step._make_unfinished_error()
 
     def abandon(self) -> None:
         """Leave the current step even if it has no update yet."""
@@ -155,30 +155,30 @@ class StepSequence:
             self._step._leave(early=True)
             self._step = None
 
-    def _get_loss_check(self, phase: int, name: str) -> LossCheck:
+    def _get_loss_check(self, update_index: int, name: str) -> LossCheck:
         """Return the LossCheck of a loss. `update_index` is the index of the update within a step, from 0.
 
         `name` is the name of the loss, or "" if a step has a single loss.
         """
-        if (phase, name) not in self._losses:
-            self._losses[phase, name] = LossCheck(self._rank.world.size, self._rank.warn, name)
-        return self._losses[phase, name]
+        if (update_index, name) not in self._loss_checks:
+            self._loss_checks[update_index, name] = LossCheck(self._rank.world.size, self._rank.warn, name)
+        return self._loss_checks[update_index, name]
 
     def _make_stray_check(
-        self, placed: PlacedModel, training_step: TrainingStep, phase: int
+        self, placed: PlacedModel, training_step: TrainingStep, update_index: int
     ) -> StrayModuleCheck | None:
         """Return a module check for an update within a step, or None if this rank has already run this check."""
-        if self._modules_checked > phase:
+        if self._num_checked_updates > update_index:
             return None
-        self._modules_checked = phase + 1
+        self._num_checked_updates = update_index + 1
         if placed.placed_in_evaluation:
             _check_mode(placed.model)
-        return StrayModuleCheck(placed.model, training_step.microbatches[0].samples, self._plan.single_sample_note)
+        return StrayModuleCheck(placed.model, training_step.microbatches[0].num_samples, self._plan.single_sample_note)
 
 
 def _check_mode(model: nn.Module) -> None:
     """Raise UsageError if the model is in evaluation mode and has a layer that depends on the mode."""
-    if is_evaluating(model) and (layer := find_mode_dependent_layer(model)):
+    if is_in_evaluation_mode(model) and (layer := find_mode_dependent_layer(model)):
         raise make_refusal(
             f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, but the result of "
             f"{layer}, depends on the mode",

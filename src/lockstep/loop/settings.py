@@ -11,7 +11,7 @@ from lockstep.config.base import Section, Threads
 from lockstep.config.document import SourcePosition, format_key
 from lockstep.config.placement import Placement
 from lockstep.config.run import RunConfig
-from lockstep.config.wording import find_problems
+from lockstep.config.wording import convert_validation_error
 from lockstep.core.precision import Precision, translate_precision
 from lockstep.errors import ConfigError
 
@@ -28,7 +28,7 @@ _UNSUPPORTED_KEYS: Final = {
 }
 
 
-class Settings(Section):
+class JoinSettings(Section):
     """The validated arguments of `lockstep.join`."""
 
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
@@ -45,7 +45,7 @@ def validate_settings(
     threads: int,
     placement: Mapping[str, Any] | Placement | None,
     run: Mapping[str, Any] | None,
-) -> Settings:
+) -> JoinSettings:
     """Validate the arguments of `lockstep.join`.
 
     Raises ConfigError with a list of all invalid arguments and the calling line. Keys that aren't supported in a custom
@@ -62,9 +62,9 @@ def validate_settings(
         "run": run_values,
     }
     try:
-        validated = Settings.model_validate(arguments)
+        validated = JoinSettings.model_validate(arguments)
     except ValidationError as error:
-        raise ConfigError([str(problem) for problem in find_problems(error, {(): position})]) from None
+        raise ConfigError([str(problem) for problem in convert_validation_error(error, {(): position})]) from None
     set_fields = {"placement": validated.placement.model_fields_set, "run": validated.run.model_fields_set}
     if rejected_keys := [key for key in _UNSUPPORTED_KEYS if key[1] in set_fields[key[0]]]:
         raise ConfigError(

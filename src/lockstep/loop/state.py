@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
 # The plain values of `run.state` as JSON, and a digest of each tensor. Equal states have equal summaries.
-Summary = tuple[str, dict[str, str]]
+StateSummary = tuple[str, dict[str, str]]
 
 _VALUE_ADVICE: Final = "store only numbers, strings, tensors, lists and dicts with string keys in it"
 
@@ -32,22 +32,22 @@ class ScriptState:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._saved: tuple[Summary, str] | None = None  # the saved summary and the line of the save, if any
+        self._saved: tuple[StateSummary, str] | None = None  # the saved summary and the line of the save, if any
         self.values: dict[str, Any] = {}
 
     def split(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the plain values, and the tensors by path. See `split_state`."""
         return split_state(self.values, self._world.device)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def get_tensors(self) -> dict[str, Tensor]:
         """Return the tensors by path."""
         return self.split()[1]
 
-    def load(self, path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def load(self, path: object, plain_values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the values of the checkpoint at `path`."""
-        self.values |= join_state(path, plain, tensors, self._world.device)
+        self.values |= join_state(path, plain_values, tensors, self._world.device)
 
-    def record_save(self, summary: Summary, call_site: str) -> None:
+    def record_save(self, summary: StateSummary, call_site: str) -> None:
         """Record a summary of the values that a checkpoint saves, and the line of the save."""
         self._saved = summary, call_site
 
@@ -65,9 +65,9 @@ class ScriptState:
                 saved[1],
             )
 
-    def _summarize(self) -> Summary:
+    def _summarize(self) -> StateSummary:
         plain, tensors = self.split()
-        return json.dumps(plain, sort_keys=True), state_digests(tensors)
+        return json.dumps(plain, sort_keys=True), compute_state_digests(tensors)
 
 
 def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -76,12 +76,12 @@ def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[st
     Raises UsageError if a checkpoint can't restore a value exactly.
     """
     tensors: dict[str, Tensor] = {}
-    plain = _split_tensors(state, (), tensors)
+    plain = _extract_tensors(state, (), tensors)
     if (restored := _restore_value(plain)) != plain:
         value_path, reason = next(_find_unrestorable(plain, ()), ((), "would not be restored exactly"))
-        raise make_refusal(f"{_display_path(value_path)} {reason}", _VALUE_ADVICE)
+        raise make_refusal(f"{_format_path(value_path)} {reason}", _VALUE_ADVICE)
     for path, tensor in tensors.items():
-        _check_restorable(display_name(path), tensor, device)
+        _check_restorable(format_tensor_name(path), tensor, device)
     _check_no_overlap(tensors)
     plain = restored  # a copy, because the script may change `run.state` while a save is in progress
     return plain, tensors
@@ -92,7 +92,7 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, st
 
     All ranks must call this function.
     """
-    own_digests = state_digests(tensors)
+    own_digests = compute_state_digests(tensors)
     rank_0_digests, *other_digests = [own_digests] if world.size == 1 else world.all_gather_json(own_digests)
     for rank, digests in enumerate(other_digests, start=1):
         differing_name = next(
@@ -107,7 +107,7 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, st
     return own_digests
 
 
-def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+def check_shares_no_memory(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise UsageError if a tensor in `run.state` shares memory with a parameter or buffer of the placed model."""
     named_tensors = (*model.named_parameters(), *model.named_buffers())
     spans = sorted(
@@ -120,25 +120,25 @@ def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         index = bisect_right(spans, start, key=itemgetter(1))  # the first tensor that ends after `start`
         if tensor.numel() and index < len(spans) and spans[index][0] < end:
             raise make_refusal(
-                f"{display_name(path)} shares memory with {spans[index][2]} of the placed model, but would be a copy "
-                f"after a resume",
+                f"{format_tensor_name(path)} shares memory with {spans[index][2]} of the placed model, but a resume "
+                "would restore it as a separate tensor",
                 "store a copy: tensor.clone(), or copy.deepcopy(model.state_dict()) for all of them",
             )
 
 
-def state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def compute_state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a digest of each tensor by its display name. The digest includes the dtype and the shape."""
-    return {display_name(path): store.weights_sha256({"": tensor}) for path, tensor in tensors.items()}
+    return {format_tensor_name(path): store.weights_sha256({"": tensor}) for path, tensor in tensors.items()}
 
 
 def join_state(
-    path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+    path: object, plain_values: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Return the `run.state` for plain values and tensors from `split_state`, with the tensors on `device`.
 
     `path` is the checkpoint, for errors. Raises UsageError if the plain values have no None at the path of a tensor.
     """
-    state = dict(plain)
+    state = dict(plain_values)
     for name, tensor in tensors.items():
         try:
             *keys, last_key = parse_json(name)
@@ -155,25 +155,25 @@ def join_state(
     return state
 
 
-def display_name(path: str) -> str:
+def format_tensor_name(path: str) -> str:
     """Return the name of a tensor in `run.state` for messages, such as `run.state["queues"][0]`."""
-    return _display_path(parse_json(path))
+    return _format_path(parse_json(path))
 
 
-def _display_path(path: Sequence[str | int]) -> str:
+def _format_path(path: Sequence[str | int]) -> str:
     return "run.state" + "".join(f"[{json.dumps(key)}]" for key in path)
 
 
-def _split_tensors(value: Any, path: tuple[str | int, ...], tensors: dict[str, Tensor]) -> Any:
+def _extract_tensors(value: Any, path: tuple[str | int, ...], tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[json.dumps(path)] = value
         return None
     if isinstance(value, Mapping):  # such as a state_dict()
         if (key := next((item for item in value if not isinstance(item, str)), None)) is not None:
-            raise make_refusal(f"{_display_path(path)} has a key that is not a string: {key!r}", _VALUE_ADVICE)
-        return {key: _split_tensors(item, (*path, key), tensors) for key, item in value.items()}
+            raise make_refusal(f"{_format_path(path)} has a key that is not a string: {key!r}", _VALUE_ADVICE)
+        return {key: _extract_tensors(item, (*path, key), tensors) for key, item in value.items()}
     if type(value) is list:
-        return [_split_tensors(item, (*path, index), tensors) for index, item in enumerate(value)]
+        return [_extract_tensors(item, (*path, index), tensors) for index, item in enumerate(value)]
     return value
 
 
@@ -212,9 +212,9 @@ def _check_no_overlap(tensors: Mapping[str, Tensor]) -> None:
         if start < end:
             first_path, later_path = sorted((left_path, right_path), key=[*tensors].index)
             raise make_refusal(
-                f"{display_name(later_path)} shares memory with {display_name(first_path)}, but would not after a "
-                f"resume",
-                f"clone it: {display_name(later_path)} = tensor.clone()",
+                f"{format_tensor_name(later_path)} shares memory with {format_tensor_name(first_path)}, but a resume "
+                "would restore them as separate tensors",
+                f"clone it: {format_tensor_name(later_path)} = tensor.clone()",
             )
 
 
@@ -238,10 +238,11 @@ def _check_restorable(name: str, tensor: Tensor, device: torch.device) -> None:
         raise make_refusal(str(error), "convert it to a different dtype") from None
     if tensor.device != device:
         raise make_refusal(
-            f"{name} is on {tensor.device}, but would be on {device} after a resume", f"move it to run.device: {device}"
+            f"{name} is on {tensor.device}, but a resume would restore it on {device}",
+            f"move it to run.device: {device}",
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise make_refusal(
-            f"{name} is a non-contiguous or conjugate view, but would be contiguous after a resume",
+            f"{name} is a non-contiguous or conjugate view, but a resume would restore a contiguous tensor",
             f"make it contiguous: {name} = tensor.contiguous().clone()",
         )

@@ -12,12 +12,18 @@ from torch import Tensor
 from lockstep.common.own_code import find_calling_line, make_refusal
 from lockstep.core.batch import Batch
 from lockstep.loop.examination import Examination
-from lockstep.loop.forward import Forward
+from lockstep.loop.forward import ForwardContext
 from lockstep.loop.loss_check import LossCheck
-from lockstep.loop.losses import NamedArgument, has_names, make_losses, missing_weights_error, named_arguments
+from lockstep.loop.losses import (
+    NamedLossArgument,
+    has_named_losses,
+    make_losses,
+    make_missing_weights_error,
+    parse_named_losses,
+)
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.placed import PlacedModel
-from lockstep.loop.seeding import StepDraws
+from lockstep.loop.seeding import StepSeeder
 from lockstep.loop.step_pass import StepPass
 from lockstep.loop.step_sums import StepSums
 from lockstep.loop.update_settings import make_update_settings
@@ -42,21 +48,21 @@ class Step:
 
     _training_step: TrainingStep
     _gate: Gate
-    _leaves: int
+    _num_microbatches: int
     _placed: PlacedModel
     _make_stray_check: Callable[[PlacedModel, TrainingStep, int], StrayModuleCheck | None]
-    _losses: Callable[[int, str], LossCheck]
+    _get_loss_check: Callable[[int, str], LossCheck]
     _sums: StepSums
-    _draws: StepDraws
+    _seeder: StepSeeder
     _audit: Callable[[], Iterator[Computation]] | None
     _examination: Examination | None = None  # set if a replay examines this step
 
     def __post_init__(self) -> None:
         self._engine, self._guard = self._placed.engine, self._placed.guard
-        self._pass = StepPass(self._training_step, self._placed, self._leaves, self._audit)
-        self._forward = Forward(self._training_step.step, self._placed, self._gate, self._examination)
+        self._pass = StepPass(self._training_step, self._placed, self._num_microbatches, self._audit)
+        self._forward = ForwardContext(self._training_step.step, self._placed, self._gate, self._examination)
         self._duplicate = self._updated = self._saved = False
-        self._draws.seed_step_start()
+        self._seeder.seed_step_start()
 
     @property
     def number(self) -> int:
@@ -167,44 +173,49 @@ class Step:
         current = self._pass
         if current.has_begun:
             raise make_refusal(
-                f"step {self.number}: a second iteration over its micro-batches without step.update(of=...) after the "
-                f"first",
+                f"step {self.number}: its micro-batches are iterated over twice without step.update(of=...) in between",
                 'end each iteration with an update of its own optimizer groups, such as step.update(of="D") for '
                 '{"params": ..., "name": "D"}, or pass the sum of all losses to step.backward in a single iteration',
             )
         if self._saved:
             raise make_refusal(
-                f"step {self.number}: an iteration over its micro-batches after run.save",
+                f"step {self.number}: its micro-batches are iterated over after run.save",
                 "call run.save after the last update of a step, because a resumed run begins with the next step",
             )
         current.has_begun, self._updated = True, False
         self._sums.begin()
         self._gate.step = self._guard.step = self.number
         try:
-            for microbatch in current.microbatches():
+            for microbatch in current.iterate_microbatches():
                 is_first = not current.backward_count
                 if not is_first:
                     self._guard.check(full=False, modes=True)
                 stray_check = (
-                    self._make_stray_check(self._placed, self._training_step, current.number) if is_first else None
+                    self._make_stray_check(self._placed, self._training_step, current.num_earlier_passes)
+                    if is_first
+                    else None
                 )
-                self._duplicate = microbatch.dummy
-                self._draws.seed_microbatch(microbatch.index)
+                self._duplicate = microbatch.is_dummy
+                self._seeder.seed_microbatch(microbatch.index)
                 self._forward.enter(
-                    microbatch, stray_check, is_extra=current.is_extra, first=is_first, iteration=current.number
+                    microbatch,
+                    stray_check,
+                    is_extra=current.is_extra,
+                    is_first=is_first,
+                    iteration=current.num_earlier_passes,
                 )
                 yield microbatch.batch
                 if self._forward.microbatch is not None:
                     raise make_refusal(
-                        f"step {self.number}: no backward for micro-batch {current.backward_count + 1} of "
-                        f"{current.expected}",
+                        f"step {self.number}: step.backward was not called for micro-batch "
+                        f"{current.backward_count + 1} of {current.num_expected}",
                         "call step.backward(mean=loss), not loss.backward(), for each micro-batch",
                     )
         finally:
-            if current.complete:
+            if current.is_complete:
                 # Seed before the update, because a script may draw random numbers for the next step before it calls
                 # `update`.
-                self._draws.seed_after_microbatches()
+                self._seeder.seed_after_microbatches()
             else:
                 current.left_at = find_calling_line()
                 self._leave(early=True)
@@ -248,12 +259,12 @@ class Step:
         """
         number = self.number
         if self._training_step.step.weights is not None:
-            arguments = named_arguments(number, mean, sum, unnamed, self._training_step.step.weights)
-            self._compute(self._microbatch_of_backward(), *self._check_named(arguments))
+            arguments = parse_named_losses(number, mean, sum, unnamed, self._training_step.step.weights)
+            self._run_backward(self._require_microbatch(), *self._check_named_losses(arguments))
             return
         if unnamed or (mean is None) == (sum is None):
-            if has_names(mean, sum):
-                raise missing_weights_error(number)
+            if has_named_losses(mean, sum):
+                raise make_missing_weights_error(number)
             problem = "both mean= and sum=" if mean is not None and sum is not None else "a loss without a name"
             raise make_refusal(
                 f"step {number}: step.backward received {problem if unnamed or mean is not None else 'no loss'}",
@@ -262,24 +273,24 @@ class Step:
             )
         loss: Any = sum if mean is None else mean
         is_mean = mean is not None
-        microbatch = self._microbatch_of_backward()
-        self._losses(self._pass.number, "").check(
+        microbatch = self._require_microbatch()
+        self._get_loss_check(self._pass.num_earlier_passes, "").check(
             number,
             loss,
             microbatch,
-            self._leaves,
+            self._num_microbatches,
             self._gate.output_nodes,
             mean=is_mean,
-            has_weights=self._training_step.step.counted is not None,
+            has_weights=self._training_step.step.total_weight is not None,
             step_weight=self.weight,
         )
         self._forward.check_loss(loss)
         if is_mean and not microbatch.weight:
             for node in self._gate.output_nodes:  # the gradient of a mean over a weight of 0 is nan
-                node.register_prehook(_zeros)
-        self._compute(microbatch, loss, is_mean)
+                node.register_prehook(_zero_gradients)
+        self._run_backward(microbatch, loss, is_mean)
 
-    def _microbatch_of_backward(self) -> MicroBatch:
+    def _require_microbatch(self) -> MicroBatch:
         """Return the current micro-batch. Raises UsageError if there is none."""
         microbatch = self._forward.microbatch
         if microbatch is None:
@@ -292,16 +303,16 @@ class Step:
             )
         return microbatch
 
-    def _check_named(self, arguments: Sequence[NamedArgument]) -> tuple[Losses, bool]:
+    def _check_named_losses(self, arguments: Sequence[NamedLossArgument]) -> tuple[Losses, bool]:
         """Check the named losses, and return them for the engine with `is_mean`, which is False for named losses."""
-        microbatch, step = self._microbatch_of_backward(), self._training_step.step
+        microbatch, step = self._require_microbatch(), self._training_step.step
         assert microbatch.weights is not None
         for name, loss, is_mean in arguments:
-            self._losses(self._pass.number, name).check(
+            self._get_loss_check(self._pass.num_earlier_passes, name).check(
                 self.number,
                 loss,
                 replace(microbatch, weight=microbatch.weights[name]),
-                self._leaves,
+                self._num_microbatches,
                 self._gate.output_nodes,
                 mean=is_mean,
                 has_weights=True,
@@ -310,7 +321,7 @@ class Step:
         self._forward.check_loss(*(loss for _, loss, _ in arguments))
         return make_losses(arguments, microbatch, step, self._gate.output_nodes), False
 
-    def _compute(self, microbatch: MicroBatch, loss: Tensor | Losses, is_mean: bool) -> None:
+    def _run_backward(self, microbatch: MicroBatch, loss: Tensor | Losses, is_mean: bool) -> None:
         """End the forward pass of a micro-batch, and run its backward pass."""
         number = self.number
         self._leave()
@@ -329,7 +340,7 @@ class Step:
         finally:
             self._gate.recomputing = False
             if self._examination is not None:
-                self._examination.leave()
+                self._examination.stop_observing()
         self._guard.block_gradient_writes()
         self._guard.mark()
         self._gate.ended_at = self._guard.last
@@ -351,32 +362,32 @@ class Step:
                 f"step {number}: step.update was called twice",
                 "call it once for each step, or once with of= after each iteration over its micro-batches",
             )
-        if not self._pass.complete:
-            raise self._unfinished()
+        if not self._pass.is_complete:
+            raise self._make_unfinished_error()
         self._guard.check(full=False, updating=True)
         self._guard.restore_gradients()
         placed = self._placed
-        settings = make_update_settings(number, placed, lr, clip, of, audited=self._pass.audited)
-        self._sums.end(has_idle_ranks=placed.has_idle_ranks(self._leaves))
-        placed.submit_settings(number, settings.rate, settings.clip, of, self._sums.names)
+        settings = make_update_settings(number, placed, lr, clip, of, audited=self._pass.is_audited)
+        self._sums.end(has_idle_ranks=placed.has_idle_ranks(self._num_microbatches))
+        placed.register_update_settings(number, settings.rate, settings.clip, of, self._sums.names)
         self._gate.step = self._guard.step = 0
-        sums = self._pass.sums()
+        sums = self._pass.reduce_sums()
         self._sums.store_totals(sums.counts)
         self._training_step.record_digest()
         if self._examination is None:
             updated = self._engine.update(settings.rate, settings.clip, settings.groups)
         else:
             update = partial(self._engine.update, settings.rate, settings.clip, settings.groups)
-            updated = self._examination.update(update, all_groups=of is None)
+            updated = self._examination.run_update(update, all_groups=of is None)
         self._training_step.record_update(settings.reported_rate, sums, updated)
         self._updated = True
         if of is not None:
             self._pass.start_over()
         if placed.scheduler is not None:
-            placed.scheduler.note_update()
+            placed.scheduler.record_update()
         placed.audit.kept_state.record_step(self._training_step.step)
         if self._examination is not None and of is None:
-            self._examination.finish()  # before `update` returns, because the script may exit if step.loss is nan
+            self._examination.report_step()  # before `update` returns, because the script may exit if step.loss is nan
         self._guard.mark(weights_changed=True)
 
     @property
@@ -384,15 +395,15 @@ class Step:
         """Whether the script may iterate over the micro-batches again to update different groups."""
         return not self._pass.has_begun
 
-    def _unfinished(self) -> Exception:
+    def _make_unfinished_error(self) -> Exception:
         """Return the error to raise if the loop leaves the step before its update."""
-        return self._pass.unfinished()
+        return self._pass.make_unfinished_error()
 
     def _leave(self, early: bool = False) -> None:
         """Leave the context of the current forward pass, if there is one. Set `early` if it ended with an error."""
         self._forward.leave(early=early)
 
 
-def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _zero_gradients(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Replace the gradients of a node's outputs with zeros. Used as a prehook of an autograd node."""
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)

@@ -12,7 +12,7 @@ from typing import final
 
 from lockstep.common.own_code import make_refusal
 from lockstep.loop.placed import PlacedModel
-from lockstep.loop.step_sums import ROOM
+from lockstep.loop.step_sums import MAX_SUMS
 from lockstep.parallel.audited import Computation
 from lockstep.parallel.engine import Sums
 from lockstep.tasks.base import MicroBatch
@@ -33,49 +33,49 @@ class StepPass:
         self,
         training_step: TrainingStep,
         placed: PlacedModel,
-        leaves: int,
+        num_microbatches: int,
         audit: Callable[[], Iterator[Computation]] | None = None,
     ) -> None:
         self._training_step = training_step
         self._engine, self._guard = placed.engine, placed.guard
-        self._leaves = leaves
+        self._num_microbatches = num_microbatches
         self._audit = audit
-        self._part = Computation(training_step.microbatches)
-        self.number = 0  # the number of earlier iterations, which ended with an update
+        self._computation = Computation(training_step.microbatches)
+        self.num_earlier_passes = 0  # the number of earlier iterations, which ended with an update
         self.has_begun = False
         self.backward_count = 0  # the number of completed backward passes
         self.left_at = ""  # the line where the script left the loop early, if it did
 
     @property
-    def audited(self) -> bool:
+    def is_audited(self) -> bool:
         """Whether the step is audited."""
         return self._audit is not None
 
     @property
     def is_extra(self) -> bool:
         """Whether the current micro-batch is an extra micro-batch of an audit."""
-        return self._part.is_extra
+        return self._computation.is_extra
 
     @property
-    def expected(self) -> int:
+    def num_expected(self) -> int:
         """The number of micro-batches of this rank, without the extra micro-batches of an audit."""
         return len(self._training_step.microbatches)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the loop has computed all micro-batches of this iteration."""
         return (
             self.has_begun
-            and self.backward_count >= self.expected
-            and (self._audit is None or self._part.sums is not None)
+            and self.backward_count >= self.num_expected
+            and (self._audit is None or self._computation.sums is not None)
         )
 
-    def microbatches(self) -> Iterator[MicroBatch]:
+    def iterate_microbatches(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches that the loop must compute. In an audited step, also reduces the gradient."""
-        for part in [self._part] if self._audit is None else self._audit():
-            self._part = part
+        for part in [self._computation] if self._audit is None else self._audit():
+            self._computation = part
             if not part.is_extra:
-                self._engine.begin(part.microbatches, self._training_step.step, self._leaves, ROOM)
+                self._engine.begin(part.microbatches, self._training_step.step, self._num_microbatches, MAX_SUMS)
             if self.backward_count:
                 self._guard.block_gradient_writes()
             yield from part.microbatches
@@ -87,23 +87,24 @@ class StepPass:
             self._guard.block_gradient_writes()
             self._guard.mark()
 
-    def sums(self) -> Sums:
+    def reduce_sums(self) -> Sums:
         """Return the sums of the step over all ranks. Reduces the gradient, unless the audit has already reduced it."""
-        return self._part.sums or self._engine.end()
+        return self._computation.sums or self._engine.end()
 
     def start_over(self) -> None:
         """Prepare for the next iteration over the step, after an update of some groups of the optimizer."""
-        self.number += 1
-        self.has_begun, self.backward_count, self._part = False, 0, Computation(self._training_step.microbatches)
+        self.num_earlier_passes += 1
+        self.has_begun, self.backward_count, self._computation = False, 0, Computation(self._training_step.microbatches)
 
-    def unfinished(self) -> Exception:
+    def make_unfinished_error(self) -> Exception:
         """Return the error to raise if the loop leaves the step before its update."""
         number = self._training_step.step.number + 1
         # In a worker of mp.spawn, torch catches an exception of the script, and reports it after the run is closed.
         cause = "if an exception ended this process, see its traceback; otherwise " if parent_process() else ""
-        if not self.complete:
+        if not self.is_complete:
             return make_refusal(
-                f"step {number}: the loop left the step after {self.backward_count} of {self.expected} micro-batches",
+                f"step {number}: the loop left the step after {self.backward_count} of {self.num_expected} "
+                "micro-batches",
                 f"{cause}let `for batch in step` run to its end, with a step.backward for each micro-batch, because "
                 f"other ranks wait for them",
                 self.left_at,

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.common.own_code import make_refusal
 
-ROOM: Final = 16  # the maximum number of names per step
+MAX_SUMS: Final = 16  # the maximum number of names per step
 _NO_TOTALS: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -53,9 +53,9 @@ class StepSums:
                     "pass numbers or 0-dim tensors, such as correct=(outputs.argmax(1) == y).sum()",
                 )
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
-        if len(self._values) > ROOM:
+        if len(self._values) > MAX_SUMS:
             raise make_refusal(
-                f"step {step}: step.sum received {len(self._values)} names, but at most {ROOM} are supported",
+                f"step {step}: step.sum received {len(self._values)} names, but at most {MAX_SUMS} are supported",
                 "pass fewer names",
             )
 
@@ -72,7 +72,7 @@ class StepSums:
             )
         if not names:
             return None
-        vector = torch.zeros(ROOM, dtype=torch.float64, device=self._world.device)
+        vector = torch.zeros(MAX_SUMS, dtype=torch.float64, device=self._world.device)
         for index, name in enumerate(names):
             vector[index] = values[name]
         return vector
@@ -86,12 +86,12 @@ class StepSums:
         if has_idle_ranks:
             self.names = next((tuple(names) for names in self._world.all_gather_json(self.names) if names), ())
 
-    def store_totals(self, counts: Tensor | None) -> None:
+    def store_totals(self, reduced_vector: Tensor | None) -> None:
         """Store the totals of the iteration over all ranks. `reduced_vector` is the sum of the vectors of all ranks."""
-        if counts is None:
+        if reduced_vector is None:
             self.totals = _NO_TOTALS
         else:
-            self.totals = MappingProxyType({name: counts[index] for index, name in enumerate(self.names)})
+            self.totals = MappingProxyType({name: reduced_vector[index] for index, name in enumerate(self.names)})
 
 
 def _format_names(names: tuple[str, ...]) -> str:

@@ -4,10 +4,10 @@ from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 from lockstep.comm.world import World
-from lockstep.data.items import preserve_generators
+from lockstep.data.items import preserve_rng_states
 from lockstep.data.streams.find import find_shards
 from lockstep.data.streams.index import ShardIndex
-from lockstep.data.streams.sharded import Sharded, Shards
+from lockstep.data.streams.sharded import ShardedDataset, Shards
 
 _SAME_SHARDS: Final = "pass the same shards on every rank, because run.steps distributes the samples"
 
@@ -18,7 +18,7 @@ class Streams:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._opened: WeakKeyDictionary[Any, Sharded] = WeakKeyDictionary()
+        self._opened: WeakKeyDictionary[Any, ShardedDataset] = WeakKeyDictionary()
 
     def open(self, dataset: Any) -> Any:
         """Return a map-style dataset for an iterable dataset whose shards are known, and any other object unchanged.
@@ -31,16 +31,16 @@ class Streams:
             return dataset
         opened = self._opened.get(dataset)
         if opened is None:
-            with preserve_generators():  # indexing calls functions of the user, which may draw random numbers
-                opened = self._opened[dataset] = self._index(shards, dataset)
+            with preserve_rng_states():  # indexing calls functions of the user, which may draw random numbers
+                opened = self._opened[dataset] = self._index_shards(shards, dataset)
         return opened
 
-    def _index(self, shards: Shards, dataset: Any) -> Sharded:
+    def _index_shards(self, shards: Shards, dataset: Any) -> ShardedDataset:
         world, count = self._world, len(shards.names)
         world.compare({f"{shards.label}: its shards": [*shards.names]}, _SAME_SHARDS)
         own = range(world.rank, count, world.size)
         with world.without_timeout():
-            values = {number: shards.index(number).to_json() for number in own}
+            values = {number: shards.index_shard(number).to_json() for number in own}
         merged = {int(number): value for part in world.all_gather_json(values) for number, value in part.items()}
         indexes = [ShardIndex.from_json(merged[number]) for number in range(count)]
-        return Sharded(shards, indexes, dataset, indexed_here=own)
+        return ShardedDataset(shards, indexes, dataset, locally_indexed=own)

@@ -21,18 +21,18 @@ class EvaluationPass:
     `batch_numbers` contains the number of each batch of this rank, or None for a batch that a different rank counts.
     """
 
-    batches: int = 0  # the number of batches on all ranks
-    numbers: list[int | None] = field(default_factory=list)
+    num_batches: int = 0  # the number of batches on all ranks
+    batch_numbers: list[int | None] = field(default_factory=list)
     is_complete: bool = False  # whether the loop ran through all batches of this rank
     is_summed: bool = False  # whether the script called `run.sum` for this pass
 
     @property
     def is_local(self) -> bool:
         """Whether the pass is complete, but each rank only has the results of its own batches."""
-        return self.is_complete and bool(self.numbers) and not self.is_summed
+        return self.is_complete and bool(self.batch_numbers) and not self.is_summed
 
 
-def sum_values(world: World, values: Any, last_pass: Callable[[], EvaluationPass]) -> Any:
+def sum_values(world: World, values: Any, get_last_pass: Callable[[], EvaluationPass]) -> Any:
     """Sum values over the batches of the last pass and over all ranks. See `Run.sum`."""
     if isinstance(values, int | float | Tensor | Mapping) or not isinstance(values, Iterable):
         raise make_refusal(
@@ -40,19 +40,19 @@ def sum_values(world: World, values: Any, last_pass: Callable[[], EvaluationPass
             "pass one value for each batch of run.each: run.sum(f(batch) for batch in run.each(dataset))",
         )
     named_values = [_to_named_tensors(value) for value in values]
-    current_pass = last_pass()
-    if len(named_values) != len(current_pass.numbers):
+    current_pass = get_last_pass()
+    if len(named_values) != len(current_pass.batch_numbers):
         raise make_refusal(
-            f"run.sum: got {len(named_values)} values for {len(current_pass.numbers)} batches of run.each",
+            f"run.sum: got {len(named_values)} values for {len(current_pass.batch_numbers)} batches of run.each",
             "pass one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
         )
     current_pass.is_summed, sums_by_batch = True, NamedSums()
-    for number, tensors in zip(current_pass.numbers, named_values, strict=True):
+    for number, tensors in zip(current_pass.batch_numbers, named_values, strict=True):
         if number is not None:
             sums_by_batch.add(number, tensors)
     sums = {
         name: total if total.ndim else total.item()
-        for name, total in sums_by_batch.total(world, current_pass.batches).items()
+        for name, total in sums_by_batch.compute_total(world, current_pass.num_batches).items()
     }
     return sums.get(_UNNAMED, sums)
 

@@ -31,7 +31,7 @@ from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Saved, Started, Stopped, Warned
 from lockstep.training.loop import Batches, iterate_training_steps
 from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 from lockstep.training.turn import TrainingStep
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -63,7 +63,7 @@ class TrainingLoop:
             plan.items,
             plan.steps,
             plan.microbatches,
-            weigh=plan.make_weigher(self._world),
+            weigher=plan.make_weigher(self._world),
             audits=self._audits,
             order=plan.order,
         )
@@ -85,10 +85,10 @@ class TrainingLoop:
         stop = StopRequest()
         if self.member.replay is not None:  # a replay must reach its last step, which it examines
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
-        reports = StepReports(self._world, loop_plan, progress, rank.digests)
+        reports = StepReporter(self._world, loop_plan, progress, rank.digests)
         try:
             items = iterate_training_steps(
-                self._step_source(), reports, save=self._save_last, stop=stop, preempted=rank.preempted
+                self._make_step_source(), reports, save=self._save_last, stop=stop, is_preempted=rank.preempted
             )
             for item in items:
                 if isinstance(item, TrainingStep):
@@ -105,10 +105,10 @@ class TrainingLoop:
             self._end_replay()
         return self._finish()
 
-    def _begin_step(self, training_step: TrainingStep, reports: StepReports) -> Step:
+    def _begin_step(self, training_step: TrainingStep, reports: StepReporter) -> Step:
         audit = None
         if self._audits is not None and self._audits.is_due(training_step.step):
-            parts = self.placed.audit.run_parts
+            parts = self.placed.audit.iterate_computations
             audit = partial(
                 parts, self._audits, self._loader.fetch_microbatch, training_step.microbatches, training_step.step
             )
@@ -125,7 +125,7 @@ class TrainingLoop:
         if self._world.size == 1 or not order.is_function:
             return
         try:
-            self._world.compare({f"run.steps: the order of epoch {epoch}": order.digest(epoch)})
+            self._world.compare({f"run.steps: the order of epoch {epoch}": order.compute_digest(epoch)})
         except UsageError as error:
             differences, _, _ = str(error).rpartition("; ")
             raise make_refusal(
@@ -165,17 +165,22 @@ class TrainingLoop:
         by_launch = WORKER_CONTEXT.get() is not None
         return make_verify_hint(self._world.size, self._rank.folder, sys.argv, by_launch)
 
-    def _step_source(self) -> Batches:
+    def _make_step_source(self) -> Batches:
         """Return a function that yields steps from a given step on, and in a replay, only up to the replayed step."""
         loader, replay = self._loader, self.member.replay
         if replay is None:
             return loader.iterate_steps
-        return lambda first: islice(loader.iterate_steps(first), replay.last - first)
+        return lambda first: islice(loader.iterate_steps(first), replay.last_step - first)
 
     def _make_examination(self, training_step: TrainingStep) -> Examination | None:
         """Return an examination if this is the last step of a replay that requests it, and None otherwise."""
         replay, folder = self.member.replay, self._rank.folder
-        if replay is None or not replay.examined or training_step.step.number + 1 != replay.last or folder is None:
+        if (
+            replay is None
+            or not replay.examines_last_step
+            or training_step.step.number + 1 != replay.last_step
+            or folder is None
+        ):
             return None
         digests = self._rank.digests
 
@@ -202,7 +207,7 @@ def finish_loop(rank: Rank, placed: PlacedModel, checkpoints: LoopCheckpoints | 
     """Wait for the last save, and write the event for the end of a loop. All ranks must call this function."""
     for saved in checkpoints.wait() if checkpoints else []:
         rank.write(saved)
-    sha256 = checkpoints.weights if checkpoints else store.weights_sha256(placed.weights())
+    sha256 = checkpoints.weights_sha256 if checkpoints else store.weights_sha256(placed.gather_weights())
     skipped, audited = rank.progress.skipped_steps, placed.audit.audited
     fields = rank.progress.event_fields
     rank.write(Done(**fields, weights_sha256=sha256, skipped_steps=skipped, audited=audited, seconds=rank.seconds))

@@ -25,7 +25,7 @@ class UpdateSettings(NamedTuple):
 
 
 def make_update_settings(
-    step: int, placed: PlacedModel, lr: float | None, clip: float | None, of: str | None, *, audited: bool
+    step: int, placed: PlacedModel, lr: float | None, clip: float | None, group_name: str | None, *, audited: bool
 ) -> UpdateSettings:
     """Validate the arguments of `step.update`. Raises UsageError if an argument is invalid.
 
@@ -36,23 +36,23 @@ def make_update_settings(
         raise make_refusal(
             f"step {step}: got lr={lr!r}, but a scheduler sets the learning rate", "remove lr=, or the scheduler"
         )
-    rate = placed.rate if lr is None else _validate_rate(step, lr)
+    rate = placed.rate if lr is None else _validate_lr(step, lr)
     reported_rate, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)
-    groups = None if of is None else _group_indices(step, placed, of, audited)
-    return UpdateSettings(rate, reported_rate, None if clip is None else _validate_clip(step, clip), groups)
+    groups = None if group_name is None else _find_group_indices(step, placed, group_name, audited)
+    return UpdateSettings(rate, reported_rate, None if clip is None else _validate_clip_norm(step, clip), groups)
 
 
-def _validate_clip(step: int, value: object) -> float:
+def _validate_clip_norm(step_number: int, value: object) -> float:
     number = _to_float(value)
     if not number > 0:  # clipping to 0 would stop training, and a negative norm would reverse the gradient
-        raise make_refusal(f"step {step}: got clip={value!r}", "pass a norm above 0, or remove clip=")
+        raise make_refusal(f"step {step_number}: got clip={value!r}", "pass a norm above 0, or remove clip=")
     return number
 
 
-def _validate_rate(step: int, value: object) -> float:
+def _validate_lr(step_number: int, value: object) -> float:
     number = _to_float(value)
     if not 0 <= number < math.inf:
-        raise make_refusal(f"step {step}: got lr={value!r}", "pass a finite learning rate of at least 0")
+        raise make_refusal(f"step {step_number}: got lr={value!r}", "pass a finite learning rate of at least 0")
     return number
 
 
@@ -63,7 +63,7 @@ def _to_float(value: object) -> float:
         return math.nan
 
 
-def _group_indices(step: int, placed: PlacedModel, of: str, audited: bool) -> frozenset[int]:
+def _find_group_indices(step: int, placed: PlacedModel, group_name: str, audited: bool) -> frozenset[int]:
     """Return the indices of the groups named `group_name`. Raises UsageError if a partial update isn't supported."""
     reasons = {
         "in an audited step": audited,
@@ -74,4 +74,4 @@ def _group_indices(step: int, placed: PlacedModel, of: str, audited: bool) -> fr
         raise make_refusal(
             f"step {step}: step.update(of=...) is not supported {problem}", "update all groups together, without of="
         )
-    return placed.groups.get_indices(of)
+    return placed.groups.get_indices(group_name)

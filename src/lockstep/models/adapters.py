@@ -11,9 +11,9 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lockstep.common.importing import import_extra
-from lockstep.common.patterns import select
+from lockstep.common.patterns import select_names
 from lockstep.errors import UsageError
-from lockstep.models.freezing import keep_in_evaluation
+from lockstep.models.freezing import keep_in_eval_mode
 
 _KEY: Final = "recipe.model.lora"
 _ADAPTER: Final = "default"  # adapter name in peft, which supports several adapters per layer
@@ -51,12 +51,12 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         raise UsageError(f"{_KEY}: {str(error).splitlines()[0]}") from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if lora.train:
-        for name in select(f"{_KEY}.train", lora.train, list(parameters)):
+        for name in select_names(f"{_KEY}.train", lora.train, list(parameters)):
             parameters[name].requires_grad_(True)
     layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     for layer in layers:
         if not any(parameter.requires_grad for parameter in layer.parameters()):
-            keep_in_evaluation(layer)
+            keep_in_eval_mode(layer)
 
 
 def merge_adapters(model: nn.Module) -> bool:

@@ -13,61 +13,63 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.common.own_code import UserCode, describe_error, source_line
-from lockstep.core.batch import Inputs, call_model, get_batch_size, map_tensors, tensors_of
+from lockstep.common.own_code import UserCode, describe_error, find_source_line
+from lockstep.core.batch import Inputs, call_model, get_batch_size, get_tensors, map_tensors
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import LockstepError, UsageError, UserCodeError
 from lockstep.models.flops import FlopCounter, count_backward_flops
-from lockstep.tasks.base import Build
+from lockstep.tasks.base import ModelFactory
 
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
 
 
-class Form(NamedTuple):
+class TensorSpec(NamedTuple):
     """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def as_average(self) -> "Form":
+    def get_average_spec(self) -> "TensorSpec":
         """Return the shape and dtype of the exponential moving average of this tensor (parallel/ema.py)."""
         dtype = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
-        return Form(self.shape, dtype)
+        return TensorSpec(self.shape, dtype)
 
-    def cast(self, dtype: torch.dtype | None) -> "Form":
-        """Return the same shape with `dtype`, or this object if `dtype` is None (parallel/weights.py)."""
-        return self if dtype is None else Form(self.shape, dtype)
+    def cast(self, dtype: torch.dtype | None) -> "TensorSpec":
+        """Return a copy of this spec with `dtype`, or this spec if `dtype` is None."""
+        return self if dtype is None else TensorSpec(self.shape, dtype)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ModelSummary:
     """The properties of a model, as determined by `check_model`."""
 
     num_parameters: int  # total number of elements in all parameters
-    tensors: Mapping[str, Form]  # all tensors in the state_dict
-    trained: Mapping[str, Form]  # all parameters with requires_grad, in the order of model.named_parameters()
-    batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
-    synchronized: str  # name of the first SyncBatchNorm layer that isn't frozen, or an empty string
+    tensors: Mapping[str, TensorSpec]  # all tensors in the state_dict
+    trained_parameters: Mapping[
+        str, TensorSpec
+    ]  # all parameters with requires_grad, in the order of model.named_parameters()
+    has_active_batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
+    sync_batchnorm_name: str  # name of the first SyncBatchNorm layer that isn't frozen, or an empty string
     buffers: frozenset[str]  # names of the buffers
     flops: int | None  # FLOPs per sample of a forward and backward pass, or None if they can't be counted
 
     @property
     def dims(self) -> tuple[int, ...]:
         """The sorted distinct numbers of dims of the trained parameters."""
-        return tuple(sorted({len(form.shape) for form in self.trained.values()}))
+        return tuple(sorted({len(form.shape) for form in self.trained_parameters.values()}))
 
-    def stored(self, dtype: torch.dtype | None) -> "Summary":
+    def with_parameter_dtype(self, dtype: torch.dtype | None) -> "ModelSummary":
         """Return the summary of the model with its parameters converted to `dtype`, unless `dtype` is None."""
-        trained = {name: form.cast(dtype) for name, form in self.trained.items()}
+        trained = {name: form.cast(dtype) for name, form in self.trained_parameters.items()}
         tensors = {name: form if name in self.buffers else form.cast(dtype) for name, form in self.tensors.items()}
-        return replace(self, tensors=tensors, trained=trained)
+        return replace(self, tensors=tensors, trained_parameters=trained)
 
 
 def check_model(
-    build: Build,
+    build: ModelFactory,
     *,
     name: str,
     evaluation: Inputs,
@@ -75,7 +77,7 @@ def check_model(
     check: Callable[[Any, int], None],
     check_evaluation: Callable[[Any, int], None] | None = None,
     too_small: tuple[str, str] = ("", ""),
-) -> Summary:
+) -> ModelSummary:
     """Run the model on a few samples, and return a summary of the model.
 
     Raises UsageError if the model doesn't work with the data, or if it has no parameters to train.
@@ -101,7 +103,7 @@ def check_model(
             evaluation_outputs, training_outputs, summary = trial("cpu")
     (check_evaluation or check)(evaluation_outputs, get_batch_size(evaluation))
     check(training_outputs, get_batch_size(training))
-    if not any(tensor.requires_grad for tensor in tensors_of(training_outputs)):
+    if not any(tensor.requires_grad for tensor in get_tensors(training_outputs)):
         raise UsageError(
             f"model {name}: the outputs have no gradient in training mode; compute them from the parameters with torch "
             f"functions in forward, without detach(), no_grad() or .data"
@@ -110,7 +112,7 @@ def check_model(
 
 
 def check_dtype(
-    build: Build,
+    build: ModelFactory,
     convert_model: Callable[[nn.Module, torch.dtype], object],
     *,
     name: str,
@@ -166,12 +168,12 @@ class _SameDtypeCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _check_float32(name: str, model: nn.Module, dtype: torch.dtype) -> None:
+def _check_float32(model_name: str, model: nn.Module, dtype: torch.dtype) -> None:
     for path, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UsageError(
-                f"model {name}: {path} has {parameter.dtype}, but recipe.precision requires float32 parameters, which "
-                f"it copies to {dtype}; convert the model to float32, or set recipe.precision to fp32 or bf16"
+                f"model {model_name}: {path} has {parameter.dtype}, but recipe.precision requires float32 parameters, "
+                f"which it copies to {dtype}; convert the model to float32, or set recipe.precision to fp32 or bf16"
             )
 
 
@@ -249,8 +251,8 @@ def find_hooked_parameter(model: nn.Module) -> str:
 
 
 def _run_trial(
-    build: Build, name: str, evaluation: Inputs, training: Inputs, too_small: tuple[str, str], device: str
-) -> tuple[Any, Any, Summary]:
+    build: ModelFactory, name: str, evaluation: Inputs, training: Inputs, too_small: tuple[str, str], device: str
+) -> tuple[Any, Any, ModelSummary]:
     """Run the model in evaluation and in training mode. Return the outputs in both modes, and a summary."""
     with drop_new_tensors(), torch.device(device):
         model = build()
@@ -271,16 +273,18 @@ def _run_trial(
         for name, layer in model.named_modules()
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training
     }
-    summary = Summary(
+    summary = ModelSummary(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         tensors={
-            name: _describe_tensor(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
+            name: _make_tensor_spec(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)
         },
-        trained={
-            name: _describe_tensor(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        trained_parameters={
+            name: _make_tensor_spec(parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         },
-        batchnorm=bool(batchnorm_layers),
-        synchronized=next(
+        has_active_batchnorm=bool(batchnorm_layers),
+        sync_batchnorm_name=next(
             (name for name, layer in batchnorm_layers.items() if isinstance(layer, nn.SyncBatchNorm)), ""
         ),
         buffers=frozenset(name for name, _ in model.named_buffers()),
@@ -289,29 +293,29 @@ def _run_trial(
     return evaluation_outputs, training_outputs, summary
 
 
-def _describe_tensor(tensor: Tensor) -> Form:
-    return Form(tuple(tensor.shape), tensor.dtype)
+def _make_tensor_spec(tensor: Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
-def _call_model(model: nn.Module, name: str, inputs: Inputs, too_small: tuple[str, str] = ("", "")) -> Any:
+def _call_model(model: nn.Module, model_name: str, inputs: Inputs, too_small: tuple[str, str] = ("", "")) -> Any:
     try:
         return call_model(model, inputs)
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # third-party models may raise any exception, even SystemExit
-        subject = "image size" if any(tensor.ndim == 4 for tensor in tensors_of(inputs)) else "data"
+        subject = "image size" if any(tensor.ndim == 4 for tensor in get_tensors(inputs)) else "data"
         advice = f"use a model that supports this {subject}"
         if not isinstance(inputs, Mapping) and len(inputs) == 1 and not isinstance(inputs[0], Tensor):
             advice = f"let forward accept a single argument of type {type(inputs[0]).__name__}"
-        message = describe_error(error, "" if source_line(error) else advice)
+        message = describe_error(error, "" if find_source_line(error) else advice)
         if "Expected more than 1 value per channel" in message:
             step, batch_advice = too_small
             raise UsageError(
-                f"model {name}: {step or 'a micro-batch has 1 sample'}, but BatchNorm requires at least 2 in each "
-                f"micro-batch; {batch_advice or 'use a larger batch'}"
+                f"model {model_name}: {step or 'a micro-batch has 1 sample'}, but BatchNorm requires at least 2 in "
+                f"each micro-batch; {batch_advice or 'use a larger batch'}"
             ) from error
         raise UserCodeError(
-            f"model {name}: forward failed with inputs of {_describe_inputs(inputs)}: {message}"
+            f"model {model_name}: forward failed with inputs of {_describe_inputs(inputs)}: {message}"
         ) from error
 
 
@@ -322,5 +326,5 @@ def _describe_inputs(inputs: Inputs) -> str:
     return ", ".join(
         f"{name}shape {tuple(tensor.shape)} and {tensor.dtype}"
         for name, value in zip(names, values, strict=True)
-        for tensor in tensors_of(value)
+        for tensor in get_tensors(value)
     )

@@ -32,16 +32,16 @@ def digits_convnet(num_classes: int = 10, in_channels: int = 1, width: int = 32,
 class _Block(nn.Module):
     """A residual block with two 3x3 convolutions and a shortcut (He et al. 2015, figure 2)."""
 
-    def __init__(self, channels: int, out_channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.convolutions = nn.Sequential(
-            nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False),
+            nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False),
             nn.BatchNorm2d(out_channels),
             nn.ReLU(inplace=True),
             nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
             nn.BatchNorm2d(out_channels),
         )
-        self.shortcut = _make_shortcut(channels, out_channels, stride)
+        self.shortcut = _make_shortcut(in_channels, out_channels, stride)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class _Block(nn.Module):
         return output
 
 
-def _make_shortcut(channels: int, out_channels: int, stride: int) -> nn.Module:
-    if channels == out_channels and stride == 1:
+def _make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    if in_channels == out_channels and stride == 1:
         return nn.Identity()
-    return nn.Sequential(nn.Conv2d(channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
+    return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from lockstep.common.importing import import_callable, import_object
-from lockstep.common.names import suggest
+from lockstep.common.names import format_suggestion
 from lockstep.common.own_code import UserCode, describe_error
-from lockstep.common.type_name import type_name
+from lockstep.common.type_name import describe_type
 from lockstep.errors import LockstepError, UsageError, UserCodeError
-from lockstep.models.hugging_face import check_weights_exist, is_transformers_folder, transformers_model
+from lockstep.models.hugging_face import build_transformers_model, check_weights_exist, is_transformers_folder
 from lockstep.models.pretrained import load_matching_weights, lock_download
 
 Source = Literal["auto", "lockstep", "timm", "torchvision", "transformers"]
@@ -48,7 +48,7 @@ def build_model(
     source: Source = "auto",
     pretrained: bool = False,
     options: Mapping[str, Any] | None = None,
-    facts: Mapping[str, Any],
+    dataset_info: Mapping[str, Any],
 ) -> nn.Module:
     """Build the model `name` for a dataset.
 
@@ -72,18 +72,18 @@ def build_model(
             f"model {name}: only models of timm, torchvision and transformers have pretrained weights; "
             f"set recipe.model.pretrained=false, or load the weights in your own function"
         )
-    factory = _get_factory(origin, name, pretrained, facts)
+    factory = _get_factory(origin, name, pretrained, dataset_info)
     user_options = dict(options or {})
     arguments = (
         {"options": user_options}
         if origin == "transformers"
-        else _derive_arguments(origin, name, factory, facts) | user_options
+        else _derive_arguments(origin, name, factory, dataset_info) | user_options
     )
     with _report_arguments(name, arguments), lock_download(name) if pretrained else nullcontext():
         adapts_weights = pretrained and origin == "torchvision"
         model = load_matching_weights(name, factory, arguments) if adapts_weights else factory(**arguments)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model {name}: expected a torch.nn.Module, got {type_name(model)}; correct the function")
+        raise UsageError(f"model {name}: expected a torch.nn.Module, got {describe_type(model)}; correct the function")
     if torch.get_default_device().type != "meta":
         meta_names = [path for path, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         if meta_names:
@@ -104,14 +104,16 @@ def check_pretrained(name: str, source: Source) -> None:
 
 
 def make_construction(
-    *, name: str, source: Source, options: Mapping[str, Any], facts: Mapping[str, Any]
+    *, name: str, source: Source, options: Mapping[str, Any], dataset_info: Mapping[str, Any]
 ) -> Construction:
     """Return the function call that builds the same model as `build_model`, without pretrained weights.
 
     Transformers models aren't supported.
     """
     origin = find_origin(name, source)
-    options = _derive_arguments(origin, name, _get_factory(origin, name, False, facts), facts) | dict(options)
+    options = _derive_arguments(origin, name, _get_factory(origin, name, False, dataset_info), dataset_info) | dict(
+        options
+    )
     match origin:
         case "timm":
             return Construction("timm:create_model", [name], options)
@@ -136,7 +138,7 @@ def find_origin(name: str, source: Source) -> Origin:
         return "timm"
     if source in ("auto", "torchvision") and name in _list_torchvision_models():
         return "torchvision"
-    raise UsageError(_format_unknown_message(name, source))
+    raise UsageError(_format_unknown_model_message(name, source))
 
 
 def check_model_name(name: str, source: Source) -> None:
@@ -148,11 +150,11 @@ def check_model_name(name: str, source: Source) -> None:
         import_callable(name, "model", "a function or a class")
 
 
-def _is_in_timm(name: str, source: Source) -> bool:
+def _is_in_timm(model_name: str, source: Source) -> bool:
     import timm
 
     # With source timm, a name can have a prefix that timm resolves itself, such as hf-hub:.
-    return bool(timm.is_model(name)) or (source == "timm" and ":" in name)
+    return bool(timm.is_model(model_name)) or (source == "timm" and ":" in model_name)
 
 
 def _list_torchvision_models() -> list[str]:
@@ -161,7 +163,7 @@ def _list_torchvision_models() -> list[str]:
     return [name for module in (models, models.segmentation) for name in models.list_models(module=module)]
 
 
-def _format_unknown_message(name: str, source: Source) -> str:
+def _format_unknown_model_message(name: str, source: Source) -> str:
     import timm
 
     names_by_source = {"lockstep": [*OURS], "timm": timm.list_models(), "torchvision": _list_torchvision_models()}
@@ -179,11 +181,11 @@ def _format_unknown_message(name: str, source: Source) -> str:
     default_problem = "not found in Lockstep, timm or torchvision"
     problem = f"not found in {source}" if source in names_by_source else default_problem
     advice = "; use a model of one of them, package.module:function, or recipe.model.source=transformers"
-    hint = suggest(name, names) or advice
+    hint = format_suggestion(name, names) or advice
     return f"model {name}: {problem}{hint}"
 
 
-def _get_factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, Any]) -> Factory:
+def _get_factory(origin: Origin, name: str, pretrained: bool, dataset_info: Mapping[str, Any]) -> Factory:
     match origin:
         case "lockstep":
             factory = import_object(OURS[name], "model")
@@ -198,18 +200,18 @@ def _get_factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str
 
             factory = partial(models.get_model, name)
         case "transformers":
-            factory = partial(transformers_model, name, facts=facts, pretrained=pretrained)
+            factory = partial(build_transformers_model, name, dataset_info=dataset_info, pretrained=pretrained)
     typed_factory: Factory = factory
     return typed_factory
 
 
-def _derive_arguments(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _derive_arguments(origin: Origin, name: str, factory: Factory, dataset_info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the model function that are derived from the dataset, if the function accepts them."""
-    shape: Sequence[int] = facts.get("shape") or ()
-    has_images = len(shape) == 3 and "vocabulary" not in facts
+    shape: Sequence[int] = dataset_info.get("shape") or ()
+    has_images = len(shape) == 3 and "vocabulary" not in dataset_info
     is_not_rgb = has_images and shape[0] != 3
-    sizes = {"num_classes": len(facts["classes"])} if "classes" in facts else {}
-    sizes |= {name: facts[name] for name in ("vocabulary", "context") if name in facts}
+    sizes = {"num_classes": len(dataset_info["classes"])} if "classes" in dataset_info else {}
+    sizes |= {name: dataset_info[name] for name in ("vocabulary", "context") if name in dataset_info}
     match origin:
         case "timm":
             return sizes | ({"in_chans": shape[0]} if is_not_rgb else {})
@@ -225,11 +227,13 @@ def _derive_arguments(origin: Origin, name: str, factory: Factory, facts: Mappin
             return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)
         case "path":
             with UserCode(f"model {name}"):  # the user's object can define __signature__
-                shapes = {key: facts[key] for key in ("shape", "outputs") if key in facts}
+                shapes = {key: dataset_info[key] for key in ("shape", "outputs") if key in dataset_info}
                 return _filter_arguments(factory, sizes) | _filter_arguments(factory, shapes, accepts_any=False)
         case _:
             image_arguments = {"in_channels": shape[0], "image_size": shape[-1]} if has_images else {}
-            row_arguments = {key: facts[key] for key in ("shape", "outputs", "target_scale") if key in facts}
+            row_arguments = {
+                key: dataset_info[key] for key in ("shape", "outputs", "target_scale") if key in dataset_info
+            }
             return _filter_arguments(factory, sizes | image_arguments | row_arguments)
 
 

@@ -10,14 +10,14 @@ from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora, add_adapters
 from lockstep.models.freezing import freeze, freeze_batchnorm
 from lockstep.models.reference import add_reference
-from lockstep.tasks.base import Build
+from lockstep.tasks.base import ModelFactory
 
 
 class InitialWeights(Protocol):
     """The interface of weights that are loaded into a new model before training."""
 
     @property
-    def adapted(self) -> bool:
+    def has_adapters(self) -> bool:
         """Whether the weights are from a model with adapters."""
 
     def load_into(self, model: nn.Module) -> object:
@@ -25,7 +25,7 @@ class InitialWeights(Protocol):
 
 
 @dataclass(frozen=True)
-class Tuning:
+class FinetuneSettings:
     """The changes to apply to a model for fine-tuning.
 
     - `lora`: The adapters to add, if any.
@@ -35,30 +35,32 @@ class Tuning:
     """
 
     lora: Lora | None = None
-    frozen: Sequence[str] = ()
-    frozen_batchnorm: bool = False
-    reference: bool = False
+    freeze_patterns: Sequence[str] = ()
+    freezes_batchnorm: bool = False
+    uses_reference: bool = False
 
 
-def build_finetuned(build: Build, tuning: Tuning, first_weights: InitialWeights | None = None) -> nn.Module:
+def build_finetuned(
+    build: ModelFactory, tuning: FinetuneSettings, first_weights: InitialWeights | None = None
+) -> nn.Module:
     """Build a model, load `first_weights` if set, and apply `tuning`.
 
     Adding adapters renames the parameters of their layers. Therefore, weights from a model with adapters are loaded
     after adding the adapters, and all other weights are loaded before.
     """
     model = build()
-    adapted = tuning.lora is not None and first_weights is not None and first_weights.adapted
+    adapted = tuning.lora is not None and first_weights is not None and first_weights.has_adapters
     if first_weights is not None and not adapted:
         first_weights.load_into(model)
     if tuning.lora is not None:
         add_adapters(model, tuning.lora)
     if first_weights is not None and adapted:
         first_weights.load_into(model)
-    if tuning.frozen:
-        freeze(model, tuning.frozen)
-    if tuning.frozen_batchnorm:
+    if tuning.freeze_patterns:
+        freeze(model, tuning.freeze_patterns)
+    if tuning.freezes_batchnorm:
         freeze_batchnorm(model)
-    if tuning.reference:
+    if tuning.uses_reference:
         if adapted:
             raise UsageError(
                 "recipe.task: dpo cannot start from weights with adapters, because its reference would be the model "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.core.batch import tensors_of
+from lockstep.core.batch import get_tensors
 
 
 @final
@@ -41,7 +41,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def count_backward_flops(counter: FlopCounter, outputs: object) -> int | None:
     """Count the FLOPs of a backward pass from `outputs`. Return the total of `counter`, or None if it fails."""
-    tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
+    tensors = [tensor for tensor in get_tensors(outputs) if tensor.requires_grad]
     if not tensors:
         return None
     try:
@@ -60,16 +60,16 @@ def _count_matmul_flops(args: Sequence[Any], result: Tensor) -> int:
 
 def _count_convolution_flops(args: Sequence[Any], result: Tensor) -> int:
     inputs, weight, transposed = args[0], args[1], args[6]
-    return _count_flops_per_position(inputs if transposed else result, weight)
+    return _count_flops_over_positions(inputs if transposed else result, weight)
 
 
 def _count_convolution_backward_flops(args: Sequence[Any], result: object) -> int:
     """Return the FLOPs of the gradients of input and weight. Each gradient takes as many FLOPs as the forward pass."""
     gradient, inputs, weight, transposed, output_mask = *args[:3], args[7], args[10]
-    return _count_flops_per_position(inputs if transposed else gradient, weight) * sum(map(bool, output_mask[:2]))
+    return _count_flops_over_positions(inputs if transposed else gradient, weight) * sum(map(bool, output_mask[:2]))
 
 
-def _count_flops_per_position(output: Tensor, weight: Tensor) -> int:
+def _count_flops_over_positions(output: Tensor, weight: Tensor) -> int:
     return 2 * len(output) * math.prod(output.shape[2:]) * weight.numel()
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from torch import nn
 
-from lockstep.common.patterns import matches, select
+from lockstep.common.patterns import matches_any, select_names
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.freeze"
@@ -21,14 +21,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     parameter, or if no trainable parameters remain.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    frozen = select(_KEY, patterns, list(parameters))
+    frozen = select_names(_KEY, patterns, list(parameters))
     for name in frozen:
         parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UsageError(f"{_KEY}: {', '.join(patterns)} freezes all parameters; freeze fewer parameters")
     for path, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _is_frozen(layer, path, frozen, patterns):
-            keep_in_evaluation(layer)
+            keep_in_eval_mode(layer)
 
 
 def freeze_batchnorm(model: nn.Module) -> None:
@@ -48,21 +48,21 @@ def freeze_batchnorm(model: nn.Module) -> None:
                 f"recipe.batchnorm: frozen: layer {name} has no running statistics (track_running_stats=False); use "
                 f"local or sync"
             )
-        keep_in_evaluation(layer)
+        keep_in_eval_mode(layer)
 
 
-def keep_in_evaluation(layer: nn.Module) -> None:
+def keep_in_eval_mode(layer: nn.Module) -> None:
     """Keep a layer in evaluation mode even if `train` is called on its model."""
-    layer.train = partial(_stay_in_evaluation, layer)  # type: ignore[method-assign]
+    layer.train = partial(_stay_in_eval_mode, layer)  # type: ignore[method-assign]
     layer.train()
 
 
-def _is_frozen(layer: nn.Module, path: str, frozen: Collection[str], patterns: Sequence[str]) -> bool:
-    prefix = f"{path}." if path else ""
+def _is_frozen(layer: nn.Module, layer_name: str, frozen_names: Collection[str], patterns: Sequence[str]) -> bool:
+    prefix = f"{layer_name}." if layer_name else ""
     names = [f"{prefix}{name}" for name, _ in layer.named_parameters()]
-    return all(name in frozen for name in names) if names else matches(f"{prefix}running_mean", patterns)
+    return all(name in frozen_names for name in names) if names else matches_any(f"{prefix}running_mean", patterns)
 
 
-def _stay_in_evaluation(layer: nn.Module, mode: bool = True) -> nn.Module:
+def _stay_in_eval_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
     """Ignore `mode` and stay in evaluation mode. Replaces the `train` method of a frozen layer."""
     return nn.Module.train(layer, False)

@@ -16,8 +16,8 @@ from torch import nn
 
 from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
-from lockstep.common.names import suggest
-from lockstep.errors import UsageError, error_as
+from lockstep.common.names import format_suggestion
+from lockstep.errors import UsageError, convert_error
 
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 
@@ -39,8 +39,8 @@ _TYPO_SIMILARITY: Final = 0.85  # minimum difflib similarity to a valid key at w
 _SPECIAL_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
-def transformers_model(
-    name: str, *, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool = False
+def build_transformers_model(
+    name: str, *, options: Mapping[str, Any], dataset_info: Mapping[str, Any], pretrained: bool = False
 ) -> nn.Module:
     """Build a model in float32, without a key-value cache.
 
@@ -60,11 +60,11 @@ def transformers_model(
             f"deterministic; use sdpa, the default if the model has it, or eager"
         )
     with _shorten_errors(name):
-        config = _make_config(library, name, options, facts, pretrained)
-    auto = getattr(library, f"AutoModelFor{get_kind(facts)}")
+        config = _make_config(library, name, options, dataset_info, pretrained)
+    auto = getattr(library, f"AutoModelFor{get_model_kind(dataset_info)}")
     attention_options = {} if attention is None else {"attn_implementation": attention}
     if type(config) not in auto._model_mapping:
-        task, example = _TASKS[get_kind(facts)]
+        task, example = _TASKS[get_model_kind(dataset_info)]
         raise UsageError(
             f"model {name}: transformers has no {config.model_type} for {task}, which the data requires; choose a "
             f"model type that supports it, such as {example}"
@@ -109,20 +109,20 @@ def check_weights_exist(name: str) -> None:
         )
     for file in files:
         damaged = f"model {name}: {file.name} is damaged"
-        with error_as(UsageError, (SafetensorError, OSError), damaged, "; write or download it again"):
+        with convert_error(UsageError, (SafetensorError, OSError), damaged, "; write or download it again"):
             plainfile.check_safetensors(file)
             with safe_open(file, "pt") as tensors:
                 tensors.keys()
 
 
-def get_kind(facts: Mapping[str, Any]) -> Kind:
+def get_model_kind(dataset_info: Mapping[str, Any]) -> Kind:
     """Return the kind of transformers model that a dataset requires.
 
     If the dataset has classes, this is an image or sequence classifier. Otherwise, it is a causal language model.
     """
-    if "classes" not in facts:
+    if "classes" not in dataset_info:
         return "CausalLM"
-    return "SequenceClassification" if "vocabulary" in facts else "ImageClassification"
+    return "SequenceClassification" if "vocabulary" in dataset_info else "ImageClassification"
 
 
 def is_transformers_folder(name: str) -> bool:
@@ -172,7 +172,7 @@ def _is_model_type(library: Any, name: str) -> bool:
 
 
 def _make_config(
-    library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool
+    library: Any, name: str, options: Mapping[str, Any], dataset_info: Mapping[str, Any], pretrained: bool
 ) -> Any:
     """Return the model config, updated with values that are derived from the dataset, and with `options`."""
     fields = {key: value for key, value in options.items() if key not in _OTHER_OPTIONS}
@@ -186,7 +186,7 @@ def _make_config(
         problem = (
             "a folder without config.json" if os.path.isdir(name) else "not a model type of transformers or a folder"
         )
-        hint = suggest(name, list(library.CONFIG_MAPPING))
+        hint = format_suggestion(name, list(library.CONFIG_MAPPING))
         advice = "; use a model type such as llama, a folder with config.json, or a name on the hub"
         raise UsageError(f"model {name}: {problem}{hint or advice}")
     settings = {*default_config.to_dict(), *default_config.attribute_map, *_GENERAL_FIELDS}
@@ -194,7 +194,7 @@ def _make_config(
         if key not in settings:
             raise UsageError(
                 f"model {name}: recipe.model.options.{key}: {default_config.model_type} has no such setting"
-                f"{suggest(key, sorted(settings)) or '; remove it'}"
+                f"{format_suggestion(key, sorted(settings)) or '; remove it'}"
             )
     if is_transformers_folder(name):
         # A config from a file has all keys of the file as attributes, so get the valid keys from a default config.
@@ -202,7 +202,7 @@ def _make_config(
         _check_config_keys(
             name, default_config.model_type, {*type_config.to_dict(), *type_config.attribute_map, *_GENERAL_FIELDS}
         )
-    values = _derive_fields(default_config, facts, is_type=_is_model_type(library, name)) | fields
+    values = _derive_config_fields(default_config, dataset_info, is_model_type=_is_model_type(library, name)) | fields
     if any(key in fields for key in _CLASS_FIELDS):
         values = {key: value for key, value in values.items() if key in fields or key not in _CLASS_FIELDS}
     if pretrained and "vocab_size" in values and values["vocab_size"] > default_config.vocab_size:
@@ -248,30 +248,32 @@ def _check_config_keys(name: str, model_type: str, settings: Collection[str]) ->
             )
 
 
-def _derive_fields(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str, Any]:
+def _derive_config_fields(config: Any, dataset_info: Mapping[str, Any], is_model_type: bool) -> dict[str, Any]:
     """Return the config fields that are derived from the properties of the dataset."""
     values: dict[str, Any] = {}
     # A model in a folder or on the hub often has a larger vocabulary than its tokenizer. Keep the larger vocabulary.
-    if "vocabulary" in facts and (is_type or facts["vocabulary"] > getattr(config, "vocab_size", 0)):
-        values["vocab_size"] = facts["vocabulary"]
+    if "vocabulary" in dataset_info and (
+        is_model_type or dataset_info["vocabulary"] > getattr(config, "vocab_size", 0)
+    ):
+        values["vocab_size"] = dataset_info["vocabulary"]
     positions = getattr(config, _POSITIONS, None)  # most model types have this field or an alias
-    if positions is not None and facts.get("context", 0) > positions:
-        values[_POSITIONS] = facts["context"]
-    if "classes" in facts:  # set the class names too, because transformers warns about num_labels without names
-        names = {number: str(label) for number, label in enumerate(facts["classes"])}
+    if positions is not None and dataset_info.get("context", 0) > positions:
+        values[_POSITIONS] = dataset_info["context"]
+    if "classes" in dataset_info:  # set the class names too, because transformers warns about num_labels without names
+        names = {number: str(label) for number, label in enumerate(dataset_info["classes"])}
         values |= {"id2label": names, "label2id": {label: number for number, label in names.items()}}
-    shape: Sequence[int] = facts.get("shape") or ()
-    if len(shape) == 3 and get_kind(facts) == "ImageClassification":
+    shape: Sequence[int] = dataset_info.get("shape") or ()
+    if len(shape) == 3 and get_model_kind(dataset_info) == "ImageClassification":
         sizes = {"num_channels": shape[0], "image_size": shape[-1]}
         values |= {key: value for key, value in sizes.items() if key in config.to_dict()}
     return values
 
 
-def _is_out_of_vocabulary(value: Any, vocabulary: int) -> bool:
-    return isinstance(value, int) and value >= vocabulary
+def _is_out_of_vocabulary(value: Any, vocab_size: int) -> bool:
+    return isinstance(value, int) and value >= vocab_size
 
 
-def _make_hub_arguments(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    if is_transformers_folder(name):
+def _make_hub_arguments(model_name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    if is_transformers_folder(model_name):
         return {"local_files_only": True}
     return {"revision": options["revision"]} if "revision" in options else {}

@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 
 
-def compute_layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+def compute_layer_lr_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Return the learning rate factor of each trained parameter by name.
 
     The factor of the last layer is 1, and the factor of each earlier layer is `decay` times that of the next layer.
@@ -29,9 +29,9 @@ def compute_layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     layer. Raises UsageError if all trained parameters are in a single layer.
     """
     scales = (
-        _compute_timm_scales(model, decay)
+        _compute_timm_lr_scales(model, decay)
         if callable(getattr(model, "group_matcher", None))
-        else _compute_block_scales(model, decay)
+        else _compute_block_lr_scales(model, decay)
     )
     if len(set(scales.values())) == 1 and decay < 1:
         raise UsageError(
@@ -41,14 +41,14 @@ def compute_layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return scales
 
 
-def _compute_timm_scales(model: nn.Module, decay: float) -> dict[str, float]:
+def _compute_timm_lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     optim: Any = import_module("timm.optim")  # imported lazily, because the import takes seconds
-    groups = optim.param_groups_layer_decay(model, layer_decay=decay)
+    groups = optim.param_groups_layer_decay(model, layer_decay=layer_decay)
     scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
     return {name: scale[id(parameter)] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _compute_block_scales(model: nn.Module, decay: float) -> dict[str, float]:
+def _compute_block_lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     parameters = dict(model.named_parameters())
     number = 0
     layers: dict[str, int] = {}
@@ -57,7 +57,7 @@ def _compute_block_scales(model: nn.Module, decay: float) -> dict[str, float]:
         names = list(group)
         number += bool(layers) and any(parameters[name].ndim > 1 for name in names)
         layers |= dict.fromkeys(names, number)
-    return {name: decay ** (number - layer) for name, layer in layers.items() if parameters[name].requires_grad}
+    return {name: layer_decay ** (number - layer) for name, layer in layers.items() if parameters[name].requires_grad}
 
 
 def _find_block_prefixes(module: nn.Module, path: str) -> Iterator[str]:

@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from lockstep.common.names import suggest
-from lockstep.common.patterns import list_some, select
+from lockstep.common.names import format_suggestion
+from lockstep.common.patterns import list_some, select_names
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.weights"
@@ -17,7 +17,7 @@ _MAX_SHOWN: Final = 12  # maximum number of mismatches in an error message
 
 
 @dataclass(frozen=True)
-class Fit:
+class MatchReport:
     """The names of the tensors that `copy_matching_tensors` copied, kept or didn't use.
 
     - `copied`: The model tensors that were copied from the file.
@@ -25,21 +25,23 @@ class Fit:
     - `unused`: The tensors in the file that aren't in the model.
     """
 
-    taken: tuple[str, ...]
-    fresh: tuple[str, ...]
-    left_over: tuple[str, ...]
+    copied: tuple[str, ...]
+    initialized: tuple[str, ...]
+    unused: tuple[str, ...]
 
     def __str__(self) -> str:
-        descriptions = [f"{len(self.taken)} tensors"]
-        if self.fresh:
-            descriptions.append(f"as initialized: {list_some(self.fresh)}")
-        if self.left_over:
-            descriptions.append(f"not used: {list_some(self.left_over)}")
+        descriptions = [f"{len(self.copied)} tensors"]
+        if self.initialized:
+            descriptions.append(f"as initialized: {list_some(self.initialized)}")
+        if self.unused:
+            descriptions.append(f"not used: {list_some(self.unused)}")
         return "; ".join(descriptions)
 
 
 @torch.no_grad()
-def fit(model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequence[str] = ()) -> Fit:
+def copy_matching_tensors(
+    model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequence[str] = ()
+) -> MatchReport:
     """Copy the `tensors` of a file into the model tensors with the same names, and return a report.
 
     Model tensors that match a pattern in `fresh` keep their values. All other model tensors except
@@ -48,9 +50,9 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequ
     compared. Raises UsageError with a list of the mismatches. The message begins with `label`.
     """
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    skipped_names = select(f"{_KEY}.fresh", fresh, list(state)) if fresh else set()
+    skipped_names = select_names(f"{_KEY}.fresh", fresh, list(state)) if fresh else set()
     targets = {name: tensor for name, tensor in state.items() if name not in skipped_names}
-    problems = [*_find_missing(targets, tensors), *_find_mismatches(targets, tensors)]
+    problems = [*_find_missing_tensors(targets, tensors), *_find_mismatched_tensors(targets, tensors)]
     if problems:
         remainder = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         advice = f"list tensors that must stay as initialized, such as a new head, in {_KEY}.fresh"
@@ -64,27 +66,27 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequ
     fresh_names = [
         name for name, tensor in state.items() if not any(tensor is state[loaded_name] for loaded_name in loaded)
     ]
-    return Fit(tuple(loaded), tuple(fresh_names), tuple(sorted(tensors.keys() - targets.keys())))
+    return MatchReport(tuple(loaded), tuple(fresh_names), tuple(sorted(tensors.keys() - targets.keys())))
 
 
-def _find_missing(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    loaded_ids = {id(tensor) for name, tensor in targets.items() if name in tensors}
-    unused = [name for name in tensors if name not in targets]
-    for name, tensor in targets.items():
+def _find_missing_tensors(model_tensors: Mapping[str, Tensor], file_tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    loaded_ids = {id(tensor) for name, tensor in model_tensors.items() if name in file_tensors}
+    unused = [name for name in file_tensors if name not in model_tensors]
+    for name, tensor in model_tensors.items():
         if id(tensor) not in loaded_ids and not name.endswith(_COUNTER):
-            yield f"  {name}: missing in the file{suggest(name, unused)}"
+            yield f"  {name}: missing in the file{format_suggestion(name, unused)}"
 
 
-def _find_mismatches(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _find_mismatched_tensors(model_tensors: Mapping[str, Tensor], file_tensors: Mapping[str, Tensor]) -> Iterator[str]:
     first_names: dict[int, str] = {}
-    for name, tensor in targets.items():
-        if name not in tensors:
+    for name, tensor in model_tensors.items():
+        if name not in file_tensors:
             continue
-        source = tensors[name]
+        source = file_tensors[name]
         if source.shape != tensor.shape:
             yield f"  {name}: {list(source.shape)} in the file, {list(tensor.shape)} in the model"
         elif source.dtype != tensor.dtype and not (source.is_floating_point() and tensor.is_floating_point()):
             yield f"  {name}: {source.dtype} in the file, {tensor.dtype} in the model"
         first_name = first_names.setdefault(id(tensor), name)
-        if first_name != name and not torch.equal(tensors[first_name], source):
+        if first_name != name and not torch.equal(file_tensors[first_name], source):
             yield f"  {name}: shares a tensor with {first_name} in the model, but has different values in the file"

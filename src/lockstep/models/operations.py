@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.batch import Batch, Inputs, call_model, map_tensors
 from lockstep.device.cached_tensors import drop_new_tensors
-from lockstep.device.kernels import RNN_DROPOUT, NondeterministicOperation, find_refusal
+from lockstep.device.kernels import RNN_DROPOUT, NondeterministicOperation, find_nondeterministic_operation
 from lockstep.device.meta import build_on_meta
-from lockstep.tasks.base import Build
+from lockstep.tasks.base import ModelFactory
 
 LossFunction = Callable[[Any, Batch], Tensor]  # takes the outputs and the batch
 
@@ -51,7 +51,7 @@ class NondeterministicCall:
 
 
 def find_nondeterministic_calls(
-    build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, *, training: bool = True
+    build: ModelFactory, inputs: Inputs, batch: Batch, loss: LossFunction, *, training: bool = True
 ) -> list[NondeterministicCall]:
     """Return the operations of a step on `inputs` that have no deterministic kernel on CUDA.
 
@@ -70,7 +70,7 @@ def find_nondeterministic_calls(
 
 
 def _record_on_fake_cuda(
-    build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool
+    build: ModelFactory, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool
 ) -> list[NondeterministicCall]:
     model = build_on_meta(build)
     with _use_fake_cuda() as to_cuda:
@@ -80,7 +80,7 @@ def _record_on_fake_cuda(
 
 
 def _record_on_cpu(
-    build: Build, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool
+    build: ModelFactory, inputs: Inputs, batch: Batch, loss: LossFunction, training: bool
 ) -> list[NondeterministicCall]:
     return _record_step(build().train(training), inputs, batch, loss, cuda=False)
 
@@ -129,7 +129,7 @@ def _record_step(
             outputs = call_model(model, inputs)
         _run_backward(loss(outputs, batch), recorder)
     dropouts = _find_rnn_dropouts(model) if model.training else ()
-    return list(dict.fromkeys([*dropouts, *recorder.refusals]))
+    return list(dict.fromkeys([*dropouts, *recorder.calls]))
 
 
 def _find_rnn_dropouts(model: nn.Module) -> Iterator[NondeterministicCall]:
@@ -142,10 +142,10 @@ def _find_rnn_dropouts(model: nn.Module) -> Iterator[NondeterministicCall]:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records operations without a deterministic kernel, with the module that called them."""
 
-    def __init__(self, model: nn.Module, cuda: bool) -> None:
+    def __init__(self, model: nn.Module, for_cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.refusals: list[NondeterministicCall] = []
-        self._cuda = cuda
+        self.calls: list[NondeterministicCall] = []
+        self._cuda = for_cuda
         self._names = {module: _format_module(path, module) for path, module in model.named_modules()}
         self._stack = [_LOSS_LABEL]
         # Autograd nodes have increasing sequence numbers. `_numbers` contains each number at which a module began or
@@ -157,15 +157,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def track_modules(self) -> Iterator[None]:
         """Track which module is running in the `with` block."""
         with ExitStack() as hooks:
-            hooks.enter_context(register_module_forward_pre_hook(self._enter))
-            hooks.enter_context(register_module_forward_hook(self._leave, always_call=True))
+            hooks.enter_context(register_module_forward_pre_hook(self._enter_module))
+            hooks.enter_context(register_module_forward_hook(self._leave_module, always_call=True))
             yield
 
-    def _enter(self, module: nn.Module, _: object) -> None:
+    def _enter_module(self, module: nn.Module, _: object) -> None:
         self._stack.append(self._names.get(module, self._stack[-1]))
         self._record_module()
 
-    def _leave(self, module: nn.Module, _: object, __: object) -> None:
+    def _leave_module(self, module: nn.Module, _: object, __: object) -> None:
         self._stack.pop()
         self._record_module()
 
@@ -175,9 +175,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        kernel = find_refusal(func, args, options)
-        if kernel and (self._cuda or not kernel.is_avoided()):
-            self.refusals.append(NondeterministicCall(kernel, self._get_current_module()))
+        kernel = find_nondeterministic_operation(func, args, options)
+        if kernel and (self._cuda or not kernel.has_deterministic_alternative()):
+            self.calls.append(NondeterministicCall(kernel, self._get_current_module()))
         return func(*args, **options)
 
     def _get_current_module(self) -> str:

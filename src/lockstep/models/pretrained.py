@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from lockstep.common.locking import lock_file, private_folder
+from lockstep.common.locking import get_private_folder, lock_file
 from lockstep.common.patterns import list_some
 from lockstep.errors import UsageError
 
@@ -22,7 +22,7 @@ def lock_download(name: str) -> Iterator[None]:
     may be on a shared file system without locks. Raises UsageError if a download or a file access fails in the block.
     """
     try:
-        with lock_file(private_folder() / "pretrained.lock"):
+        with lock_file(get_private_folder() / "pretrained.lock"):
             yield
     except Exception as error:
         if not _is_io_error(error):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.freezing import keep_in_evaluation
+from lockstep.models.freezing import keep_in_eval_mode
 from lockstep.tasks.batches import get_predictions
-from lockstep.tasks.dpo import POLICY, REFERENCE, answer_log_probs
+from lockstep.tasks.dpo import POLICY, REFERENCE, compute_answer_log_probs
 
 PREFIX: Final = f"{REFERENCE}."  # prefix of the tensor names of a frozen copy
 
@@ -35,54 +35,56 @@ def add_reference(model: nn.Module, *, adapters_only: bool) -> None:
                 f"recipe.task: dpo adds a module {REFERENCE} to the model, which already has one; rename it"
             )
         reference = copy.deepcopy(model).requires_grad_(False)
-        _set_adapters(reference, enabled=False)
-        keep_in_evaluation(reference)
+        _set_adapters_enabled(reference, enabled=False)
+        keep_in_eval_mode(reference)
         model.add_module(REFERENCE, reference)
-    model.forward = partial(_compare, model, adapters_only)
+    model.forward = partial(_forward_policy_and_reference, model, adapters_only)
 
 
 def remove_reference(model: nn.Module) -> None:
     """Remove the reference of a model, and restore its forward method. This is a no-op without a reference."""
     forward = vars(model).get("forward")
-    if isinstance(forward, partial) and forward.func is _compare:
+    if isinstance(forward, partial) and forward.func is _forward_policy_and_reference:
         del model.forward
         if REFERENCE in dict(model.named_children()):
             delattr(model, REFERENCE)
 
 
-def _compare(model: nn.Module, adapters_only: bool, input_ids: Tensor, answers: Tensor | None = None) -> Any:
+def _forward_policy_and_reference(
+    model: nn.Module, adapters_only: bool, input_ids: Tensor, answers: Tensor | None = None
+) -> Any:
     forward = type(model).forward
     if answers is None:
         return forward(model, input_ids)
     ids, targets = input_ids.flatten(0, 1), answers.flatten(0, 1)
     with torch.no_grad():
         if adapters_only:
-            with _as_reference(model):
+            with _use_as_reference(model):
                 outputs = forward(model, ids)
         else:
             outputs = model.get_submodule(REFERENCE)(ids)
-        reference = answer_log_probs(get_predictions(outputs), targets)
+        reference = compute_answer_log_probs(get_predictions(outputs), targets)
         del outputs  # the logits are large
-    policy = answer_log_probs(get_predictions(forward(model, ids)), targets)
+    policy = compute_answer_log_probs(get_predictions(forward(model, ids)), targets)
     return {POLICY: policy.view(answers.shape[:2]), REFERENCE: reference.view(answers.shape[:2])}
 
 
 @contextmanager
-def _as_reference(model: nn.Module) -> Iterator[None]:
+def _use_as_reference(model: nn.Module) -> Iterator[None]:
     """Disable adapters and dropout in the `with` block."""
     training = [module for module in model.modules() if module.training]
-    _set_adapters(model, enabled=False)
+    _set_adapters_enabled(model, enabled=False)
     for module in training:
         module.training = False
     try:
         yield
     finally:
-        _set_adapters(model, enabled=True)
+        _set_adapters_enabled(model, enabled=True)
         for module in training:
             module.training = True
 
 
-def _set_adapters(model: nn.Module, *, enabled: bool) -> None:
+def _set_adapters_enabled(model: nn.Module, *, enabled: bool) -> None:
     for name in [path for path, _ in model.named_modules()]:
         if name.endswith(".lora_A"):
             layer: Any = model.get_submodule(name.removesuffix(".lora_A"))

@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.common import plainfile
-from lockstep.common.names import suggest
+from lockstep.common.names import format_suggestion
 from lockstep.common.patterns import list_some
-from lockstep.errors import UsageError, error_as
+from lockstep.errors import UsageError, convert_error
 from lockstep.models.deepspeed_folders import check_full_precision, find_model_file
 
 _SAFETENSORS: Final = ".safetensors"
@@ -59,7 +59,7 @@ def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict
     if prefix:
         renamed = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         if not renamed:
-            hint = suggest(prefix, {name.partition(".")[0] + "." for name in tensors})
+            hint = format_suggestion(prefix, {name.partition(".")[0] + "." for name in tensors})
             raise UsageError(f"{label}: no name begins with {prefix!r}{hint}; the names are {list_some([*tensors])}")
         return renamed
     renamed = dict(tensors)
@@ -89,7 +89,7 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX
     error_types = (OSError, ValueError, KeyError, TypeError, AttributeError)
-    with error_as(UsageError, error_types, f"{index}: not a valid index of weights", "; download it again"):
+    with convert_error(UsageError, error_types, f"{index}: not a valid index of weights", "; download it again"):
         files = plainfile.parse_json(plainfile.read_bytes(index, _MAX_INDEX_BYTES))["weight_map"]
         locations = {str(name): str(file) for name, file in files.items()}
     for file in set(locations.values()):
@@ -106,7 +106,9 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     error_types = (SafetensorError, OSError, ValueError)
-    with error_as(UsageError, error_types, f"{path}: not a complete safetensors file", "; write or download it again"):
+    with convert_error(
+        UsageError, error_types, f"{path}: not a complete safetensors file", "; write or download it again"
+    ):
         plainfile.check_safetensors(path)
         tensors = safetensors.torch.load_file(path)
     if not tensors:

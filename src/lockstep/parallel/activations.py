@@ -32,12 +32,12 @@ def training_forward_context(
 
     On the CPU, activations are already in CPU memory, so `inner` is returned unchanged.
     """
-    return Offload(model, device, inner) if offload and device.type != "cpu" else inner
+    return ActivationOffload(model, device, inner) if offload and device.type != "cpu" else inner
 
 
 @final
 @dataclass(eq=False)
-class Offload:
+class ActivationOffload:
     """A reusable context manager for forward passes that enters `inner` and offloads saved tensors from `device`.
 
     Tensors smaller than `min_bytes` stay on the device. You can run the backward pass inside or after the context.
@@ -71,14 +71,14 @@ class DeviceTensor(NamedTuple):
 class HostTensor(NamedTuple):
     """A saved tensor that is stored in CPU memory.
 
-    `watched` is an empty tensor that shares the version counter of the saved tensor.
+    `version_tensor` is an empty tensor that shares the version counter of the saved tensor.
     """
 
     elements: "HostElements"
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    watched: Tensor
+    version_tensor: Tensor
     version: int
 
 
@@ -104,7 +104,7 @@ class TensorPacker:
         if not self._should_offload(tensor):
             return DeviceTensor(saved, saved._version)
         storage = saved.untyped_storage()
-        first, count = _range_to_copy(saved, storage.nbytes() // saved.itemsize)
+        first, count = _find_range_to_copy(saved, storage.nbytes() // saved.itemsize)
         storage_ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         key = (storage_ref.cdata, first, count, saved.dtype, saved._version)
         if key not in self._offloaded:
@@ -155,14 +155,14 @@ class HostElements:
 def _unpack(packed: DeviceTensor | HostTensor) -> Tensor:
     match packed:
         case DeviceTensor(tensor, version):
-            _check(tensor, version, tensor.size())
+            _check_version(tensor, version, tensor.size())
             return tensor
         case HostTensor(elements, size, stride, offset, watched, version):
-            _check(watched, version, size)
+            _check_version(watched, version, size)
             return elements.restore(size, stride, offset)
 
 
-def _check(tensor: Tensor, version: int, size: torch.Size) -> None:
+def _check_version(tensor: Tensor, version: int, size: torch.Size) -> None:
     """Raise autograd's usual error if a saved tensor was modified in place. Autograd doesn't check packed tensors."""
     if tensor._version != version:
         raise RuntimeError(
@@ -171,15 +171,15 @@ def _check(tensor: Tensor, version: int, size: torch.Size) -> None:
         )
 
 
-def _range_to_copy(tensor: Tensor, elements: int) -> tuple[int, int]:
-    """Return the offset and the number of elements to copy from the tensor's storage, which has `elements` elements.
+def _find_range_to_copy(tensor: Tensor, num_elements: int) -> tuple[int, int]:
+    """Return the offset and number of elements to copy from the tensor's storage, which has `num_elements` elements.
 
     If the tensor spans at least half of the storage, this is the entire storage, because autograd probably saves more
     views of the storage, e.g. query, key and value.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if 2 * span >= elements:
-        return 0, elements
+    if 2 * span >= num_elements:
+        return 0, num_elements
     first = int(tensor.storage_offset())
     padding = first % (_ALIGNED_BYTES // tensor.itemsize)
     return first - padding, padding + span

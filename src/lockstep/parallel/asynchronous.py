@@ -34,20 +34,20 @@ from lockstep.comm.named_sums import sum_batches_over_ranks
 from lockstep.comm.rpc import Rpc
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.core.engine_recipe import nonfinite_advice
+from lockstep.core.engine_recipe import make_nonfinite_advice
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor
+from lockstep.core.shard import MaybeSharded, NamedTensors, get_local_tensor
 from lockstep.errors import TrainingError
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.engine import Predict, State, Sums, Update
+from lockstep.parallel.engine import PredictFunction, State, Sums, Update
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layerwise import Norms, full_norms
+from lockstep.parallel.layerwise import ComputeNorms, compute_full_norms
 from lockstep.parallel.layouts.replicated import replicated
-from lockstep.parallel.losses import NamedLoss, total_loss
+from lockstep.parallel.losses import NamedLoss, compute_total_loss
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.optimizer_state import NamedParameter, load_optimizer_state, optimizer_state
-from lockstep.parallel.optimizer_step import gradient, store_lr_ratios
+from lockstep.parallel.optimizer_state import NamedParameter, get_optimizer_state, load_optimizer_state
+from lockstep.parallel.optimizer_step import get_gradient, store_lr_ratios
 from lockstep.tasks.base import MicroBatches, Problem
 
 # Pushes the gradients of a step with its learning rate, and returns the weights that it pulls.
@@ -65,21 +65,21 @@ class AsynchronousEngine:
         self._server: _Server | None = None
         self._rpc: Rpc | None = None
 
-        def make_push_optimizer(trained: Sequence[NamedParameter], _: Norms) -> Optimizer:
+        def make_push_optimizer(trained: Sequence[NamedParameter], _: ComputeNorms) -> Optimizer:
             self._server = None if world.rank else _Server(trained, make_optimizer)
-            self._push_optimizer = _PushOptimizer(trained, self._exchange)
+            self._push_optimizer = _PushOptimizer(trained, self._push_and_pull)
             return self._push_optimizer
 
         local_world = World(ALONE, world.device)
         # Each rank numbers its micro-batches from 0. The seed depends on the rank, so that dropout masks differ.
-        local_numerics = replace(numerics, peers=world.size, peer=world.rank)
+        local_numerics = replace(numerics, num_peers=world.size, peer_index=world.rank)
         make_layout = replicated(local_world, Mesh(), bucket_bytes=1)
         self._local_engine = DataParallelEngine(
             problem, make_push_optimizer, local_world, local_numerics, Mesh(), make_layout
         )
         self._has_microbatches = True
         self._skips = numerics.skip_nonfinite
-        self._advice = nonfinite_advice(numerics.recipe)
+        self._advice = make_nonfinite_advice(numerics.recipe)
         if world.size > 1:
             self._rpc = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
 
@@ -93,18 +93,18 @@ class AsynchronousEngine:
         sums = Sums(torch.zeros((), dtype=torch.float64, device=self._world.device), 0, ())
         if self._has_microbatches:
             local_microbatches = [replace(microbatch, index=number) for number, microbatch in enumerate(microbatches)]
-            samples = sum(microbatch.samples for microbatch in microbatches)
-            local_step = step._replace(samples=samples, counted=step.weight)
+            samples = sum(microbatch.num_samples for microbatch in microbatches)
+            local_step = step._replace(samples=samples, total_weight=step.weight)
             sums = self._local_engine.forward_backward(local_microbatches, local_step, observe)
             self._check_loss(sums, step)
         if observe:
             return self._sum_over_ranks(sums, step)
         if step.weights is not None:
-            return self._estimate(sums, microbatches, step)
+            return self._estimate_losses(sums, microbatches, step)
         weight = sum(microbatch.weight for microbatch in microbatches)
         return sums._replace(total=sums.total * (step.weight / max(weight, 1)), weight=step.weight)
 
-    def _estimate(self, sums: Sums, microbatches: MicroBatches, step: Step) -> Sums:
+    def _estimate_losses(self, sums: Sums, microbatches: MicroBatches, step: Step) -> Sums:
         """Return `sums` with each named loss estimated by its weighted mean over this rank's micro-batches.
 
         A loss whose weight is 0 in all of these micro-batches counts as 0.
@@ -113,7 +113,7 @@ class AsynchronousEngine:
         for microbatch in microbatches:
             own_weights.update(microbatch.weights)
         named = {name: loss._replace(weight=own_weights[name]) for name, loss in sums.named.items()}
-        return sums._replace(total=total_loss(named) if named else sums.total, weight=1, named=named)
+        return sums._replace(total=compute_total_loss(named) if named else sums.total, weight=1, named=named)
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """Push the gradient and pull the weights. This is a no-op if this rank has no micro-batches in the step."""
@@ -124,7 +124,7 @@ class AsynchronousEngine:
         return self._local_engine.gradients()
 
     @contextmanager
-    def evaluation(self) -> Iterator[Predict]:
+    def evaluation(self) -> Iterator[PredictFunction]:
         """See Engine."""
         self._sync_weights()
         with self._local_engine.evaluation() as predict:
@@ -136,7 +136,7 @@ class AsynchronousEngine:
         state = self._local_engine.state()
         if self._server is None:
             return state
-        tensors, scalars = optimizer_state(self._server.trained, self._server.optimizer)
+        tensors, scalars = get_optimizer_state(self._server.trained, self._server.optimizer)
         return replace(state, optimizer=tensors, scalars={**state.scalars, "optimizer": scalars})
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class AsynchronousEngine:
         scalars = {**state.scalars, "optimizer": self._local_engine.state().scalars["optimizer"]}
         self._local_engine.load(replace(state, optimizer={}, scalars=scalars))
         if self._server is not None:
-            self._server.load(self._push_optimizer.weights(), state)
+            self._server.load(self._push_optimizer.get_weights(), state)
         self._world.barrier()  # don't let any rank push before rank 0 has loaded the state
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class AsynchronousEngine:
         if self._rpc is not None:
             self._rpc.close()
 
-    def _exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
+    def _push_and_pull(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
         if self._server is not None:
             return self._server.exchange(lr, gradients)
         assert self._rpc is not None
@@ -187,7 +187,7 @@ class AsynchronousEngine:
         """Load the shared weights on all ranks, and the rest of the model state from rank 0."""
         self._world.barrier()  # wait for all pushes; a push returns only after its update has been applied
         if self._server is not None:
-            self._push_optimizer.load_weights(self._server.current_weights())
+            self._push_optimizer.load_weights(self._server.get_weights())
             self._local_engine.load(self._local_engine.state())  # copy the weights into the model
         self._world.barrier()
         if self._server is None and self._rpc is not None:
@@ -208,7 +208,7 @@ class _Server:
 
     def __init__(self, trained: Sequence[NamedParameter], make_optimizer: MakeOptimizer) -> None:
         self.trained = [(name, nn.Parameter(weight.detach().clone())) for name, weight in trained]
-        self.optimizer = make_optimizer(self.trained, full_norms)
+        self.optimizer = make_optimizer(self.trained, compute_full_norms)
         store_lr_ratios(self.optimizer)
         self._lock = Lock()  # each remote call runs in a separate thread
 
@@ -222,7 +222,7 @@ class _Server:
             self.optimizer.step()
             return self._copy_weights()
 
-    def current_weights(self) -> list[Tensor]:
+    def get_weights(self) -> list[Tensor]:
         """Return copies of the shared weights on the CPU."""
         with self._lock:
             return self._copy_weights()
@@ -232,7 +232,7 @@ class _Server:
         """Load `weights`, and the optimizer state from `state`."""
         with self._lock:
             torch._foreach_copy_(list[Tensor](weight for _, weight in self.trained), list(weights))
-            tensors = {name: local_tensor(tensor) for name, tensor in state.optimizer.items()}
+            tensors = {name: get_local_tensor(tensor) for name, tensor in state.optimizer.items()}
             load_optimizer_state(self.trained, self.optimizer, tensors, state.scalars["optimizer"])
 
     def _copy_weights(self) -> list[Tensor]:
@@ -250,17 +250,19 @@ class _PushOptimizer(Optimizer):
 
     def step(self) -> None:  # type: ignore[override]
         """Push the gradients to the server and load the new weights."""
-        self.load_weights(self._exchange(self.param_groups[0]["lr"], [gradient(weight) for weight in self._trained]))
+        self.load_weights(
+            self._exchange(self.param_groups[0]["lr"], [get_gradient(weight) for weight in self._trained])
+        )
 
     @torch.no_grad()
     def load_weights(self, weights: list[Tensor]) -> None:
-        """Copy `weights` into this rank's weights in place."""
+        """Copy `get_weights` into this rank's weights in place."""
         torch._foreach_copy_(self._trained, weights)
 
-    def weights(self) -> list[Tensor]:
+    def get_weights(self) -> list[Tensor]:
         """Return the current weights of this rank."""
         return [weight.detach() for weight in self._trained]
 
 
 def _copy_to_cpu(tensors: NamedTensors) -> dict[str, Tensor]:
-    return {name: local_tensor(tensor).detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return {name: get_local_tensor(tensor).detach().to("cpu", copy=True) for name, tensor in tensors.items()}

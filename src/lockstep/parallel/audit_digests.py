@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from lockstep.core.digest import Digests, TensorDigest, find_flipped_bit
-from lockstep.core.shard import NamedTensors, Shard, local_tensor
+from lockstep.core.shard import NamedTensors, Shard, get_local_tensor
 
 
 class ComparedResult(NamedTuple):
@@ -23,7 +23,7 @@ Findings = list[tuple[ComparedResult, dict[str, str]]]
 
 
 @final
-class DigestNotes:
+class DigestRecorder:
     """Records the digests of the tensors that are passed to `note` (tasks/base.py)."""
 
     def __init__(self, digests: Digests) -> None:
@@ -33,7 +33,7 @@ class DigestNotes:
     def record(self, name: str, tensor: Tensor) -> None:
         self._tensor_digests[name] = self._digests.make_tensor_digest(tensor)
 
-    def values(self) -> dict[str, str]:
+    def get_digests(self) -> dict[str, str]:
         """Return the recorded digests by tensor name. Synchronizes with the device."""
         return {name: note.to_text() for name, note in self._tensor_digests.items()}
 
@@ -43,15 +43,18 @@ def digest_tensors(digests: Digests, kind: str, tensors: NamedTensors) -> Findin
 
     A result without tensors is left out.
     """
-    full, row_notes = DigestNotes(digests), DigestNotes(digests)
+    full, row_notes = DigestRecorder(digests), DigestRecorder(digests)
     for name, tensor in tensors.items():
-        (row_notes if isinstance(tensor, Shard) else full).record(name, local_tensor(tensor))
+        (row_notes if isinstance(tensor, Shard) else full).record(name, get_local_tensor(tensor))
     shards = [
         (name, tensor.chunked, tensor.first, [*tensor.tensor.shape])
         for name, tensor in tensors.items()
         if isinstance(tensor, Shard)
     ]
-    findings = [(ComparedResult(kind), full.values()), (ComparedResult(kind, short_hash(shards)), row_notes.values())]
+    findings = [
+        (ComparedResult(kind), full.get_digests()),
+        (ComparedResult(kind, short_hash(shards)), row_notes.get_digests()),
+    ]
     return [(subject, values) for subject, values in findings if values]
 
 

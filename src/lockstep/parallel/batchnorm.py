@@ -93,11 +93,11 @@ class RunningStatistics:
 
     @property
     def vectors(self) -> list[Tensor]:
-        """The vectors that a forward pass in training reads or writes in addition to the buffers."""
+        """The tensors, in addition to `buffers`, that a forward pass in training mode reads or writes."""
         return [self._scratch, self._running] if self.size else []
 
     @property
-    def observed(self) -> Tensor:
+    def batch_statistics(self) -> Tensor:
         """A view of the batch statistics of the last forward pass, without the call counts."""
         return self._scratch[: self._calls_offset]
 
@@ -112,7 +112,7 @@ class RunningStatistics:
             self._observing = True
             self._reset_extra_buffers()
 
-    def observations(self, samples: int) -> Tensor:
+    def get_weighted_statistics(self, samples: int) -> Tensor:
         """Return the batch statistics of the last forward pass times `samples`, as float64 of shape [size]."""
         self._observing = False
         if self._written:
@@ -125,14 +125,14 @@ class RunningStatistics:
                 vector[self._calls_offset :] = torch.tensor(counted, dtype=vector.dtype)
         return self._scratch.double().mul_(samples)
 
-    def pack_with_loss(self, loss: Tensor, samples: int, *extra: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, the float64 vectors `extra` and the batch statistics as one vector.
+    def pack_with_loss(self, loss: Tensor, samples: int, *extra_vectors: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, the float64 vectors `extra_vectors` and the batch statistics as one vector.
 
-        The result is a leaf of the reduction tree: float64 of shape [number of losses + total length of `extra` +
-        size]. If there are several losses, `loss` is a vector.
+        The result is a leaf of the reduction tree: float64 of shape [number of losses + total length of `extra_vectors`
+        + size]. If there are several losses, `loss` is a vector.
         """
         value = loss.detach().to(torch.float64, copy=True).reshape(-1)  # copy, because the tree adds in place
-        parts = [value, *extra, self.observations(samples)] if self.size else [value, *extra]
+        parts = [value, *extra_vectors, self.get_weighted_statistics(samples)] if self.size else [value, *extra_vectors]
         return torch.cat(parts) if len(parts) > 1 else value
 
     def finish_step(self, applied: bool, mean: Tensor) -> None:
@@ -176,38 +176,43 @@ class RunningStatistics:
             self._regions.append(region)
             start = region.stop
 
-    def _call(
-        self, number: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
+    def _call_layer(
+        self, number: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """Call the original forward method of layer `number`, and record the batch statistics of the call."""
         layer = self._layers[number]
         if not (self._observing and layer.training and layer.track_running_stats):
-            return forward(*inputs, **named)
+            return forward(*inputs, **kwargs)
         if torch._C._current_graph_task_id() != -1:  # a recomputation in a backward pass
-            return self._call_with_extra_buffers(number, 0, forward, inputs, named)
+            return self._call_with_extra_buffers(number, 0, forward, inputs, kwargs)
         self._calls[number] = calls = self._calls[number] + 1
         if calls == 1 or layer.momentum != 1.0:  # user code can set the momentum to 0 to freeze the statistics
-            return forward(*inputs, **named)
-        outputs = self._call_with_extra_buffers(number, calls, forward, inputs, named)
+            return forward(*inputs, **kwargs)
+        outputs = self._call_with_extra_buffers(number, calls, forward, inputs, kwargs)
         self._written.append((number, self._extra_buffers[number, calls, self._running.device]))
         return outputs
 
     def _call_with_extra_buffers(
-        self, number: int, call: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
+        self,
+        number: int,
+        call_index: int,
+        forward: Callable[..., Tensor],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Tensor:
         """Call the original forward method of layer `number` with separate buffers for the statistics of this call.
 
         All recomputations are call number 0, so they share buffers.
         """
         layer, region = self._layers[number], self._regions[number]
-        key = number, call, self._running.device
+        key = number, call_index, self._running.device
         if key not in self._extra_buffers:
             with torch.inference_mode(False):
                 self._extra_buffers[key] = torch.zeros_like(self._running[region])
         buffers = _get_buffers(layer)
         layer.running_mean, layer.running_var = _split_statistics(self._extra_buffers[key], layer.num_features)
         try:
-            return forward(*inputs, **named)
+            return forward(*inputs, **kwargs)
         finally:
             layer.running_mean, layer.running_var = buffers
 
@@ -230,16 +235,16 @@ class RunningStatistics:
 class _ObservedForward:
     """Replaces the forward method of a layer to observe its calls. Deep copies of the layer get the original method."""
 
-    def __init__(self, running: RunningStatistics, number: int, layer: nn.Module) -> None:
-        self._running = running
-        self._number = number
+    def __init__(self, running_statistics: RunningStatistics, layer_index: int, layer: nn.Module) -> None:
+        self._running = running_statistics
+        self._number = layer_index
         self._forward: Callable[..., Tensor] = layer.forward
 
-    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():  # in a model that user code compiles, count one call per micro-batch
             self._running._calls[self._number] = 1
-            return self._forward(*inputs, **named)
-        return self._running._call(self._number, self._forward, inputs, named)
+            return self._forward(*inputs, **kwargs)
+        return self._running._call_layer(self._number, self._forward, inputs, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (self._forward,)

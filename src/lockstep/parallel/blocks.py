@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 
 
-def find_units(model: nn.Module) -> list[nn.Module]:
+def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of the model in order. Each block is gathered, freed and recomputed as a unit.
 
     Blocks are the items of plain nn.Sequential and nn.ModuleList containers at any nesting depth, because models call
@@ -23,7 +23,9 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     or if it is nested in a block.
     """
     candidates = [
-        module for child in model.children() for module in _collect_blocks(child, listed=type(model) in _CONTAINERS)
+        module
+        for child in model.children()
+        for module in _collect_blocks(child, is_list_item=type(model) in _CONTAINERS)
     ]
     nested = {part for block in candidates for part in block.modules() if part is not block}
     outermost = [block for block in dict.fromkeys(candidates) if block not in nested]
@@ -36,22 +38,26 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     return [unit for number, unit in enumerate(outermost) if number not in sharing]
 
 
-def _collect_blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
+def _collect_blocks(module: nn.Module, is_list_item: bool) -> list[nn.Module]:
     if type(module) in _CONTAINERS:
-        return [block for child in module.children() for block in _collect_blocks(child, listed=True)]
-    if listed and any(True for _ in module.parameters()):
+        return [block for child in module.children() for block in _collect_blocks(child, is_list_item=True)]
+    if is_list_item and any(True for _ in module.parameters()):
         return [module]
-    return [] if listed else [block for child in module.children() for block in _collect_blocks(child, listed=False)]
+    return (
+        []
+        if is_list_item
+        else [block for child in module.children() for block in _collect_blocks(child, is_list_item=False)]
+    )
 
 
-def recompute(model: nn.Module, every: int) -> nn.Module:
-    """Make every `every`-th block recompute its activations, counting backwards from the last block.
+def enable_recomputation(model: nn.Module, interval: int) -> nn.Module:
+    """Make every `interval`-th block recompute its activations, counting backwards from the last block.
 
     If the model has no blocks, all of its activations are recomputed. Changes the model in place and returns it. Module
     names don't change.
     """
-    units = find_units(model) or [model]
-    for unit in units[::-1][::every]:
+    units = find_blocks(model) or [model]
+    for unit in units[::-1][::interval]:
         # Replace the forward method of the instance, so that module hooks still run outside the checkpoint.
         unit.forward = partial(_recompute, unit.forward)
     return model

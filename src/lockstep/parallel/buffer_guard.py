@@ -30,22 +30,22 @@ _CHECK_INTERVAL: Final = 16
 
 @final
 class BufferGuard:
-    """Detects writes to the weights of a model, and to all of its buffers except those in `exempt`.
+    """Detects writes to the weights of a model, and to all of its buffers except those in `exempt_buffers`.
 
-    For sharded models, `gathered` returns a map from each gathered weight that the model computes with to its sharded
-    parameter.
+    For sharded models, `get_gathered_weights` returns a map from each gathered weight that the model computes with to
+    its sharded parameter.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        exempt: Collection[Tensor],
-        gathered: Callable[[], Mapping[Tensor, Tensor]] = dict,
+        exempt_buffers: Collection[Tensor],
+        get_gathered_weights: Callable[[], Mapping[Tensor, Tensor]] = dict,
     ) -> None:
         self._parameters: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        self._gathered = gathered
+        self._gathered = get_gathered_weights
         self._forwards = 0
-        exempt_ids = {id(buffer) for buffer in exempt}
+        exempt_ids = {id(buffer) for buffer in exempt_buffers}
         self._modules = dict(model.named_modules())
         self._buffers = [module._buffers for module in self._modules.values()]
         self._locations = [
@@ -85,11 +85,11 @@ class BufferGuard:
     def _check_buffers(self, states: Sequence[tuple[Tensor | None, int]]) -> None:
         if sum(map(len, self._buffers)) != len(self._names):
             path, name = min(self._get_buffer_names() ^ self._names)
-            raise _make_error(path, self._modules[path], name)
+            raise _make_buffer_error(path, self._modules[path], name)
         for (path, module, name), (buffer, version) in zip(self._locations, states, strict=False):
             current, current_version = _get_buffer_state(module._buffers.get(name))
             if current is not buffer or current_version != version:
-                raise _make_error(path, module, name)
+                raise _make_buffer_error(path, module, name)
 
     def _get_buffer_names(self) -> set[tuple[str, str]]:
         return {(path, name) for path, module in self._modules.items() for name in module._buffers}
@@ -113,14 +113,14 @@ class _BufferChecker:
             self._guard._check_buffers(self._states)
 
 
-def _make_error(path: str, module: nn.Module, name: str) -> Exception:
+def _make_buffer_error(module_name: str, module: nn.Module, buffer_name: str) -> Exception:
     kind = type(module)
     if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
         # fully_shard replaces the class of a module with a subclass. Report the original class.
         kind = kind.__bases__[1]
     return make_refusal(
-        f"the forward pass changes buffer {path}{'.' if path else ''}{name} of {kind.__name__}, so each process would "
-        f"change it by its own micro-batches",
+        f"the forward pass changes buffer {module_name}{'.' if module_name else ''}{buffer_name} of {kind.__name__}, "
+        "so each process would change it by its own micro-batches",
         _ADVICE,
     )
 

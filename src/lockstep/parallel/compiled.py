@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from lockstep.common.own_code import format_location
-from lockstep.device.compiler import OPTIONS, configure_compiler
+from lockstep.device.compiler import COMPILE_OPTIONS, configure_compiler
 from lockstep.device.machine import make_fingerprint
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import find_units
+from lockstep.parallel.blocks import find_blocks
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -37,14 +37,14 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
     """
     configure_compiler(make_fingerprint(device, compiled=True))
     names = {module: name for name, module in model.named_modules()}
-    for block in units_to_compile(model):
+    for block in find_modules_to_compile(model):
         name = f"block {names[block]}" if names[block] else "the model"
         block.forward = compile_function(block.forward, name, unwrap(type(block).forward).__code__)
 
 
-def units_to_compile(model: nn.Module) -> list[nn.Module]:
+def find_modules_to_compile(model: nn.Module) -> list[nn.Module]:
     """Return the modules that are each compiled as a unit: the blocks, or the model itself if it has no blocks."""
-    return find_units(model) or [model]
+    return find_blocks(model) or [model]
 
 
 def compile_function(function: Callable[_P, _T], name: str, code: CodeType) -> Callable[_P, _T]:
@@ -52,7 +52,7 @@ def compile_function(function: Callable[_P, _T], name: str, code: CodeType) -> C
 
     Errors contain `name` and the source location of `code`.
     """
-    compiled = torch.compile(function, dynamic=False, options=dict(OPTIONS))
+    compiled = torch.compile(function, dynamic=False, options=dict(COMPILE_OPTIONS))
     return _name_function_in_errors(name, code)(compiled)
 
 
@@ -65,8 +65,8 @@ def _name_function_in_errors(name: str, code: CodeType) -> Iterator[None]:
         yield
     except FailOnRecompileLimitHit as error:
         raise UsageError(
-            f"recipe.compile: {name} was compiled for so many shapes or Python values that torch reached its limit; "
-            f"make its code depend on fewer shapes and values, or set recipe.compile to false"
+            f"recipe.compile: torch reached its recompilation limit, because {name} was called with too many shapes or "
+            f"Python values; make its code depend on fewer shapes and values, or set recipe.compile to false"
         ) from error
     except TorchDynamoException as error:
         _raise_compile_error(name, code, error)

@@ -41,44 +41,46 @@ from lockstep.errors import UsageError
 
 T = TypeVar("T")
 
-Joint = Callable[[Sequence[Any]], Sequence[Any]]  # maps the inputs of all functions to one result for each function
+JointFunction = Callable[
+    [Sequence[Any]], Sequence[Any]
+]  # maps the inputs of all functions to one result for each function
 
 
-class _Waiting(NamedTuple):
+class _WaitingReply(NamedTuple):
     """The reply of a function that waits at exchange `label`, with the next sequence number of its thread."""
 
     label: str
-    joint: Joint
+    joint: JointFunction
     inputs: Any
-    nodes: int
+    sequence_number: int
 
 
-class _Computed(NamedTuple):
+class _ComputedReply(NamedTuple):
     """The reply with the results of all functions, and the next sequence number after their computation."""
 
     results: Sequence[Any]
-    nodes: int
+    sequence_number: int
 
 
-class _Ended(NamedTuple):
+class _ReturnedReply(NamedTuple):
     """The reply of a function that has returned `result`."""
 
     result: Any
 
 
-class _Compute(NamedTuple):
+class _ComputeRequest(NamedTuple):
     """A request to compute the results of all functions, with a minimum for the first sequence number."""
 
-    joint: Joint
+    joint: JointFunction
     inputs: Sequence[Any]
-    nodes: int
+    sequence_number: int
 
 
-class _Continue(NamedTuple):
+class _ContinueRequest(NamedTuple):
     """A request to continue with the result of the exchange, with a minimum for the next sequence number."""
 
     result: Any
-    nodes: int
+    sequence_number: int
 
 
 @final
@@ -94,7 +96,7 @@ class CooperativeScheduler:
         """Whether `run` is in progress with more than one function."""
         return self._running is not None
 
-    def exchange(self, label: str, joint: Joint, inputs: Any) -> Any:
+    def exchange(self, label: str, joint: JointFunction, inputs: Any) -> Any:
         """Call `joint` with the `inputs` of all functions, and return the result for this function.
 
         Blocks until all functions have called this method. They must reach the same exchanges, identified by `label`,
@@ -114,31 +116,38 @@ class CooperativeScheduler:
         threads = [_FunctionThread(function, self._generators) for function in functions]
         try:
             replies = [
-                self._resume(number, thread, _Continue(None, 0), before_resume) for number, thread in enumerate(threads)
+                self._resume_function(number, thread, _ContinueRequest(None, 0), before_resume)
+                for number, thread in enumerate(threads)
             ]
             while messages := _collect_waiting_replies(replies):
-                last = max(message.nodes for message in messages)
+                last = max(message.sequence_number for message in messages)
                 computed = threads[-1].send_request(
-                    _Compute(messages[0].joint, [message.inputs for message in messages], last)
+                    _ComputeRequest(messages[0].joint, [message.inputs for message in messages], last)
                 )
-                assert isinstance(computed, _Computed)
+                assert isinstance(computed, _ComputedReply)
                 replies = [
-                    self._resume(number, thread, _Continue(result, computed.nodes), before_resume)
+                    self._resume_function(
+                        number, thread, _ContinueRequest(result, computed.sequence_number), before_resume
+                    )
                     for number, (thread, result) in enumerate(zip(threads, computed.results, strict=True))
                 ]
         finally:
             self._running = None
             for thread in threads:
-                thread.end()
-        return [reply.result for reply in replies if isinstance(reply, _Ended)]
+                thread.stop()
+        return [reply.result for reply in replies if isinstance(reply, _ReturnedReply)]
 
-    def _resume(
-        self, number: int, thread: "_FunctionThread", request: _Continue, before_resume: Callable[[int], None]
-    ) -> _Waiting | _Ended:
-        before_resume(number)
+    def _resume_function(
+        self,
+        function_index: int,
+        thread: "_FunctionThread",
+        request: _ContinueRequest,
+        before_resume: Callable[[int], None],
+    ) -> _WaitingReply | _ReturnedReply:
+        before_resume(function_index)
         self._running = thread
         reply = thread.send_request(request)
-        assert isinstance(reply, _Waiting | _Ended)
+        assert isinstance(reply, _WaitingReply | _ReturnedReply)
         return reply
 
 
@@ -149,8 +158,8 @@ class _FunctionThread:
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
         self._function = function
         self._generators = generators
-        self._requests: SimpleQueue[_Continue | _Compute | None] = SimpleQueue()
-        self._replies: SimpleQueue[_Waiting | _Computed | _Ended | BaseException] = SimpleQueue()
+        self._requests: SimpleQueue[_ContinueRequest | _ComputeRequest | None] = SimpleQueue()
+        self._replies: SimpleQueue[_WaitingReply | _ComputedReply | _ReturnedReply | BaseException] = SimpleQueue()
         # The grad mode and the current stream are thread-local, so the new thread must set them.
         self._grad_enabled = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -160,7 +169,9 @@ class _FunctionThread:
         )
         self._thread.start()
 
-    def send_request(self, request: _Continue | _Compute) -> _Waiting | _Computed | _Ended:
+    def send_request(
+        self, request: _ContinueRequest | _ComputeRequest
+    ) -> _WaitingReply | _ComputedReply | _ReturnedReply:
         """Send a request to the thread and return its reply. If the function raised an exception, reraise it."""
         self._requests.put(request)
         reply = self._replies.get()
@@ -168,22 +179,22 @@ class _FunctionThread:
             raise reply
         return reply
 
-    def wait_at(self, label: str, joint: Joint, inputs: Any) -> Any:
+    def wait_at(self, label: str, joint: JointFunction, inputs: Any) -> Any:
         """Wait until all functions reach the exchange, and return its result. Called in the thread of the function."""
         states = [generator.get_state() for generator in self._generators]
-        self._replies.put(_Waiting(label, joint, inputs, _next_sequence_number()))
-        while isinstance(request := self._requests.get(), _Compute):
-            _advance_sequence_number(request.nodes)
+        self._replies.put(_WaitingReply(label, joint, inputs, _next_sequence_number()))
+        while isinstance(request := self._requests.get(), _ComputeRequest):
+            _advance_sequence_number(request.sequence_number)
             results = request.joint(request.inputs)
-            self._replies.put(_Computed(results, _next_sequence_number()))
+            self._replies.put(_ComputedReply(results, _next_sequence_number()))
         if request is None:
-            raise _Canceled
-        _advance_sequence_number(request.nodes)
+            raise _Cancellation
+        _advance_sequence_number(request.sequence_number)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
         return request.result
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop the function at its current or next exchange, and join the thread."""
         self._requests.put(None)
         self._thread.join()
@@ -193,22 +204,24 @@ class _FunctionThread:
             return
         try:
             with torch.set_grad_enabled(self._grad_enabled), self._stream:
-                self._replies.put(_Ended(self._function()))
+                self._replies.put(_ReturnedReply(self._function()))
         except BaseException as error:
             self._replies.put(error)
 
 
-class _Canceled(BaseException):
+class _Cancellation(BaseException):
     """Raised in a function to stop it. This is a BaseException, because the function may catch any Exception."""
 
 
-def _collect_waiting_replies(replies: Sequence[_Waiting | _Ended]) -> list[_Waiting]:
+def _collect_waiting_replies(replies: Sequence[_WaitingReply | _ReturnedReply]) -> list[_WaitingReply]:
     """Return the replies of all functions if they are waiting at the same exchange, or [] if all have returned.
 
     Raises UsageError if functions are waiting at different exchanges, or if only some of them have returned.
     """
-    messages = [reply for reply in replies if isinstance(reply, _Waiting)]
-    exchanges = [reply.label if isinstance(reply, _Waiting) else "its end" for reply in replies]
+    messages = [reply for reply in replies if isinstance(reply, _WaitingReply)]
+    exchanges = [
+        reply.label if isinstance(reply, _WaitingReply) else "its end" for reply in replies
+    ]
     if len(set(exchanges)) > 1:
         index = next(number for number, label in enumerate(exchanges) if label != exchanges[0])
         raise UsageError(

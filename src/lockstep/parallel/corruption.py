@@ -10,7 +10,7 @@ MAX_SHOWN_NAMES: Final = 3  # maximum number of tensor names in an error
 _NOT_APPLIED: Final = "The step was neither applied nor saved."
 _RESUME: Final = "start again with the same run folder to resume from the last checkpoint"
 REMOVE_HOST: Final = f"{_NOT_APPLIED} Remove the host, and {_RESUME}"
-OTHER_HOSTS: Final = (
+USE_OTHER_HOSTS: Final = (
     f"{_NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use different hosts, and {_RESUME}"
 )
 

@@ -42,34 +42,34 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, call_model
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor
+from lockstep.core.shard import MaybeSharded, NamedTensors, get_local_tensor
 from lockstep.device.precision import autocast
 from lockstep.parallel.activations import training_forward_context
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.blocks import recompute
+from lockstep.parallel.blocks import enable_recomputation
 from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.context.sequence_chunks import make_work_units
 from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.ema import evaluation_mode, make_average
-from lockstep.parallel.engine import Predict, State, Sums, Update
+from lockstep.parallel.engine import PredictFunction, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
 from lockstep.parallel.layouts.base import (
     GathersWeights,
     Layout,
     MakeLayout,
+    OptimizerStateLayout,
     ShardsGradientSums,
-    Slots,
-    load_local_parts,
+    load_local_rows,
 )
 from lockstep.parallel.layouts.owned import OwnedLayout
-from lockstep.parallel.losses import Losses, loss_values, wrap_losses
+from lockstep.parallel.losses import Losses, get_loss_sums, wrap_losses
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
-from lockstep.parallel.optimizer_step import Updates, gradient, make_seed
+from lockstep.parallel.optimizer_state import get_optimizer_state, load_optimizer_state
+from lockstep.parallel.optimizer_step import WeightUpdater, get_gradient, make_seed
 from lockstep.parallel.powersgd import LowRankGradients
 from lockstep.parallel.replicas import Replicas
 from lockstep.parallel.step_totals import StepTotals
-from lockstep.parallel.sync_batchnorm import StepSums, synchronize
+from lockstep.parallel.sync_batchnorm import BatchNormSums, synchronize_batchnorm
 from lockstep.parallel.work_units import MakeWorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
@@ -94,7 +94,7 @@ class DataParallelEngine:
         on_close: Callable[[], None] | None = None,
         make_units: MakeWorkUnits = make_work_units,
         devices: Sequence[torch.device] = (),
-        home: int = 0,
+        home_index: int = 0,
     ) -> None:
         self._problem = problem
         self._world = world
@@ -102,44 +102,46 @@ class DataParallelEngine:
         self._numerics = numerics
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        numerics.prepare(self._model, world.device)
+        numerics.prepare_model(self._model, world.device)
         self._model.train()  # not chained, because a custom train() may return None
         # Create this before `recompute` wraps the forward methods, so that recomputations aren't counted as calls.
         self._running = RunningStatistics(
             self._model, count_calls=not (numerics.recipe.compile or numerics.sync_batchnorm)
         )
-        if numerics.recompute:
-            recompute(self._model, numerics.recompute)
+        if numerics.recompute_interval:
+            enable_recomputation(self._model, numerics.recompute_interval)
         chunks = numerics.recipe.model.sequence_chunks
-        canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
+        canonical = world.make_canonical_sum(mesh, "replicate", "shard", "expert", "context", num_chunks=chunks)
         self._cooperative = CooperativeScheduler(world.get_generators())
         self._work_units = make_units(problem, self._model, chunks, world, mesh, self._cooperative)
-        self._step_sums: StepSums | None = None
+        self._step_sums: BatchNormSums | None = None
         if numerics.sync_batchnorm:
-            self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", side_stream=False))
-            synchronize(self._model, self._cooperative, self._step_sums)
-        self._stream = world.stream()
-        self._totals = StepTotals(self._running, canonical, self._stream, world.device, alone=world.size == 1)
+            self._step_sums = BatchNormSums(world.make_canonical_sum(mesh, "replicate", "shard", side_stream=False))
+            synchronize_batchnorm(self._model, self._cooperative, self._step_sums)
+        self._stream = world.make_stream()
+        self._totals = StepTotals(self._running, canonical, self._stream, world.device, is_single_rank=world.size == 1)
         strides = {name: parameter.stride() for name, parameter in self._model.named_parameters()}
         self._storage_layout, self._gradients = make_layout(self._model, self._stream, numerics.copy_dtype)
         self._owned = (
-            OwnedLayout(self._storage_layout, world, strides, numerics.chunked) if numerics.needs_full_tensors else None
+            OwnedLayout(self._storage_layout, world, strides, numerics.chunked_parameters)
+            if numerics.needs_full_tensors
+            else None
         )
         self._layout: Layout = self._owned or self._storage_layout
-        self._replicas = Replicas(self._model, self._running, world, devices, home) if len(devices) > 1 else None
+        self._replicas = Replicas(self._model, self._running, world, devices, home_index) if len(devices) > 1 else None
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
         self._guarded = guard.watch_buffers if numerics.checks_writes else nullcontext
         # Only for tasks. Custom loops have a separate guard for weights (loop/guard.py), which reports the source line.
         self._weights_guarded = guard.watch_weights if numerics.checks_writes else nullcontext
         self._ema = make_average(self._layout.state(), numerics.ema_decay, world.device)
-        unowned = self._owned.unowned if self._owned is not None else ()
-        self._updates = Updates(self._layout, make_optimizer, numerics, world.device, unowned)
-        self._slots = Slots(self._layout.trained, self._layout.as_shard)
+        unowned = self._owned.placeholders if self._owned is not None else ()
+        self._updates = WeightUpdater(self._layout, make_optimizer, numerics, world.device, unowned)
+        self._slots = OptimizerStateLayout(self._layout.trained, self._layout.as_shard)
         self._autocast = autocast(numerics.recipe.precision, world.device)
         self._forward_context = self._training_forward_context()
-        self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._first = mesh.data_rank(world.rank).first
+        self._forward_key = random.make_key(random.FORWARD, numerics.seed)
+        self._first = mesh.get_data_rank(world.rank).reports_results
         self._on_close = on_close
         self._make_seed = lru_cache(16)(make_seed)  # most steps use the same seed gradients
         self._step: Step  # the step in progress
@@ -149,7 +151,7 @@ class DataParallelEngine:
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         observed = NamedSums(observe)
-        num_microbatches = min(self._numerics.microbatches, step.samples)
+        num_microbatches = min(self._numerics.num_microbatches, step.samples)
         rounds = self._split_into_rounds(microbatches, num_microbatches)
         num_units = num_microbatches * self._work_units.count
         self.begin([microbatch for group in rounds for microbatch in group], step, num_units)
@@ -159,17 +161,19 @@ class DataParallelEngine:
                 continue
             for microbatch in group:
                 with self.forward(microbatch, step), self._weights_guarded():
-                    loss = self._loss_of(microbatch, step, observed)
+                    loss = self._compute_loss(microbatch, step, observed)
                 self.backward(microbatch, loss)
-        return self.end()._replace(of_task=observed.total(self._world, num_units))
+        return self.end()._replace(of_task=observed.compute_total(self._world, num_units))
 
-    def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int = 0) -> None:
+    def begin(self, microbatches: MicroBatches, step: Step, num_microbatches: int, num_counts: int = 0) -> None:
         """See Phased."""
         self._step = step
-        self._totals.begin(microbatches, step, leaves, counts)
-        self._gradients.begin(leaves, microbatches)
+        self._totals.begin(microbatches, step, num_microbatches, num_counts)
+        self._gradients.begin(num_microbatches, microbatches)
         if self._step_sums is not None:
-            self._step_sums.begin(leaves, [microbatch.index for microbatch in microbatches if not microbatch.dummy])
+            self._step_sums.begin(
+                num_microbatches, [microbatch.index for microbatch in microbatches if not microbatch.is_dummy]
+            )
 
     def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """See Phased. Enter the returned context immediately."""
@@ -193,8 +197,8 @@ class DataParallelEngine:
             self._run_backward_pass(microbatch, loss, self._step, weight)
             return
         self._run_backward_pass(microbatch, loss, self._step, weight)
-        counts_on_home = None if counts is None else self._replicas.to_home(counts)
-        self._totals.add(microbatch, self._replicas.to_home(loss_values(loss)), weight, counts_on_home)
+        counts_on_home = None if counts is None else self._replicas.copy_to_home(counts)
+        self._totals.add(microbatch, self._replicas.copy_to_home(get_loss_sums(loss)), weight, counts_on_home)
 
     def end(self) -> Sums:
         """See Phased."""
@@ -208,7 +212,7 @@ class DataParallelEngine:
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
         """See Auditable."""
         with self.forward_extra(microbatch, step):
-            loss = self._loss_of(microbatch, step, NamedSums(enabled=False))
+            loss = self._compute_loss(microbatch, step, NamedSums(enabled=False))
         self.backward_extra(microbatch, loss, step)
 
     def keep_full_gradients(self) -> None:
@@ -228,10 +232,10 @@ class DataParallelEngine:
     def backward_extra(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """See Phased."""
         if self._replicas is None:
-            self._totals.note_results(microbatch, loss)
+            self._totals.record_results(microbatch, loss)
         self._run_backward_pass(microbatch, loss, step, microbatch.weight if mean else 1)
         if self._replicas is not None:
-            self._totals.note_results(microbatch, self._replicas.to_home(loss_values(loss)))
+            self._totals.record_results(microbatch, self._replicas.copy_to_home(get_loss_sums(loss)))
         for buffer, saved, version in self._saved_buffers:
             if buffer._version != version:  # don't write unchanged buffers, because BufferGuard compares versions
                 buffer.copy_(saved)
@@ -239,11 +243,11 @@ class DataParallelEngine:
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
-        return {name: self._layout.as_shard(name, gradient(tensor)) for name, tensor in self._layout.trained}
+        return {name: self._layout.as_shard(name, get_gradient(tensor)) for name, tensor in self._layout.trained}
 
-    def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
+    def update(self, lr: float, max_norm: float | None, group_indices: Collection[int] | None = None) -> Update:
         """See Phased."""
-        update = self._updates.update(lr, max_norm, self._totals.loss, self._step.weight, only)
+        update = self._updates.update(lr, max_norm, self._totals.loss, self._step.weight, group_indices)
         self._running.finish_step(update.applied, self._totals.observed)
         if self._ema is not None and update.applied:
             self._ema.update()
@@ -274,7 +278,7 @@ class DataParallelEngine:
         return self._storage_layout.gathered_shards() if isinstance(self._storage_layout, GathersWeights) else {}
 
     @contextmanager
-    def evaluation(self) -> Iterator[Predict]:
+    def evaluation(self) -> Iterator[PredictFunction]:
         """See Engine."""
         with evaluation_mode(self._model, self._ema, self._layout.reload):
             yield self._predict
@@ -295,19 +299,19 @@ class DataParallelEngine:
             optimizer=optimizer,
             ema=None if self._ema is None else self._ema.shards(model),
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
-            feedback=(self._low_rank.feedback() or None) if self._low_rank is not None else None,
+            feedback=(self._low_rank.get_feedback() or None) if self._low_rank is not None else None,
         )
 
     def _get_optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         if self._owned is not None:
-            return self._owned.optimizer_state(self._slots, self._updates.optimizer)
-        tensors, scalars = optimizer_state(self._layout.trained, self._updates.optimizer)
+            return self._owned.get_optimizer_state(self._slots, self._updates.optimizer)
+        tensors, scalars = get_optimizer_state(self._layout.trained, self._updates.optimizer)
         return {name: self._slots.as_shard(name, tensor) for name, tensor in tensors.items()}, scalars
 
     @torch.no_grad()
     def load_full_weights(self, state: State) -> None:
         """See Rotates."""
-        load_local_parts(state.model, self._layout.state())
+        load_local_rows(state.model, self._layout.state())
         self._running.reload()
         self._layout.reload()
         if self._replicas is not None:
@@ -322,15 +326,15 @@ class DataParallelEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         self.load_full_weights(state)
-        full_tensors = {name: local_tensor(whole) for name, whole in state.optimizer.items()}
+        full_tensors = {name: get_local_tensor(whole) for name, whole in state.optimizer.items()}
         optimizer, scalars = self._updates.optimizer, state.scalars["optimizer"]
         if self._owned is not None:
             self._owned.load_optimizer_state(self._slots, optimizer, full_tensors, scalars)
         else:
-            tensors = {name: self._slots.local_part(name, whole) for name, whole in full_tensors.items()}
+            tensors = {name: self._slots.select_local_rows(name, whole) for name, whole in full_tensors.items()}
             load_optimizer_state(self._layout.trained, optimizer, tensors, scalars)
         if self._ema is not None and state.ema is not None:
-            load_local_parts(state.ema, self._ema.shards(self._layout.state()))
+            load_local_rows(state.ema, self._ema.shards(self._layout.state()))
         if self._low_rank is not None:
             self._low_rank.load_feedback(state.feedback or {})
 
@@ -340,17 +344,17 @@ class DataParallelEngine:
         if self._on_close is not None:
             self._on_close()
 
-    def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
+    def _compute_loss(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
         inputs = self._numerics.prepare_inputs(self._work_units.inputs(microbatch))
         with self._model_code, self._work_units.forward_context():
             outputs = call_model(self._model, inputs)
         prepared = self._numerics.prepare_outputs(outputs)
         loss = wrap_losses(self._problem.task.loss(prepared, microbatch.batch), step)
-        if observed.enabled and self._first and not microbatch.dummy:
+        if observed.enabled and self._first and not microbatch.is_dummy:
             with torch.no_grad():
                 sums = self._problem.task.sums(prepared, microbatch.batch)
             if self._replicas is not None:
-                sums = {name: self._replicas.to_home(value) for name, value in sums.items()}
+                sums = {name: self._replicas.copy_to_home(value) for name, value in sums.items()}
             observed.add(microbatch.index, sums)
         return loss
 
@@ -359,11 +363,11 @@ class DataParallelEngine:
             self._autocast, self._model, self._world.device, self._numerics.offload_activations
         )
 
-    def _split_into_rounds(self, microbatches: MicroBatches, leaves: int) -> Sequence[MicroBatches]:
+    def _split_into_rounds(self, microbatches: MicroBatches, num_microbatches: int) -> Sequence[MicroBatches]:
         """Split this rank's work units into rounds. The forward passes of a round run interleaved."""
         if self._step_sums is not None:
             return [microbatches]
-        return [self._work_units.units_for(microbatch, leaves) for microbatch in microbatches]
+        return [self._work_units.units_for(microbatch, num_microbatches) for microbatch in microbatches]
 
     def _run_interleaved(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
         """Run the forward passes of `microbatches` interleaved, then a single backward pass through all graphs."""
@@ -384,7 +388,7 @@ class DataParallelEngine:
 
     def _forward_interleaved(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses | None:
         with self.forward(microbatch, step):
-            loss = self._work_units.loss(microbatch, partial(self._loss_of, microbatch, step, observed))
+            loss = self._work_units.loss(microbatch, partial(self._compute_loss, microbatch, step, observed))
             # Wait for all forward passes before exiting autocast, because the exit clears their shared weight cache.
             self._cooperative.exchange("its end", list, None)
         return loss
@@ -401,16 +405,17 @@ class DataParallelEngine:
         roots: Sequence[Any] = losses
         if step.weights is None:
             seeds = tuple(
-                self._updates.scale(self._make_seed(step.weight, loss.dtype, loss.device, weight)) for loss in roots
+                self._updates.scale_seed(self._make_seed(step.weight, loss.dtype, loss.device, weight))
+                for loss in roots
             )
         else:
-            roots, seeds = self._backward_roots(losses)
+            roots, seeds = self._make_backward_roots(losses)
         with self._model_code:
             # Call the private function that autograd.backward wraps, to skip its checks of the seeds, which take 9 us.
             flags = {"allow_unreachable": True, "accumulate_grad": True}
             _engine_run_backward(tuple(roots), seeds, False, False, (), **flags)
 
-    def _backward_roots(self, losses: Sequence[Tensor | Losses]) -> tuple[list[Any], tuple[Tensor, ...]]:
+    def _make_backward_roots(self, losses: Sequence[Tensor | Losses]) -> tuple[list[Any], tuple[Tensor, ...]]:
         """Return the roots and the seed gradients of one backward pass through several named losses."""
         roots: list[Any] = []
         seeds: list[Tensor] = []
@@ -419,7 +424,7 @@ class DataParallelEngine:
             for loss, numerator, weight in named.roots:
                 if numerator or not named.outputs:
                     roots.append(loss)
-                    seeds.append(self._updates.scale(self._make_seed(weight, loss.dtype, loss.device, numerator)))
+                    seeds.append(self._updates.scale_seed(self._make_seed(weight, loss.dtype, loss.device, numerator)))
             for edge, zeros in named.outputs:
                 roots.append(edge)
                 seeds.append(zeros)

@@ -35,21 +35,21 @@ from lockstep.core import random
 from lockstep.core.batch import Inputs, call_model
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor, make_shard, select_rows
-from lockstep.core.tree import Counter
+from lockstep.core.shard import MaybeSharded, Shard, get_local_tensor, make_element_shard, select_rows
+from lockstep.core.tree import BinaryCounter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.blocks import recompute
+from lockstep.parallel.blocks import enable_recomputation
 from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.ema import evaluation_mode, make_average
-from lockstep.parallel.engine import Predict, State, Sums, Update
+from lockstep.parallel.engine import PredictFunction, State, Sums, Update
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layerwise import full_norms
-from lockstep.parallel.layouts.base import load_local_parts, trainable_parameters
-from lockstep.parallel.losses import Losses, loss_values, name_totals, total_loss, wrap_losses
+from lockstep.parallel.layerwise import compute_full_norms
+from lockstep.parallel.layouts.base import get_trainable_parameters, load_local_rows
+from lockstep.parallel.losses import Losses, compute_total_loss, get_loss_sums, name_totals, wrap_losses
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.optimizer_state import GROUP, get_group_numbers
+from lockstep.parallel.optimizer_state import GROUP_PREFIX, get_group_numbers
 from lockstep.parallel.optimizer_step import store_lr_ratios
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
@@ -81,8 +81,8 @@ class DeepSpeedEngine:
             )
         model.train()  # not chained, because a custom train() may return None
         self._running = RunningStatistics(model)  # before `recompute`, so that recomputations aren't counted as calls
-        if numerics.recompute:
-            recompute(model, numerics.recompute)
+        if numerics.recompute_interval:
+            enable_recomputation(model, numerics.recompute_interval)
         self._autocast = autocast(numerics.recipe.precision, world.device)
         # Enable autocast in the model's forward method, because DeepSpeed disables autocast around fp32 models.
         inner = autocast(numerics.recipe.precision, world.device)
@@ -91,8 +91,8 @@ class DeepSpeedEngine:
         self._model = model
         self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.checks_writes else nullcontext
         self._state_tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-        self._trained = trainable_parameters(model)
-        optimizer = make_optimizer(self._trained, full_norms)
+        self._trained = get_trainable_parameters(model)
+        optimizer = make_optimizer(self._trained, compute_full_norms)
         store_lr_ratios(optimizer)
         stage: int = configuration["zero_optimization"]["stage"]
         self._library = init_deepspeed(world)
@@ -104,39 +104,39 @@ class DeepSpeedEngine:
         self._shards_weights = stage == 3
         self._pieces = find_flat_pieces(self._optimizer, world.rank, stage)
         self._ema = make_average(self._get_model_state(), numerics.ema_decay)
-        self._scaler = numerics.loss_scaler(world.device)
-        self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
+        self._scaler = numerics.make_loss_scaler(world.device)
+        self._forward_key = random.make_key(random.FORWARD, numerics.seed)
+        self._canonical = world.make_canonical_sum(mesh, "replicate", "shard", side_stream=False)
         no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
         self._loss, self._observed, self._weight, self._step = no_statistics[0], no_statistics[1:], 0, 0
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         observed = NamedSums(observe)
-        leaves = min(self._numerics.microbatches, step.samples)
+        leaves = min(self._numerics.num_microbatches, step.samples)
         self._weight, self._step = step.weight, step.number
-        statistics = Counter[Tensor](add_)
+        statistics = BinaryCounter[Tensor](add_)
         own_losses = []
         # DeepSpeed multiplies the loss by this scale. In the update, it divides the gradients by the scale and by the
         # number of ranks.
         self._optimizer.override_loss_scale(self._scaler.get_scale() / self._world.size)
         for number, microbatch in enumerate(microbatches):
             with torch.set_grad_enabled(bool(step.weight)):  # a step with weight 0 needs no gradients
-                loss = self._loss_of(microbatch, step, observed)
-            if not microbatch.dummy:
-                own_losses.append(loss_values(loss))
-                statistics.push(microbatch.index, self._running.pack_with_loss(own_losses[-1], microbatch.samples))
+                loss = self._compute_loss(microbatch, step, observed)
+            if not microbatch.is_dummy:
+                own_losses.append(get_loss_sums(loss))
+                statistics.push(microbatch.index, self._running.pack_with_loss(own_losses[-1], microbatch.num_samples))
             if step.weight:
-                self._backward(loss, microbatch.dummy, last=number == len(microbatches) - 1)
+                self._backward(loss, microbatch.is_dummy, is_last=number == len(microbatches) - 1)
         count = 1 if step.weights is None else len(step.weights)
         no_statistics = torch.empty(count + self._running.size, dtype=torch.float64, device=self._world.device)
-        total = self._canonical(statistics.pieces(), leaves, no_statistics)
+        total = self._canonical(statistics.pop_pieces(), leaves, no_statistics)
         self._loss, self._observed = total[0].clone(), total[count:] / step.samples
-        sums = Sums(self._loss, step.weight, own_losses, observed.total(self._world, leaves))
+        sums = Sums(self._loss, step.weight, own_losses, observed.compute_total(self._world, leaves))
         if step.weights is None:
             return sums
         named = name_totals(total[:count].clone(), step)
-        self._loss = total_loss(named)
+        self._loss = compute_total_loss(named)
         return sums._replace(total=self._loss, weight=1, named=named)
 
     def gradients(self) -> dict[str, MaybeSharded]:
@@ -179,7 +179,7 @@ class DeepSpeedEngine:
         return Update(norm, applied, scale)
 
     @contextmanager
-    def evaluation(self) -> Iterator[Predict]:
+    def evaluation(self) -> Iterator[PredictFunction]:
         """See Engine."""
         with evaluation_mode(self._model, self._ema, self._publish):
             yield self._predict
@@ -200,13 +200,13 @@ class DeepSpeedEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         model = self._get_model_state()
-        load_local_parts(state.model, model)
+        load_local_rows(state.model, model)
         self._running.reload()
         self._publish()
         self._load_optimizer(state)
         self._scaler.load_state_dict(state.scalars["loss_scale"])
         if self._ema is not None and state.ema is not None:
-            load_local_parts(state.ema, self._ema.shards(model))
+            load_local_rows(state.ema, self._ema.shards(model))
 
     def close(self) -> None:
         """See Engine."""
@@ -218,7 +218,7 @@ class DeepSpeedEngine:
         base: torch.optim.Optimizer = self._optimizer.optimizer
         return base
 
-    def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
+    def _compute_loss(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         with self._guarded():
@@ -227,19 +227,19 @@ class DeepSpeedEngine:
                 with self._model_code, translate_deepspeed_errors():
                     outputs = call_model(self._engine, inputs)
                 loss = wrap_losses(self._task.loss(outputs, microbatch.batch), step)
-        if observed.enabled and not microbatch.dummy:
+        if observed.enabled and not microbatch.is_dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))
         return loss
 
-    def _backward(self, loss: Tensor | Losses, dummy: bool, last: bool) -> None:
-        """Run the backward pass of a micro-batch. Set `last` for this rank's last micro-batch in the step."""
+    def _backward(self, loss: Tensor | Losses, is_dummy: bool, is_last: bool) -> None:
+        """Run the backward pass of a micro-batch. Set `is_last` for this rank's last micro-batch in the step."""
         if isinstance(loss, Losses):
-            shares = [self._scale_loss(root.loss, root.weight, dummy) for root in loss.roots]
+            shares = [self._scale_loss(root.loss, root.weight, is_dummy) for root in loss.roots]
             shared_loss = torch.stack(shares).sum()
         else:
-            shared_loss = self._scale_loss(loss, self._weight, dummy)
-        self._engine.set_gradient_accumulation_boundary(last)
+            shared_loss = self._scale_loss(loss, self._weight, is_dummy)
+        self._engine.set_gradient_accumulation_boundary(is_last)
         with self._model_code, translate_deepspeed_errors():
             self._engine.backward(shared_loss, scale_wrt_gas=False)
 
@@ -275,7 +275,7 @@ class DeepSpeedEngine:
             parameter: Any = tensor
             first = self._world.rank * len(parameter.ds_tensor)
             length = max(0, min(len(parameter.ds_tensor), parameter.ds_numel - first))
-            return make_shard(parameter.ds_tensor.detach()[:length], first if length else 0, parameter.ds_shape)
+            return make_element_shard(parameter.ds_tensor.detach()[:length], first if length else 0, parameter.ds_shape)
         return tensor.detach()
 
     def _publish(self) -> None:
@@ -303,7 +303,9 @@ class DeepSpeedEngine:
                     flat = value.shape == flat_piece.flat.shape
                     tensors[f"{name}/{slot}"] = flat_piece.get_shard(value) if flat else value
         for number, group in enumerate(self._base_optimizer.param_groups):
-            tensors |= {f"{GROUP}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)}
+            tensors |= {
+                f"{GROUP_PREFIX}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)
+            }
         return tensors, slots
 
     def _load_optimizer(self, state: State) -> None:
@@ -314,8 +316,10 @@ class DeepSpeedEngine:
             group.update(saved)
         for name, value in {**state.optimizer, **scalars["slots"]}.items():
             owner, _, slot = name.rpartition("/")
-            if owner.startswith(GROUP):
-                self._base_optimizer.param_groups[int(owner.removeprefix(GROUP))][slot] = local_tensor(value).clone()
+            if owner.startswith(GROUP_PREFIX):
+                self._base_optimizer.param_groups[int(owner.removeprefix(GROUP_PREFIX))][slot] = get_local_tensor(
+                    value
+                ).clone()
             else:
                 flat_piece = self._pieces[parameters[owner]]
                 _copy_slot(flat_state.setdefault(flat_piece.flat, {}), slot, value, flat_piece)
@@ -325,7 +329,7 @@ class DeepSpeedEngine:
 
 def _copy_slot(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
     """Copy the `value` of a parameter's optimizer slot into the optimizer state `slots` of its flat tensor."""
-    tensor = local_tensor(value) if isinstance(value, Tensor) else value
+    tensor = get_local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(tensor, Tensor) or tensor.shape != flat_piece.shape:
         # The value has a different shape, e.g. a step counter, so all parameters of the flat tensor share it.
         slots[slot] = tensor.clone() if isinstance(tensor, Tensor) else tensor
@@ -351,7 +355,7 @@ class FlatPiece:
     def get_shard(self, flat: Tensor) -> Shard:
         """Return this piece of `flat`, which has the layout of `self.flat`, as a shard of the parameter."""
         rows = flat.detach()[self.offset : self.offset + self.length]
-        return make_shard(rows, self.first if self.length else 0, self.shape)
+        return make_element_shard(rows, self.first if self.length else 0, self.shape)
 
 
 def find_flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor, shard_like
+from lockstep.core.shard import MaybeSharded, NamedTensors, get_local_tensor, shard_like
 from lockstep.parallel.offloaded import group_by_size, on_device_copies
 
 
@@ -19,14 +19,14 @@ class WeightAverage:
     16 bits would round off small updates. Integer buffers are copied.
     """
 
-    def __init__(self, live: NamedTensors, decay: float, device: torch.device | None = None) -> None:
-        """Start the average with `live`, this rank's model state, whose tensors must be updated in place.
+    def __init__(self, model_state: NamedTensors, decay: float, device: torch.device | None = None) -> None:
+        """Start the average with `model_state`, this rank's model state, whose tensors must be updated in place.
 
         The average of a tensor is stored on the device of the tensor. If `device` is set, it is computed on `device`.
         """
         self._decay = decay
         self._device = device
-        tensors = {name: local_tensor(value) for name, value in live.items()}
+        tensors = {name: get_local_tensor(value) for name, value in model_state.items()}
         self._live = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         self._average = {name: _widen(tensor) for name, tensor in self._live.items()}
         self._live_counters = {name: tensor for name, tensor in tensors.items() if name not in self._live}
@@ -51,26 +51,28 @@ class WeightAverage:
         """
         live = {**self._live, **self._live_counters}
         saved = {name: tensor.detach().clone() for name, tensor in live.items()}
-        _copy(self.state(), live)
+        _copy_tensors(self.state(), live)
         reload()
         try:
             yield
         finally:
-            _copy(saved, live)
+            _copy_tensors(saved, live)
             reload()
 
     def state(self) -> dict[str, Tensor]:
         """Return the average, by the names of the model state. The tensors are not copied."""
         return {**self._average, **self._counters}
 
-    def shards(self, live: NamedTensors) -> dict[str, MaybeSharded]:
-        """Return the average, with each tensor sharded like the tensor of the same name in `live`."""
-        return {name: shard_like(tensor, live[name]) for name, tensor in self.state().items()}
+    def shards(self, model_state: NamedTensors) -> dict[str, MaybeSharded]:
+        """Return the average, with each tensor sharded like the tensor of the same name in `model_state`."""
+        return {name: shard_like(tensor, model_state[name]) for name, tensor in self.state().items()}
 
 
-def make_average(live: NamedTensors, decay: float | None, device: torch.device | None = None) -> WeightAverage | None:
-    """Return a moving average of the model state `live`, or None if `decay` is None."""
-    return None if decay is None else WeightAverage(live, decay, device)
+def make_average(
+    model_state: NamedTensors, decay: float | None, device: torch.device | None = None
+) -> WeightAverage | None:
+    """Return a moving average of the model state `model_state`, or None if `decay` is None."""
+    return None if decay is None else WeightAverage(model_state, decay, device)
 
 
 @contextmanager
@@ -92,6 +94,6 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+def _copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     for name, tensor in target.items():
         tensor.copy_(source[name])

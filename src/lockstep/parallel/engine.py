@@ -14,7 +14,7 @@ from lockstep.core.shard import MaybeSharded, NamedTensors
 from lockstep.parallel.losses import Losses, NamedLoss
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-Predict = Callable[[Inputs], Any]  # returns the outputs of the model
+PredictFunction = Callable[[Inputs], Any]  # returns the outputs of the model
 
 
 class Sums(NamedTuple):
@@ -90,7 +90,7 @@ class Engine(StepEngine, Protocol):
     def gradients(self) -> dict[str, MaybeSharded]:
         """Return the canonical gradients by parameter name. Call this between `forward_backward` and `update`."""
 
-    def evaluation(self) -> AbstractContextManager[Predict]:
+    def evaluation(self) -> AbstractContextManager[PredictFunction]:
         """Return a context manager that sets the model to eval mode, and provides a function that runs the model.
 
         If the recipe sets `ema`, the model has the averaged weights within the context.
@@ -165,10 +165,10 @@ class Phased(Auditable, Protocol):
     def gathered_shards(self) -> dict[Tensor, Tensor]:
         """Return a map from each gathered weight that the model computes with to its sharded parameter."""
 
-    def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int = 0) -> None:
-        """Start a step with `leaves` micro-batches over all ranks, of which this rank computes `microbatches`.
+    def begin(self, microbatches: MicroBatches, step: Step, num_microbatches: int, num_counts: int = 0) -> None:
+        """Start a step of `num_microbatches` micro-batches over all ranks, of which this rank computes `microbatches`.
 
-        If micro-batches are split into work units, each unit counts as a micro-batch. `counts` is the length of the
+        If micro-batches are split into work units, each unit counts as a micro-batch. `num_counts` is the length of the
         vector that is summed together with the losses.
         """
 
@@ -197,8 +197,8 @@ class Phased(Auditable, Protocol):
         The results are only passed to its `note`.
         """
 
-    def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
-        """See Engine. If `only` is set, update only the parameter groups with these indices."""
+    def update(self, lr: float, max_norm: float | None, group_indices: Collection[int] | None = None) -> Update:
+        """See Engine. If `group_indices` is set, update only the parameter groups with these indices."""
 
     def custom_evaluation(self) -> AbstractContextManager[None]:
         """Return a context manager that sets the model to eval mode. A custom loop then calls the model itself."""

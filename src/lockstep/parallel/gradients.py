@@ -30,10 +30,10 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.canonical import Sum
+from lockstep.comm.canonical import VectorSum
 from lockstep.comm.stream import CommStream
 from lockstep.common.own_code import make_refusal
-from lockstep.core.tree import Counter, LeafBlock, total
+from lockstep.core.tree import BinaryCounter, LeafBlock, sum_pieces
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.tasks.base import MicroBatch, MicroBatches, TensorRecorder
 
@@ -46,29 +46,29 @@ _ALIGNED: Final = 128
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters whose gradients are summed together with `add`."""
+    """Parameters whose gradients are summed together with `sum_over_ranks`."""
 
     parameters: list[nn.Parameter]
-    add: Sum
-    counter: Counter[GradientList] = field(default_factory=lambda: Counter(add_gradients_))
-    missing: int = 0  # number of parameters whose gradients aren't ready
+    sum_over_ranks: VectorSum
+    counter: BinaryCounter[GradientList] = field(default_factory=lambda: BinaryCounter(add_gradients_))
+    num_missing: int = 0  # number of parameters whose gradients aren't ready
     submitted: bool = False  # whether the bucket was submitted to the stream in this step
 
 
 @final
-class Gradients:
+class BucketedGradientSum:
     """Sums the gradients of the trained parameters over micro-batches and ranks."""
 
     def __init__(
         self,
         trained: Sequence[NamedParameter],
-        canonical: Sum,
+        canonical_sum: VectorSum,
         stream: CommStream,
         single_process: bool,
         bucket_bytes: int,
-        make_sum: Callable[[Sequence[nn.Parameter]], Sum] | None = None,
+        make_sum: Callable[[Sequence[nn.Parameter]], VectorSum] | None = None,
     ) -> None:
-        """Sum each bucket with `canonical`, or with `make_sum(parameters)` if `make_sum` is set.
+        """Sum each bucket with `canonical_sum`, or with `make_sum(parameters)` if `make_sum` is set.
 
         Set `single_process` if there is nothing to sum over ranks.
         """
@@ -77,8 +77,8 @@ class Gradients:
         self._stream = stream
         self._single_process = single_process
         self._buckets = [
-            _Bucket(bucket, canonical if make_sum is None else make_sum(bucket))
-            for bucket in partition(self._parameters, None if single_process else bucket_bytes)
+            _Bucket(bucket, canonical_sum if make_sum is None else make_sum(bucket))
+            for bucket in partition_into_buckets(self._parameters, None if single_process else bucket_bytes)
         ]
         self._waiting: list[Callable[[], Tensor]] = []
         self._leaves = 0
@@ -92,24 +92,24 @@ class Gradients:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient_ready, bucket))  # type: ignore[no-untyped-call]
 
-    def begin(self, leaves: int, microbatches: MicroBatches) -> None:
+    def begin(self, num_microbatches: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
-        self._leaves = leaves
+        self._leaves = num_microbatches
         # If this rank's last micro-batch is a dummy, submit the sums after its backward pass, so that all ranks issue
         # their collectives in the same order.
-        self._last_leaf = microbatches[-1].index if microbatches and not microbatches[-1].dummy else None
+        self._last_leaf = microbatches[-1].index if microbatches and not microbatches[-1].is_dummy else None
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        self._overlapping = microbatch.index == self._last_leaf and not (self._single_process or microbatch.dummy)
+        self._overlapping = microbatch.index == self._last_leaf and not (self._single_process or microbatch.is_dummy)
         self._graph_task = -1
-        self._note = microbatch.note
-        if microbatch.dummy:  # `grad` may contain the sums of the step, which a dummy must not add to
+        self._note = microbatch.record_tensor
+        if microbatch.is_dummy:  # `grad` may contain the sums of the step, which a dummy must not add to
             for parameter in self._parameters:
                 parameter.grad = None
         if self._overlapping:
             for bucket in self._buckets:
-                bucket.missing = len(bucket.parameters)
+                bucket.num_missing = len(bucket.parameters)
                 bucket.submitted = False
 
     def after_backward(self, microbatch: MicroBatch) -> None:
@@ -118,31 +118,33 @@ class Gradients:
         if self._overlapping:
             self._overlapping = False
             return
-        if self._is_already_summed and not microbatch.dummy:
+        if self._is_already_summed and not microbatch.is_dummy:
             if self._note is not None:
-                self._note_gradients(self._parameters, [wide_gradient(parameter) for parameter in self._parameters])
+                self._record_gradients(
+                    self._parameters, [get_wide_gradient(parameter) for parameter in self._parameters]
+                )
             return
         for bucket in self._buckets:
             parts = self._take_gradients(bucket)
-            if not microbatch.dummy:
+            if not microbatch.is_dummy:
                 bucket.counter.push(microbatch.index, parts)
 
     def finish(self) -> None:
         """See GradientSum."""
         if self._is_already_summed:
             for parameter in self._parameters:
-                # Skip fp32 gradients, which never need conversion: this check is cheaper than `wide_gradient`.
+                # Skip fp32 gradients, which never need conversion: this check is cheaper than `get_wide_gradient`.
                 if parameter.grad is None or parameter.grad.dtype is not torch.float32:
-                    parameter.grad = wide_gradient(parameter)
+                    parameter.grad = get_wide_gradient(parameter)
             return
         if self._single_process:
             for bucket in self._buckets:
-                parts = total(bucket.counter.pieces(), self._leaves, add_gradients_)
+                parts = sum_pieces(bucket.counter.pop_pieces(), self._leaves, add_gradients_)
                 set_gradients(bucket.parameters, parts)
             return
-        self._submit_ready(everything=True)
+        self._submit_ready(submit_all=True)
         for bucket, wait in zip(self._buckets, self._waiting, strict=True):
-            set_gradients(bucket.parameters, unflatten(wait(), bucket.parameters))
+            set_gradients(bucket.parameters, unflatten_gradients(wait(), bucket.parameters))
         self._waiting.clear()
 
     @property
@@ -163,35 +165,35 @@ class Gradients:
                 f"gradient of {self._names[cast(nn.Parameter, parameter)]} after it was sent to other ranks",
                 "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
             )
-        bucket.missing -= 1
-        if bucket.missing == 0 and self._nesting_known and not self._nested:
-            self._submit_ready(everything=False)
+        bucket.num_missing -= 1
+        if bucket.num_missing == 0 and self._nesting_known and not self._nested:
+            self._submit_ready(submit_all=False)
 
-    def _submit_ready(self, everything: bool) -> None:
+    def _submit_ready(self, submit_all: bool) -> None:
         for bucket in self._buckets[len(self._waiting) :]:
-            if bucket.missing and not everything:
+            if bucket.num_missing and not submit_all:
                 return
             if self._last_leaf is not None:
                 bucket.counter.push(self._last_leaf, self._take_gradients(bucket))
             bucket.submitted = True
-            self._waiting.append(self._stream.submit(partial(self._sum, bucket, bucket.counter.pieces())))
+            self._waiting.append(self._stream.submit(partial(self._sum_bucket, bucket, bucket.counter.pop_pieces())))
 
     def _take_gradients(self, bucket: _Bucket) -> GradientList:
         parts = [_take_gradient(parameter) for parameter in bucket.parameters]
-        self._note_gradients(bucket.parameters, parts)
+        self._record_gradients(bucket.parameters, parts)
         return parts
 
-    def _note_gradients(self, parameters: Sequence[nn.Parameter], gradients: GradientList) -> None:
+    def _record_gradients(self, parameters: Sequence[nn.Parameter], gradients: GradientList) -> None:
         if self._note is not None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 self._note(f"gradient of {self._names[parameter]}", gradient)
 
-    def _sum(self, bucket: _Bucket, pieces: Mapping[LeafBlock, GradientList]) -> Tensor:
-        flat = {block: flatten(parts, bucket.parameters) for block, parts in pieces.items()}
-        return bucket.add(flat, self._leaves, allocate_sum(bucket.parameters))
+    def _sum_bucket(self, bucket: _Bucket, pieces: Mapping[LeafBlock, GradientList]) -> Tensor:
+        flat = {block: flatten_gradients(parts, bucket.parameters) for block, parts in pieces.items()}
+        return bucket.sum_over_ranks(flat, self._leaves, allocate_sum(bucket.parameters))
 
 
-def partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
+def partition_into_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
     """Group parameters into buckets of one dtype and at most `bucket_bytes`, from the last parameter to the first.
 
     A larger parameter has its own bucket. If `bucket_bytes` is None, the size is unlimited.
@@ -210,20 +212,20 @@ def partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> l
 
 
 def _take_gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = wide_gradient(parameter)
+    gradient = get_wide_gradient(parameter)
     parameter.grad = None
     return gradient
 
 
-def wide_gradient(parameter: nn.Parameter) -> Tensor:
+def get_wide_gradient(parameter: nn.Parameter) -> Tensor:
     """Return a parameter's gradient in the dtype of the gradient sum, or zeros if it has no gradient."""
-    dtype, gradient = sum_dtype(parameter), parameter.grad
+    dtype, gradient = get_sum_dtype(parameter), parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return gradient if gradient.dtype is dtype else gradient.to(dtype)  # faster than `to` if the dtype is the same
 
 
-def backward_nodes(root: Any) -> Iterator[Any]:
+def iterate_backward_nodes(root: Any) -> Iterator[Any]:
     """Yield the autograd node `root` and all nodes that are reachable from it in the backward graph."""
     pending, visited = [root], {root}
     while pending:
@@ -234,7 +236,7 @@ def backward_nodes(root: Any) -> Iterator[Any]:
                 pending.append(following)
 
 
-def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
+def get_sum_dtype(parameter: nn.Parameter) -> torch.dtype:
     """Return the dtype of a parameter's gradient sum: the parameter's dtype, or fp32 for weight copies (weights.py)."""
     return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
@@ -247,7 +249,7 @@ def set_gradients(parameters: Sequence[nn.Parameter], gradients: GradientList) -
 
 def allocate_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Allocate a flat, uninitialized vector for the gradient sums of parameters with the same dtype."""
-    return parameters[0].new_empty(sum(_compute_sizes(parameters)), dtype=sum_dtype(parameters[0]))
+    return parameters[0].new_empty(sum(_compute_section_sizes(parameters)), dtype=get_sum_dtype(parameters[0]))
 
 
 def add_gradients_(left: GradientList, right: GradientList) -> GradientList:
@@ -256,33 +258,37 @@ def add_gradients_(left: GradientList, right: GradientList) -> GradientList:
     return left
 
 
-def _compute_sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
+def _compute_section_sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Return the sizes of the sections of a flat vector, in elements: each parameter, followed by its padding."""
     return [size for parameter in parameters for size in (parameter.numel(), -parameter.numel() % _ALIGNED)]
 
 
-def _memory_order(parameter: Tensor) -> list[int]:
+def _get_memory_order(parameter: Tensor) -> list[int]:
     """Return the dims of a tensor by stride, largest first. Flattening in this order doesn't copy dense tensors."""
     return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
 
 
-def flatten(parts: GradientList, parameters: Sequence[nn.Parameter]) -> Tensor:
+def flatten_gradients(gradients: GradientList, parameters: Sequence[nn.Parameter]) -> Tensor:
     """Concatenate gradients into a flat vector with padding, each gradient in the memory order of its parameter."""
     flat = [
-        part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in zip(parts, parameters, strict=True)
+        part.permute(_get_memory_order(parameter)).reshape(-1)
+        for part, parameter in zip(gradients, parameters, strict=True)
     ]
     zeros = flat[0].new_zeros(_ALIGNED)
-    gaps = [zeros[:size] for size in _compute_sizes(parameters)[1::2]]
+    gaps = [zeros[:size] for size in _compute_section_sizes(parameters)[1::2]]
     return torch.cat([piece for pair in zip(flat, gaps, strict=True) for piece in pair])
 
 
-def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> GradientList:
-    """Return views of a bucket's flat vector with the shapes of its parameters. This is the inverse of `flatten`."""
-    pieces = torch.split(flat, _compute_sizes(parameters))[::2]
+def unflatten_gradients(flat: Tensor, parameters: Sequence[nn.Parameter]) -> GradientList:
+    """Return views of a bucket's flat vector with the shapes of its parameters.
+
+    This is the inverse of `flatten_gradients`.
+    """
+    pieces = torch.split(flat, _compute_section_sizes(parameters))[::2]
     return [_view_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
 def _view_like(piece: Tensor, parameter: nn.Parameter) -> Tensor:
-    order = _memory_order(parameter)
+    order = _get_memory_order(parameter)
     inverse = [order.index(dim) for dim in range(parameter.ndim)]
     return piece.view([parameter.shape[dim] for dim in order]).permute(inverse)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from lockstep.common.patterns import select
+from lockstep.common.patterns import select_names
 from lockstep.errors import UsageError
 
 SCALE: Final = "lr_scale"  # the key in parameter groups, as in timm; saved in checkpoints
@@ -24,19 +24,19 @@ class GroupSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def compute_settings(
-    names: Sequence[str], groups: Sequence[GroupSettings], scales: Mapping[str, float]
+def compute_parameter_options(
+    names: Sequence[str], groups: Sequence[GroupSettings], lr_factors: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
     """Return the options of each parameter, by name. Parameters without options are left out.
 
-    If several groups match a name, the first of them applies. `scales` maps names to learning rate factors, e.g. of
+    If several groups match a name, the first of them applies. `lr_factors` maps names to learning rate factors, e.g. of
     layer-wise decay, which are multiplied by the factor of the group. Raises UsageError if a pattern matches no name,
     or if earlier groups already match all names that a group matches.
     """
     group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):
         location = f"{_KEY}[{number}].match"
-        matching = select(location, group.patterns, names, "trained parameter")
+        matching = select_names(location, group.patterns, names, "trained parameter")
         newly_matched = {name: group for name in names if name in matching and name not in group_of}
         if not newly_matched:
             raise UsageError(
@@ -44,7 +44,7 @@ def compute_settings(
                 f"move this group before them"
             )
         group_of |= newly_matched
-    by_name = {name: _make_options(group_of.get(name), scales.get(name, 1.0)) for name in names}
+    by_name = {name: _make_group_options(group_of.get(name), lr_factors.get(name, 1.0)) for name in names}
     return {name: setting for name, setting in by_name.items() if setting}
 
 
@@ -57,7 +57,7 @@ def find_distinct_options(by_name: Mapping[str, dict[str, Any]]) -> list[dict[st
     return unique
 
 
-def _make_options(group: GroupSettings | None, scale: float) -> dict[str, Any]:
+def _make_group_options(group: GroupSettings | None, lr_scale: float) -> dict[str, Any]:
     options = dict(group.options) if group is not None else {}
-    factor = scale * (group.lr_factor if group is not None else 1.0)
+    factor = lr_scale * (group.lr_factor if group is not None else 1.0)
     return options if factor == 1.0 else {**options, SCALE: factor}

@@ -17,13 +17,13 @@ from lockstep.errors import UsageError
 
 @final
 class IsolatedGradients:
-    """Holds separate aliases of the trained parameters of `model` for each of `count` forward passes."""
+    """Holds separate aliases of the trained parameters of `model` for each of `num_forwards` forward passes."""
 
-    def __init__(self, model: nn.Module, count: int) -> None:
+    def __init__(self, model: nn.Module, num_forwards: int) -> None:
         self._model = model
         self._modules = list(model.modules())
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._aliases = [{parameter: _make_alias(parameter) for parameter in parameters} for _ in range(count)]
+        self._aliases = [{parameter: _make_alias(parameter) for parameter in parameters} for _ in range(num_forwards)]
         self._states = [
             [_replace_parameters(vars(module), aliases) for module in self._modules] for aliases in self._aliases
         ]
@@ -73,6 +73,6 @@ def _replace_parameters(attributes: dict[str, Any], aliases: dict[nn.Parameter, 
     }
 
 
-def _set_attributes(modules: Sequence[nn.Module], states: Sequence[dict[str, Any]]) -> None:
-    for module, state in zip(modules, states, strict=True):
+def _set_attributes(modules: Sequence[nn.Module], attributes: Sequence[dict[str, Any]]) -> None:
+    for module, state in zip(modules, attributes, strict=True):
         object.__setattr__(module, "__dict__", state)

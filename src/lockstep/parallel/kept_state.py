@@ -15,23 +15,23 @@ from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import ComparedResult, Findings, describe_flipped_bit, digest_tensors, short_hash
 from lockstep.parallel.corruption import MAX_SHOWN_NAMES, REMOVE_HOST, format_ranks
-from lockstep.parallel.engine import Engine, Predict, State, Update
+from lockstep.parallel.engine import Engine, PredictFunction, State, Update
 
 
 @final
-class KeptState:
+class StateChangeDetector:
     """Checks that the state of `engine` on this rank doesn't change between an update and the next audited step.
 
-    Every `every`-th step is audited, or no step if `every` is None. Call `update`, `evaluation` and `load` instead of
-    the methods of the engine, and set `step` to the step in progress.
+    Every `interval`-th step is audited, or no step if `interval` is None. Call `update`, `evaluation` and `load`
+    instead of the methods of the engine, and set `step` to the step in progress.
     """
 
     step: Step
 
-    def __init__(self, engine: Engine, world: World, every: int | None) -> None:
+    def __init__(self, engine: Engine, world: World, interval: int | None) -> None:
         self._engine = engine
         self._world = world
-        self._every = every
+        self._every = interval
         self._digests = Digests()
         self._saved: Findings | None = None
 
@@ -50,9 +50,9 @@ class KeptState:
         self.record_step(self.step)
         return update
 
-    def evaluation(self) -> AbstractContextManager[Predict]:
+    def evaluation(self) -> AbstractContextManager[PredictFunction]:
         """See Engine."""
-        self.forget()
+        self.discard_digests()
         return self._engine.evaluation()
 
     def load(self, state: State) -> None:
@@ -60,7 +60,7 @@ class KeptState:
         self._engine.load(state)
         self.begin()
 
-    def forget(self) -> None:
+    def discard_digests(self) -> None:
         """Discard the recorded digests. Call this before an evaluation, which may change buffers of the model."""
         self._saved = None
 

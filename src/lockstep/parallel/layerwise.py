@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.core.norm import norm_of_rows, row_norms
+from lockstep.core.norm import compute_row_norms, compute_total_norm
 
 # Computes the norms of full tensors. The argument maps trained tensors to this rank's part of the tensor to measure.
-Norms = Callable[[Mapping[Tensor, Tensor]], Tensor]
+ComputeNorms = Callable[[Mapping[Tensor, Tensor]], Tensor]
 
 
-def full_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
+def compute_full_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
     """Return the L2 norms of unsharded tensors: float64 of shape [len(tensors)]."""
-    return torch.stack([norm_of_rows(tensor) for tensor in row_norms([*tensors.values()])])
+    return torch.stack([compute_total_norm(tensor) for tensor in compute_row_norms([*tensors.values()])])
 
 
 @final
@@ -45,7 +45,7 @@ class Lars(Optimizer):
         eps: float = 1e-8,
         trust_clip: bool = False,
         always_adapt: bool = False,
-        norms: Norms = full_norms,
+        norms: ComputeNorms = compute_full_norms,
     ) -> None:
         options = _collect_options(locals())
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -107,7 +107,7 @@ class Lamb(Optimizer):
         grad_averaging: bool = True,
         trust_clip: bool = False,
         always_adapt: bool = False,
-        norms: Norms = full_norms,
+        norms: ComputeNorms = compute_full_norms,
     ) -> None:
         options = _collect_options(locals())
         if not all(0.0 <= beta < 1.0 for beta in betas):

@@ -2,7 +2,7 @@
 
 If autograd derives the backward function, the order in which it adds gradients can depend on which rank holds a tensor.
 It can also return views of a larger gradient, whereas a rank that holds only one of the tensors has a separate
-gradient. Therefore `linear_map` takes both functions.
+gradient. Therefore `apply_linear_map` takes both functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def linear_map(
+def apply_linear_map(
     forward: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     backward: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
     tensors: Sequence[Tensor],

@@ -48,7 +48,7 @@ class NamedLoss(NamedTuple):
         return self.total / self.weight if self.weight else torch.zeros_like(self.total)
 
 
-class Root(NamedTuple):
+class BackwardRoot(NamedTuple):
     """A root of a backward pass: the loss of a micro-batch, with `numerator / weight` as its seed gradient.
 
     `weight` is the weight of the loss in the full step. If the loss is a sum, `numerator` is 1. If the loss is a mean,
@@ -69,7 +69,7 @@ class Losses:
     the model outputs as additional roots, with zeros as their seed gradients.
     """
 
-    roots: Sequence[Root]
+    roots: Sequence[BackwardRoot]
     outputs: Sequence[tuple[GradientEdge, Tensor]] = ()
 
     @property
@@ -88,10 +88,10 @@ def wrap_losses(loss: Loss, step: Step) -> Tensor | Losses:
     check_same_names(loss, step.weight if step.weights is None else step.weights)
     assert isinstance(loss, Mapping)
     assert step.weights is not None
-    return Losses([Root(loss[name], 1, weight) for name, weight in step.weights.items()])
+    return Losses([BackwardRoot(loss[name], 1, weight) for name, weight in step.weights.items()])
 
 
-def loss_values(loss: Tensor | Losses) -> Tensor:
+def get_loss_sums(loss: Tensor | Losses) -> Tensor:
     """Return the detached loss of a micro-batch, or a vector with the sum of each of several losses."""
     return loss.sums if isinstance(loss, Losses) else loss.detach()
 
@@ -102,7 +102,7 @@ def name_totals(sums: Tensor, step: Step) -> dict[str, NamedLoss]:
     return {name: NamedLoss(sums[index], weight) for index, (name, weight) in enumerate(step.weights.items())}
 
 
-def total_loss(losses: Mapping[str, NamedLoss]) -> Tensor:
+def compute_total_loss(losses: Mapping[str, NamedLoss]) -> Tensor:
     """Return the total loss of a step with several losses, which is the sum of their means, added in order."""
     first, *rest = (loss.mean for loss in losses.values())
     for mean in rest:
@@ -110,7 +110,7 @@ def total_loss(losses: Mapping[str, NamedLoss]) -> Tensor:
     return first
 
 
-def _sum_over_microbatch(root: Root) -> Tensor:
+def _sum_over_microbatch(root: BackwardRoot) -> Tensor:
     if not root.numerator:
         return torch.zeros((), dtype=torch.float64, device=root.loss.device)
     loss = root.loss.detach().double()

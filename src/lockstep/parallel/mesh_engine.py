@@ -23,7 +23,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.tasks.base import Problem
 
 
-def mesh_engine(
+def make_mesh_engine(
     problem: Problem,
     make_optimizer: MakeOptimizer,
     world: World,

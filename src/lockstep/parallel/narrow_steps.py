@@ -27,9 +27,9 @@ class PositionIndependentMode(TorchDispatchMode):  # type: ignore[no-untyped-cal
         if alpha == 1 or func not in _ADDS | _ADDS_OF_LISTS:
             return func(*args, **(kwargs or {}))
         left, right = (args[0], args[1]) if func in _ADDS_OF_LISTS else ([args[0]], [args[1]])
-        if not all(is_narrow(tensor) for tensor in left):
+        if not all(is_16_bit_on_cpu(tensor) for tensor in left):
             return func(*args, **kwargs)
-        sums = [_sum(*pair, alpha) for pair in zip(left, right, strict=True)]
+        sums = [_add_scaled(*pair, alpha) for pair in zip(left, right, strict=True)]
         if func in _IN_PLACE:
             for tensor, total in zip(left, sums, strict=True):
                 tensor.copy_(total)
@@ -37,10 +37,10 @@ class PositionIndependentMode(TorchDispatchMode):  # type: ignore[no-untyped-cal
         return sums if func in _ADDS_OF_LISTS else sums[0]
 
 
-def is_narrow(tensor: Tensor) -> bool:
+def is_16_bit_on_cpu(tensor: Tensor) -> bool:
     """Return whether a tensor has a 16-bit dtype and is on the CPU."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES_16_BIT
 
 
-def _sum(left: Tensor, right: Tensor, alpha: float) -> Tensor:
+def _add_scaled(left: Tensor, right: Tensor, alpha: float) -> Tensor:
     return left.float().add_(right.float(), alpha=alpha).to(left.dtype)

@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 from lockstep.core.batch import Inputs, map_tensors
 from lockstep.core.engine_recipe import EngineRecipe
 from lockstep.core.order import get_subrange
-from lockstep.core.shard import Chunked
-from lockstep.device.precision import get_compute_dtype, get_weight_dtype, loss_scaler
+from lockstep.core.shard import ChunkLayout
+from lockstep.device.precision import get_compute_dtype, get_weight_dtype, make_loss_scaler
 from lockstep.parallel.compiled import compile_blocks
-from lockstep.parallel.layerwise import Norms
+from lockstep.parallel.layerwise import ComputeNorms
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.random_relu import forbid_rrelu_with_hooks
 from lockstep.parallel.weights import convert_parameters, widen_batchnorm
 
 # Creates the optimizer, given the trained tensors of this rank and the function that computes norms of full tensors.
-MakeOptimizer = Callable[[Sequence[NamedParameter], Norms], Optimizer]
+MakeOptimizer = Callable[[Sequence[NamedParameter], ComputeNorms], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,32 @@ class Numerics:
 
     recipe: EngineRecipe
     offload_activations: bool = False
-    recompute: int = 0  # recompute every n-th block, or none if 0; only for strategies without their own recomputation
+    recompute_interval: int = (
+        0  # recompute every n-th block, or none if 0; only for strategies without their own recomputation
+    )
     checks_writes: bool = True  # whether to raise an error if a forward pass writes to weights or buffers
-    averages: bool = True  # whether to average weights if the recipe sets `ema`
+    averages_weights: bool = True  # whether to average weights if the recipe sets `ema`
     needs_full_tensors: bool = False  # whether to give the optimizer full tensors, although they are sharded or chunked
-    chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
-    peers: int = 1  # number of engines that split the micro-batches of a step, and use different seeds
-    peer: int = 0  # index of this engine among its peers
+    chunked_parameters: Mapping[str, ChunkLayout] = field(
+        default_factory=dict
+    )  # parameters that the recipe splits into chunks
+    num_peers: int = 1  # number of engines that split the micro-batches of a step, and use different seeds
+    peer_index: int = 0  # index of this engine among its peers
 
     @property
-    def microbatches(self) -> int:
+    def num_microbatches(self) -> int:
         """The number of micro-batches that this engine computes in a full step."""
-        return len(get_subrange(self.recipe.microbatches, self.peers, self.peer))
+        return len(get_subrange(self.recipe.microbatches, self.num_peers, self.peer_index))
 
     @property
-    def largest_microbatch(self) -> int:
+    def largest_microbatch_size(self) -> int:
         """The number of samples in the largest micro-batch."""
         return -(-self.recipe.batch // self.recipe.microbatches)
 
     @property
     def seed(self) -> int:
         """The random seed of this engine, which differs between peers."""
-        return self.recipe.seed + self.peer
+        return self.recipe.seed + self.peer_index
 
     @property
     def skip_nonfinite(self) -> bool:
@@ -60,7 +64,7 @@ class Numerics:
     @property
     def ema_decay(self) -> float | None:
         """The EMA decay, or None if weights aren't averaged."""
-        return self.recipe.ema.decay if self.averages and self.recipe.ema else None
+        return self.recipe.ema.decay if self.averages_weights and self.recipe.ema else None
 
     @property
     def channels_last(self) -> bool:
@@ -87,7 +91,7 @@ class Numerics:
         """The dtype of the weight copies that the model computes with, or None if it computes with the weights."""
         return self.dtype if self.weight_dtype is None else None
 
-    def prepare(self, model: nn.Module, device: torch.device) -> None:
+    def prepare_model(self, model: nn.Module, device: torch.device) -> None:
         """Convert a model to the dtypes of the recipe and compile it, in place. Call this before you wrap layers."""
         if self.dtype is not None:
             widen_batchnorm(model)
@@ -97,9 +101,9 @@ class Numerics:
         if self.recipe.compile:
             compile_blocks(model, device)
 
-    def loss_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+    def make_loss_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Return the gradient scaler. It is disabled if the precision doesn't need loss scaling."""
-        return loss_scaler(self.recipe.precision, self.recipe.loss_scale, device)
+        return make_loss_scaler(self.recipe.precision, self.recipe.loss_scale, device)
 
     def prepare_inputs(self, inputs: Inputs) -> Inputs:
         """Convert inputs to the compute dtype and the memory format of the model."""

@@ -55,16 +55,16 @@ def on_device_copies(tensors: Sequence[Tensor], device: torch.device) -> Iterato
 
 @final
 @dataclass(frozen=True)
-class Offloaded:
+class OffloadedOptimizer:
     """An optimizer whose parameters, gradients and state are stored in CPU memory.
 
-    `bytes_of` maps each parameter to the size of its full weight in bytes, which is the same on all ranks. As a result,
-    all ranks update the same parameters together. This is necessary because an optimizer can request norms of full
-    weights, which requires a collective.
+    `full_nbytes` maps each parameter to the size of its full weight in bytes, which is the same on all ranks. As a
+    result, all ranks update the same parameters together. This is necessary because an optimizer can request norms of
+    full weights, which requires a collective.
     """
 
     optimizer: Optimizer
-    bytes_of: Mapping[Tensor, int]
+    full_nbytes: Mapping[Tensor, int]
     device: torch.device
 
     def step(self, step: Callable[[], object]) -> None:
@@ -77,7 +77,7 @@ class Offloaded:
         try:
             for group in groups:
                 saved = _copy_group(group)
-                sizes = [(parameter, self.bytes_of[parameter]) for parameter in group["params"]]
+                sizes = [(parameter, self.full_nbytes[parameter]) for parameter in group["params"]]
                 for piece in group_by_size(sizes):
                     group.clear()
                     group.update({**_copy_group(saved), "params": piece})

@@ -11,15 +11,15 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.common.importing import import_callable
-from lockstep.common.names import format_choices, suggest
+from lockstep.common.names import format_choices, format_suggestion
 from lockstep.common.own_code import UserCode
-from lockstep.errors import UsageError, error_as
+from lockstep.errors import UsageError, convert_error
 from lockstep.parallel.groups import SCALE
-from lockstep.parallel.layerwise import Lamb, Lars, Norms, full_norms
+from lockstep.parallel.layerwise import ComputeNorms, Lamb, Lars, compute_full_norms
 from lockstep.parallel.optimizer_state import NamedParameter
 
-Factory = Callable[..., Optimizer]
-Settings = Callable[[str], Mapping[str, Any]]  # returns the optimizer options of a parameter, given its name
+OptimizerFactory = Callable[..., Optimizer]
+GetParameterOptions = Callable[[str], Mapping[str, Any]]  # returns the optimizer options of a parameter, given its name
 
 CONTRACT: Final = "see docs/extend.md"
 # Lockstep's own optimizers. They take precedence over optimizers of torch or timm with the same name.
@@ -37,8 +37,8 @@ def make_optimizer(
     weight_decay: float | None = None,
     decay_bias_and_norm: bool = True,
     options: Mapping[str, Any] | None = None,
-    norms: Norms = full_norms,
-    settings: Settings | None = None,
+    norms: ComputeNorms = compute_full_norms,
+    settings: GetParameterOptions | None = None,
 ) -> Optimizer:
     """Create the optimizer `name` for the parameters that require a gradient. Its groups contain parameter names.
 
@@ -56,7 +56,7 @@ def make_optimizer(
     factory = find_factory(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     options_set = {key: value for key, value in values.items() if value is not None} | dict(options or {})
-    argument_names = _argument_names(factory)
+    argument_names = _get_argument_names(factory)
     _check_options(name, argument_names, options_set, decay_bias_and_norm)
     implementation: dict[str, Any] = (
         {"foreach": True} if "foreach" in (argument_names or ()) and not options_set.get("fused") else {}
@@ -79,7 +79,7 @@ def make_optimizer(
         return factory(groups, **{"lr": lr, **implementation, **options_set})
     except (TypeError, ValueError, RuntimeError) as error:
         options_text = ", ".join(f"{key}={value}" for key, value in options_set.items()) or "nothing"
-        raise UsageError(f"optimizer {name}: {error}; options passed: {options_text}") from error
+        raise UsageError(f"optimizer {name}: {error} (options passed: {options_text}); change its options") from error
 
 
 def unwrap_step(optimizer: Optimizer) -> Callable[[], object]:
@@ -100,13 +100,13 @@ def _find_custom(path: str) -> Callable[..., Any]:
     Raises UsageError if it is neither a class nor a function, or if it has no argument `lr`.
     """
     factory = import_callable(path, "optimizer", "a class or a function")
-    argument_names = _argument_names(factory)
+    argument_names = _get_argument_names(factory)
     if argument_names is not None and "lr" not in argument_names:
         raise UsageError(f"optimizer {path}: has no argument lr; use the arguments (params, lr, ...) ({CONTRACT})")
     return cast(Callable[..., Any], factory)
 
 
-def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
+def _get_argument_names(factory: Callable[..., Any]) -> list[str] | None:
     """Return the argument names of a class or function, or None if they are unknown or if it accepts **kwargs."""
     cls = factory.func if isinstance(factory, partial) else factory
     try:
@@ -148,12 +148,12 @@ def _call_factory(
     return optimizer
 
 
-def find_factory(name: str) -> Factory:
+def find_factory(name: str) -> OptimizerFactory:
     """Return the optimizer class or function with this name or import path. Raises UsageError if there is none."""
     return _find_custom(name) if ":" in name else find_optimizer(name)
 
 
-def find_optimizer(name: str) -> Factory:
+def find_optimizer(name: str) -> OptimizerFactory:
     """Return the optimizer class with this name from Lockstep, torch or timm. Raises UsageError if there is none."""
     lower = name.lower()
     if lower in OWN_OPTIMIZERS:
@@ -162,37 +162,40 @@ def find_optimizer(name: str) -> Factory:
     return from_torch[lower] if lower in from_torch else _find_timm_optimizer(name)
 
 
-def _list_torch_optimizers() -> dict[str, Factory]:
+def _list_torch_optimizers() -> dict[str, OptimizerFactory]:
     members = inspect.getmembers(torch.optim, inspect.isclass)
     return {
         name.lower(): member for name, member in members if issubclass(member, Optimizer) and member is not Optimizer
     }
 
 
-def _find_timm_optimizer(name: str) -> Factory:
+def _find_timm_optimizer(name: str) -> OptimizerFactory:
     optim: Any = import_module("timm.optim")  # imported lazily, because it takes seconds
     if name.lower() not in optim.list_optimizers():
-        hint = suggest(name, [*_list_torch_optimizers(), *optim.list_optimizers()])
+        hint = format_suggestion(name, [*_list_torch_optimizers(), *optim.list_optimizers()])
         raise UsageError(f"optimizer {name}: not found in torch.optim or timm.optim{hint}")
-    with error_as(UsageError, (AssertionError, ImportError), f"optimizer {name}: cannot be used here"):
-        factory: Factory = optim.get_optimizer_class(name.lower(), bind_defaults=True)
+    with convert_error(UsageError, (AssertionError, ImportError), f"optimizer {name}: cannot be used here"):
+        factory: OptimizerFactory = optim.get_optimizer_class(name.lower(), bind_defaults=True)
     return factory
 
 
 def _check_options(
-    name: str, argument_names: Sequence[str] | None, requested: Iterable[str], decay_bias_and_norm: bool
+    optimizer_name: str,
+    argument_names: Sequence[str] | None,
+    requested_options: Iterable[str],
+    decay_bias_and_norm: bool,
 ) -> None:
-    keys = [*requested] if decay_bias_and_norm else [*requested, "weight_decay"]
+    keys = [*requested_options] if decay_bias_and_norm else [*requested_options, "weight_decay"]
     options = [argument for argument in argument_names or () if argument not in _NON_OPTIONS]
     for key in keys:
         if key == "lr":
-            raise UsageError(f"optimizer {name}: options contain lr; set recipe.optimizer.lr instead")
+            raise UsageError(f"optimizer {optimizer_name}: options contain lr; set recipe.optimizer.lr instead")
         if argument_names is not None and key not in options:
-            raise UsageError(f"optimizer {name}: has no option {key}{format_choices(key, options)}")
+            raise UsageError(f"optimizer {optimizer_name}: has no option {key}{format_choices(key, options)}")
 
 
 def _make_groups(
-    name: str, parameters: Iterable[NamedParameter], decay_bias_and_norm: bool, settings: Settings
+    name: str, parameters: Iterable[NamedParameter], decay_bias_and_norm: bool, settings: GetParameterOptions
 ) -> list[dict[str, Any]]:
     """Return one parameter group for each distinct set of options. Groups without weight decay come last."""
     trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]

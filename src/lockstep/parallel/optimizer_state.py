@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 NamedParameter = tuple[str, Parameter]
 
-GROUP: Final = "group "  # can't collide with a parameter name, because parameter names contain no spaces
+GROUP_PREFIX: Final = "group "  # can't collide with a parameter name, because parameter names contain no spaces
 
 
-def optimizer_state(
+def get_optimizer_state(
     parameters: Sequence[NamedParameter], optimizer: Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of an optimizer: the tensors by name, and all other values in JSON-serializable form.
@@ -24,7 +24,7 @@ def optimizer_state(
     value is a number or None, and `groups` contains the same for the parameter groups. The learning rate is excluded,
     because it depends only on the number of samples seen.
     """
-    names = _names_by_index(parameters, optimizer)
+    names = _get_names_by_index(parameters, optimizer)
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     slots: dict[str, Any] = {}
@@ -33,7 +33,9 @@ def optimizer_state(
             (tensors if isinstance(value, Tensor) else slots)[f"{names[number]}/{slot}"] = value
     groups = [{slot: value for slot, value in group.items() if slot != "lr"} for group in state["param_groups"]]
     for number, group in enumerate(groups):
-        tensors |= {f"{GROUP}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)}
+        tensors |= {
+            f"{GROUP_PREFIX}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)
+        }
     return tensors, {"slots": slots, "groups": get_group_numbers(groups)}
 
 
@@ -51,16 +53,16 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
 ) -> None:
-    """Load an optimizer state from `tensors` and `scalars`, as returned by `optimizer_state`."""
+    """Load an optimizer state from `tensors` and `scalars`, as returned by `get_optimizer_state`."""
     state_dict = optimizer.state_dict()
     groups = [{**group, **saved} for group, saved in zip(state_dict["param_groups"], scalars["groups"], strict=True)]
-    numbers = {name: number for number, name in _names_by_index(parameters, optimizer).items()}
+    numbers = {name: number for number, name in _get_names_by_index(parameters, optimizer).items()}
     by_name = dict(parameters)
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **scalars["slots"]}.items():
         owner, _, slot = name.rpartition("/")
-        if owner.startswith(GROUP):
-            groups[int(owner.removeprefix(GROUP))][slot] = value
+        if owner.startswith(GROUP_PREFIX):
+            groups[int(owner.removeprefix(GROUP_PREFIX))][slot] = value
         else:
             state.setdefault(numbers[owner], {})[slot] = _match_memory_format(value, by_name[owner])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -87,7 +89,7 @@ def _match_memory_format(value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def _names_by_index(parameters: Sequence[NamedParameter], optimizer: Optimizer) -> dict[int, str]:
+def _get_names_by_index(parameters: Sequence[NamedParameter], optimizer: Optimizer) -> dict[int, str]:
     by_parameter = {parameter: name for name, parameter in parameters}
     optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {number: by_parameter[parameter] for number, parameter in enumerate(optimized)}

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.core.norm import clip_, norm_of_rows
+from lockstep.core.norm import clip_, compute_total_norm
 from lockstep.device.precision import unscale_
 from lockstep.parallel.engine import Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layouts.base import Layout
-from lockstep.parallel.narrow_steps import PositionIndependentMode, is_narrow
+from lockstep.parallel.narrow_steps import PositionIndependentMode, is_16_bit_on_cpu
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
-from lockstep.parallel.offloaded import Offloaded
+from lockstep.parallel.offloaded import OffloadedOptimizer
 from lockstep.parallel.optimize import unwrap_step
 
 
 @final
-class Updates:
+class WeightUpdater:
     """Updates the trained tensors. Scales the loss, clips gradients, and skips steps that aren't finite.
 
-    Trained tensors in `unowned` aren't updated on this rank, because other ranks own them.
+    Trained tensors in `unowned_tensors` aren't updated on this rank, because other ranks own them.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Updates:
         make_optimizer: MakeOptimizer,
         numerics: Numerics,
         device: torch.device,
-        unowned: Sequence[Tensor] = (),
+        unowned_tensors: Sequence[Tensor] = (),
     ) -> None:
-        self.optimizer = make_optimizer(layout.trained, layout.norms.of_tensors)
+        self.optimizer = make_optimizer(layout.trained, layout.norms.compute_norms)
         store_lr_ratios(self.optimizer)
         self._layout = layout
-        self._unowned = unowned
+        self._unowned = unowned_tensors
         self._trained = [tensor for _, tensor in layout.trained]
         self._step_optimizer = unwrap_step(self.optimizer)
         if any(tensor.device.type != device.type for tensor in self._trained):
@@ -46,49 +46,49 @@ class Updates:
                 tensor: layout.as_shard(name, tensor).shape.numel() * tensor.element_size()
                 for name, tensor in layout.trained
             }
-            self._step_optimizer = partial(Offloaded(self.optimizer, sizes, device).step, self._step_optimizer)
+            self._step_optimizer = partial(OffloadedOptimizer(self.optimizer, sizes, device).step, self._step_optimizer)
         # The recipe or the model itself can set a 16-bit dtype.
-        self._has_narrow_weights = any(is_narrow(tensor) for tensor in self._trained)
+        self._has_narrow_weights = any(is_16_bit_on_cpu(tensor) for tensor in self._trained)
         self._skip_nonfinite = numerics.skip_nonfinite
-        self._scaler = numerics.loss_scaler(device)
+        self._scaler = numerics.make_loss_scaler(device)
         self._static_scale = numerics.recipe.loss_scale.static
         self._scales_loss = self._scaler.is_enabled()
 
-    def scale(self, seed: Tensor) -> Tensor:
+    def scale_seed(self, seed: Tensor) -> Tensor:
         """Return the seed gradient of a backward pass, multiplied by the loss scale if there is one."""
         return self._scaler.scale(seed) if self._scales_loss else seed
 
     def update(
-        self, lr: float, max_norm: float | None, loss: Tensor, weight: int, only: Collection[int] | None = None
+        self, lr: float, max_norm: float | None, loss: Tensor, weight: int, group_indices: Collection[int] | None = None
     ) -> Update:
         """Clip the gradients and update the weights. See Engine. `loss` and `weight` are those of the full step.
 
-        If `only` is set, update only the parameter groups with these indices. The gradients of all other groups count
-        as zeros in the gradient norm.
+        If `group_indices` is set, update only the parameter groups with these indices. The gradients of all other
+        groups count as zeros in the gradient norm.
         """
         if not weight:
             self.forget()
             return Update(None, applied=False)
         scale = None
-        excluded = [] if only is None else self._excluded_parameters(only)
+        excluded = [] if group_indices is None else self._get_excluded_parameters(group_indices)
         for parameter in excluded:
-            gradient(parameter).zero_()
+            get_gradient(parameter).zero_()
         if self._scales_loss:
             unscale_(self._scaler, self.optimizer)
-            self._layout.norms.agree_(self._infinity_flags())
+            self._layout.norms.sync_flags_(self._get_infinity_flags())
             # Read the scale before the update, because reading synchronizes with the device. It then only waits for the
             # gradient.
             scale = self._scaler.get_scale()
         norm = None
         if max_norm is not None or self._skip_nonfinite:
-            norm = norm_of_rows(self._layout.norms.all_rows(self._gradients()))
-        applied = not self._skip_nonfinite or _is_finite(loss, norm)
+            norm = compute_total_norm(self._layout.norms.compute_row_norms(self._get_gradients()))
+        applied = not self._skip_nonfinite or _are_finite(loss, norm)
         if applied:
             if max_norm is not None and norm is not None:
-                clip_(self._gradients(), norm, max_norm)
+                clip_(self._get_gradients(), norm, max_norm)
             for parameter in excluded:
                 parameter.grad = None  # optimizers skip parameters without a gradient
-            applied = self._step(lr)
+            applied = self._apply_update(lr)
             self._layout.publish()
         if self._scales_loss:
             self._scaler.update(self._static_scale)
@@ -104,11 +104,11 @@ class Updates:
     def loss_scale(self, state: dict[str, Any]) -> None:
         self._scaler.load_state_dict(state)
 
-    def _step(self, lr: float) -> bool:
+    def _apply_update(self, lr: float) -> bool:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get(SCALE, 1.0)
         # Don't call GradScaler.step: it would check all flags again, and doesn't return whether it skipped the step.
-        if self._scales_loss and any(bool(infinity) for infinity in self._infinity_flags()):
+        if self._scales_loss and any(bool(infinity) for infinity in self._get_infinity_flags()):
             return False
         for tensor in self._unowned:
             tensor.grad = None
@@ -121,15 +121,15 @@ class Updates:
         for tensor in self._trained:  # same as zero_grad, but 10 times as fast
             tensor.grad = None
 
-    def _excluded_parameters(self, only: Collection[int]) -> list[Tensor]:
+    def _get_excluded_parameters(self, group_indices: Collection[int]) -> list[Tensor]:
         groups = enumerate(self.optimizer.param_groups)
-        return [parameter for number, group in groups if number not in only for parameter in group["params"]]
+        return [parameter for number, group in groups if number not in group_indices for parameter in group["params"]]
 
-    def _infinity_flags(self) -> list[Tensor]:
+    def _get_infinity_flags(self) -> list[Tensor]:
         return list(self._scaler._found_inf_per_device(self.optimizer).values())
 
-    def _gradients(self) -> list[Tensor]:
-        return [gradient(tensor) for tensor in self._trained]
+    def _get_gradients(self) -> list[Tensor]:
+        return [get_gradient(tensor) for tensor in self._trained]
 
 
 def store_lr_ratios(optimizer: Optimizer) -> None:
@@ -154,12 +154,12 @@ def make_seed(weight: int, dtype: torch.dtype, device: torch.device, numerator: 
     return torch.full((), numerator / weight if weight else 0.0, dtype=dtype, device=device)
 
 
-def gradient(parameter: Tensor) -> Tensor:
+def get_gradient(parameter: Tensor) -> Tensor:
     """Return the gradient of a parameter after a backward pass."""
     assert parameter.grad is not None
     return parameter.grad
 
 
-def _is_finite(loss: Tensor, norm: Tensor | None) -> bool:
+def _are_finite(loss: Tensor, norm: Tensor | None) -> bool:
     finite = torch.isfinite(loss)
     return bool(finite if norm is None else finite & torch.isfinite(norm))  # synchronize with the device only once

@@ -20,7 +20,12 @@ from lockstep.common.own_code import UserCode, convert_user_error
 from lockstep.errors import UsageError
 from lockstep.parallel.narrow_steps import PositionIndependentMode
 from lockstep.parallel.optimize import CONTRACT, OWN_OPTIMIZERS
-from lockstep.parallel.optimizer_state import NamedParameter, get_group_numbers, load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_state import (
+    NamedParameter,
+    get_group_numbers,
+    get_optimizer_state,
+    load_optimizer_state,
+)
 
 MakeTrialOptimizer = Callable[[Iterable[NamedParameter]], Optimizer]
 
@@ -34,14 +39,14 @@ _GRADIENT_MAGNITUDES: Final = (1.0, 0.1, 1e-2, 5e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-
 _STEPS_IN_16_BITS: Final = 3
 
 
-def check_optimizer(make: MakeTrialOptimizer, dims: Iterable[int] = (1, 2)) -> None:
-    """Raise UsageError if the optimizer that `make` returns can't be used.
+def check_optimizer(make_optimizer: MakeTrialOptimizer, dims: Iterable[int] = (1, 2)) -> None:
+    """Raise UsageError if the optimizer that `make_optimizer` returns can't be used.
 
     The optimizer performs a step on a small parameter for each number of dims in `dims`. This detects optimizers that
     require a closure, second derivatives, sparse gradients or matrices, and optimizers with state that a checkpoint
-    can't store. Errors that `make` raises are passed through.
+    can't store. Errors that `make_optimizer` raises are passed through.
     """
-    optimizer = make([(f"parameter{dim}", _make_small_parameter(dim)) for dim in sorted(set(dims))])
+    optimizer = make_optimizer([(f"parameter{dim}", _make_small_parameter(dim)) for dim in sorted(set(dims))])
     name = type(optimizer).__name__
     try:
         _step(optimizer)
@@ -59,7 +64,7 @@ def check_optimizer(make: MakeTrialOptimizer, dims: Iterable[int] = (1, 2)) -> N
             )
 
 
-def needs_full_tensors(make: MakeTrialOptimizer, dtype: torch.dtype | None = None) -> bool:
+def needs_full_tensors(make_optimizer: MakeTrialOptimizer, dtype: torch.dtype | None = None) -> bool:
     """Return whether an optimizer updates rows of a tensor differently than the full tensor.
 
     The trial splits the rows of several tensors unevenly. If `dtype` is set, the weights have this dtype. Lockstep's
@@ -67,14 +72,14 @@ def needs_full_tensors(make: MakeTrialOptimizer, dtype: torch.dtype | None = Non
     True without a trial: they compute different bits at the ends of tensors, but only for some values, so a trial could
     miss the difference. Raises the errors of check_optimizer.
     """
-    optimizer = _make_small_optimizer(make)
+    optimizer = _make_small_optimizer(make_optimizer)
     if type(optimizer) in OWN_OPTIMIZERS.values():
         return False
-    return _is_fused(optimizer) or not all(_matches_in_rows(make, shape, dtype) for shape in _SHAPES)
+    return _is_fused(optimizer) or not all(_matches_split_by_rows(make_optimizer, shape, dtype) for shape in _SHAPES)
 
 
-def check_updates(
-    make: MakeTrialOptimizer, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool
+def check_row_updates(
+    make_optimizer: MakeTrialOptimizer, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool
 ) -> bool:
     """Return whether an optimizer needs full tensors, for a strategy that shards tensors by rows.
 
@@ -83,9 +88,9 @@ def check_updates(
     a tensor depends on tensors that other ranks can own. For example, some optimizers clip the norm of all gradients or
     estimate a common step size.
     """
-    if not needs_full_tensors(make, dtype):
+    if not needs_full_tensors(make_optimizer, dtype):
         return False
-    name = type(_make_small_optimizer(make)).__name__
+    name = type(_make_small_optimizer(make_optimizer)).__name__
     if not lends_wholes:
         raise UsageError(
             f"strategy {strategy}: optimizer {name} updates rows of a tensor differently than the whole tensor, but "
@@ -93,7 +98,7 @@ def check_updates(
             f"optimizer such as sgd, adamw, lars or lamb without fused=true"
         )
     try:
-        matches = _matches_separately(make, dtype)
+        matches = _matches_separately(make_optimizer, dtype)
     except Exception as error:  # custom code can raise anything
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, but its step fails if a tensor has no "
@@ -108,14 +113,14 @@ def check_updates(
     return True
 
 
-def check_flat(make: MakeTrialOptimizer, strategy: str) -> None:
+def check_flattened_updates(make_optimizer: MakeTrialOptimizer, strategy: str) -> None:
     """Raise UsageError if an optimizer updates flattened pieces of a tensor differently than the full tensor.
 
     This is the case if its update depends on the shape or the norm of a parameter. Also raises the errors of
     check_optimizer.
     """
-    optimizer = _make_small_optimizer(make)
-    if _is_fused(optimizer) or not all(_matches_flattened(make, shape) for shape in _SHAPES):
+    optimizer = _make_small_optimizer(make_optimizer)
+    if _is_fused(optimizer) or not all(_matches_flattened(make_optimizer, shape) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} is not supported, because it updates flattened "
             f"pieces of a tensor differently than the whole tensor; use an optimizer such as sgd, adam or adamw "
@@ -123,15 +128,15 @@ def check_flat(make: MakeTrialOptimizer, strategy: str) -> None:
         )
 
 
-def check_stored_dtype(make: MakeTrialOptimizer, dtype: torch.dtype) -> None:
+def check_stored_dtype(make_optimizer: MakeTrialOptimizer, dtype: torch.dtype) -> None:
     """Raise UsageError if a step with weights and optimizer state in `dtype` isn't finite or is too large.
 
     The trial uses gradients from 1 down to 0. Each step must be finite, and at most twice as large as the largest step
     in float32. For example, Adam with its default eps fails in float16: eps is rounded to 0, so a step can divide by
     zero.
     """
-    optimizer = make([("parameter", _make_small_parameter(2))])
-    wide, narrow = (_measure_largest_steps(make, each) for each in (torch.float32, dtype))
+    optimizer = make_optimizer([("parameter", _make_small_parameter(2))])
+    wide, narrow = (_measure_largest_steps(make_optimizer, each) for each in (torch.float32, dtype))
     for size, largest in zip(_GRADIENT_MAGNITUDES, narrow.tolist(), strict=True):
         if math.isfinite(largest) and largest <= 2 * float(wide.max()):
             continue
@@ -148,44 +153,44 @@ def check_stored_dtype(make: MakeTrialOptimizer, dtype: torch.dtype) -> None:
         )
 
 
-def check_custom_optimizer(path: str, make: MakeTrialOptimizer) -> None:
+def check_custom_optimizer(path: str, make_optimizer: MakeTrialOptimizer) -> None:
     """Raise UsageError if a custom optimizer doesn't meet the requirements of docs/extend.md.
 
     The trial checks that the optimizer is deterministic, depends on the learning rate, and computes the same weights
     after it is resumed from a checkpoint. The learning rate changes in each step, as with a schedule.
     """
     with UserCode(f"optimizer {path}"):
-        weights = _run_steps(make, rate=1.0)
-        if not torch.equal(weights, _run_steps(make, rate=1.0)):
+        weights = _run_steps(make_optimizer, rate=1.0)
+        if not torch.equal(weights, _run_steps(make_optimizer, rate=1.0)):
             raise UsageError(
                 f"optimizer {path}: two instances with the same inputs produced different weights; do not draw random "
                 f"numbers, and do not share state between instances ({CONTRACT})"
             )
-        if torch.equal(weights, _run_steps(make, rate=0.5)):
+        if torch.equal(weights, _run_steps(make_optimizer, rate=0.5)):
             raise UsageError(
                 f"optimizer {path}: its step does not depend on the learning rate; multiply the update by "
                 f"group['lr'], which the schedule sets ({CONTRACT})"
             )
-        if not torch.equal(weights, _run_steps(make, rate=1.0, resumed=True)):
+        if not torch.equal(weights, _run_steps(make_optimizer, rate=1.0, resumed=True)):
             raise UsageError(
                 f"optimizer {path}: produces different weights when resumed from a checkpoint; keep all state in "
                 f"self.state[parameter] and in numbers of its param_groups ({CONTRACT})"
             )
 
 
-def _make_small_optimizer(make: MakeTrialOptimizer) -> Optimizer:
-    check_optimizer(make, dims=(2,))
-    return make([("parameter", _make_small_parameter(2))])
+def _make_small_optimizer(make_optimizer: MakeTrialOptimizer) -> Optimizer:
+    check_optimizer(make_optimizer, dims=(2,))
+    return make_optimizer([("parameter", _make_small_parameter(2))])
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
-def _measure_largest_steps(make: MakeTrialOptimizer, dtype: torch.dtype) -> Tensor:
+def _measure_largest_steps(make_optimizer: MakeTrialOptimizer, dtype: torch.dtype) -> Tensor:
     """Return the largest step for each gradient magnitude, divided by the learning rate: shape [magnitudes]."""
     parameter = Parameter(torch.zeros(len(_GRADIENT_MAGNITUDES), 1, dtype=dtype))
-    optimizer = make([("parameter", parameter)])
+    optimizer = make_optimizer([("parameter", parameter)])
     largest = torch.zeros(len(_GRADIENT_MAGNITUDES))
     for _ in range(_STEPS_IN_16_BITS):
         previous = parameter.detach().float().clone()
@@ -196,24 +201,26 @@ def _measure_largest_steps(make: MakeTrialOptimizer, dtype: torch.dtype) -> Tens
     return largest
 
 
-def _matches_in_rows(make: MakeTrialOptimizer, shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+def _matches_split_by_rows(
+    make_optimizer: MakeTrialOptimizer, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> bool:
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
     with PositionIndependentMode() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
-        whole = _run_steps(make, shape, dtype=dtype)
-        return all(torch.equal(_run_steps(make, shape, heights, dtype), whole) for heights in cuts)
+        whole = _run_steps(make_optimizer, shape, dtype=dtype)
+        return all(torch.equal(_run_steps(make_optimizer, shape, heights, dtype), whole) for heights in cuts)
 
 
-def _matches_flattened(make: MakeTrialOptimizer, shape: tuple[int, ...]) -> bool:
+def _matches_flattened(make_optimizer: MakeTrialOptimizer, shape: tuple[int, ...]) -> bool:
     """Return whether updates of flattened pieces match updates of the full tensor up to rounding errors."""
-    whole = _run_steps(make, shape).flatten()
+    whole = _run_steps(make_optimizer, shape).flatten()
     third = whole.numel() // 3
-    flat = _run_steps(make, shape, [third, whole.numel() - third], flat=True)
+    flat = _run_steps(make_optimizer, shape, [third, whole.numel() - third], flat=True)
     return torch.allclose(whole, flat.flatten(), rtol=1e-5, atol=1e-7)
 
 
 def _run_steps(
-    make: MakeTrialOptimizer,
+    make_optimizer: MakeTrialOptimizer,
     shape: tuple[int, ...] = (5, 3),
     heights: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
@@ -234,12 +241,12 @@ def _run_steps(
     lengths = [len(start)] if heights is None else list(heights)
     parts = [Parameter(part.clone()) for part in torch.split(start, lengths)]
     trained = [(f"part{number}", part) for number, part in enumerate(parts)]
-    optimizer = make(trained)
+    optimizer = make_optimizer(trained)
     for number, gradient in enumerate(gradients):
         if resumed and number == _STEPS - 1:
-            tensors, scalars = optimizer_state(trained, optimizer)
+            tensors, scalars = get_optimizer_state(trained, optimizer)
             saved = {name: tensor.clone() for name, tensor in tensors.items()}
-            optimizer = make(trained)
+            optimizer = make_optimizer(trained)
             load_optimizer_state(trained, optimizer, saved, plainfile.parse_json(json.dumps(scalars)))
         if rate is not None:
             for group in optimizer.param_groups:
@@ -250,18 +257,18 @@ def _run_steps(
     return torch.cat([part.detach() for part in parts])
 
 
-def _matches_separately(make: MakeTrialOptimizer, dtype: torch.dtype | None) -> bool:
+def _matches_separately(make_optimizer: MakeTrialOptimizer, dtype: torch.dtype | None) -> bool:
     """Return whether updating two matrices together computes the same values as updating each of them separately."""
-    together = _run_steps_on_pair(make, (True, True), dtype)
+    together = _run_steps_on_pair(make_optimizer, (True, True), dtype)
     first, second, idle = (
-        _run_steps_on_pair(make, has, dtype) for has in ((True, False), (False, True), (False, False))
+        _run_steps_on_pair(make_optimizer, has, dtype) for has in ((True, False), (False, True), (False, False))
     )
     matches = torch.equal(together[0], first[0]) and torch.equal(together[1], second[1])
     return matches and together[2] == first[2] == second[2] == idle[2]
 
 
 def _run_steps_on_pair(
-    make: MakeTrialOptimizer, with_gradient: tuple[bool, bool], dtype: torch.dtype | None
+    make_optimizer: MakeTrialOptimizer, with_gradient: tuple[bool, bool], dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
     """Return two matrices after a few steps of the optimizer, and the numbers in its parameter groups.
 
@@ -269,7 +276,7 @@ def _run_steps_on_pair(
     """
     generator = torch.Generator().manual_seed(0)
     matrices = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in _SHAPES[:2]]
-    optimizer = make([(f"part{number}", each) for number, each in enumerate(matrices)])
+    optimizer = make_optimizer([(f"part{number}", each) for number, each in enumerate(matrices)])
     for _ in range(_STEPS):
         for matrix, has_gradient in zip(matrices, with_gradient, strict=True):
             gradient = torch.randn(matrix.shape, generator=generator).to(dtype)

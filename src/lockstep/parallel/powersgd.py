@@ -26,47 +26,47 @@ from typing import Final, final
 import torch
 from torch import Size, Tensor, nn
 
-from lockstep.comm.canonical import CanonicalSum, local_sum
+from lockstep.comm.canonical import CanonicalSum, add_pieces
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.core.mesh import DataRank, Mesh
-from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor
+from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, get_local_tensor
 from lockstep.core.tree import LeafBlock
-from lockstep.parallel.gradients import Gradients, unflatten
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
+from lockstep.parallel.gradients import BucketedGradientSum, unflatten_gradients
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, get_trainable_parameters
 from lockstep.parallel.optimizer_state import NamedParameter
-from lockstep.parallel.weights import Weights
+from lockstep.parallel.weights import ReplicatedLayout
 
 # The state of a parameter is saved as <parameter>/error, with one error per rank, and <parameter>/factor.
 _ERROR: Final = "error"
 _FACTOR: Final = "factor"
 
 
-def make_low_rank_layout(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: int) -> MakeLayout:
-    """Return a function that creates a replicated layout whose gradients are compressed to rank `columns`."""
+def make_low_rank_layout(world: World, mesh: Mesh, bucket_bytes: int, num_columns: int, seed: int) -> MakeLayout:
+    """Return a function that creates a replicated layout whose gradients are compressed to rank `num_columns`."""
 
-    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)  # before Gradients, because this can change the dtype of parameters
-        trained, canonical = trainable_parameters(model), world.canonical(mesh, "replicate")
-        power = PowerSgd(trained, canonical, mesh.data_rank(world.rank), columns, seed)
-        gradients = Gradients(
+    def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+        weights = ReplicatedLayout(model, dtype)  # before Gradients, because this can change the dtype of parameters
+        trained, canonical = get_trainable_parameters(model), world.make_canonical_sum(mesh, "replicate")
+        power = PowerSgd(trained, canonical, mesh.get_data_rank(world.rank), num_columns, seed)
+        gradients = BucketedGradientSum(
             trained, canonical, stream, False, bucket_bytes, lambda bucket: partial(power.sum_bucket, bucket)
         )
         return weights, LowRankGradients(gradients, power)
 
-    return make
+    return make_layout
 
 
-def elements_sent(shape: Sequence[int], columns: int) -> int:
+def count_elements_sent(shape: Sequence[int], num_columns: int) -> int:
     """Return the number of elements that a rank sends for a gradient of this shape, as two factors or in full."""
     whole = Size(shape).numel()
-    return min((shape[0] + Size(shape[1:]).numel()) * columns, whole) if len(shape) > 1 else whole
+    return min((shape[0] + Size(shape[1:]).numel()) * num_columns, whole) if len(shape) > 1 else whole
 
 
-def is_compressible(shape: Sequence[int], columns: int) -> bool:
-    """Return whether two factors with `columns` columns are smaller than a gradient of this shape."""
-    return elements_sent(shape, columns) < Size(shape).numel()
+def is_compressible(shape: Sequence[int], num_columns: int) -> bool:
+    """Return whether two factors with `num_columns` columns are smaller than a gradient of this shape."""
+    return count_elements_sent(shape, num_columns) < Size(shape).numel()
 
 
 def orthonormalize(matrix: Tensor) -> Tensor:
@@ -80,33 +80,42 @@ def orthonormalize(matrix: Tensor) -> Tensor:
 
 @final
 class PowerSgd:
-    """Sums the gradients of `trained` over ranks with `across`, compressed to factors with `columns` columns.
+    """Sums the gradients of `trained` over ranks with `canonical_sum`, compressed to factors of `num_columns` columns.
 
     `rank` is the position of this rank among the ranks that compute micro-batches. The initial factors are random, with
     seed `seed`.
     """
 
     def __init__(
-        self, trained: Sequence[NamedParameter], across: CanonicalSum, rank: DataRank, columns: int, seed: int
+        self,
+        trained: Sequence[NamedParameter],
+        canonical_sum: CanonicalSum,
+        rank: DataRank,
+        num_columns: int,
+        seed: int,
     ) -> None:
         self._numbers = {parameter: number for number, (_, parameter) in enumerate(trained)}
         self._trained = trained
-        self._across = across
+        self._across = canonical_sum
         self._rank = rank
-        self._columns = columns
-        self._key = random.key(random.LOW_RANK, seed)
+        self._columns = num_columns
+        self._key = random.make_key(random.LOW_RANK, seed)
         # By parameter index: the compression errors, the factors Q, and the new errors and factors before the update.
         self._errors: dict[int, Tensor] = {}
         self._factors: dict[int, Tensor] = {}
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}
 
     def sum_bucket(
-        self, parameters: Sequence[nn.Parameter], pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor
+        self, parameters: Sequence[nn.Parameter], pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor
     ) -> Tensor:
         """Return the approximate sum of a bucket over the ranks, and keep the new errors. Replaces CanonicalSum."""
-        flat = local_sum(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
+        flat = add_pieces(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
         parts = dict(
-            zip((self._numbers[parameter] for parameter in parameters), unflatten(flat, parameters), strict=True)
+            zip(
+                (self._numbers[parameter] for parameter in parameters),
+                unflatten_gradients(flat, parameters),
+                strict=True,
+            )
         )
         for number, part in parts.items():
             if number in self._errors:
@@ -116,7 +125,9 @@ class PowerSgd:
         }
         unreduced = [part for number, part in parts.items() if number not in matrices]
         # Phase 1: sum P and the uncompressed gradients.
-        projections = [matrix @ orthonormalize(self._get_factor(number, matrix)) for number, matrix in matrices.items()]
+        projections = [
+            matrix @ orthonormalize(self._get_initial_factor(number, matrix)) for number, matrix in matrices.items()
+        ]
         sums = self._sum_over_ranks([*unreduced, *projections])
         for part, total in zip(unreduced, sums, strict=False):
             part.copy_(total)
@@ -144,11 +155,11 @@ class PowerSgd:
             self._errors = {number: error * growth for number, error in self._errors.items()}
         self._pending = {}
 
-    def feedback(self) -> dict[str, MaybeSharded]:
+    def get_feedback(self) -> dict[str, MaybeSharded]:
         """Return the compression errors, as shards of the errors of all ranks stacked along dim 0, and the factors."""
         state: dict[str, MaybeSharded] = {}
         for number, error in self._errors.items():
-            name, shape = self._trained[number][0], Size((self._rank.replicas, *error.shape))
+            name, shape = self._trained[number][0], Size((self._rank.num_replicas, *error.shape))
             state[f"{name}/{_ERROR}"] = Shard(error.unsqueeze(0), self._rank.replica, shape)
             if number in self._factors:
                 state[f"{name}/{_FACTOR}"] = self._factors[number]
@@ -159,24 +170,26 @@ class PowerSgd:
         self._errors, self._factors, self._pending = {}, {}, {}
         for number, (name, parameter) in enumerate(self._trained):
             if f"{name}/{_ERROR}" in state:
-                errors = local_tensor(state[f"{name}/{_ERROR}"])
+                errors = get_local_tensor(state[f"{name}/{_ERROR}"])
                 self._errors[number] = self._select_error(errors).to(parameter.device, copy=True)
             factor = state.get(f"{name}/{_FACTOR}")
             if factor is not None and factor.shape[1] == self._columns:
-                self._factors[number] = local_tensor(factor).to(parameter.device, copy=True)
+                self._factors[number] = get_local_tensor(factor).to(parameter.device, copy=True)
 
     def _select_error(self, errors: Tensor) -> Tensor:
         """Return this rank's item of `errors`. If the number of ranks changed, rank 0 gets the sum of all errors."""
-        if len(errors) == self._rank.replicas:
+        if len(errors) == self._rank.num_replicas:
             return errors[self._rank.replica]
         return torch.zeros_like(errors[0]) if self._rank.replica else errors.sum(0)
 
-    def _get_factor(self, number: int, matrix: Tensor) -> Tensor:
-        if number not in self._factors:
-            generator = torch.Generator().manual_seed(random.torch_seed(random.extend_key(self._key, number)))
+    def _get_initial_factor(self, parameter_index: int, matrix: Tensor) -> Tensor:
+        if parameter_index not in self._factors:
+            generator = torch.Generator().manual_seed(
+                random.make_torch_seed(random.extend_key(self._key, parameter_index))
+            )
             random_matrix = torch.randn(matrix.shape[1], self._columns, generator=generator, dtype=matrix.dtype)
-            self._factors[number] = random_matrix.to(matrix.device)
-        return self._factors[number]
+            self._factors[parameter_index] = random_matrix.to(matrix.device)
+        return self._factors[parameter_index]
 
     def _sum_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sum of each tensor over all ranks."""
@@ -190,11 +203,11 @@ class PowerSgd:
 
 @final
 class LowRankGradients:
-    """A gradient sum whose buckets are summed by `power`. Delegates to `gradients`."""
+    """A gradient sum whose buckets are summed by `powersgd`. Delegates to `gradient_sum`."""
 
-    def __init__(self, gradients: GradientSum, power: PowerSgd) -> None:
-        self.begin = gradients.begin
-        self.before_backward = gradients.before_backward
-        self.after_backward = gradients.after_backward
-        self.finish = gradients.finish
-        self.power = power
+    def __init__(self, gradient_sum: GradientSum, powersgd: PowerSgd) -> None:
+        self.begin = gradient_sum.begin
+        self.before_backward = gradient_sum.before_backward
+        self.after_backward = gradient_sum.after_backward
+        self.finish = gradient_sum.finish
+        self.power = powersgd

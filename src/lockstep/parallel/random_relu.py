@@ -20,10 +20,10 @@ def forbid_rrelu_with_hooks(model: nn.Module) -> None:
     """Make each nn.RReLU raise UsageError if its forward pass in training mode runs with active saved_tensors_hooks."""
     for path, layer in model.named_modules():
         if isinstance(layer, nn.RReLU):
-            layer.register_forward_pre_hook(partial(_check, path))
+            layer.register_forward_pre_hook(partial(_check_hooks, path))
 
 
-def _check(path: str, layer: nn.Module, _inputs: Any) -> None:
+def _check_hooks(path: str, layer: nn.Module, _inputs: Any) -> None:
     if torch.compiler.is_compiling() or not (layer.training and torch.is_grad_enabled()):
         return
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

@@ -38,7 +38,13 @@ from torch._C import TensorBase
 
 from lockstep.comm.world import World
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.gradients import flatten, partition, set_gradients, unflatten, wide_gradient
+from lockstep.parallel.gradients import (
+    flatten_gradients,
+    get_wide_gradient,
+    partition_into_buckets,
+    set_gradients,
+    unflatten_gradients,
+)
 
 # Write to the attribute of the base class, because custom loops reject writes to `Tensor.data` (loop/guard.py).
 _DATA: Final[Any] = TensorBase.data
@@ -46,30 +52,37 @@ _DATA: Final[Any] = TensorBase.data
 
 @final
 class Replicas:
-    """Copies of the tensors of `model` and `running` on n `devices`. Micro-batch k uses device k mod n.
+    """Copies of the tensors of `model` and `running_statistics` on n `devices`. Micro-batch k uses device k mod n.
 
     Initially, the tensors are on `devices[home]`, which must be the device of `world`. As a context manager, this
     switches back to the home device if the `with` block raises an exception.
     """
 
     def __init__(
-        self, model: nn.Module, running: RunningStatistics, world: World, devices: Sequence[torch.device], home: int
+        self,
+        model: nn.Module,
+        running_statistics: RunningStatistics,
+        world: World,
+        devices: Sequence[torch.device],
+        home_index: int,
     ) -> None:
         self._world = world
         self._devices = devices
-        self._home = self._current = home
-        self._running = running
+        self._home = self._current = home_index
+        self._running = running_statistics
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._buckets = partition(trained, None)
-        self._tensors = [*model.parameters(), *chain(model.buffers(), running.vectors)]
+        self._buckets = partition_into_buckets(trained, None)
+        self._tensors = [*model.parameters(), *chain(model.buffers(), running_statistics.vectors)]
         # The storages of all tensors on each device, as uint8 tensors.
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors}
-        at_home = [torch.empty(0, dtype=torch.uint8, device=devices[home]).set_(each) for each in storages.values()]
+        at_home = [
+            torch.empty(0, dtype=torch.uint8, device=devices[home_index]).set_(each) for each in storages.values()
+        ]
         self._storages = [
-            at_home if number == home else [storage.to(device, copy=True) for storage in at_home]
+            at_home if number == home_index else [storage.to(device, copy=True) for storage in at_home]
             for number, device in enumerate(devices)
         ]
-        self._copies = [self._views(dict(zip(storages, copies, strict=True))) for copies in self._storages]
+        self._copies = [self._make_views(dict(zip(storages, copies, strict=True))) for copies in self._storages]
 
     def switch_to(self, index: int) -> None:
         """Switch to the device of micro-batch `index`."""
@@ -79,16 +92,19 @@ class Replicas:
         """Switch back to the home device, and move the micro-batch's gradients and BatchNorm statistics there."""
         if self._current == self._home:
             return
-        flat = [flatten([wide_gradient(parameter) for parameter in bucket], bucket) for bucket in self._buckets]
-        observed = self._running.observed.detach()
+        flat = [
+            flatten_gradients([get_wide_gradient(parameter) for parameter in bucket], bucket)
+            for bucket in self._buckets
+        ]
+        observed = self._running.batch_statistics.detach()
         for parameter in chain.from_iterable(self._buckets):
             parameter.grad = None
         self._switch_to(self._home)
         for bucket, gradients in zip(self._buckets, flat, strict=True):
-            set_gradients(bucket, unflatten(self.to_home(gradients), bucket))
-        self._running.observed.copy_(observed)
+            set_gradients(bucket, unflatten_gradients(self.copy_to_home(gradients), bucket))
+        self._running.batch_statistics.copy_(observed)
 
-    def to_home(self, tensor: Tensor) -> Tensor:
+    def copy_to_home(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to the home device, unless it is already there."""
         return tensor.to(self._devices[self._home], non_blocking=True)
 
@@ -99,7 +115,7 @@ class Replicas:
             if copies is not at_home:
                 torch._foreach_copy_(copies, at_home, non_blocking=True)
 
-    def _views(self, storages: dict[int, Tensor]) -> list[Tensor]:
+    def _make_views(self, storages: dict[int, Tensor]) -> list[Tensor]:
         """Return a copy of each tensor as a view of `storages`, which maps storage addresses to storage copies."""
         views = []
         for tensor in self._tensors:

@@ -16,12 +16,12 @@ from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.digest import find_flipped_bit
 from lockstep.core.order import Step
-from lockstep.core.shard import local_tensor
+from lockstep.core.shard import get_local_tensor
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import short_hash
-from lockstep.parallel.corruption import OTHER_HOSTS, REMOVE_HOST, find_changed_link, format_ranks, make_link_error
+from lockstep.parallel.corruption import REMOVE_HOST, USE_OTHER_HOSTS, find_changed_link, format_ranks, make_link_error
 from lockstep.parallel.engine import RotatableEngine, Sums
-from lockstep.parallel.kept_state import KeptState
+from lockstep.parallel.kept_state import StateChangeDetector
 from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.tasks.base import MicroBatch, MicroBatches
@@ -29,13 +29,13 @@ from lockstep.tasks.base import MicroBatch, MicroBatches
 _MAX_REPEATS: Final = 3  # maximum number of repetitions of a step with differing results, each with rotated ranks
 
 
-class RecordedStep(NamedTuple):
-    """The record of a step that `rank` computed at position `place` of the mesh.
+class StepRecord(NamedTuple):
+    """The record of a step that `rank` computed at position `position` of the mesh.
 
     `messages` maps the names of messages, gradients and the loss to their digests, in time order.
     """
 
-    place: int
+    position: int
     rank: int
     messages: dict[str, str]
 
@@ -43,37 +43,37 @@ class RecordedStep(NamedTuple):
 @final
 @dataclass(eq=False)
 class RotatedAudit:
-    """Wraps the engine that `start` returns, and audits the steps that `schedule` selects. Results don't change.
+    """Wraps the engine that `start_engine` returns, and audits the steps that `schedule` selects. Results don't change.
 
     An audited step is repeated on a second engine, in which the ranks are at different positions in the mesh. If the
-    results differ, all ranks raise CorruptionError. `fetch` returns any micro-batch of a step by its index. `audited`
-    is the number of steps that passed an audit.
+    results differ, all ranks raise CorruptionError. `fetch_microbatch` returns any micro-batch of a step by its index.
+    `audited` is the number of steps that passed an audit.
     """
 
-    start: Callable[[World, Numerics], RotatableEngine]
+    start_engine: Callable[[World, Numerics], RotatableEngine]
     world: World
     numerics: Numerics
     schedule: AuditSchedule
-    fetch: Callable[[Step, int], MicroBatch]
+    fetch_microbatch: Callable[[Step, int], MicroBatch]
 
     def __post_init__(self) -> None:
         self._log = MessageLog()
         own_world = self.world.rotate_shard_groups(self.schedule.mesh, 0, self._log)
         self.audited = 0
-        self._engine = engine = self.start(own_world, self.numerics)
+        self._engine = engine = self.start_engine(own_world, self.numerics)
         self.gradients, self.state = engine.gradients, engine.state
-        self._kept_state = KeptState(engine, self.world, self.schedule.every)
+        self._kept_state = StateChangeDetector(engine, self.world, self.schedule.interval)
         self._kept_state.begin()
         self.update, self.evaluation, self.load = (
             self._kept_state.update,
             self._kept_state.evaluation,
             self._kept_state.load,
         )
-        self._place_count = len(self.schedule.mesh.groups("shard"))
+        self._place_count = len(self.schedule.mesh.get_groups("shard"))
         # Engines by the number of positions that their ranks are rotated by. Start the first rotated engine now, so
         # that the run fails early if two engines don't fit into memory.
         self._rotated = {0: (own_world, engine)}
-        self._rotated_engine(1)
+        self._get_rotated_engine(1)
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -94,51 +94,55 @@ class RotatedAudit:
         for _, engine in self._rotated.values():
             engine.close()
 
-    def _rotated_engine(self, distance: int) -> tuple[World, RotatableEngine]:
+    def _get_rotated_engine(self, distance: int) -> tuple[World, RotatableEngine]:
         distance %= self._place_count
         if distance not in self._rotated:
             world = self.world.rotate_shard_groups(self.schedule.mesh, distance, self._log)
             # Only the main engine averages weights.
-            self._rotated[distance] = world, self.start(world, replace(self.numerics, averages=False))
+            self._rotated[distance] = world, self.start_engine(world, replace(self.numerics, averages_weights=False))
         return self._rotated[distance]
 
-    def _repeat_step(self, distance: int, step: Step) -> RecordedStep:
+    def _repeat_step(self, distance: int, step: Step) -> StepRecord:
         """Repeat a step with the ranks rotated by `distance` positions in the mesh, and return its record."""
-        world, engine = self._rotated_engine(distance)
+        world, engine = self._get_rotated_engine(distance)
         if engine is not self._engine:
             state = self._engine.state()
             engine.load_full_weights(replace(state, model=gather_full_tensors(self.world, state.model)))
-        indices = self.schedule.mesh.data_rank(world.rank).indices(min(self.schedule.microbatches, step.samples))
-        microbatches = [replace(self.fetch(step, index), dummy=dummy) for index, dummy in indices]
+        indices = self.schedule.mesh.get_data_rank(world.rank).get_microbatches(
+            min(self.schedule.num_microbatches, step.samples)
+        )
+        microbatches = [replace(self.fetch_microbatch(step, index), is_dummy=dummy) for index, dummy in indices]
         return self._record_step(world, engine, microbatches, step)[0]
 
     def _record_step(
         self, world: World, engine: RotatableEngine, microbatches: MicroBatches, step: Step, observe: bool = False
-    ) -> tuple[RecordedStep, Sums]:
+    ) -> tuple[StepRecord, Sums]:
         engine.forget()
         self._log.open()
         sums = engine.forward_backward(microbatches, step, observe)
         for name, gradient_tensor in engine.gradients().items():
-            self._log.record(f"the gradient of {name}", local_tensor(gradient_tensor))
+            self._log.record(f"the gradient of {name}", get_local_tensor(gradient_tensor))
         self._log.record("the loss", sums.total)
-        return RecordedStep(world.rank, self.world.rank, self._log.close()), sums
+        return StepRecord(world.rank, self.world.rank, self._log.close()), sums
 
-    def _digests_differ(self, *records: RecordedStep) -> bool:
+    def _digests_differ(self, *records: StepRecord) -> bool:
         """Return whether records of the same position have different digests. All ranks must call this method."""
         digests_by_place: dict[int, set[str]] = {}
-        for records_by_rank in self.world.all_gather_json([(run.place, short_hash(run.messages)) for run in records]):
+        for records_by_rank in self.world.all_gather_json(
+            [(run.position, short_hash(run.messages)) for run in records]
+        ):
             for place, messages in records_by_rank:
                 digests_by_place.setdefault(place, set()).add(messages)
         return any(len(digests) > 1 for digests in digests_by_place.values())
 
-    def _make_error(self, step: Step, records: Sequence[RecordedStep]) -> CorruptionError:
+    def _make_error(self, step: Step, records: Sequence[StepRecord]) -> CorruptionError:
         """Return the error that names the faulty rank. All ranks must call this method, and get the same error."""
         reports = self.world.all_gather_json({"host": self.world.host, "played": records})
         # The records of each rank, in time order.
-        runs = [[RecordedStep(*fields) for fields in report["played"]] for report in reports]
+        runs = [[StepRecord(*fields) for fields in report["played"]] for report in reports]
         start = f"audit at step {step.number + 1}"
         for concurrent_runs in zip(*runs, strict=True):
-            places = {run.place: run for run in concurrent_runs}
+            places = {run.position: run for run in concurrent_runs}
             logs = [places[place].messages for place in range(len(reports))]
             if link := find_changed_link(
                 *([group_by_peer(messages, direction) for messages in logs] for direction in (SENT, RECEIVED))
@@ -154,7 +158,7 @@ class RotatedAudit:
             hint = "" if self._place_count > 2 else " (this requires at least three replicas)"
             return CorruptionError(
                 f"{start}: {format_ranks(suspects, reports)} computed different results from the same inputs, and no "
-                f"majority shows which result is right{hint}. {OTHER_HOSTS}"
+                f"majority shows which result is right{hint}. {USE_OTHER_HOSTS}"
             )
         persists = all(first != second for first, second, *_ in conflicts)
         *_, label, bit = conflicts[0]
@@ -167,7 +171,7 @@ class RotatedAudit:
         )
 
 
-def _find_conflicts(records: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
+def _find_conflicts(records: Iterable[StepRecord]) -> Iterator[tuple[int, int, str, str]]:
     """Compare all pairs of records of the same position, and yield the pairs that point to a faulty rank.
 
     In such a pair, the first differing digest has the same name in both records, and isn't the digest of a received
@@ -175,7 +179,7 @@ def _find_conflicts(records: Iterable[RecordedStep]) -> Iterator[tuple[int, int,
     different times.
     """
     for first, second in combinations(records, 2):
-        if first.place == second.place:
+        if first.position == second.position:
             differing = {name for name in first.messages if first.messages[name] != second.messages.get(name)}
             first_name, second_name = (
                 next(filter(differing.__contains__, run.messages), "") for run in (first, second)

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.comm.canonical import CanonicalSum, add_
-from lockstep.core.tree import Counter
+from lockstep.core.tree import BinaryCounter
 from lockstep.errors import UsageError
 from lockstep.parallel.cooperative import CooperativeScheduler
 
@@ -39,39 +39,40 @@ _aten = torch.ops.aten
 
 
 @final
-class StepSums:
+class BatchNormSums:
     """Sums the statistics of BatchNorm layers over all micro-batches of a step, in forward and backward passes."""
 
-    def __init__(self, canonical: CanonicalSum) -> None:
-        self._all = canonical
-        self._holders = canonical
+    def __init__(self, canonical_sum: CanonicalSum) -> None:
+        self._all = canonical_sum
+        self._holders = canonical_sum
         self._local: Sequence[int] = (0,)
         self._leaves = 1
         self._has_mismatch = torch.zeros((), dtype=torch.bool)
 
-    def begin(self, leaves: int, local: Sequence[int]) -> None:
-        """Start a step with `leaves` micro-batches over all ranks. `local` contains the indices of those on this rank.
+    def begin(self, num_microbatches: int, local_indices: Sequence[int]) -> None:
+        """Start a step with `num_microbatches` micro-batches over all ranks.
 
-        If `local` is empty, this rank only computes a dummy micro-batch.
+        `local_indices` contains the indices of those on this rank. If `local_indices` is empty, this rank only computes
+        a dummy micro-batch.
         """
-        self._leaves, self._local = leaves, local
-        self._holders = self._all.for_holders(leaves) if local else self._all
+        self._leaves, self._local = num_microbatches, local_indices
+        self._holders = self._all.restrict_to_holders(num_microbatches) if local_indices else self._all
         self._has_mismatch = torch.zeros((), dtype=torch.bool)
 
-    def total(self, layer: int, parts: Sequence[Tensor]) -> Tensor:
+    def compute_total(self, layer_number: int, vectors: Sequence[Tensor]) -> Tensor:
         """Return the sum of float64 vectors over all micro-batches of the step.
 
-        `parts` contains one vector for each micro-batch of this rank, and may be overwritten. On a rank with only a
-        dummy micro-batch, this returns the vector of the dummy. `layer` is the number of the layer, which must be the
-        same for all micro-batches.
+        `vectors` contains one vector for each micro-batch of this rank, and may be overwritten. On a rank with only a
+        dummy micro-batch, this returns the vector of the dummy. `layer_number` is the number of the layer, which must
+        be the same for all micro-batches.
         """
         if not self._local:
-            return parts[0]
-        counter: Counter[Tensor] = Counter(add_)
-        for leaf, part in zip(self._local, parts, strict=True):
-            counter.push(leaf, torch.cat([part, part.new_full((1,), layer)]))
-        total = self._holders(counter.pieces(), self._leaves, parts[0].new_empty(len(parts[0]) + 1))
-        self._has_mismatch = (total[-1] != layer * self._leaves).logical_or_(self._has_mismatch.to(total.device))
+            return vectors[0]
+        counter: BinaryCounter[Tensor] = BinaryCounter(add_)
+        for leaf, part in zip(self._local, vectors, strict=True):
+            counter.push(leaf, torch.cat([part, part.new_full((1,), layer_number)]))
+        total = self._holders(counter.pop_pieces(), self._leaves, vectors[0].new_empty(len(vectors[0]) + 1))
+        self._has_mismatch = (total[-1] != layer_number * self._leaves).logical_or_(self._has_mismatch.to(total.device))
         return total[:-1]
 
     def check(self) -> None:
@@ -92,7 +93,7 @@ class _LayerInputs(NamedTuple):
     bias: Tensor
 
 
-def synchronize(model: nn.Module, cooperative: CooperativeScheduler, sums: StepSums) -> None:
+def synchronize_batchnorm(model: nn.Module, scheduler: CooperativeScheduler, sums: BatchNormSums) -> None:
     """Replace the forward methods of all BatchNorm layers in training mode, so that they normalize over a full step.
 
     Works for all subclasses of torch's BatchNorm whose forward method calls F.batch_norm once.
@@ -102,7 +103,7 @@ def synchronize(model: nn.Module, cooperative: CooperativeScheduler, sums: StepS
     ]
     for number, (name, layer) in enumerate(layers, 1):
         if layer.training:
-            normalize = partial(_normalize, f"layer {name}", number, cooperative, sums)
+            normalize = partial(_normalize, f"layer {name}", number, scheduler, sums)
             layer.forward = partial(_forward_layer, layer, layer.forward, normalize)  # type: ignore[method-assign]
 
 
@@ -148,8 +149,8 @@ class _BatchNormMode(TorchFunctionMode):
 def _normalize(
     label: str,
     number: int,
-    cooperative: CooperativeScheduler,
-    sums: StepSums,
+    scheduler: CooperativeScheduler,
+    sums: BatchNormSums,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -165,17 +166,17 @@ def _normalize(
     scale = ones if weight is None else weight.to(dtype)
     shift = torch.zeros_like(ones) if bias is None else bias.to(dtype)
 
-    def joint(inputs: Sequence[_LayerInputs]) -> Sequence[Tensor]:
+    def normalize_jointly(inputs: Sequence[_LayerInputs]) -> Sequence[Tensor]:
         tensors = [tensor for kind in zip(*inputs, strict=True) for tensor in kind]
         outputs: Sequence[Tensor]
-        *outputs, mean, variance = _Normalize.apply(partial(sums.total, number), eps, len(inputs), *tensors)
+        *outputs, mean, variance = _Normalize.apply(partial(sums.compute_total, number), eps, len(inputs), *tensors)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_(variance.to(running_var.dtype), momentum)
         return outputs
 
-    normalized: Tensor = cooperative.exchange(label, joint, _LayerInputs(input, scale, shift))
+    normalized: Tensor = scheduler.exchange(label, normalize_jointly, _LayerInputs(input, scale, shift))
     return normalized
 
 
@@ -188,9 +189,11 @@ class _Normalize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, total: Callable[[Sequence[Tensor]], Tensor], eps: float, count: int, *tensors: Tensor) -> Any:
-        inputs, weights, biases = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-        sums = total([_compute_moments(tensor, weights[0]) for tensor in inputs])
+    def forward(
+        ctx: Any, compute_total: Callable[[Sequence[Tensor]], Tensor], eps: float, num_inputs: int, *tensors: Tensor
+    ) -> Any:
+        inputs, weights, biases = tensors[:num_inputs], tensors[num_inputs : 2 * num_inputs], tensors[2 * num_inputs :]
+        sums = compute_total([_compute_moments(tensor, weights[0]) for tensor in inputs])
         samples, first, second = sums.tensor_split((1, 1 + len(weights[0])))
         mean = first / samples
         variance = (second / samples - mean**2).clamp_(min=0)
@@ -200,7 +203,7 @@ class _Normalize(torch.autograd.Function):
             for tensor, weight, bias in zip(inputs, weights, biases, strict=True)
         ]
         unbiased = variance * (samples / (samples - 1).clamp_(min=1))
-        ctx.total, ctx.eps, ctx.count = total, eps, count
+        ctx.total, ctx.eps, ctx.count = compute_total, eps, num_inputs
         ctx.save_for_backward(samples, *cast_statistics, *inputs, *weights)
         ctx.mark_non_differentiable(mean, unbiased)
         return *outputs, mean, unbiased

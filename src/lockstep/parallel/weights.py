@@ -12,39 +12,43 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.shard import MaybeSharded
-from lockstep.parallel.gradients import wide_gradient
-from lockstep.parallel.layouts.base import REPLICATED_NORMS, Norms
+from lockstep.parallel.gradients import get_wide_gradient
+from lockstep.parallel.layouts.base import REPLICATED_NORMS, NormFunctions
 from lockstep.parallel.optimizer_state import NamedParameter
 
 
 @final
-class Weights:
+class ReplicatedLayout:
     """The layout of a model that is replicated on each rank, with or without master weights.
 
     By default, the weights are the parameters of the model. If `dtype` is set, the parameters become copies of the
     weights in this dtype, and the model computes with the copies. The backward pass computes gradients in `dtype`,
-    which are summed in fp32. The parameters that `fp32_parameters` returns have no copies.
+    which are summed in fp32. The parameters that `find_fp32_parameters` returns have no copies.
     """
 
-    norms: ClassVar[Norms] = REPLICATED_NORMS
+    norms: ClassVar[NormFunctions] = REPLICATED_NORMS
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._model = model
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         if dtype is not None:
-            wide = fp32_parameters(model, dtype)
+            wide = find_fp32_parameters(model, dtype)
             self._copies = {
-                parameter: _make_copy(parameter, dtype) for parameter in model.parameters() if parameter not in wide
+                parameter: _separate_master_weight(parameter, dtype)
+                for parameter in model.parameters()
+                if parameter not in wide
             }
 
-    def weight_of(self, copy: nn.Parameter) -> nn.Parameter:
+    def get_master_weight(self, copy: nn.Parameter) -> nn.Parameter:
         """Return the master weight of a parameter, or the parameter itself if it isn't a copy."""
         return self._copies.get(copy, copy)
 
     @cached_property
     def trained(self) -> list[NamedParameter]:
         """The weights that require a gradient, in model order. A shared weight is only listed under its first name."""
-        return [(name, self.weight_of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
+        return [
+            (name, self.get_master_weight(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad
+        ]
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
@@ -54,7 +58,7 @@ class Weights:
         """Return the model state, with master weights instead of their copies."""
         tensors = self._model.state_dict(keep_vars=True)
         return {
-            name: (self.weight_of(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
+            name: (self.get_master_weight(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
             for name, tensor in tensors.items()
         }
 
@@ -66,7 +70,7 @@ class Weights:
         """See Layout. Moves the gradients from the copies to the weights."""
         for copy, weight in self._copies.items():
             if copy.requires_grad:
-                weight.grad, copy.grad = wide_gradient(copy), None
+                weight.grad, copy.grad = get_wide_gradient(copy), None
 
     def publish(self) -> None:
         """See Layout. Copies the weights to the copies that the model computes with."""
@@ -84,11 +88,11 @@ def convert_compute_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Mod
     """
     if dtype is not None:
         widen_batchnorm(model)
-        Weights(model, dtype)
+        ReplicatedLayout(model, dtype)
     return model
 
 
-def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
+def find_fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
     """Return the parameters that stay fp32 in a model that computes in `dtype`.
 
     With fp16, these are the parameters of BatchNorm layers, as with O2 in apex. With bf16, which has the range of fp32,
@@ -117,7 +121,7 @@ def widen_batchnorm(model: nn.Module) -> None:
             layer.forward = partial(_forward_with_wide_parameters, layer, layer.forward)  # type: ignore[method-assign]
 
 
-def _make_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def _separate_master_weight(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """Convert `parameter` to `dtype` in place, and return its original values as a new parameter, the master weight."""
     weight = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
     parameter.data = weight.data.to(dtype)

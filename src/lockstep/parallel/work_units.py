@@ -24,10 +24,10 @@ class WorkUnits(Protocol):
 
     count: int
 
-    def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
+    def units_for(self, microbatch: MicroBatch, num_microbatches: int) -> MicroBatches:
         """Return this rank's units of a micro-batch. The `index` of a unit is its leaf index in the reduction tree.
 
-        `microbatches` is the number of micro-batches in the step.
+        `num_microbatches` is the number of micro-batches in the step.
         """
 
     def inputs(self, unit: MicroBatch) -> Inputs:
@@ -59,7 +59,7 @@ class WholeMicroBatches:
         self.count = 1
         self._problem = problem
 
-    def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
+    def units_for(self, microbatch: MicroBatch, num_microbatches: int) -> MicroBatches:
         """See WorkUnits."""
         return [microbatch]
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from lockstep.core.order import Steps
 
-_HOUR: Final = 3600.0
+_SECONDS_PER_HOUR: Final = 3600.0
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class CostParameters:
     the duration of a save, both in seconds.
     """
 
-    price: float | None = None
+    price_per_hour: float | None = None
     mtbf_s: float | None = None
     save_s: float = 0.0
 
@@ -40,16 +40,16 @@ class Costs:
 def estimate_costs(step_s: float, processes: int, steps: Steps, parameters: CostParameters) -> Costs:
     """Estimate the costs of a placement from its step time in seconds, with one device per process."""
     epoch = run = save_every = share = None
-    if parameters.price is not None:
-        step = step_s * processes * parameters.price / _HOUR
+    if parameters.price_per_hour is not None:
+        step = step_s * processes * parameters.price_per_hour / _SECONDS_PER_HOUR
         epoch, run = step * steps.per_epoch, step * steps.total
     if parameters.mtbf_s is not None:
-        save_every = max(1, round(optimal_interval_s(parameters.save_s, parameters.mtbf_s) / step_s))
-        share = kept_fraction(save_every * step_s, parameters.save_s, parameters.mtbf_s)
+        save_every = max(1, round(compute_optimal_interval_s(parameters.save_s, parameters.mtbf_s) / step_s))
+        share = compute_kept_fraction(save_every * step_s, parameters.save_s, parameters.mtbf_s)
     return Costs(epoch, run, save_every, share)
 
 
-def optimal_interval_s(save_s: float, mtbf_s: float) -> float:
+def compute_optimal_interval_s(save_s: float, mtbf_s: float) -> float:
     """Return the training time between two saves that minimizes the total run time, in seconds.
 
     Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
@@ -61,7 +61,7 @@ def optimal_interval_s(save_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
 
 
-def kept_fraction(interval_s: float, save_s: float, mtbf_s: float) -> float:
+def compute_kept_fraction(interval_s: float, save_s: float, mtbf_s: float) -> float:
     """Return the fraction of time that is spent on steps that aren't lost, assuming a constant failure rate.
 
     `interval_s` is the training time between two saves. The formula is Daly's complete cost function, with restarts

@@ -8,30 +8,30 @@ from typing import Final
 from lockstep.common import plainfile
 from lockstep.common.text import format_bytes, format_step_time
 from lockstep.config.blame import add_key_positions
-from lockstep.config.document import mapping_at, parse
-from lockstep.config.load import Loaded
+from lockstep.config.document import get_mapping, parse
+from lockstep.config.load import LoadedConfig
 from lockstep.config.placement import StrategyConfig
-from lockstep.config.recorded import CONFIG
+from lockstep.config.recorded import CONFIG_NAME
 from lockstep.config.run import PredictedConfig, RunConfig
 from lockstep.errors import UsageError
 from lockstep.planning.survey import (
     Machine,
     PlacementEstimate,
-    memory_per_rank,
+    get_memory_per_rank,
     open_for_survey,
     survey,
     to_prediction,
     with_strategy,
 )
-from lockstep.planning.table import sort_rows, unmeasured_lines
-from lockstep.runs.remote import recorded_file
-from lockstep.setup.resolved import local_processes
+from lockstep.planning.table import format_unmeasured_placements, sort_rows
+from lockstep.runs.remote import fetch_file
+from lockstep.setup.resolved import count_local_processes
 
 _KEY: Final = "placement.strategy: fastest"
 _MAX_CONFIG_BYTES: Final = 1 << 18  # maximum size of a config.yaml file to read
 
 
-def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loaded, str]:
+def select_fastest(loaded: LoadedConfig, report: Callable[[str], None]) -> tuple[LoadedConfig, str]:
     """Select the fastest strategy. Return a configuration with this strategy and its prediction, and a message.
 
     A resumed run keeps the previously selected strategy, unless the number of processes has changed. `report` is called
@@ -40,16 +40,16 @@ def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loade
     with add_key_positions(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
             raise UsageError(f"placement.strategy.{option}: fastest has no options; remove it")
-        count = local_processes(loaded.replace_values("placement", {"strategy": StrategyConfig()}).config)
-        predicted = _recorded_prediction(loaded, count)
+        count = count_local_processes(loaded.replace_values("placement", {"strategy": StrategyConfig()}).config)
+        predicted = _read_recorded_prediction(loaded, count)
         if predicted is not None:
             message = f"{_KEY}: {predicted.strategy}, as measured before"
         else:
-            machine = Machine(memory=memory_per_rank(loaded.config.placement, count))
+            machine = Machine(memory=get_memory_per_rank(loaded.config.placement, count))
             rows = sort_rows(survey(loaded, open_for_survey(loaded), (), (count,), machine, report), machine)
             fitting_rows = [row for row in rows if row.fits(machine)]
             if not fitting_rows:
-                raise UsageError(_no_fit_message(rows, machine.memory or 0))
+                raise UsageError(_make_no_fit_message(rows, machine.memory or 0))
             best, *slower_rows = fitting_rows
             predicted = to_prediction(best)
             compared = "".join(f", {row.strategy} {format_step_time(row.seconds or 0.0)}" for row in slower_rows)
@@ -61,42 +61,42 @@ def select_fastest(loaded: Loaded, report: Callable[[str], None]) -> tuple[Loade
     return replace(configuration, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), message
 
 
-def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
+def _read_recorded_prediction(loaded: LoadedConfig, count: int) -> PredictedConfig | None:
     """Return the prediction that the run to resume recorded when it was started.
 
     Returns None for a new run, if no prediction was recorded, or if the number of processes has changed.
     """
-    file = _recorded_config(loaded.config.run)
+    file = _find_recorded_config(loaded.config.run)
     if file is None:
         return None
     try:
         values = parse(plainfile.read_bytes(file, _MAX_CONFIG_BYTES).decode(), str(file)).values
-        predicted = PredictedConfig.model_validate(mapping_at(mapping_at(values, "run"), "predicted"))
+        predicted = PredictedConfig.model_validate(get_mapping(get_mapping(values, "run"), "predicted"))
     except (OSError, ValueError):  # unreadable, or without a prediction
         return None
     return predicted if predicted.processes == count else None
 
 
-def _recorded_config(run: RunConfig) -> Path | None:
+def _find_recorded_config(run: RunConfig) -> Path | None:
     """Return the configuration file of the run to resume, or None if a new run starts.
 
     `run.resume` may be the run folder or a checkpoint in it.
     """
     files: tuple[Path, ...] = ()
     if run.resume == "auto":
-        files = (recorded_file(run.dir, CONFIG),) if run.dir else ()
+        files = (fetch_file(run.dir, CONFIG_NAME),) if run.dir else ()
     elif run.resume != "never":
-        files = (recorded_file(run.resume, CONFIG), Path(run.resume).parent.parent / CONFIG)
+        files = (fetch_file(run.resume, CONFIG_NAME), Path(run.resume).parent.parent / CONFIG_NAME)
     return next((file for file in files if file.exists()), None)
 
 
-def _no_fit_message(rows: Sequence[PlacementEstimate], memory: int) -> str:
+def _make_no_fit_message(rows: Sequence[PlacementEstimate], memory_bytes: int) -> str:
     peaks = {row.figures.peak: row for row in rows if row.figures is not None}
     if not peaks:
-        return "\n".join([f"{_KEY}: no strategy could be measured:", *unmeasured_lines(rows)])
+        return "\n".join([f"{_KEY}: no strategy could be measured:", *format_unmeasured_placements(rows)])
     nearest = peaks[min(peaks)]
     return (
         f"{_KEY}: no strategy fits on {nearest.processes} processes; {nearest.strategy} needs the least memory, "
-        f"{format_bytes(min(peaks))} per rank of {format_bytes(memory)} free; use more processes, "
+        f"{format_bytes(min(peaks))} per rank of {format_bytes(memory_bytes)} free; use more processes, "
         "placement.recompute or placement.offload_activations"
     )

@@ -16,9 +16,9 @@ from typing import Final
 
 import torch
 
-from lockstep.comm.simulated_peers import Traffic, simulated_world
+from lockstep.comm.simulated_peers import Traffic, simulate_world
 from lockstep.comm.world import World
-from lockstep.device.live_bytes import LiveBytes
+from lockstep.device.live_bytes import LiveByteCounter
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
@@ -37,7 +37,7 @@ from lockstep.training.turn import TrainingStep
 TIMED_STEPS: Final = 5  # number of timed steps; the step time is their median
 # The peak memory is the maximum over steps with these communication times, relative to the step time. In a real run,
 # the communication time varies from step to step, and buffers are held until the communication ends.
-_COMMUNICATION_STEPS: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
+_COMMUNICATION_TIMES: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ class Measurements:
     messages: int = 0
 
 
-def run_rank(resolved: ResolvedConfig, link: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
+def measure_rank(
+    resolved: ResolvedConfig, link_bytes_per_s: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous
+) -> int:
     """Measure a rank of a placement, and write the measurements to a JSON file in `folder`. Return the exit code.
 
     With simulated peers, `rendezvous` has a single process, and `link_bytes_per_s` is the simulated speed. If `setup`
@@ -69,7 +71,9 @@ def run_rank(resolved: ResolvedConfig, link: float, folder: Path, setup: Setup |
         if rendezvous.info.size == resolved.processes > 1:
             world = stack.enter_context(session.open_world())
         else:
-            world, traffic = stack.enter_context(simulated_world(0, resolved.processes, session.device, link))
+            world, traffic = stack.enter_context(
+                simulate_world(0, resolved.processes, session.device, link_bytes_per_s)
+            )
         figures = measure(_prepare(resolved, setup), world, traffic)
     (folder / f"{world.rank}.json").write_text(json.dumps(asdict(figures)), encoding="utf-8")
     return EXIT_DONE
@@ -80,28 +84,28 @@ def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Mea
 
     The measured memory includes the model and the optimizer state.
     """
-    memory = _Memory(world.device)
+    memory = _MemoryMeter(world.device)
     engine, run_step = _start_engine(prepared, world)
     has_digests = prepared.run.digest_every != "off" and prepared.strategy.traits.exactness == "bits"
-    digests = StepDigests(world, engine.gradients, lambda _: None, every=1) if has_digests else None
+    digests = StepDigests(world, engine.gradients, lambda _: None, interval=1) if has_digests else None
     with traffic or nullcontext():
         run_step()  # creates the optimizer state
-        held_bytes = memory.current()
-        before = (traffic.bytes, traffic.messages) if traffic else (0, 0)
+        held_bytes = memory.measure_current()
+        before = (traffic.num_bytes, traffic.num_messages) if traffic else (0, 0)
         run_step(digests)  # also creates the keys of the digests
-        after = (traffic.bytes, traffic.messages) if traffic else (0, 0)
+        after = (traffic.num_bytes, traffic.num_messages) if traffic else (0, 0)
         sent, messages = after[0] - before[0], after[1] - before[1]
         seconds = statistics.median(_time_step(run_step, world) for _ in range(TIMED_STEPS))
         peak = 0
-        for steps in _COMMUNICATION_STEPS:
+        for steps in _COMMUNICATION_TIMES:
             if traffic and sent * steps:
                 traffic.mean_delay_factor = max(1.0, steps * seconds * traffic.link_bytes_per_s / sent)
-            peak = max(peak, memory.peak(lambda: run_step(digests)))
+            peak = max(peak, memory.measure_peak(lambda: run_step(digests)))
     engine.close()
     return Measurements(held_bytes, peak, seconds, sent, messages)
 
 
-def run_save(resolved: ResolvedConfig, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
+def measure_save(resolved: ResolvedConfig, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Measure the seconds that training waits for a save, and write them to a JSON file. Return the exit code.
 
     This runs a single rank. The JSON file and the checkpoints are written to `folder`.
@@ -138,19 +142,19 @@ def _start_engine(prepared: PreparedRun, world: World) -> tuple[Engine, Callable
     return engine, run_step
 
 
-class _Memory:
+class _MemoryMeter:
     """Measures the memory in use in bytes, from torch's CUDA allocator or, on the CPU, from the C library."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._live = None if device.type == "cuda" else LiveBytes()
+        self._live = None if device.type == "cuda" else LiveByteCounter()
 
-    def current(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._live is None else self._live.now()
+    def measure_current(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._live is None else self._live.measure()
 
-    def peak(self, function: Callable[[], None]) -> int:
+    def measure_peak(self, function: Callable[[], None]) -> int:
         if self._live is not None:
-            return self._live.peak(function)
+            return self._live.measure_peak(function)
         torch.cuda.reset_peak_memory_stats(self._device)
         function()
         return torch.cuda.max_memory_allocated(self._device)

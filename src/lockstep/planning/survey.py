@@ -11,27 +11,27 @@ from typing import Any, Final
 import torch
 
 from lockstep.common import plainfile
-from lockstep.common.location import local_folder
-from lockstep.common.platforms import usable_cores
+from lockstep.common.location import get_local_folder
+from lockstep.common.platforms import count_usable_cores
 from lockstep.config.document import parse
-from lockstep.config.load import Loaded
+from lockstep.config.load import LoadedConfig
 from lockstep.config.placement import Placement, StrategyConfig
 from lockstep.config.run import PredictedConfig
 from lockstep.config.write import format_flow
 from lockstep.device import host
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.planning.costs import Costs
-from lockstep.planning.measure import Measurements, run_rank, run_save
+from lockstep.planning.measure import Measurements, measure_rank, measure_save
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.start import import_for_all, run_in_workers
+from lockstep.run.start import preload_modules, run_in_workers
 from lockstep.setup.build import Setup
-from lockstep.setup.checks import check_cut
+from lockstep.setup.checks import check_partitioning
 from lockstep.setup.prepare import check_config, open_recipe_without_placement
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.strategy import find_strategy
-from lockstep.strategies import ON_ONE_PROCESS, names
+from lockstep.strategies import SINGLE_PROCESS_STRATEGIES, list_strategy_names
 
-DEFAULT_LINK: Final = 1e9  # speed of a simulated link in bytes per second
+DEFAULT_LINK_BYTES_PER_S: Final = 1e9  # speed of a simulated link in bytes per second
 MIN_CPU_RANKS: Final = (
     8  # a machine without GPUs runs this many ranks at once, or one rank per core if it has more cores
 )
@@ -86,10 +86,10 @@ def to_prediction(row: PlacementEstimate) -> PredictedConfig:
 
 
 def survey(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     setup: Setup,
     strategies: Sequence[StrategyConfig],
-    counts: Sequence[int],
+    process_counts: Sequence[int],
     machine: Machine,
     report: ReportProgress,
 ) -> list[PlacementEstimate]:
@@ -99,23 +99,23 @@ def survey(
     unpickle received data. `setup` is the result of `open_for_survey`. `report` is called with each placement before it
     is measured.
     """
-    pairs = _list_placements(loaded, strategies, counts)
+    pairs = _iterate_placements(loaded, strategies, process_counts)
     return [_check_and_measure(strategy, processes, loaded, setup, machine, report) for strategy, processes in pairs]
 
 
-def open_for_survey(loaded: Loaded) -> Setup:
+def open_for_survey(loaded: LoadedConfig) -> Setup:
     """Run the checks that don't depend on the placement, and open the recipe. Call this before forking processes.
 
     Raises UsageError if the recipe is invalid.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     setup = open_recipe_without_placement(loaded)
-    import_for_all()
+    preload_modules()
     return setup
 
 
-def _list_placements(
-    loaded: Loaded, strategies: Sequence[StrategyConfig], counts: Sequence[int]
+def _iterate_placements(
+    loaded: LoadedConfig, strategies: Sequence[StrategyConfig], process_counts: Sequence[int]
 ) -> Iterator[tuple[StrategyConfig, int]]:
     """Yield the strategies and numbers of processes to measure.
 
@@ -124,20 +124,20 @@ def _list_placements(
     """
     candidates = [*strategies]
     if not candidates:
-        candidate_names = sorted({*names()} - {*ON_ONE_PROCESS, _MESH})
+        candidate_names = sorted({*list_strategy_names()} - {*SINGLE_PROCESS_STRATEGIES, _MESH})
         exact_strategies = [StrategyConfig(name=name) for name in candidate_names]
         candidates = [
             strategy for strategy in exact_strategies if _is_exact(with_strategy(loaded, strategy, 2).config.placement)
         ]
-    if 1 in counts:
+    if 1 in process_counts:
         yield StrategyConfig(name=_SINGLE), 1
-        yield from ((each, 1) for each in candidates if each.name in ON_ONE_PROCESS and each.name != _SINGLE)
+        yield from ((each, 1) for each in candidates if each.name in SINGLE_PROCESS_STRATEGIES and each.name != _SINGLE)
     yield from (
         (strategy, count)
-        for count in counts
+        for count in process_counts
         if count > 1
         for strategy in candidates
-        if strategy.name not in ON_ONE_PROCESS
+        if strategy.name not in SINGLE_PROCESS_STRATEGIES
     )
 
 
@@ -147,18 +147,23 @@ def _is_exact(placement: Placement) -> bool:
     return strategy.traits.exactness == "bits" and not strategy.traits.unpickles
 
 
-def with_placement(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
+def with_placement(loaded: LoadedConfig, strategy: StrategyConfig, processes: int) -> LoadedConfig:
     """Return a copy of the configuration with this strategy and number of processes, but no audits or data workers."""
     return with_strategy(loaded, strategy, processes).replace_values("placement", {"audit_every": None, "workers": 0})
 
 
-def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> Loaded:
+def with_strategy(loaded: LoadedConfig, strategy: StrategyConfig, processes: int) -> LoadedConfig:
     """Return a copy of the configuration with this strategy and number of processes."""
     return loaded.replace_values("placement", {"strategy": strategy, "processes": processes})
 
 
 def _check_and_measure(
-    strategy: StrategyConfig, processes: int, loaded: Loaded, setup: Setup, machine: Machine, report: ReportProgress
+    strategy: StrategyConfig,
+    processes: int,
+    loaded: LoadedConfig,
+    setup: Setup,
+    machine: Machine,
+    report: ReportProgress,
 ) -> PlacementEstimate:
     """Check and measure a placement. If the checks fail, the estimate contains the reason."""
     options = strategy.model_dump(exclude={"name"}, exclude_unset=True)
@@ -168,14 +173,14 @@ def _check_and_measure(
     try:
         check_config(with_strategy(loaded, strategy, processes), processes)
         resolved = check_config(with_placement(loaded, strategy, processes), processes)
-        check_cut(resolved, setup)
+        check_partitioning(resolved, setup)
     except UsageError as error:
         return replace(row, reason=str(error))
     figures, pretended, reason = _measure(resolved, setup, machine, report)
     if figures is None:
         return replace(row, reason=reason)
-    takes_turns = pretended and not machine.link and not _gpu_count(resolved.placement)
-    share = processes / usable_cores() if takes_turns else 1.0
+    takes_turns = pretended and not machine.link and not _count_gpus(resolved.placement)
+    share = processes / count_usable_cores() if takes_turns else 1.0
     return replace(row, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
 
 
@@ -186,15 +191,15 @@ def _measure(
 
     If possible, a single rank with simulated peers runs first, because this machine may lack the memory for all ranks.
     """
-    processes, max_ranks, single = resolved.processes, _max_ranks(resolved.placement), None
+    processes, max_ranks, single = resolved.processes, _get_max_ranks(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
     if not resolved.strategy.traits.by_peers and setup.recipe.batchnorm != "sync":  # sync needs all ranks
         report(name)
-        single, reason = measure_maxima(resolved, setup, machine.link or DEFAULT_LINK)
+        single, reason = measure_maxima(resolved, setup, machine.link or DEFAULT_LINK_BYTES_PER_S)
         all_can_run = (
             single is not None
             and 1 < processes <= max_ranks
-            and single.peak <= memory_per_rank(resolved.placement, processes)
+            and single.peak <= get_memory_per_rank(resolved.placement, processes)
         )
         if machine.link or not all_can_run:
             return single, True, reason
@@ -213,69 +218,73 @@ def _measure(
     return all_ranks, False, reason
 
 
-def _max_ranks(placement: Placement) -> int:
+def _get_max_ranks(placement: Placement) -> int:
     """Return the maximum number of ranks that can run on this machine. With NCCL, each rank needs its own GPU."""
-    cards = _gpu_count(placement)
-    return cards if cards and placement.backend != "gloo" else max(MIN_CPU_RANKS, usable_cores())
+    cards = _count_gpus(placement)
+    return cards if cards and placement.backend != "gloo" else max(MIN_CPU_RANKS, count_usable_cores())
 
 
-def _gpu_count(placement: Placement) -> int:
+def _count_gpus(placement: Placement) -> int:
     return 0 if placement.device == "cpu" else torch.cuda.device_count()
 
 
-def memory_per_rank(placement: Placement, processes: int) -> int:
+def get_memory_per_rank(placement: Placement, processes: int) -> int:
     """Return the memory available to each rank in bytes: a share of a GPU's memory, or of the free CPU memory."""
-    if cards := _gpu_count(placement):
+    if cards := _count_gpus(placement):
         least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
         return int(least) // -(-processes // cards)  # ranks may share a GPU
-    memory = host.memory()
+    memory = host.get_memory_info()
     free_bytes, limit = memory["free"] or 0, memory["limit"]
     return min(free_bytes, free_bytes if limit is None else limit) // processes
 
 
-def measure_maxima(resolved: ResolvedConfig, setup: Setup, link: float | None) -> tuple[Measurements | None, str]:
+def measure_maxima(
+    resolved: ResolvedConfig, setup: Setup, link_bytes_per_s: float | None
+) -> tuple[Measurements | None, str]:
     """Measure one rank with simulated peers at this link speed, or all ranks if `link_bytes_per_s` is None.
 
     Returns the maximum of each measurement over the ranks, or None and the reason if there are no measurements.
     """
-    ranks = 1 if link else resolved.processes
-    results, reason = _run_and_read(partial(run_rank, resolved, link or DEFAULT_LINK), setup, resolved, ranks)
+    ranks = 1 if link_bytes_per_s else resolved.processes
+    results, reason = _run_and_read(
+        partial(measure_rank, resolved, link_bytes_per_s or DEFAULT_LINK_BYTES_PER_S), setup, resolved, ranks
+    )
     rank_figures = [Measurements(**result) for result in results]
     maxima = (max(values) for values in zip(*(vars(item).values() for item in rank_figures), strict=True))
     return (Measurements(*maxima), "") if rank_figures else (None, reason)
 
 
-def measure_save_time(loaded: Loaded, setup: Setup) -> float:
+def measure_save_time(loaded: LoadedConfig, setup: Setup) -> float:
     """Return the number of seconds that training waits for a save to the disk of the run folder.
 
     This runs a single process, because the files are the same for any number of processes. Raises UsageError if the
     measurement fails.
     """
     resolved = check_config(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
-    folder = local_folder(resolved.run.dir or ".").absolute()
+    folder = get_local_folder(resolved.run.dir or ".").absolute()
     disk = next(candidate for candidate in (folder, *folder.parents) if candidate.is_dir())
-    results, reason = _run_and_read(partial(run_save, resolved), setup, resolved, 1, disk)
+    results, reason = _run_and_read(partial(measure_save, resolved), setup, resolved, 1, disk)
     if not results:
         raise UsageError(f"--mtbf: cannot measure the time of a save: {reason}; set it with --save")
     return float(results[0])
 
 
 def _run_and_read(
-    body: Callable[[Path, Setup | None, Rendezvous], int],
+    rank_function: Callable[[Path, Setup | None, Rendezvous], int],
     setup: Setup,
     resolved: ResolvedConfig,
-    ranks: int,
-    disk: Path | None = None,
+    num_ranks: int,
+    parent_folder: Path | None = None,
 ) -> tuple[list[Any], str]:
     """Run a function on each rank with a temporary folder, and return the JSON values that it wrote to the folder.
 
     If `parent_folder` is set, the temporary folder is created there. After a failure, returns an empty list and the
     reason.
     """
-    with TemporaryDirectory(prefix="lockstep-plan-", dir=disk) as name:
+    with TemporaryDirectory(prefix="lockstep-plan-", dir=parent_folder) as name:
         folder = Path(name)
-        code, text = run_in_workers(partial(body, folder), setup, resolved.placement, ranks)
+        code, text = run_in_workers(partial(rank_function, folder), setup, resolved.placement, num_ranks)
         files = sorted(folder.glob("*.json"))
-        if code != EXIT_DONE or len(files) < ranks:
+        if code != EXIT_DONE or len(files) < num_ranks:
             return [], text.partition("error: ")[2] or text or f"ended with exit code {code}"
         return [plainfile.parse_json(file.read_text(encoding="utf-8")) for file in files], ""

@@ -12,7 +12,7 @@ from lockstep.common.text import format_bytes, printable_line
 from lockstep.planning.survey import Machine, PlacementEstimate
 
 _HEADINGS: Final = ("strategy", "processes", "peak memory", "between steps", "sends", "a step", "fits")
-_COSTS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save every, steps", "kept": "kept"}
+_COST_HEADINGS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save every, steps", "kept": "kept"}
 
 
 def sort_rows(rows: Sequence[PlacementEstimate], machine: Machine) -> list[PlacementEstimate]:
@@ -24,16 +24,16 @@ def make_table(rows: Sequence[PlacementEstimate], machine: Machine) -> Table:
     """Return a table of the measured placements."""
     table = Table(box=None, pad_edge=False, header_style="")
     measured_rows = [row for row in rows if row.figures is not None]
-    cost_keys = [key for key in _COSTS if any(getattr(row.costs, key) is not None for row in measured_rows)]
-    for number, heading in enumerate([*_HEADINGS, *(_COSTS[key] for key in cost_keys)]):
+    cost_keys = [key for key in _COST_HEADINGS if any(getattr(row.costs, key) is not None for row in measured_rows)]
+    for number, heading in enumerate([*_HEADINGS, *(_COST_HEADINGS[key] for key in cost_keys)]):
         table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
     for row in measured_rows:
         costs = [_format_cost(key, getattr(row.costs, key)) for key in cost_keys]
-        table.add_row(*map(Text, [*_cells(row, machine), *costs]))
+        table.add_row(*map(Text, [*_format_cells(row, machine), *costs]))
     return table
 
 
-def unmeasured_lines(rows: Sequence[PlacementEstimate]) -> list[str]:
+def format_unmeasured_placements(rows: Sequence[PlacementEstimate]) -> list[str]:
     """Return a line for each strategy that couldn't be measured on all requested numbers of processes.
 
     The line lists the numbers of processes without measurements, and the reason for the first of them.
@@ -45,7 +45,7 @@ def unmeasured_lines(rows: Sequence[PlacementEstimate]) -> list[str]:
     lines = []
     for name, strategy_rows in unmeasured.items():
         numbers = ", ".join(str(row.processes) for row in strategy_rows)
-        lines.append(printable_line(f"not measured: {name} on {numbers}: {_first_line(strategy_rows[0].reason)}"))
+        lines.append(printable_line(f"not measured: {name} on {numbers}: {_get_first_line(strategy_rows[0].reason)}"))
     return lines
 
 
@@ -60,17 +60,17 @@ def to_json(rows: Sequence[PlacementEstimate], machine: Machine) -> str:
     return json.dumps({"machine": asdict(machine), "placements": content}, indent=1) + "\n"
 
 
-def _first_line(reason: str) -> str:
+def _get_first_line(reason: str) -> str:
     return reason.strip().partition("\n")[0]
 
 
-def _format_cost(key: str, value: float) -> str:
-    if key == "kept":
+def _format_cost(cost_name: str, value: float) -> str:
+    if cost_name == "kept":
         return f"{100 * value:.2f} %"
-    return f"{value:,.0f}" if value >= 100 or key == "save_every" else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 or cost_name == "save_every" else f"{value:.3g}"
 
 
-def _cells(row: PlacementEstimate, machine: Machine) -> list[str]:
+def _format_cells(row: PlacementEstimate, machine: Machine) -> list[str]:
     figures = row.figures
     assert figures is not None
     has_messages = figures.messages or row.processes == 1  # messages are only counted with simulated peers

@@ -29,7 +29,7 @@ NO_SUM: Final = "a loss that is not a sum over samples"
 UNUSED: Final = "unused parameters"
 
 # Causes of a forward pass that differs between processes, with the most certain cause first.
-OF_FORWARD: Final = (
+FORWARD_CULPRITS: Final = (
     *(RANKED, GLOBALS, UNREPEATABLE, FOREIGN_RANDOMNESS),
     *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
 )
@@ -46,7 +46,7 @@ class RandomSample(NamedTuple):
     values that change, such as the inputs.
     """
 
-    part: str
+    split_name: str
     sample_index: int
     difference: str
     differs_by_rank: bool = False
@@ -55,7 +55,7 @@ class RandomSample(NamedTuple):
 class LossComparison(NamedTuple):
     """The loss of several samples computed together, and the sum of their losses computed one by one."""
 
-    samples: int
+    num_samples: int
     joint_loss: float
     summed_loss: float
 
@@ -98,13 +98,13 @@ class ProbeResult:
         return f" ({locations[0]})" if locations else ""
 
 
-def findings(result: ProbeResult, placement_differs: bool = False) -> list[CodeFinding]:
+def make_findings(result: ProbeResult, placement_differs: bool = False) -> list[CodeFinding]:
     """Return the faults and notes about the user's code.
 
     Set `placement_differs` if training on a placement gave different results than the reference. If no fault explains
     this, draws from a random number generator that Lockstep doesn't seed are reported as a fault instead of a note.
     """
-    code_findings = _all_findings(result)
+    code_findings = _make_all_findings(result)
     unexplained = placement_differs and not any(finding.fault for finding in code_findings)
     return [
         replace(finding, fault=finding.fault or (unexplained and finding.culprit == FOREIGN_RANDOMNESS))
@@ -112,15 +112,15 @@ def findings(result: ProbeResult, placement_differs: bool = False) -> list[CodeF
     ]
 
 
-def _all_findings(result: ProbeResult) -> list[CodeFinding]:
+def _make_all_findings(result: ProbeResult) -> list[CodeFinding]:
     code_findings = [
-        *_data_findings(result),
-        *_kernel_findings(result),
-        *_state_findings(result),
-        *_buffer_findings(result),
-        *_loss_findings(result),
+        *_make_data_findings(result),
+        *_make_kernel_findings(result),
+        *_make_state_findings(result),
+        *_make_buffer_findings(result),
+        *_make_loss_findings(result),
     ]
-    code_findings += _evaluation_findings(result)
+    code_findings += _make_evaluation_findings(result)
     if result.unused_parameters:
         text = (
             f"the loss of the tested micro-batches does not depend on these parameters: "
@@ -132,19 +132,18 @@ def _all_findings(result: ProbeResult) -> list[CodeFinding]:
     return code_findings
 
 
-def _data_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+def _make_data_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     random_by_call = [sample for sample in result.random_samples if not sample.differs_by_rank]
     random_by_rank = [sample for sample in result.random_samples if sample.differs_by_rank]
     if random_by_call:
         part, index, difference, _ = random_by_call[0]
         text = (
             f"item {index} of the {part} dataset{result.location_of(part, 'data')} changes when it is fetched again: "
-            f"it has "
-            f"different {difference} ({len(random_by_call)} of the tested items do); do not change items in place, do "
-            f"not keep random draws, and draw from the default generators of Python, NumPy or torch in __getitem__, "
-            f"which are seeded for each item, not from a separate generator, the clock or the system"
+            f"it has different {difference} ({len(random_by_call)} of the tested items do); do not change items in "
+            f"place, keep random draws or read the clock; in __getitem__, draw only from the default generators of "
+            f"Python, NumPy or torch, which are seeded for each item"
         )
-        yield CodeFinding(RANDOM_DATA, True, text, _sample_names(random_by_call))
+        yield CodeFinding(RANDOM_DATA, True, text, _format_sample_names(random_by_call))
     if random_by_rank:
         part, index, difference, _ = random_by_rank[0]
         text = (
@@ -152,14 +151,14 @@ def _data_findings(result: ProbeResult) -> Iterator[CodeFinding]:
             f"{difference} on rank 1 of 2 ({len(random_by_rank)} of the tested samples do); return the whole dataset "
             f"on every rank, because Lockstep distributes its samples"
         )
-        yield CodeFinding(RANKED_DATA, True, text, _sample_names(random_by_rank))
+        yield CodeFinding(RANKED_DATA, True, text, _format_sample_names(random_by_rank))
 
 
-def _sample_names(samples: Sequence[RandomSample]) -> tuple[str, ...]:
-    return tuple(f"{sample.part} {sample.sample_index}" for sample in samples)
+def _format_sample_names(samples: Sequence[RandomSample]) -> tuple[str, ...]:
+    return tuple(f"{sample.split_name} {sample.sample_index}" for sample in samples)
 
 
-def _kernel_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+def _make_kernel_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     if result.missing_kernel:
         text = (
             f"an operation of the model or the loss{result.location_of('kernel')} has no deterministic kernel: "
@@ -167,14 +166,16 @@ def _kernel_findings(result: ProbeResult) -> Iterator[CodeFinding]:
         )
         yield CodeFinding(NOT_DETERMINISTIC, True, text)
     # If a global variable changes, it explains the difference, unless the code also reads a clock.
-    elif result.differs_on_repeat and not (result.variables and not _clock_reads(result)):
+    elif result.differs_on_repeat and not (result.variables and not _find_clock_reads(result)):
         text = (
             f"the same micro-batch, computed again by a fresh copy of the model{result.location_of('model')} with "
             f"every "
             f"generator in the same state, has a different {result.differs_on_repeat}: "
         )
-        if _clock_reads(result):
-            text += f"the code reads {_list_reads(result, _clock_reads(result))}; make it a function of the inputs"
+        if _find_clock_reads(result):
+            text += (
+                f"the code reads {_format_reads(result, _find_clock_reads(result))}; make it a function of the inputs"
+            )
         else:
             text += (
                 "a kernel is not deterministic, or the forward pass uses the clock, the system's randomness or state "
@@ -182,7 +183,7 @@ def _kernel_findings(result: ProbeResult) -> Iterator[CodeFinding]:
             )
         yield CodeFinding(UNREPEATABLE, True, text)
     if result.differs_by_rank:
-        reads = _list_reads(result, [name for name in result.reads if name in (RANK, PROCESS, HOST)])
+        reads = _format_reads(result, [name for name in result.reads if name in (RANK, PROCESS, HOST)])
         depends = (
             f"the code reads {reads}"
             if reads
@@ -196,15 +197,15 @@ def _kernel_findings(result: ProbeResult) -> Iterator[CodeFinding]:
         yield CodeFinding(RANKED, True, text)
 
 
-def _clock_reads(result: ProbeResult) -> list[str]:
+def _find_clock_reads(result: ProbeResult) -> list[str]:
     return [name for name in result.reads if name in _CLOCKS]
 
 
-def _list_reads(result: ProbeResult, names: Sequence[str]) -> str:
+def _format_reads(result: ProbeResult, names: Sequence[str]) -> str:
     return " and ".join(f"{name} ({result.reads[name]})" for name in names)
 
 
-def _state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+def _make_state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     """Yield a finding for each kind of state that a forward pass changes.
 
     Changed weights are always a fault. Any other change is only a fault if it affects the result of a forward pass.
@@ -234,7 +235,7 @@ def _state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     if result.attributes:
         text = (
             f"the model keeps state in plain attributes that the forward pass changes: "
-            f"{_list_changes(result, result.attributes)}{_describe_consequence(result.differs_without_previous)}; "
+            f"{_format_changes(result, result.attributes)}{_describe_consequence(result.differs_without_previous)}; "
             f"each process only sees its own "
             f"micro-batches, and checkpoints do not contain it; make it a function of the inputs, or a parameter"
         )
@@ -242,7 +243,7 @@ def _state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     changes_globals = bool(result.variables) and (depends_on_previous or bool(result.differs_on_repeat))
     if result.variables:
         text = (
-            f"the forward pass or the loss changes global variables: {_list_changes(result, result.variables)}"
+            f"the forward pass or the loss changes global variables: {_format_changes(result, result.variables)}"
             f"{_describe_consequence(result.differs_without_previous or result.differs_on_repeat)}; each process only "
             f"sees its own micro-batches, and "
             f"checkpoints do not contain them; make the result a function of the inputs"
@@ -260,7 +261,7 @@ def _state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
         yield CodeFinding(HIDDEN_STATE, True, text)
 
 
-def _list_changes(result: ProbeResult, changed: Mapping[str, str]) -> str:
+def _format_changes(result: ProbeResult, changed: Mapping[str, str]) -> str:
     """Format each change with its source line, such as `forwards (0 -> 2, net.py:12)`."""
     descriptions = []
     for name, change in changed.items():
@@ -275,9 +276,11 @@ def _describe_consequence(difference: str) -> str:
     return f", and the {difference} of a micro-batch depends on whether another micro-batch was computed before it"
 
 
-def _buffer_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+def _make_buffer_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     spectral = [name for name, kind in result.changed_buffers.items() if kind == SPECTRAL_KIND]
-    norms = [name for name, kind in result.changed_buffers.items() if is_norm(name, kind) and name not in spectral]
+    norms = [
+        name for name, kind in result.changed_buffers.items() if is_norm_buffer(name, kind) and name not in spectral
+    ]
     other_buffers = [name for name in result.changed_buffers if name not in (*norms, *spectral)]
     if spectral:
         text = (
@@ -285,7 +288,7 @@ def _buffer_findings(result: ProbeResult) -> Iterator[CodeFinding]:
             f"{list_some(spectral)}; each process would update its own copy, once for each of its micro-batches; "
             f"compute the norm from the weight only (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
         )
-        yield CodeFinding(SPECTRAL_NORM, _accumulates(result, spectral), text, tuple(spectral))
+        yield CodeFinding(SPECTRAL_NORM, _is_accumulating(result, spectral), text, tuple(spectral))
     if norms:
         kinds = ", ".join(sorted({result.changed_buffers[name] for name in norms}))
         text = (
@@ -294,7 +297,7 @@ def _buffer_findings(result: ProbeResult) -> Iterator[CodeFinding]:
             f"{list_some(norms)}; each process would only keep statistics of its own micro-batches; derive it from "
             f"torch's BatchNorm and call its forward, whose statistics Lockstep updates once per step"
         )
-        yield CodeFinding(CUSTOM_BATCHNORM, _accumulates(result, norms), text, tuple(norms))
+        yield CodeFinding(CUSTOM_BATCHNORM, _is_accumulating(result, norms), text, tuple(norms))
     if other_buffers:
         located_names = [f"{name}{result.location_of(name)}" for name in other_buffers]
         text = (
@@ -302,20 +305,20 @@ def _buffer_findings(result: ProbeResult) -> Iterator[CodeFinding]:
             f"with its own micro-batches only; update them outside the forward pass, or make them a function of the "
             f"inputs"
         )
-        yield CodeFinding(BUFFERS, _accumulates(result, other_buffers), text, tuple(other_buffers))
+        yield CodeFinding(BUFFERS, _is_accumulating(result, other_buffers), text, tuple(other_buffers))
 
 
-def _accumulates(result: ProbeResult, names: Sequence[str]) -> bool:
+def _is_accumulating(result: ProbeResult, names: Sequence[str]) -> bool:
     """Return whether any of these buffers depends on earlier micro-batches. For example, a cached table doesn't."""
     return any(name in result.accumulating_buffers for name in names)
 
 
-def is_norm(buffer: str, kind: str) -> bool:
+def is_norm_buffer(buffer: str, kind: str) -> bool:
     """Return whether a buffer seems to belong to a normalization layer. `kind` is the class name of its module."""
     return "norm" in kind.lower() or buffer.rpartition(".")[2].startswith("running_")
 
 
-def _evaluation_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+def _make_evaluation_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     if not result.differs_in_evaluation:
         return
     generators = [name for name in result.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
@@ -332,8 +335,8 @@ def _evaluation_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     yield CodeFinding(UNREPEATABLE_EVALUATION, True, text)
 
 
-def _loss_findings(result: ProbeResult) -> Iterator[CodeFinding]:
-    if result.loss is None or result.loss.samples < 2:
+def _make_loss_findings(result: ProbeResult) -> Iterator[CodeFinding]:
+    if result.loss is None or result.loss.num_samples < 2:
         return
     samples, joint_loss, summed_loss = result.loss
     if _is_close(joint_loss, summed_loss):

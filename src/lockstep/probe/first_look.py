@@ -26,19 +26,19 @@ from lockstep.device.fake_rank_env import remove_rank_variables
 from lockstep.device.meta import build_on_meta
 from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
-from lockstep.probe.findings import NOT_DETERMINISTIC, findings
+from lockstep.probe.findings import NOT_DETERMINISTIC, make_findings
 from lockstep.probe.probe import run_quick_probe
 from lockstep.ranks.signals import get_stop_signals
 from lockstep.reporting.verification import CodeFinding
 from lockstep.setup.build import Setup
-from lockstep.setup.user_code import import_paths
+from lockstep.setup.user_code import get_import_paths
 
 NOT_CHECKED: Final = "not checked"
 
-_PATIENCE_S: Final = 10.0  # maximum time that a run waits for the check when it starts
+_MAX_WAIT_S: Final = 10.0  # maximum time that a run waits for the check when it starts
 _MAX_PARAMETERS: Final = 250_000_000  # maximum size of a model to check; the check holds several copies of it
-_PLAIN: Final = ("torch", "torchvision", "timm", "lockstep")
-_PARAMETRIZED: Final = nn.utils.parametrize.ParametrizationList
+_PLAIN_PACKAGES: Final = ("torch", "torchvision", "timm", "lockstep")
+_PARAMETRIZATION_TYPE: Final = nn.utils.parametrize.ParametrizationList
 
 GetFindings = Callable[[], list[CodeFinding]]
 
@@ -56,7 +56,7 @@ def check_in_background(setup: Setup) -> Iterator[GetFindings]:
         return
     parameters = setup.summary.num_parameters
     if parameters > _MAX_PARAMETERS:
-        yield lambda: [_unchecked_finding(f"the model has {parameters:,} parameters, more than the check copies")]
+        yield lambda: [_make_unchecked_finding(f"the model has {parameters:,} parameters, more than the check copies")]
         return
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -74,7 +74,7 @@ def check_in_background(setup: Setup) -> Iterator[GetFindings]:
 def is_part_of_lockstep(setup: Setup) -> bool:
     """Return whether the model, the loss and the data are all part of Lockstep."""
     model = setup.recipe.model
-    return not import_paths(setup.recipe) and model.name in OURS and model.source in ("auto", "lockstep")
+    return not get_import_paths(setup.recipe) and model.name in OURS and model.source in ("auto", "lockstep")
 
 
 def is_plain(model: nn.Module) -> bool:
@@ -85,8 +85,8 @@ def is_plain(model: nn.Module) -> bool:
     constant tables. Both implementations of spectral_norm are excluded: one uses a hook, the other a parametrization.
     """
     return all(
-        type(module).__module__.partition(".")[0] in _PLAIN
-        and not (module._forward_hooks or module._forward_pre_hooks or isinstance(module, _PARAMETRIZED))
+        type(module).__module__.partition(".")[0] in _PLAIN_PACKAGES
+        and not (module._forward_hooks or module._forward_pre_hooks or isinstance(module, _PARAMETRIZATION_TYPE))
         and (isinstance(module, nn.modules.batchnorm._NormBase) or not _keeps_state(module))
         for module in model.modules()
     )
@@ -100,17 +100,17 @@ def _keeps_state(module: nn.Module) -> bool:
 def _receive_findings(receiver: Connection) -> list[CodeFinding]:
     start = time.monotonic()
     try:
-        if not receiver.poll(_PATIENCE_S):
-            return [_unchecked_finding(f"it took more than {time.monotonic() - start:.0f} s")]
+        if not receiver.poll(_MAX_WAIT_S):
+            return [_make_unchecked_finding(f"it took more than {time.monotonic() - start:.0f} s")]
         answer = plainfile.parse_json(receiver.recv_bytes())
     except EOFError:
-        return [_unchecked_finding("its process was killed")]
+        return [_make_unchecked_finding("its process was killed")]
     if "failed" in answer:
-        return [_unchecked_finding(answer["failed"])]
+        return [_make_unchecked_finding(answer["failed"])]
     return [CodeFinding(culprit, True, text) for culprit, text in answer["found"]]
 
 
-def _unchecked_finding(reason: str) -> CodeFinding:
+def _make_unchecked_finding(reason: str) -> CodeFinding:
     text = (
         f"the check of model, loss and data for code that depends on the placement was stopped: {reason}; "
         f"run `lockstep verify`, which takes as long as it needs, or set run.probe=off to skip the check"
@@ -138,9 +138,9 @@ def _run_check(setup: Setup, sender: Connection) -> None:
 
 
 def _find_faults(setup: Setup) -> list[CodeFinding]:
-    paths = import_paths(setup.recipe)
+    paths = get_import_paths(setup.recipe)
     forward = "model" in paths or "loss" in paths or not is_plain(build_on_meta(setup.build_blank))
-    code_findings = findings(run_quick_probe(setup, samples="data" in paths, forward=forward))
+    code_findings = make_findings(run_quick_probe(setup, check_samples="data" in paths, check_forward=forward))
     # Skip operations without a deterministic kernel, because torch raises an error for them during training.
     return [finding for finding in code_findings if finding.fault and finding.culprit != NOT_DETERMINISTIC]
 

@@ -37,7 +37,9 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self.kinds: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
-        self.norms: dict[str, str] = {}  # buffers of subclasses of torch's BatchNorm, which may update them differently
+        self.norm_buffers: dict[
+            str, str
+        ] = {}  # buffers of subclasses of torch's BatchNorm, which may update them differently
         self.attributes: dict[str, str] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
@@ -46,21 +48,21 @@ class ModelState:
                 kind = SPECTRAL_NORM if is_spectral_norm(module) else type(module).__name__
                 for name, buffer in module.named_buffers(recurse=False):
                     self.kinds[prefix + name] = kind
-                    (self.norms if norm else self.buffers)[prefix + name] = digest_tensors([buffer])
-            for name, value in _custom_attributes(module):
+                    (self.norm_buffers if norm else self.buffers)[prefix + name] = digest_tensors([buffer])
+            for name, value in _iterate_custom_attributes(module):
                 self.attributes[prefix + name] = _format_value(value, _MAX_DEPTH)
 
-    def buffer_changes(self, after: Self) -> list[str]:
+    def find_buffer_changes(self, after: Self) -> list[str]:
         """Return the names of the buffers whose values differ in `after`."""
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
-    def norm_changes(self, after: Self) -> list[str]:
+    def find_norm_buffer_changes(self, after: Self) -> list[str]:
         """Return the names of the changed buffers in subclasses of torch's BatchNorm."""
-        return [name for name, value in self.norms.items() if after.norms.get(name) != value]
+        return [name for name, value in self.norm_buffers.items() if after.norm_buffers.get(name) != value]
 
-    def attribute_changes(self, after: Self) -> dict[str, str]:
+    def find_attribute_changes(self, after: Self) -> dict[str, str]:
         """Return the changed attributes by name, with descriptions of the changes, such as `0 -> 2` or `a tensor`."""
-        return _changes(self.attributes, after.attributes)
+        return _describe_changes(self.attributes, after.attributes)
 
 
 class _Variable(NamedTuple):
@@ -72,7 +74,7 @@ class _Variable(NamedTuple):
 
 
 @final
-class Globals:
+class GlobalState:
     """A snapshot of the global variables, class attributes and functions in the user's modules.
 
     The state of a function consists of its attributes, default values and closure. `scopes` adds the local variables of
@@ -85,9 +87,11 @@ class Globals:
         types: Iterable[type],
         scopes: Iterable[tuple[Mapping[str, Any], CodeType]] = (),
     ) -> None:
-        all_variables = [variable for name, module in modules.items() for variable in _module_variables(name, module)]
+        all_variables = [
+            variable for name, module in modules.items() for variable in _iterate_module_variables(name, module)
+        ]
         all_variables += [
-            variable for kind in types if kind.__module__ in modules for variable in _class_attributes(kind)
+            variable for kind in types if kind.__module__ in modules for variable in _iterate_class_attributes(kind)
         ]
         for variables, code in scopes:
             all_variables += [
@@ -97,35 +101,35 @@ class Globals:
         self._values = {variable.name: _format_global(variable.value, modules) for variable in all_variables}
         self._source_line_finders = {variable.name: variable.find_source_line for variable in all_variables}
 
-    def changes(self, after: Self) -> dict[str, str]:
+    def find_changes(self, after: Self) -> dict[str, str]:
         """Return the changed variables by name, each with a description of the change."""
-        return _changes(self._values, after._values)
+        return _describe_changes(self._values, after._values)
 
     @property
     def values(self) -> Mapping[str, str]:
         """The strings that represent the values, by variable name."""
         return self._values
 
-    def source_line(self, name: str) -> str:
+    def find_source_line(self, name: str) -> str:
         """Return the source line that changes a variable, or an empty string if the line is unknown."""
         return self._source_line_finders[name]() if name in self._source_line_finders else ""
 
 
-def _module_variables(name: str, module: ModuleType) -> Iterator[_Variable]:
+def _iterate_module_variables(name: str, module: ModuleType) -> Iterator[_Variable]:
     for variable, value in list(vars(module).items()):
         if variable.startswith("__") or isinstance(value, ModuleType):
             continue
         if isinstance(value, type | FunctionType) and value.__module__ != module.__name__:  # imported by this module
             continue
         if isinstance(value, type):
-            yield from _class_attributes(value)
+            yield from _iterate_class_attributes(value)
         elif isinstance(value, FunctionType | _lru_cache_wrapper):
-            yield _Variable(f"{name}.{variable}", value, partial(user_code.source_line, value))
+            yield _Variable(f"{name}.{variable}", value, partial(user_code.find_source_line, value))
         else:
             yield _Variable(f"{name}.{variable}", value, partial(user_code.find_variable_line, module, variable))
 
 
-def _class_attributes(cls: type) -> Iterator[_Variable]:
+def _iterate_class_attributes(cls: type) -> Iterator[_Variable]:
     for attribute, value in list(vars(cls).items()):
         if not attribute.startswith("__") and not callable(value):
             name = f"{cls.__module__}.{cls.__qualname__}.{attribute}"
@@ -157,7 +161,7 @@ def describe_change(before: str, after: str) -> str:
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}" if kind == kind_after else f"{kind} -> {kind_after}"
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+def _describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
     names = [*before, *(name for name in after if name not in before)]
     pairs = {name: (before.get(name, "unset"), after.get(name, "unset")) for name in names}
     return {
@@ -167,7 +171,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
     }
 
 
-def _custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _iterate_custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each attribute that user code has set on a module, without torch's own attributes."""
     # `forward` is included because Lockstep and other libraries wrap it on the instance.
     registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
@@ -191,7 +195,7 @@ def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
     if isinstance(value, _lru_cache_wrapper):
         return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
-        cells = [_cell_contents(cell) for cell in value.__closure__ or ()]
+        cells = [_get_cell_contents(cell) for cell in value.__closure__ or ()]
         return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _MAX_DEPTH)}"
     types = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
     plain = isinstance(value, bool | int | float | complex | str | bytes | None)
@@ -201,7 +205,7 @@ def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
     return type(value).__name__
 
 
-def _cell_contents(cell: Any) -> Any:
+def _get_cell_contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell
@@ -211,7 +215,7 @@ def _cell_contents(cell: Any) -> Any:
 def _format_value(value: Any, depth: int) -> str:
     """Return a string that changes when the value changes. At depth 0, an object is represented by its type."""
     if isinstance(value, Tensor):
-        return f"tensor {_digest(value)}"
+        return f"tensor {_compute_digest(value)}"
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         return f"array {array.dtype} {array.shape} {hash(array.tobytes()) if array.nbytes <= _MAX_TENSOR_BYTES else ''}"
@@ -230,21 +234,21 @@ def _format_value(value: Any, depth: int) -> str:
     if isinstance(value, Mapping):
         items = islice(value.items(), _MAX_ITEMS)
         text = ", ".join(f"{_format_value(key, depth - 1)}: {_format_value(item, depth - 1)}" for key, item in items)
-        return f"{type(value).__name__} {{{text}}}{_length_suffix(value)}"
+        return f"{type(value).__name__} {{{text}}}{_format_length_suffix(value)}"
     if isinstance(value, list | tuple | deque):
         text = ", ".join(_format_value(item, depth - 1) for item in islice(value, _MAX_ITEMS))
-        return f"{type(value).__name__} [{text}]{_length_suffix(value)}"
+        return f"{type(value).__name__} [{text}]{_format_length_suffix(value)}"
     if isinstance(value, set | frozenset):
         text = ", ".join(sorted(_format_value(item, depth - 1) for item in islice(value, _MAX_ITEMS)))
-        return f"{type(value).__name__} {{{text}}}{_length_suffix(value)}"
+        return f"{type(value).__name__} {{{text}}}{_format_length_suffix(value)}"
     return f"{type(value).__name__} {_format_value(getattr(value, '__dict__', None), depth - 1)}"
 
 
-def _digest(tensor: Tensor) -> str:
+def _compute_digest(tensor: Tensor) -> str:
     if tensor.is_meta or tensor.numel() * tensor.element_size() > _MAX_TENSOR_BYTES:
         return str(tuple(tensor.shape))
     return digest_tensors([tensor])
 
 
-def _length_suffix(container: Any) -> str:
+def _format_length_suffix(container: Any) -> str:
     return f" of {len(container)}" if len(container) > _MAX_ITEMS else ""

@@ -9,7 +9,7 @@ from typing import Any, Final, Self, final
 
 from torch import nn
 
-_CHECKPOINT: Final = "/torch/utils/checkpoint.py"
+_CHECKPOINT_FILE: Final = "/torch/utils/checkpoint.py"
 _ACCUMULATOR_NAMES: Final = ("AccumulateGrad", "next_functions")  # names that code uses to access gradient accumulators
 _HOOK_FUNCTIONS: Final = ("register_hook", "register_prehook")
 
@@ -43,7 +43,7 @@ class ModelTraits:
 
     def watch(self, model: nn.Module) -> None:
         """Register hooks that record all subsequent forward passes of a model."""
-        self._static_traits = [*_static_traits(model)]
+        self._static_traits = [*_find_static_traits(model)]
         for name, module in model.named_modules():
             if name and any(True for _ in module.parameters()):
                 module.register_forward_pre_hook(partial(self._record_call, name))
@@ -94,10 +94,10 @@ class ModelTraits:
     def _record_call(self, name: str, _module: nn.Module, _inputs: Any) -> None:
         if not self._call_counts:
             self._call_counts.append(Counter())
-        if _in_backward():
+        if _is_in_backward():
             return
         self._call_counts[-1][name] += 1
-        if _in_reentrant_checkpoint():
+        if _is_in_reentrant_checkpoint():
             self._recomputed_modules[name] = None
 
     def _end_forward(self, model: nn.Module, _inputs: Any, _outputs: Any) -> None:
@@ -107,7 +107,7 @@ class ModelTraits:
                 self._written_parameters[name] = None
 
 
-def _static_traits(model: nn.Module) -> Iterator[str]:
+def _find_static_traits(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
         if not all(map(_is_part_of_lockstep, hooks)):
@@ -130,20 +130,20 @@ def _is_part_of_lockstep(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == "lockstep"
 
 
-def _in_backward() -> bool:
+def _is_in_backward() -> bool:
     """Return whether the backward pass is currently recomputing an activation checkpoint."""
-    return any(name == "backward" or name == "unpack_hook" for name in _checkpoint_frames())
+    return any(name == "backward" or name == "unpack_hook" for name in _list_checkpoint_frames())
 
 
-def _in_reentrant_checkpoint() -> bool:
-    return "forward" in _checkpoint_frames()
+def _is_in_reentrant_checkpoint() -> bool:
+    return "forward" in _list_checkpoint_frames()
 
 
-def _checkpoint_frames() -> list[str]:
+def _list_checkpoint_frames() -> list[str]:
     """Return the names of torch's checkpointing functions on the call stack."""
     names, frame = [], sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename.endswith(_CHECKPOINT):
+        if frame.f_code.co_filename.endswith(_CHECKPOINT_FILE):
             names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     return names

@@ -36,7 +36,7 @@ _RANK_FUNCTIONS: Final = ("get_rank", "get_world_size", "get_node_local_rank")  
 
 
 @contextmanager
-def record_reads(batch_id: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str, str]]:
+def record_reads(get_batch_id: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str, str]]:
     """Record the nondeterministic values that the `with` block reads. Yield a dict that maps them to source lines.
 
     The keys of the dict are constants of this module, such as CLOCK, or NUMPY for a draw from NumPy's generator.
@@ -47,8 +47,8 @@ def record_reads(batch_id: Callable[[], int] = lambda: 1) -> Iterator[Mapping[st
     """
     reads: dict[str, str] = {}
     before = sys.getprofile(), sys.gettrace()
-    sys.setprofile(_CallRecorder(reads, batch_id).record_call)
-    sys.settrace(_RandomCallTracer(reads, batch_id).trace_call)
+    sys.setprofile(_CallRecorder(reads, get_batch_id).record_call)
+    sys.settrace(_RandomCallTracer(reads, get_batch_id).trace_call)
     try:
         yield reads
     finally:
@@ -60,9 +60,9 @@ def record_reads(batch_id: Callable[[], int] = lambda: 1) -> Iterator[Mapping[st
 class _CallRecorder:
     """A profiler that records calls to functions whose results depend on the process or the time."""
 
-    def __init__(self, reads: dict[str, str], batch_id: Callable[[], int]) -> None:
+    def __init__(self, reads: dict[str, str], get_batch_id: Callable[[], int]) -> None:
         self._reads = reads
-        self._batch_id = batch_id
+        self._get_batch_id = get_batch_id
         clocks = (time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns)
         dates = (datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today)
         self._names: dict[Any, str] = {
@@ -78,7 +78,7 @@ class _CallRecorder:
             source = self._names.get(function)
         elif event == "call" and _reads_rank(frame):
             source, reader = RANK, frame.f_back or frame
-        if source is not None and (source == RANK or self._batch_id()) and (location := find_frame_line(reader)):
+        if source is not None and (source == RANK or self._get_batch_id()) and (location := find_frame_line(reader)):
             self._reads.setdefault(source, location)
 
 
@@ -89,18 +89,18 @@ class _RandomCallTracer:
     A profiler can't find these lines, because Python doesn't call it for the functions of NumPy's generator.
     """
 
-    def __init__(self, reads: dict[str, str], batch_id: Callable[[], int]) -> None:
+    def __init__(self, reads: dict[str, str], get_batch_id: Callable[[], int]) -> None:
         self._reads = reads
-        self._batch_id = batch_id
+        self._get_batch_id = get_batch_id
         self._frames: list[tuple[FrameType, int]] = []  # stack of traced frames, each with its current line
-        self._last_batch_id = batch_id()  # ID of the batch at the last check
+        self._last_batch_id = get_batch_id()  # ID of the batch at the last check
         # The states of the random number generators at the last check.
-        self._states: dict[str, Any] = self._current_states() if self._last_batch_id else {}
+        self._states: dict[str, Any] = self._get_current_states() if self._last_batch_id else {}
 
     def trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
         # Skip known libraries. Trace other installed packages only within a batch, not while they are imported.
-        if event != "call" or is_library_file(file) or (is_installed(file) and not self._batch_id()):
+        if event != "call" or is_library_file(file) or (is_installed(file) and not self._get_batch_id()):
             return None
         self._compare_states()
         self._frames.append((frame, frame.f_lineno))
@@ -120,18 +120,18 @@ class _RandomCallTracer:
 
         Changes are only recorded while traced code is running.
         """
-        before, self._last_batch_id = self._last_batch_id, self._batch_id()
+        before, self._last_batch_id = self._last_batch_id, self._get_batch_id()
         if self._last_batch_id != before:
             self._states = {}
         if not self._last_batch_id:
             return
-        states = self._current_states()
+        states = self._get_current_states()
         for name in [name for name, state in self._states.items() if states[name] != state] if self._frames else []:
             frame, line = self._frames[-1]
             self._reads.setdefault(name, format_location(frame.f_code.co_filename, line))
         self._states = states
 
-    def _current_states(self) -> dict[str, Any]:
+    def _get_current_states(self) -> dict[str, Any]:
         _, key, position, *_rest = np.random.get_state(legacy=True)
         torch_state = torch.get_rng_state().numpy().tobytes()
         return {PYTHON: python_random.getstate(), NUMPY: (position, np.asarray(key).tobytes()), TORCH: torch_state}

@@ -24,7 +24,7 @@ _SYSFS: Final = Path("/sys")
 _SIBLINGS: Final = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
-def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
+def bind_to_gpu_cores(world: World, num_threads: int, sysfs: Path = _SYSFS) -> list[str]:
     """Bind this process to the CPU cores near its GPU. All ranks must call this function.
 
     Returns a description for each rank: its cores, and the reason for this choice. If the device isn't a GPU, this is a
@@ -32,15 +32,15 @@ def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
     """
     if not world.on_gpu:
         return []
-    locality = make_locality(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
+    locality = make_locality(world.host, get_pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
     localities = [_parse_locality(text) for text in world.all_gather_text(_to_json(locality))]
-    binding = choose_cores(world.rank, localities, siblings(locality.usable, sysfs), threads)
-    if binding.cores != locality.usable:
+    binding = choose_cores(world.rank, localities, map_to_first_siblings(locality.usable_cores, sysfs), num_threads)
+    if binding.cores != locality.usable_cores:
         _bind_threads(binding.cores)
     return world.all_gather_text(f"{format_cores(binding.cores)}: {binding.reason}")
 
 
-def pci_address(device: torch.device) -> str:
+def get_pci_address(device: torch.device) -> str:
     """Return the PCI address of the GPU in the format of sysfs, such as 0000:9d:00.0."""
     properties = torch.cuda.get_device_properties(device)
     # torch has no type annotations for these properties.
@@ -48,9 +48,9 @@ def pci_address(device: torch.device) -> str:
     return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
-def make_locality(host: str, address: str, usable: Cores, sysfs: Path) -> CpuLocality:
-    """Return the CPU locality of a rank on `host` that uses the GPU at the PCI address `address`."""
-    device_folder = sysfs / "bus/pci/devices" / address
+def make_locality(host: str, pci_address: str, usable_cores: Cores, sysfs: Path) -> CpuLocality:
+    """Return the CPU locality of a rank on `host` that uses the GPU at the PCI address `pci_address`."""
+    device_folder = sysfs / "bus/pci/devices" / pci_address
     # If a GPU has no NUMA node (-1), Linux reports all cores as local.
     near = (
         _read_cores(device_folder / "local_cpulist")
@@ -58,10 +58,10 @@ def make_locality(host: str, address: str, usable: Cores, sysfs: Path) -> CpuLoc
         else frozenset()
     )
     online = _read_cores(sysfs / "devices/system/cpu/online")
-    return CpuLocality(host, near, usable, limited=bool(online - usable))
+    return CpuLocality(host, near, usable_cores, is_limited=bool(online - usable_cores))
 
 
-def siblings(cores: Cores, sysfs: Path) -> dict[int, int]:
+def map_to_first_siblings(cores: Cores, sysfs: Path) -> dict[int, int]:
     """Return a dict that maps each logical core to the first logical core on the same physical core."""
     return {core: min({core, *_read_cores(sysfs / _SIBLINGS.format(core))}) for core in cores}
 
@@ -73,7 +73,9 @@ def _read_cores(file: Path) -> Cores:
 
 
 def _to_json(locality: CpuLocality) -> str:
-    return json.dumps([locality.host, format_cores(locality.near), format_cores(locality.usable), locality.limited])
+    return json.dumps(
+        [locality.host, format_cores(locality.near_cores), format_cores(locality.usable_cores), locality.is_limited]
+    )
 
 
 def _parse_locality(text: str) -> CpuLocality:

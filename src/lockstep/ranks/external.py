@@ -17,7 +17,7 @@ from lockstep.ranks.failure import Failure, make_failure
 from lockstep.ranks.heartbeat import Heartbeat
 from lockstep.ranks.member import end_process, run_as_member, run_with_timeout
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.ranks.secret import job_secret
+from lockstep.ranks.secret import read_job_secret
 from lockstep.ranks.timing import TIMING, Timing
 
 
@@ -30,7 +30,7 @@ def join_job(
     An exception in the block is printed on the terminal and ends this process immediately, even if other threads are
     running.
     """
-    rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
+    rendezvous = Rendezvous(info, timeout_s, _report_and_exit, read_job_secret(os.environ), timing)
     heartbeat = Heartbeat(rendezvous, lost_after_s)
     with run_as_member(rendezvous, address):
         with heartbeat:
@@ -49,65 +49,69 @@ def join_job(
 def exit_before_join(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
     """End this process because of an error that was found before the rendezvous.
 
-    This rank joins the other ranks to report the error to them, and waits up to `Timing.refuse_s` seconds. If all ranks
-    found the same error, it is printed once.
+    This rank joins the other ranks to report the error to them, and waits up to `Timing.early_failure_wait_s` seconds.
+    If all ranks found the same error, it is printed once.
     """
-    rendezvous = Rendezvous(info, TIMING.refuse_s, _end)
+    rendezvous = Rendezvous(info, TIMING.early_failure_wait_s, _report_and_exit)
     try:
-        rendezvous.secret = job_secret(os.environ)
+        rendezvous.secret = read_job_secret(os.environ)
         rendezvous.join(address)
     except (LockstepError, RuntimeError):
         rendezvous.store = None  # there is no other rank to report to
     rendezvous.end(make_failure(error, rendezvous.info, rendezvous.rank_log))
 
 
-def single_process_rendezvous() -> Rendezvous:
+def make_single_process_rendezvous() -> Rendezvous:
     """Return a rendezvous for a run with a single process, which needs no store."""
-    return Rendezvous(ALONE, 0.0, _end)
+    return Rendezvous(ALONE, 0.0, _report_and_exit)
 
 
 def join_ranks(info: RankInfo, address: str, timeout_s: float, timing: Timing = TIMING) -> Rendezvous:
     """Join the other ranks and return the rendezvous."""
-    rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
+    rendezvous = Rendezvous(info, timeout_s, _report_and_exit, read_job_secret(os.environ), timing)
     rendezvous.join(address)
     return rendezvous
 
 
-def _end(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
-    end_process(rendezvous, failure, _report)
+def _report_and_exit(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
+    end_process(rendezvous, failure, _report_failure)
 
 
-def _report(rendezvous: Rendezvous, failure: Failure) -> None:
+def _report_failure(rendezvous: Rendezvous, failure: Failure) -> None:
     """Report `failure` to the other ranks, and print the lines that this rank is responsible for."""
     timing = rendezvous.timing
-    first = run_with_timeout(timing.report_s, lambda: rendezvous.fail(failure))  # the store may no longer exist
+    first = run_with_timeout(
+        timing.report_timeout_s, lambda: rendezvous.report_failure(failure)
+    )  # the store may no longer exist
     if (save_failure := rendezvous.write_failure) is not None:
-        run_with_timeout(timing.report_s, lambda: save_failure(first or failure))  # the disk may hang
+        run_with_timeout(timing.report_timeout_s, lambda: save_failure(first or failure))  # the disk may hang
     for line in (
-        _failure_lines(rendezvous.info, failure, first) if first else _failure_lines_without_store(rendezvous, failure)
+        _format_failure_lines(rendezvous.info, failure, first)
+        if first
+        else _format_failure_lines_without_store(rendezvous, failure)
     ):
         with suppress(OSError):  # the terminal may no longer exist
             rendezvous.rank_log.write(line)
-    run_with_timeout(timing.leave_s, rendezvous.leave)
+    run_with_timeout(timing.leave_timeout_s, rendezvous.leave)
     sys.stdout.flush()
     sys.stderr.flush()
 
 
-def _failure_lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
-    """Return the lines that this rank prints about `failure`. `first` is the first failure among all ranks."""
+def _format_failure_lines(info: RankInfo, failure: Failure, first_failure: Failure) -> list[str]:
+    """Return the lines that this rank prints about `failure`. `first_failure` is the first failure among all ranks."""
     started_manually = info.launcher == "environment"  # ranks that were started manually may have separate terminals
-    if failure == first and not failure.secondary:
+    if failure == first_failure and not failure.secondary:
         return [failure.message]
     if failure.rank == info.rank:
-        return [failure.message] if started_manually or failure.text != first.text else []
+        return [failure.message] if started_manually or failure.text != first_failure.text else []
     return (
-        [f"rank {info.rank} stops because another rank failed: {first.line}"]
+        [f"rank {info.rank} stops because another rank failed: {first_failure.summary}"]
         if started_manually or info.local_rank == 0
         else []
     )
 
 
-def _failure_lines_without_store(rendezvous: Rendezvous, failure: Failure) -> list[str]:
+def _format_failure_lines_without_store(rendezvous: Rendezvous, failure: Failure) -> list[str]:
     """Return the lines that this rank prints about `failure` if the store is gone and the ranks can't coordinate."""
     info = rendezvous.info
     is_cause = failure.rank == info.rank and not failure.secondary

@@ -13,10 +13,10 @@ from lockstep.common.loader_processes import find_loader_error
 from lockstep.common.own_code import convert_user_error
 from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable, printable_line
-from lockstep.device.ulimits import too_many_files
+from lockstep.device.ulimits import find_open_files_error
 from lockstep.errors import EXIT_FAILED, Cause, CorruptionError, LockstepError, TrainingError, UsageError
 from lockstep.ranks.job_store import parse_fields, parse_int
-from lockstep.ranks.rank_log import RankLog, with_rank
+from lockstep.ranks.rank_log import RankLog, add_rank_prefix
 
 _MAX_CHARS: Final = 8_000  # at up to six bytes per character in JSON, fits into the 64 KiB buffer of a pipe
 
@@ -55,12 +55,12 @@ class Failure:
     def message(self) -> str:
         """The message for the user: the rank, the error, and the path of the log."""
         log = f"\n  its log: {self.log}" if self.log else ""
-        return with_rank(self.rank, self.size, self.host, f"{self.text}{log}")
+        return add_rank_prefix(self.rank, self.size, self.host, f"{self.text}{log}")
 
     @property
-    def line(self) -> str:
+    def summary(self) -> str:
         """A one-line summary of the message, for when another rank prints the full message."""
-        return with_rank(self.rank, self.size, self.host, self.first_line)
+        return add_rank_prefix(self.rank, self.size, self.host, self.first_line)
 
     @property
     def first_line(self) -> str:
@@ -100,7 +100,7 @@ def make_failure(error: BaseException, info: RankInfo, rank_log: RankLog) -> Fai
     If the exception means that a process was lost or that too many files were open, its traceback is written to the log
     instead of the message.
     """
-    known_error = too_many_files(error) or find_loader_error(error) or find_peer_error(error)
+    known_error = find_open_files_error(error) or find_loader_error(error) or find_peer_error(error)
     if known_error is not None:
         rank_log.write_to_log("".join(traceback.format_exception(error)))
         error = known_error
@@ -110,9 +110,11 @@ def make_failure(error: BaseException, info: RankInfo, rank_log: RankLog) -> Fai
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
     wrong = error.ranks if isinstance(error, CorruptionError) else []
-    log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
+    log = str(rank_log.log_path) if rank_log.log_path and rank_log.log_path.exists() else ""
     # Lockstep's own errors have a message for the user. All other errors are shown with their traceback.
-    text = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
+    text = (
+        error.terminal_text if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
+    )
     cause: Cause = "host" if memory else error.cause if isinstance(error, LockstepError) else "code"
     return Failure(info.rank, info.size, rank_log.host, text, code, secondary, log, time.time(), wrong, cause)
 
@@ -122,7 +124,7 @@ class PeerFailedError(TrainingError):
     """Raised if another rank failed and reported its failure to the store."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(f"stopped because another rank failed: {failure.line}")
+        super().__init__(f"stopped because another rank failed: {failure.summary}")
         self.failure = failure
         self.exit_code = failure.exit_code
         self.cause = failure.cause

@@ -33,10 +33,10 @@ from lockstep.errors import Cause
 from lockstep.ranks import oom, process_state
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.job_store import UntrustedError, parse_fields, parse_int
-from lockstep.ranks.rank_log import log_name
+from lockstep.ranks.rank_log import get_log_name
 from lockstep.ranks.rendezvous import Rendezvous
 
-_CHILDREN: Final = 64
+_NUM_CHILDREN: Final = 64
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def parse_beat(value: Any) -> Beat:
     return replace(beat, status=printable_line(beat.status))
 
 
-def watched_ranks(rank: int, size: int) -> list[int]:
+def get_watched_ranks(rank: int, size: int) -> list[int]:
     """Return the ranks whose heartbeats `rank` reads: its children in the tree and rank 0, which may host the store."""
-    first = _CHILDREN * rank + 1
-    return [*range(min(rank, 1)), *range(first, min(first + _CHILDREN, size))]
+    first = _NUM_CHILDREN * rank + 1
+    return [*range(min(rank, 1)), *range(first, min(first + _NUM_CHILDREN, size))]
 
 
 @final
@@ -79,12 +79,12 @@ class Heartbeat:
 
     def __init__(self, rendezvous: Rendezvous, lost_after_s: float) -> None:
         self._rendezvous = rendezvous
-        self._beat_s, self._silent_polls = rendezvous.timing.beat_s, rendezvous.timing.missed
+        self._beat_s, self._silent_polls = rendezvous.timing.beat_s, rendezvous.timing.max_missed_beats
         self._lost_polls = max(self._silent_polls, round(lost_after_s / self._beat_s))
         rank, size = rendezvous.info.rank, rendezvous.info.size
-        self._watched_ranks = watched_ranks(rank, size)
+        self._watched_ranks = get_watched_ranks(rank, size)
         self._beats: dict[int, Beat] = {}  # the last heartbeat of each rank
-        self._kill_detector = oom.KillDetector(round(rendezvous.timing.memory_s / self._beat_s))
+        self._kill_detector = oom.KillDetector(round(rendezvous.timing.oom_window_s / self._beat_s))
         self._poll_count = 0
         self._polls_since_beat = dict.fromkeys(self._watched_ranks, 0)  # since the last heartbeat of each rank
         self._failed: Failure | None = None
@@ -106,13 +106,13 @@ class Heartbeat:
         if self._rendezvous.store and kind is None:
             with suppress(RuntimeError):  # raised if rank 0 has already left and closed the store
                 self._rendezvous.store.set(
-                    _beat_key(self._rendezvous.info.rank), asdict(Beat(self._poll_count + 1, left=True))
+                    _get_beat_key(self._rendezvous.info.rank), asdict(Beat(self._poll_count + 1, left=True))
                 )
 
     def find_cause(self) -> Failure | None:
         """Return the failure that caused a collective to fail, or None if no cause is found within a few heartbeats."""
         extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # other ranks usually learn of a failure from rank 0
-        if self._rendezvous.info.size > 1 + _CHILDREN:  # the lost rank may be one that this rank doesn't watch
+        if self._rendezvous.info.size > 1 + _NUM_CHILDREN:  # the lost rank may be one that this rank doesn't watch
             peers = [peer for peer in range(self._rendezvous.info.size) if peer != self._rendezvous.info.rank]
             self._polls_since_beat = {**dict.fromkeys(peers, 0), **self._polls_since_beat}
             self._watched_ranks = peers
@@ -138,13 +138,15 @@ class Heartbeat:
         ):  # if the store is gone, the other thread notices that `_poll_count` no longer grows
             store = self._rendezvous.store.clone()  # a request blocks its connection for all other threads
             while not self._stop_event.is_set():
-                beat = Beat(self._poll_count, process, oom.peak_bytes(), self._rendezvous.status().description)
-                store.set(_beat_key(self._rendezvous.info.rank), asdict(beat))
-                senders = [rank for rank in self._watched_ranks if rank in self._beats or store.has(_beat_key(rank))]
+                beat = Beat(self._poll_count, process, oom.get_peak_bytes(), self._rendezvous.get_status().description)
+                store.set(_get_beat_key(self._rendezvous.info.rank), asdict(beat))
+                senders = [
+                    rank for rank in self._watched_ranks if rank in self._beats or store.has(_get_beat_key(rank))
+                ]
                 # Read all heartbeats with a single request. If the main thread is busy, reading the heartbeats of a
                 # thousand ranks one by one would take longer than the heartbeat interval.
                 beats = dict(
-                    zip(senders, store.read_all([_beat_key(rank) for rank in senders], parse_beat), strict=True)
+                    zip(senders, store.read_all([_get_beat_key(rank) for rank in senders], parse_beat), strict=True)
                 )
                 for rank in self._watched_ranks:
                     self._record_beat(rank, beats.get(rank))
@@ -154,7 +156,7 @@ class Heartbeat:
                     missed < self._silent_polls for missed in self._polls_since_beat.values()
                 ):
                     self._kill_detector.record_healthy()
-                self._failed = self._failed or self._rendezvous.first_failure(store)
+                self._failed = self._failed or self._rendezvous.get_first_failure(store)
                 self._poll_count += 1
                 self._stop_event.wait(self._beat_s)
 
@@ -174,7 +176,7 @@ class Heartbeat:
             last_polls = self._poll_count
             if self._failed:
                 beats_since_failure += 1
-                if beats_since_failure >= self._rendezvous.timing.notice_s / self._beat_s:
+                if beats_since_failure >= self._rendezvous.timing.notice_timeout_s / self._beat_s:
                     self._rendezvous.end(replace(self._failed, secondary=True))
             elif stuck_beats >= self._lost_polls:
                 self._rendezvous.end(self._make_store_failure(stuck_beats))
@@ -184,27 +186,29 @@ class Heartbeat:
     def _find_lost_ranks(self, num_polls: int) -> list[int]:
         """Return the silent ranks whose process no longer exists, or is in an unknown state after `num_polls` polls."""
         silent = [rank for rank, missed in self._polls_since_beat.items() if missed >= self._silent_polls]
-        states = {rank: process_state.get_state(self._last_beat(rank).process) for rank in silent}
+        states = {rank: process_state.get_state(self._get_last_beat(rank).process) for rank in silent}
         overdue = {rank for rank in silent if self._polls_since_beat[rank] >= num_polls}
         return [rank for rank in silent if states[rank] == "gone" or (states[rank] == "unknown" and rank in overdue)]
 
-    def _last_beat(self, rank: int) -> Beat:
+    def _get_last_beat(self, rank: int) -> Beat:
         """Return the last heartbeat of a rank, or an empty heartbeat if there is none."""
         return self._beats.get(rank, Beat(0))
 
     def _make_loss_failure(self, ranks: list[int]) -> Failure:
         """Return the failure to report if `ranks` are lost."""
         rank = ranks[0]
-        last = self._last_beat(rank)
+        last = self._get_last_beat(rank)
         is_gone = process_state.get_state(last.process) == "gone"
         on_this_host = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
-        memory = self._kill_detector.describe(last.peak) if on_this_host else oom.describe_peak(last.peak)
+        memory = self._kill_detector.describe_memory(last.peak) if on_this_host else oom.describe_peak(last.peak)
         status = f" (last status: {last.status})" if last.status else ""
         explanation = (
             f"{'killed' if is_gone else 'killed, stopped, disconnected or hung'}{f' ({memory})' if memory else ''}"
         )
         observation = f"no heartbeat for {self._polls_since_beat[rank] * self._beat_s:.0f} s{status}"
-        return self._make_failure(ranks, observation, explanation, "host" if oom.KILLED in memory else "transient")
+        return self._make_failure(
+            ranks, observation, explanation, "host" if oom.KILL_DESCRIPTION in memory else "transient"
+        )
 
     def _make_store_failure(self, num_polls: int) -> Failure:
         """Return the failure to report if the store hasn't responded for `num_polls` polls."""
@@ -213,16 +217,16 @@ class Heartbeat:
         return self._make_failure([0], observation, "killed, stopped or disconnected")
 
     def _make_failure(
-        self, ranks: list[int], observation: str, explanation: str, cause: Cause = "transient"
+        self, lost_ranks: list[int], observation: str, explanation: str, cause: Cause = "transient"
     ) -> Failure:
         hosts = self._rendezvous.hosts
-        other_ranks = f"; also lost: {format_ranks_with_hosts(ranks[1:], hosts)}" if ranks[1:] else ""
+        other_ranks = f"; also lost: {format_ranks_with_hosts(lost_ranks[1:], hosts)}" if lost_ranks[1:] else ""
         text = f"error: {observation}: {explanation}{other_ranks}"
-        own_log = self._rendezvous.rank_log.log
-        log = str(own_log.with_name(log_name(ranks[0]))) if own_log else ""
+        own_log = self._rendezvous.rank_log.log_path
+        log = str(own_log.with_name(get_log_name(lost_ranks[0]))) if own_log else ""
         size = self._rendezvous.info.size
-        return Failure(ranks[0], size, hosts[ranks[0]], text, log=log, time=time.time(), cause=cause)
+        return Failure(lost_ranks[0], size, hosts[lost_ranks[0]], text, log=log, time=time.time(), cause=cause)
 
 
-def _beat_key(rank: int) -> str:
+def _get_beat_key(rank: int) -> str:
     return f"beat {rank}"

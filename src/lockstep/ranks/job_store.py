@@ -46,9 +46,9 @@ T = TypeVar("T")
 
 MAX_VALUE_BYTES: Final = 128 * 1024
 # The limit for values that can contain tens of thousands of names. torch allows values of up to 8 MiB.
-MAX_FACTS_BYTES: Final = 4 * 1024 * 1024
+MAX_LONG_VALUE_BYTES: Final = 4 * 1024 * 1024
 _UNSIGNED: Final = "-"
-_SAME_SECRET_HINT: Final = "set the same LOCKSTEP_JOB_SECRET on all ranks, or on none"
+_SECRET_HINT: Final = "set the same LOCKSTEP_JOB_SECRET on all ranks, or on none"
 ANOTHER_RUN_HINT: Final = "if another run uses the same rendezvous, choose a different port or file"
 
 
@@ -56,8 +56,8 @@ ANOTHER_RUN_HINT: Final = "if another run uses the same rendezvous, choose a dif
 class UntrustedError(UsageError):
     """Raised if a value in the store wasn't written by a rank of this job."""
 
-    def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"rendezvous store: {key!r} {problem}; {ANOTHER_RUN_HINT}")
+    def __init__(self, store_key: str, problem: str) -> None:
+        super().__init__(f"rendezvous store: {store_key!r} {problem}; {ANOTHER_RUN_HINT}")
 
 
 @final
@@ -127,16 +127,16 @@ class JobStore:
         text = json.dumps(value, sort_keys=True)
         if len(text) > max_bytes:
             raise ValueError(f"{key}: {len(text):,} bytes exceed the limit of {max_bytes:,} bytes")
-        return f"{self._signature(key, text.encode())} {text}"
+        return f"{self._compute_signature(key, text.encode())} {text}"
 
     def _verify(self, key: str, signed_value: bytes, parse: Callable[[Any], T], max_bytes: int) -> T:
         signature, _, text = signed_value.partition(b" ")
         if len(text) > max_bytes:
             raise UntrustedError(key, f"is {len(text):,} bytes long, more than the limit of {max_bytes:,} bytes")
         if not self._secret and len(signature) == 2 * hashlib.sha256().digest_size:
-            raise UntrustedError(key, f"is signed, but this rank has no job secret; {_SAME_SECRET_HINT}")
-        if not hmac.compare_digest(signature, self._signature(key, text).encode()):
-            raise UntrustedError(key, f"is not signed with the secret of this job; {_SAME_SECRET_HINT}")
+            raise UntrustedError(key, f"is signed, but this rank has no job secret; {_SECRET_HINT}")
+        if not hmac.compare_digest(signature, self._compute_signature(key, text).encode()):
+            raise UntrustedError(key, f"is not signed with the secret of this job; {_SECRET_HINT}")
         try:
             return parse(plainfile.parse_json(text))
         except ValueError as error:
@@ -144,7 +144,7 @@ class JobStore:
                 key, "does not have the format of this version; use one version on all ranks"
             ) from error
 
-    def _signature(self, key: str, text: bytes) -> str:
+    def _compute_signature(self, key: str, text: bytes) -> str:
         if not self._secret:
             return _UNSIGNED
         return hmac.new(self._secret, f"{self._path}{key}\0".encode() + text, hashlib.sha256).hexdigest()

@@ -26,12 +26,12 @@ from lockstep.common.follow_parent import die_with_parent
 from lockstep.common.interrupts import InterruptCount
 from lockstep.common.rank import RankInfo
 from lockstep.device import ports
-from lockstep.device.ulimits import limit_error, too_many_files
+from lockstep.device.ulimits import find_open_files_error, make_limit_error
 from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, Cause, PreflightError
 from lockstep.ranks import oom
 from lockstep.ranks.failure import Failure, parse_failure_json
 from lockstep.ranks.member import end_process, run_as_member
-from lockstep.ranks.rank_log import ignore_terminal_errors, log_name
+from lockstep.ranks.rank_log import get_log_name, ignore_terminal_errors
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import get_stop_signals
 from lockstep.ranks.timing import TIMING, Timing
@@ -46,18 +46,18 @@ _DONE_PREFIX: Final = b"done "
 class WorkerExit:
     """The exit of a worker process.
 
-    - `code`: the exit code, or -N if signal N killed the process.
+    - `exit_code`: the exit code, or -N if signal N killed the process.
     - `time`: when the agent noticed the exit, in seconds since 1970.
-    - `result`: the exit code that the worker reported after completing its work.
+    - `reported_code`: the exit code that the worker reported after completing its work.
     - `failure`: the failure that the worker reported instead.
 
-    If the worker was killed or called os._exit, `result` and `failure` are None.
+    If the worker was killed or called os._exit, `reported_code` and `failure` are None.
     """
 
     rank: int
-    code: int
+    exit_code: int
     time: float
-    result: int | None = None
+    reported_code: int | None = None
     failure: Failure | None = None
 
     @property
@@ -68,17 +68,17 @@ class WorkerExit:
 
 def run_workers(
     worker: Worker,
-    processes: int,
+    num_processes: int,
     method: Literal["fork", "spawn"],
     timeout_s: float,
-    logs: Path | None = None,
+    log_folder: Path | None = None,
     on_failure: Callable[[Failure], None] | None = None,
     timing: Timing = TIMING,
 ) -> int:
-    """Start `processes` processes, which rendezvous and then call `worker`. Returns the exit code of the run.
+    """Start `num_processes` processes, which rendezvous and then call `worker`. Returns the exit code of the run.
 
-    `logs` is the folder of the rank logs, or None. If a worker is killed, the error message contains the path of its
-    log. `on_failure` is called with the failure that ended the run.
+    `log_folder` is the folder of the rank logs, or None. If a worker is killed, the error message contains the path of
+    its log. `on_failure` is called with the failure that ended the run.
 
     Signals that stop a run are forwarded to the workers. A worker that uses StopRequest continues to the next step
     boundary. All other workers end immediately. A second SIGINT kills all workers. Only the first failure is printed,
@@ -90,20 +90,22 @@ def run_workers(
         received = stack.enter_context(_relay_signals(workers))
         address = stack.enter_context(_open_unnamed_file())
         # Stop the workers before the file is closed, because a worker waits forever for a file that doesn't exist.
-        stack.callback(workers.end)
-        for rank in range(processes):
+        stack.callback(workers.stop)
+        for rank in range(num_processes):
             earlier = len(received)
-            workers.start(rank, method, partial(_run_worker, worker, rank, processes, address, timeout_s, timing))
+            workers.start(rank, method, partial(_run_worker, worker, rank, num_processes, address, timeout_s, timing))
             # Forward the signals that arrived while the worker was starting, because they didn't reach it.
             for number in received[earlier:]:
-                workers.signal(number, rank)
+                workers.send_signal(number, rank)
         exits = workers.watch()
         first = find_first_failure(exits)
         if first is None:
-            return max(end.result or 0 for end in exits)
-        if -first.code in received:
-            return _report_signal(-first.code)
-        failure = first.failure or _unreported_failure(first, processes, workers.describe_memory(first.rank), logs)
+            return max(end.reported_code or 0 for end in exits)
+        if -first.exit_code in received:
+            return _report_signal(-first.exit_code)
+        failure = first.failure or _make_unreported_failure(
+            first, num_processes, workers.describe_memory(first.rank), log_folder
+        )
     # Print the failure last, after all workers have ended.
     print(failure.message, file=sys.stderr)
     if on_failure:
@@ -116,7 +118,7 @@ def find_first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
     Workers that ended because they lost a peer are only considered if no other worker failed.
     """
-    failed_exits = [end for end in exits if end.result is None]
+    failed_exits = [end for end in exits if end.reported_code is None]
     return min(
         failed_exits, key=lambda end: (end.secondary, end.failure.time if end.failure else end.time), default=None
     )
@@ -126,25 +128,25 @@ def check_loopback(timing: Timing = TIMING) -> None:
     """Raise PreflightError if processes on this machine can't connect to each other."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            socket.create_connection(listening.getsockname(), timeout=timing.loopback_s).close()
+            socket.create_connection(listening.getsockname(), timeout=timing.loopback_timeout_s).close()
     except OSError as error:
-        if too_many_files(error):
-            raise limit_error("connect to itself", error) from error
+        if find_open_files_error(error):
+            raise make_limit_error("connect to itself", error) from error
         raise PreflightError(
             f"the loopback interface does not work ({error.strerror or error}), but processes on one machine "
-            f"communicate over it; enable it (ip link set {ports.loopback()} up)"
+            f"communicate over it; enable it (ip link set {ports.get_loopback_name()} up)"
         ) from error
 
 
 @dataclass
-class _Process:
+class _WorkerProcess:
     """The process of a worker, and the pipe through which the worker reports its result or failure."""
 
     process: BaseProcess
-    ending: int  # file descriptor, readable once the process has ended
+    exit_descriptor: int  # file descriptor, readable once the process has ended
     pipe: Connection
-    end: WorkerExit | None = None
-    peak: int = 0  # resident memory in bytes
+    worker_exit: WorkerExit | None = None
+    peak_bytes: int = 0  # resident memory in bytes
 
 
 @final
@@ -152,9 +154,9 @@ class _Workers:
     """The started workers, by rank."""
 
     def __init__(self, timing: Timing) -> None:
-        self._workers: list[_Process] = []
+        self._workers: list[_WorkerProcess] = []
         self._timing = timing
-        self._kill_detector = oom.KillDetector(round(timing.memory_s / timing.watch_s))
+        self._kill_detector = oom.KillDetector(round(timing.oom_window_s / timing.watch_s))
         self.is_starting = False
 
     def start(self, rank: int, method: Literal["fork", "spawn"], target: Callable[[Connection], None]) -> None:
@@ -167,65 +169,65 @@ class _Workers:
             with worker_end:
                 process = context.Process(target=target, args=(worker_end,))
                 process.start()
-                self._workers.append(_Process(process, _open_end_descriptor(process), pipe))
+                self._workers.append(_WorkerProcess(process, _open_exit_descriptor(process), pipe))
         except OSError as error:
-            raise limit_error(f"start rank {rank}", error) from error
+            raise make_limit_error(f"start rank {rank}", error) from error
         finally:
             self.is_starting = False
 
     def watch(self) -> list[WorkerExit]:
         """Wait until all workers have ended or the first failure is known. Returns the exits of all ended workers.
 
-        If a worker only ended because it lost a peer, this method waits up to `cause_s` for the worker that failed
-        first.
+        If a worker only ended because it lost a peer, this method waits up to `first_failure_wait_s` for the worker
+        that failed first.
         """
         deadline = float("inf")
-        while running := [worker for worker in self._workers if worker.end is None]:
-            wait([worker.ending for worker in running], self._timing.watch_s)
+        while running := [worker for worker in self._workers if worker.worker_exit is None]:
+            wait([worker.exit_descriptor for worker in running], self._timing.watch_s)
             for rank, worker in enumerate(self._workers):
-                if worker.end is None:
-                    worker.peak = max(worker.peak, oom.peak_bytes(worker.process.pid or 0))
-                    worker.end = _get_exit(rank, worker)
+                if worker.worker_exit is None:
+                    worker.peak_bytes = max(worker.peak_bytes, oom.get_peak_bytes(worker.process.pid or 0))
+                    worker.worker_exit = _get_exit(rank, worker)
             first = find_first_failure(self.exits)
             if first is None:
                 self._kill_detector.record_healthy()
             elif not first.secondary:
                 break
             else:
-                deadline = min(deadline, time.monotonic() + self._timing.cause_s)
+                deadline = min(deadline, time.monotonic() + self._timing.first_failure_wait_s)
                 if time.monotonic() >= deadline:
                     break
         return self.exits
 
     @property
     def exits(self) -> list[WorkerExit]:
-        return [worker.end for worker in self._workers if worker.end]
+        return [worker.worker_exit for worker in self._workers if worker.worker_exit]
 
     def describe_memory(self, rank: int) -> str:
         """Describe the peak memory of a killed worker, and whether the machine ran out of memory."""
-        return self._kill_detector.describe(self._workers[rank].peak)
+        return self._kill_detector.describe_memory(self._workers[rank].peak_bytes)
 
-    def signal(self, number: int, first_rank: int = 0) -> bool:
+    def send_signal(self, signal_number: int, first_rank: int = 0) -> bool:
         """Send a signal to all running workers from `first_rank` on. Returns whether any worker has been started."""
         for worker in self._workers[first_rank:]:
             with suppress(ProcessLookupError):
-                _send_signal(worker, number)
+                _send_signal(worker, signal_number)
         return bool(self._workers)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End all running workers with SIGTERM and then with SIGKILL, since a stopped worker ignores SIGTERM."""
-        self.signal(signal.SIGTERM)
-        deadline = time.monotonic() + self._timing.stop_s
+        self.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._timing.sigkill_delay_s
         for worker in self._workers:
-            wait([worker.ending], max(0.0, deadline - time.monotonic()))
-        self.signal(signal.SIGKILL)
+            wait([worker.exit_descriptor], max(0.0, deadline - time.monotonic()))
+        self.send_signal(signal.SIGKILL)
         for worker in self._workers:
-            worker.process.join(self._timing.stop_s)  # times out if the process waits for a device or disk
+            worker.process.join(self._timing.sigkill_delay_s)  # times out if the process waits for a device or disk
             worker.pipe.close()
-            os.close(worker.ending)
+            os.close(worker.exit_descriptor)
 
 
-def _open_end_descriptor(process: BaseProcess) -> int:
+def _open_exit_descriptor(process: BaseProcess) -> int:
     """Return a file descriptor that becomes readable when the process ends."""
     try:
         return os.pidfd_open(process.pid or 0)
@@ -233,15 +235,15 @@ def _open_end_descriptor(process: BaseProcess) -> int:
         return os.dup(process.sentinel)
 
 
-def _send_signal(worker: _Process, number: int) -> None:
+def _send_signal(worker: _WorkerProcess, signal_number: int) -> None:
     try:
-        signal.pidfd_send_signal(worker.ending, number)
+        signal.pidfd_send_signal(worker.exit_descriptor, signal_number)
     except AttributeError:  # not Linux
         if worker.process.exitcode is None and worker.process.pid:
-            os.kill(worker.process.pid, number)
+            os.kill(worker.process.pid, signal_number)
 
 
-def _get_exit(rank: int, worker: _Process) -> WorkerExit | None:
+def _get_exit(rank: int, worker: _WorkerProcess) -> WorkerExit | None:
     """Return the exit of a worker, or None if the worker is still running."""
     code = worker.process.exitcode
     if code is None:
@@ -253,7 +255,7 @@ def _get_exit(rank: int, worker: _Process) -> WorkerExit | None:
             report += part
     end_time = time.time()
     if report.startswith(_DONE_PREFIX):  # the work is complete, so a later crash of the process doesn't matter
-        return WorkerExit(rank, code, end_time, result=int(report.removeprefix(_DONE_PREFIX)))
+        return WorkerExit(rank, code, end_time, reported_code=int(report.removeprefix(_DONE_PREFIX)))
     with suppress(ValueError):  # the worker was killed while writing the report
         return WorkerExit(rank, code, end_time, failure=parse_failure_json(report))
     return WorkerExit(rank, code, end_time)
@@ -275,39 +277,48 @@ def _run_worker(
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # read by user code
     os.environ.update({name: str(number) for name, number in numbers.items()})
     info = RankInfo(rank, size, rank, size, "lockstep")
-    rendezvous = Rendezvous(info, timeout_s, partial(_end, pipe), timing=timing)
+    rendezvous = Rendezvous(info, timeout_s, partial(_report_and_exit, pipe), timing=timing)
     # A forked process inherits the error-tolerant streams of its parent, but a spawned process doesn't.
     with run_as_member(rendezvous, address), ignore_terminal_errors():
         code = worker(rendezvous)
     os.write(pipe.fileno(), _DONE_PREFIX + str(code).encode())
 
 
-def _end(pipe: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
-    def report(rendezvous: Rendezvous, failure: Failure) -> None:
+def _report_and_exit(pipe: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
+    def report_failure(rendezvous: Rendezvous, failure: Failure) -> None:
         os.write(pipe.fileno(), failure.to_json().encode())  # write to the pipe first, because this needs no store
-        rendezvous.fail(failure)
+        rendezvous.report_failure(failure)
         sys.stdout.flush()
 
-    end_process(rendezvous, failure, report)
+    end_process(rendezvous, failure, report_failure)
 
 
-def _unreported_failure(end: WorkerExit, size: int, memory: str, logs: Path | None) -> Failure:
+def _make_unreported_failure(
+    worker_exit: WorkerExit, size: int, memory_description: str, log_folder: Path | None
+) -> Failure:
     """Return the failure to report for a worker that ended without reporting a failure."""
-    if end.code < 0:
-        end_text = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
+    if worker_exit.exit_code < 0:
+        suffix = f" ({memory_description})" if memory_description else ""
+        end_text = f"was killed by {signal.Signals(-worker_exit.exit_code).name}{suffix}"
     else:
-        end_text = f"exited with code {end.code} before it finished"
+        end_text = f"exited with code {worker_exit.exit_code} before it finished"
     advice = "Start again with the same run folder to resume from the last checkpoint"
-    log = str(logs / log_name(end.rank)) if logs else ""
+    log = str(log_folder / get_log_name(worker_exit.rank)) if log_folder else ""
     text = f"error: {end_text}; the other ranks were stopped. {advice}"
-    cause: Cause = "host" if oom.KILLED in memory else "transient" if end.code == -signal.SIGKILL else "code"
-    return Failure(end.rank, size, socket.gethostname(), text, EXIT_FAILED, log=log, cause=cause)
+    cause: Cause = (
+        "host"
+        if oom.KILL_DESCRIPTION in memory_description
+        else "transient"
+        if worker_exit.exit_code == -signal.SIGKILL
+        else "code"
+    )
+    return Failure(worker_exit.rank, size, socket.gethostname(), text, EXIT_FAILED, log=log, cause=cause)
 
 
-def _report_signal(number: int) -> int:
-    """Print the name of the signal that ended the run. Returns the exit code 128 + `number`, as shells do."""
-    print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
-    return 128 + number
+def _report_signal(signal_number: int) -> int:
+    """Print the name of the signal that ended the run. Returns the exit code 128 + `signal_number`, as shells do."""
+    print(f"ended by {signal.Signals(signal_number).name}", file=sys.stderr)
+    return 128 + signal_number
 
 
 @contextmanager
@@ -320,7 +331,7 @@ def _open_unnamed_file() -> Iterator[str]:
             yield f"file://{folder}/store"
         return
     except OSError as error:
-        raise limit_error("open a file in memory", error) from error
+        raise make_limit_error("open a file in memory", error) from error
     try:
         yield f"file:///proc/{os.getpid()}/fd/{descriptor}"
     finally:
@@ -334,16 +345,16 @@ def _relay_signals(workers: _Workers) -> Iterator[list[int]]:
     interrupts = InterruptCount()
     agent = os.getpid()
 
-    def relay(number: int, _frame: FrameType | None) -> None:
+    def relay(signal_number: int, _frame: FrameType | None) -> None:
         if os.getpid() != agent:  # a forked worker that hasn't installed its own handlers yet
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        received.append(number)
-        kills = number == signal.SIGINT and interrupts.is_second()
+            signal.signal(signal_number, signal.SIG_DFL)
+            os.kill(os.getpid(), signal_number)
+        received.append(signal_number)
+        kills = signal_number == signal.SIGINT and interrupts.is_second()
         # Don't exit while a worker is being started, because that worker would keep running. Besides, Python ignores
         # the exception if this handler runs in an at-fork callback.
-        if not workers.signal(signal.SIGKILL if kills else number) and not workers.is_starting:
-            raise SystemExit(_report_signal(number))
+        if not workers.send_signal(signal.SIGKILL if kills else signal_number) and not workers.is_starting:
+            raise SystemExit(_report_signal(signal_number))
         if kills:
             os._exit(EXIT_INTERRUPTED)
 

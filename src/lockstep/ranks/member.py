@@ -35,21 +35,21 @@ def run_as_member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
 def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rendezvous, Failure], object]) -> NoReturn:
     """Call `report`, then end this process, even if other threads are running or `report` hangs or fails."""
     try:
-        run_with_timeout(rendezvous.timing.end_s, lambda: report(rendezvous, failure))
+        run_with_timeout(rendezvous.timing.end_timeout_s, lambda: report(rendezvous, failure))
     finally:
         os._exit(failure.exit_code)
 
 
-def run_with_timeout(seconds: float, work: Callable[[], T]) -> T | None:
-    """Call `work` in a thread and return its result.
+def run_with_timeout(timeout_s: float, function: Callable[[], T]) -> T | None:
+    """Call `function` in a thread and return its result.
 
-    If it takes longer than `seconds`, this function returns None, and the thread keeps running.
+    If it takes longer than `timeout_s`, this function returns None, and the thread keeps running.
     """
     replies: list[T] = []
-    worker = threading.Thread(target=lambda: replies.append(work()), daemon=True)
+    worker = threading.Thread(target=lambda: replies.append(function()), daemon=True)
     try:
         worker.start()
     except RuntimeError:  # the user has reached the limit on threads
-        return work()
-    worker.join(seconds)
+        return function()
+    worker.join(timeout_s)
     return replies[0] if replies else None

@@ -22,7 +22,7 @@ def count_kills() -> int:
     return 0  # not Linux, or the kernel doesn't have this counter
 
 
-def peak_bytes(process: int | str = "self") -> int:
+def get_peak_bytes(process: int | str = "self") -> int:
     """Return the peak resident memory of a process in bytes, or 0 if unknown."""
     with suppress(OSError, ValueError):
         for line in Path("/proc", str(process), "status").read_text(encoding="utf-8").splitlines():
@@ -31,7 +31,7 @@ def peak_bytes(process: int | str = "self") -> int:
     return 0
 
 
-KILLED: Final = "out of memory: the kernel killed a process on this host"
+KILL_DESCRIPTION: Final = "out of memory: the kernel killed a process on this host"
 
 
 @final
@@ -49,13 +49,13 @@ class KillDetector:
         """Record that all processes are healthy, so earlier kills can't explain a later failure."""
         self._counts.append(count_kills())
 
-    def describe(self, peak: int) -> str:
-        """Describe the peak memory of a lost process, and whether the host ran out of memory. `peak` is in bytes."""
+    def describe_memory(self, peak_bytes: int) -> str:
+        """Describe the peak memory of a lost process, `peak_bytes`, and whether the host ran out of memory."""
         if count_kills() > self._counts[0]:
-            return "; ".join(filter(None, [KILLED, describe_peak(peak)]))
-        return describe_peak(peak)
+            return "; ".join(filter(None, [KILL_DESCRIPTION, describe_peak(peak_bytes)]))
+        return describe_peak(peak_bytes)
 
 
-def describe_peak(peak: int) -> str:
-    """Describe the peak memory of a process in bytes. Returns "" if `peak` is 0 (unknown)."""
-    return f"it used up to {peak / 2**20:,.0f} MiB" if peak else ""
+def describe_peak(peak_bytes: int) -> str:
+    """Describe the peak memory of a process in bytes. Returns "" if `peak_bytes` is 0 (unknown)."""
+    return f"it used up to {peak_bytes / 2**20:,.0f} MiB" if peak_bytes else ""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from lockstep.comm.world import process_group
+from lockstep.comm.world import get_process_group_rank
 from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 
@@ -22,13 +22,13 @@ _ADVICE: Final = (
 )
 
 
-def rank_in_open_group() -> RankInfo | None:
+def find_rank_in_open_group() -> RankInfo | None:
     """Return the rank of this process in the open process group, or None if no group with several ranks is open.
 
     All ranks of the group must call this function. Raises UsageError if the store of the group isn't a TCPStore,
     because the ranks can't rendezvous in it.
     """
-    group = process_group()
+    group = get_process_group_rank()
     if group is None or group[1] == 1:
         return None
     rank, size = group
@@ -54,13 +54,13 @@ def rank_in_open_group() -> RankInfo | None:
     )
 
 
-def hosted_by_open_group(info: RankInfo) -> RankInfo:
+def mark_hosted_by_open_group(info: RankInfo) -> RankInfo:
     """Return `info`, with `hosted` set if an open process group already listens at the address of the rendezvous.
 
     This is the case if a script calls init_process_group with the variables of its launcher, and then lockstep.join.
     Rank 0 can't listen on the same port again, so the ranks rendezvous in the store of the group.
     """
-    if process_group() != (info.rank, info.size):
+    if get_process_group_rank() != (info.rank, info.size):
         return info
     _, base_store = _get_stores()
     is_tcp = isinstance(base_store, dist.TCPStore)  # type: ignore[attr-defined]

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
 
-State = Literal["runs", "gone", "unknown"]
+ProcessState = Literal["runs", "gone", "unknown"]
 
 _STATE_FIELD: Final = 0  # index into the fields of /proc/PID/stat after the name, which may contain spaces
 _START_TIME_FIELD: Final = 19
-_STATES: Final[dict[str, State]] = {
+_STATES: Final[dict[str, ProcessState]] = {
     "R": "runs",
     "S": "runs",
     "D": "runs",
@@ -31,13 +31,13 @@ def get_identity() -> str:
     return ""
 
 
-def get_state(process: str) -> State:
-    """Return the state of the process with the identifier `process`.
+def get_state(identity: str) -> ProcessState:
+    """Return the state of the process with the identifier `identity`.
 
     Returns "unknown" if the process is stopped or isn't visible from this process.
     """
     try:
-        pid_space, pid_text, start_time = process.rsplit(" ", 2)
+        pid_space, pid_text, start_time = identity.rsplit(" ", 2)
         if pid_space != _get_pid_space():
             return "unknown"
         pid = int(pid_text)

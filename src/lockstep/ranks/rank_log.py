@@ -23,13 +23,13 @@ class RankLog:
 
     def __init__(self, info: RankInfo) -> None:
         self.host = socket.gethostname()
-        self.log: Path | None = None
+        self.log_path: Path | None = None
         self._info = info
         self._terminal = os.dup(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2)
 
     def write_line(self, text: str) -> None:
         """Write `text` to the terminal and to the log of this rank, prefixed with the name of the rank."""
-        self.write(with_rank(self._info.rank, self._info.size, self.host, text))
+        self.write(add_rank_prefix(self._info.rank, self._info.size, self.host, text))
 
     def write(self, text: str) -> None:
         """Write `text` to the terminal and to the log of this rank, without a prefix."""
@@ -41,8 +41,8 @@ class RankLog:
 
     def write_to_log(self, text: str) -> None:
         """Write `text` to the log of this rank, if it has one."""
-        if self.log is not None:
-            with _Log(self.log) as log:
+        if self.log_path is not None:
+            with _Log(self.log_path) as log:
                 log.write(text)
 
     @contextmanager
@@ -55,13 +55,13 @@ class RankLog:
         appending. If writing to the file fails, for example because the disk is full, the run continues, and a warning
         at the end reports that the log has gaps.
         """
-        self.log = path
+        self.log_path = path
         if not faulthandler.is_enabled():
             faulthandler.enable(2)  # write to descriptor 2, even if it is redirected later
         with suppress(OSError):  # _Log reports the error; a run that failed its checks may have removed the folder
             path.parent.mkdir(parents=True, exist_ok=True)
         with _Log(path) as log:
-            redirection = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
+            redirection = _tee_output(log) if self._info.rank == 0 else _redirect_output(log)
             with redirection:
                 yield log
         if log.problem:
@@ -179,18 +179,18 @@ def ignore_terminal_errors() -> Iterator[None]:
         yield
 
 
-def log_name(rank: int) -> str:
+def get_log_name(rank: int) -> str:
     """Return the file name of a rank's log."""
     return f"rank-{rank}.log"
 
 
-def with_rank(rank: int, size: int, host: str, text: str) -> str:
+def add_rank_prefix(rank: int, size: int, host: str, text: str) -> str:
     """Return `text` with a prefix that names the rank. If the run has a single process, there is no prefix."""
     return f"[rank {rank} of {size}, {host}] {text}" if size > 1 else text
 
 
 @contextmanager
-def _copy_output(log: _Log) -> Iterator[None]:
+def _tee_output(log: _Log) -> Iterator[None]:
     out, err = (cast(TextIO, _Tee(stream, log)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield

@@ -36,14 +36,14 @@ import torch.distributed as dist
 
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.common.differences import describe_differences
-from lockstep.common.rank import RankInfo, format_ranks_with_hosts, rendezvous_address
+from lockstep.common.rank import RankInfo, format_ranks_with_hosts, resolve_rendezvous_address
 from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
-from lockstep.errors import TransientError, UsageError, os_error_as
+from lockstep.errors import TransientError, UsageError, convert_os_error
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parse_failure
 from lockstep.ranks.job_store import (
     ANOTHER_RUN_HINT,
-    MAX_FACTS_BYTES,
+    MAX_LONG_VALUE_BYTES,
     JobStore,
     UntrustedError,
     parse_fields,
@@ -71,7 +71,7 @@ class Rendezvous:
     - `store`: the store that the ranks share, or None if the run has a single rank.
     - `hosts`: the host name of each rank.
     - `_end`: ends the process immediately, in the way that its launcher requires.
-    - `status`: returns the status of this rank, from any thread. The code that runs the rank replaces it.
+    - `get_status`: returns the status of this rank, from any thread. The code that runs the rank replaces it.
     - `secret`: if set, ranks sign the values that they write to the store.
     """
 
@@ -81,7 +81,7 @@ class Rendezvous:
     secret: bytes = b""
     timing: Timing = TIMING  # also used by the heartbeat, the stall detector and the launcher
     store: JobStore | None = field(default=None, init=False)
-    status: Callable[[], RankStatus] = field(default=RankStatus, init=False)
+    get_status: Callable[[], RankStatus] = field(default=RankStatus, init=False)
     # Writes the failure to the run folder.
     write_failure: Callable[[Failure], None] | None = field(default=None, init=False)
     hosts_store: bool = field(default=False, init=False)  # whether this process hosts the store
@@ -93,8 +93,8 @@ class Rendezvous:
         self.rank_log = RankLog(self.info)
         self.hosts: tuple[str, ...] = (self.rank_log.host,)
 
-    def compare(self, facts: Mapping[str, Any]) -> None:
-        """Check that `facts` are the same on all ranks. All ranks must call this method.
+    def compare(self, rank_info: Mapping[str, Any]) -> None:
+        """Check that `rank_info` are the same on all ranks. All ranks must call this method.
 
         Raises RanksDifferError on all ranks if the values of any rank differ from those of rank 0. The values must be
         JSON-compatible.
@@ -102,13 +102,13 @@ class Rendezvous:
         if self.store is None:
             return
         key = self._next_key("compare")
-        with self._store_errors():
-            self._publish(key, _hash_long_facts(facts))
+        with self._convert_store_errors():
+            self._publish(key, _hash_long_values(rank_info))
             if self.info.rank == 0:  # only rank 0 compares, so that the other ranks don't have to read all values
                 verdict = "\n".join(describe_differences(dict(enumerate(self._read_all(key))), self.hosts))
-                self.store.set(f"{key} verdict", verdict, MAX_FACTS_BYTES)
-            self._wait(f"{key} verdict", key)
-            verdict = self.store.read(f"{key} verdict", parse_text, MAX_FACTS_BYTES)
+                self.store.set(f"{key} verdict", verdict, MAX_LONG_VALUE_BYTES)
+            self._wait_for_key(f"{key} verdict", key)
+            verdict = self.store.read(f"{key} verdict", parse_text, MAX_LONG_VALUE_BYTES)
         if verdict:
             raise RanksDifferError(printable(verdict))
 
@@ -121,41 +121,43 @@ class Rendezvous:
         if self.store is None:
             return [dict(value)]
         key = self._next_key("gather")
-        with self._store_errors():
+        with self._convert_store_errors():
             self._publish(key, value)
             if self.info.rank == 0:
                 return self._read_all(key)
-            self._wait(f"{key} all", key)
+            self._wait_for_key(f"{key} all", key)
         return []
 
     def _publish(self, key: str, value: Mapping[str, Any]) -> None:
         assert self.store is not None
-        self.store.set(f"{key} {self.info.rank}", value, MAX_FACTS_BYTES)
+        self.store.set(f"{key} {self.info.rank}", value, MAX_LONG_VALUE_BYTES)
         if self.store.add(f"{key} count", 1) == self.info.size:
             self.store.set(f"{key} all", True)
 
     def _read_all(self, key: str) -> list[dict[str, Any]]:
         """Wait until all ranks have published a value for `key`, and return the values by rank."""
         assert self.store is not None
-        self._wait(f"{key} all", key)
-        values = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _parse_facts, MAX_FACTS_BYTES)
+        self._wait_for_key(f"{key} all", key)
+        values = self.store.read_all(
+            [f"{key} {rank}" for rank in range(self.info.size)], _parse_dict, MAX_LONG_VALUE_BYTES
+        )
         for value in values:
             if isinstance(value, UntrustedError):
                 raise value
         return [value for value in values if isinstance(value, dict)]
 
-    def broadcast_text(self, words: str = "") -> str:
-        """Broadcast `words` from rank 0, and return the text on all ranks. All ranks must call this method."""
+    def broadcast_text(self, text: str = "") -> str:
+        """Broadcast `text` from rank 0, and return the text on all ranks. All ranks must call this method."""
         if self.store is None:
-            return words
+            return text
         key = self._next_key("tell")
-        with self._store_errors():
+        with self._convert_store_errors():
             if self.info.rank == 0:
-                self.store.set(f"{key} 0", words)
-            self._wait(f"{key} 0", key)
+                self.store.set(f"{key} 0", text)
+            self._wait_for_key(f"{key} 0", key)
             return self.store.read(f"{key} 0", parse_text)
 
-    def first_failure(self, store: JobStore | None = None) -> Failure | None:
+    def get_first_failure(self, store: JobStore | None = None) -> Failure | None:
         """Return the first failure that a rank reported, or None if no rank has failed.
 
         On a background thread, pass a separate connection as `store`.
@@ -171,7 +173,7 @@ class Rendezvous:
                 self.rank_log.write_line(f"warning: ignored a failure report: {error}")
             return None
 
-    def fail(self, failure: Failure) -> Failure | None:
+    def report_failure(self, failure: Failure) -> Failure | None:
         """Report the failure of this rank to the other ranks. Returns the first failure among all ranks.
 
         Returns None if there is no store, or if the process that hosted the store is gone.
@@ -181,7 +183,7 @@ class Rendezvous:
         with suppress(RuntimeError):
             if not failure.secondary:
                 return self.store.set_once(_FAILURE, asdict(failure), parse_failure)
-            return self.first_failure() or failure
+            return self.get_first_failure() or failure
         return None
 
     def end(self, failure: Failure) -> NoReturn:
@@ -200,8 +202,8 @@ class Rendezvous:
                 time.sleep(self.timing.first_poll_s)
                 done = self.store.add(_LEFT, 0)
 
-    def join(self, requested: str) -> None:
-        """Rendezvous with the other ranks at the address `requested`: env://, tcp://HOST:PORT or file:///PATH.
+    def join(self, requested_address: str) -> None:
+        """Rendezvous with the other ranks at the address `requested_address`: env://, tcp://HOST:PORT or file:///PATH.
 
         All ranks must call this method before any other method. On a timeout, the error names the missing ranks. Raises
         UsageError if the port is in use. If the launcher can restart the host of this rank separately, the rank may
@@ -209,8 +211,8 @@ class Rendezvous:
         """
         if self.info.size == 1:
             return
-        address = rendezvous_address(self.info, requested)
-        at_launcher = self.info.hosted and requested == "env://"
+        address = resolve_rendezvous_address(self.info, requested_address)
+        at_launcher = self.info.hosted and requested_address == "env://"
         # If rank 0 hosts the store, the store is new whenever the run starts.
         hosted_by_rank_0 = not at_launcher and address.startswith("tcp://")
         self.hosts_store = self.info.rank == 0 and hosted_by_rank_0
@@ -219,13 +221,13 @@ class Rendezvous:
         )
         while True:
             try:
-                with self._store_errors():
+                with self._convert_store_errors():
                     base_store = JobStore(_open_store(self, address), self.secret)
                     if self.info.rank == 0:
                         self._register_ranks(base_store)
                     else:
                         self._join_start(
-                            base_store, 0.0 if hosted_by_rank_0 else min(self.timing.late_s, self.timeout_s)
+                            base_store, 0.0 if hosted_by_rank_0 else min(self.timing.late_timeout_s, self.timeout_s)
                         )
                 return
             except PeerLostError:  # the previous start of the run has ended, together with its rank 0
@@ -236,18 +238,18 @@ class Rendezvous:
     def _register_ranks(self, base_store: JobStore) -> None:
         name = uuid.uuid4().hex
         self.store = base_store.with_prefix(name)
-        registrations = {0: self._registration()}
+        registrations = {0: self._make_registration()}
         self.store.set("here 0", registrations[0])
         base_store.set(_START, name)
-        for _ in self._poll(lambda: self._find_missing("here"), self.timing.name_missing_s):
+        for _ in self._poll(lambda: self._find_missing("here"), self.timing.report_missing_s):
             for rank in set(range(1, self.info.size)) - registrations.keys():
                 if self.store.has(f"here {rank}"):
                     registrations[rank] = self.store.read(f"here {rank}", _parse_registration)
-                    self._check_size(rank, registrations[rank], "0")
+                    self._check_world_size(rank, registrations[rank], "0")
             if len(registrations) == self.info.size:
                 break
         self.hosts = tuple(registrations[rank]["host"] for rank in range(self.info.size))
-        self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, MAX_FACTS_BYTES)
+        self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, MAX_LONG_VALUE_BYTES)
 
     def _join_start(self, base_store: JobStore, late_s: float) -> None:
         """Register under the ID of this start of the run, and wait for `begin`.
@@ -257,7 +259,7 @@ class Rendezvous:
         stale: set[str] = set()
         current_id, wait_until, is_over = "", 0.0, False
         trust_after = time.monotonic() + late_s
-        for _ in self._poll(lambda: self._find_missing("here") if self.store else [0], self.timing.name_missing_s):
+        for _ in self._poll(lambda: self._find_missing("here") if self.store else [0], self.timing.report_missing_s):
             start_id = current_id
             if base_store.has(_START):
                 try:
@@ -268,7 +270,7 @@ class Rendezvous:
             if start_id not in {current_id, *stale}:
                 part = base_store.with_prefix(start_id)
                 # If the ranks with this ID have already begun or failed, this process isn't one of them.
-                is_over = part.has(_BEGIN) or self.first_failure(part) is not None
+                is_over = part.has(_BEGIN) or self.get_first_failure(part) is not None
                 if part.add(f"came {self.info.rank}", 1) > 1:
                     if not late_s and not self.info.restarted_separately:
                         raise UsageError(
@@ -279,22 +281,22 @@ class Rendezvous:
                     continue
                 current_id, self.store = start_id, part
                 wait_until = time.monotonic() + late_s if is_over else 0.0
-                self.store.set(f"here {self.info.rank}", self._registration())
+                self.store.set(f"here {self.info.rank}", self._make_registration())
             if self.store is None or time.monotonic() < wait_until:
                 continue
             if self._is_set(_BEGIN):
-                hosts = self.store.read(_BEGIN, _parse_hosts, MAX_FACTS_BYTES)
+                hosts = self.store.read(_BEGIN, _parse_hosts, MAX_LONG_VALUE_BYTES)
                 if is_over:
                     # The run started without this rank, so this rank must not write to its store.
                     self.store = None
-                self._check_size(0, {"size": len(hosts), "host": hosts[0]}, str(self.info.rank))
+                self._check_world_size(0, {"size": len(hosts), "host": hosts[0]}, str(self.info.rank))
                 self.hosts = hosts
                 return
 
-    def _registration(self) -> dict[str, Any]:
+    def _make_registration(self) -> dict[str, Any]:
         return {"size": self.info.size, "host": self.rank_log.host}
 
-    def _check_size(self, rank: int, registration: Mapping[str, Any], own_rank: str) -> None:
+    def _check_world_size(self, rank: int, registration: Mapping[str, Any], own_rank: str) -> None:
         if registration["size"] != self.info.size:
             raise UsageError(
                 f"WORLD_SIZE: rank {rank} ({registration['host']}) was started with world size {registration['size']}, "
@@ -306,17 +308,17 @@ class Rendezvous:
         self._exchange_count += 1
         return f"{operation} {self._exchange_count}"
 
-    def _wait(self, key: str, prefix: str) -> None:
+    def _wait_for_key(self, key: str, prefix: str) -> None:
         """Wait until `key` is set. On a timeout, the error names the ranks that haven't set `prefix RANK`."""
         assert self.store is not None
-        for _ in self._poll(lambda: self._find_missing(prefix), self.timing.name_rank_0_s):
+        for _ in self._poll(lambda: self._find_missing(prefix), self.timing.report_missing_rank_0_s):
             if self._is_set(key):
                 return
 
     def _is_set(self, key: str) -> bool:
         """Return whether `key` is set. Raises PeerFailedError if `key` isn't set and a rank has failed."""
         assert self.store is not None
-        failure = self.first_failure()  # read this before the key, because a rank may set `key` and then fail
+        failure = self.get_first_failure()  # read this before the key, because a rank may set `key` and then fail
         is_set = self.store.has(key)
         if failure is not None and not is_set:
             raise PeerFailedError(failure)
@@ -328,7 +330,7 @@ class Rendezvous:
         return [rank for rank in missing if rank != self.info.rank] or [0]
 
     @contextmanager
-    def _store_errors(self) -> Iterator[None]:
+    def _convert_store_errors(self) -> Iterator[None]:
         """Convert the RuntimeError that torch raises if the store is gone to a PeerLostError."""
         try:
             yield
@@ -338,17 +340,17 @@ class Rendezvous:
                 f"lost {_describe_host(self.info)}, which hosts the rendezvous store ({first})"
             ) from error
 
-    def _poll(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
+    def _poll(self, find_missing: Callable[[], list[int]], first_report_s: float) -> Iterator[None]:
         """Yield once per poll, and report the missing ranks from time to time. Raises TransientError on a timeout.
 
         Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank on each host reports this.
         """
 
         def describe_missing() -> str:
-            return format_ranks_with_hosts(missing(), self.hosts)
+            return format_ranks_with_hosts(find_missing(), self.hosts)
 
         def report(text: str) -> None:
-            if 0 in missing():
+            if 0 in find_missing():
                 self.rank_log.write_line(text)
 
         if self.info.rank == 0:
@@ -356,32 +358,32 @@ class Rendezvous:
         # Time out later than rank 0, because its error names the missing ranks.
         timeout_s = self.timeout_s + self.timing.linger_s
         return poll(
-            timeout_s, self.timing, describe_missing, report if _reports_missing(self.info) else None, name_rank_0_s
+            timeout_s, self.timing, describe_missing, report if _reports_missing(self.info) else None, first_report_s
         )
 
 
 def poll(
     timeout_s: float,
     timing: Timing,
-    missing: Callable[[], str],
+    describe_missing: Callable[[], str],
     report: Callable[[str], None] | None,
-    report_s: float | None = None,
+    first_report_s: float | None = None,
 ) -> Iterator[None]:
     """Yield once per poll, at increasing intervals. Raises TransientError on a timeout.
 
-    `missing` returns the names of the missing ranks. If `report` is set, it is called with a message about the missing
-    ranks after `report_s` seconds, and again whenever the waiting time has doubled.
+    `describe_missing` returns the names of the missing ranks. If `report` is set, it is called with a message about the
+    missing ranks after `first_report_s` seconds, and again whenever the waiting time has doubled.
     """
-    report_s = timing.name_missing_s if report_s is None else report_s
+    first_report_s = timing.report_missing_s if first_report_s is None else first_report_s
     start, pause_s = time.monotonic(), timing.first_poll_s
     while (waited_s := time.monotonic() - start) < timeout_s:
         yield
-        if report and waited_s >= report_s:
-            report(f"still waiting for {missing()} after {waited_s:.0f} s")
-            report_s *= 2
+        if report and waited_s >= first_report_s:
+            report(f"still waiting for {describe_missing()} after {waited_s:.0f} s")
+            first_report_s *= 2
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, timing.longest_poll_s)
-    raise TransientError(f"timed out after {timeout_s:.0f} s waiting for {missing()}")
+    raise TransientError(f"timed out after {timeout_s:.0f} s waiting for {describe_missing()}")
 
 
 def _parse_start_id(value: Any) -> str:
@@ -405,17 +407,17 @@ def _parse_hosts(value: Any) -> tuple[str, ...]:
     return tuple(printable_line(parse_text(host)) for host in values["hosts"])
 
 
-def _hash_long_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `facts`, with each value that is too long to send (such as a million names) replaced by its hash."""
-    texts = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
-    max_length = MAX_FACTS_BYTES // (2 * max(len(facts), 1))
+def _hash_long_values(rank_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rank_info`, with each value that is too long to send (such as a million names) replaced by its hash."""
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in rank_info.items()}
+    max_length = MAX_LONG_VALUE_BYTES // (2 * max(len(rank_info), 1))
     return {
         name: value if len(texts[name]) <= max_length else hashlib.sha256(texts[name].encode()).hexdigest()
-        for name, value in facts.items()
+        for name, value in rank_info.items()
     }
 
 
-def _parse_facts(value: Any) -> dict[str, Any]:
+def _parse_dict(value: Any) -> dict[str, Any]:
     """Return `value` if it is a dict. Otherwise, raise ValueError."""
     if type(value) is not dict:
         raise ValueError("expected a dict")
@@ -428,7 +430,7 @@ def _open_store(rendezvous: Rendezvous, address: str) -> Store:
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
         # Check the file first, because torch would retry for minutes if it can't open the file.
-        with os_error_as(UsageError, f"rendezvous {address}", "; use a file that all ranks can read and write"):
+        with convert_os_error(UsageError, f"rendezvous {address}", "; use a file that all ranks can read and write"):
             # Mode 0600 prevents other users from writing values that ranks read. Without O_NONBLOCK, opening a FIFO
             # would block.
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
@@ -477,13 +479,18 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
         rendezvous.timeout_s, timing, missing, rendezvous.rank_log.write_line if _reports_missing(info) else None
     ):
         if time.monotonic() > deadline:
-            raise UsageError(f"timed out after {timing.late_s:.0f} s waiting for {missing()}; {ANOTHER_RUN_HINT}")
+            raise UsageError(
+                f"timed out after {timing.late_timeout_s:.0f} s waiting for {missing()}; {ANOTHER_RUN_HINT}"
+            )
         if not connector.ident:
             try:
-                socket.create_connection((host, port), timeout=timing.name_missing_s).close()
+                socket.create_connection((host, port), timeout=timing.report_missing_s).close()
             except socket.gaierror as error:
                 reason = str(error.strerror)
-                if time.monotonic() - last_resolved_time >= timing.unknown_host_s and not info.restarted_separately:
+                if (
+                    time.monotonic() - last_resolved_time >= timing.unknown_host_timeout_s
+                    and not info.restarted_separately
+                ):
                     raise ports.make_unknown_host_error(host, port, error) from error
                 continue
             except OSError as error:
@@ -492,9 +499,9 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
                 continue
             reason = "a process listens there, but does not answer"
             connector.start()
-            deadline = time.monotonic() + timing.late_s
+            deadline = time.monotonic() + timing.late_timeout_s
         with suppress(Empty):
-            answer = answers.get(timeout=timing.name_missing_s)
+            answer = answers.get(timeout=timing.report_missing_s)
             if isinstance(answer, RuntimeError):
                 raise answer
             return answer

@@ -12,19 +12,19 @@ from typing import Any, Final, Literal, Self, final
 from lockstep.common.interrupts import InterruptCount
 from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
 
-Reason = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
+StopSignal = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
 
 # Levels are integers, so that the ranks can agree on the maximum. SIGINT (Ctrl-C) has the highest level, because a user
 # is waiting at the terminal. Batch systems are often configured to send SIGUSR1 a few minutes before the time limit of
 # a job. SIGHUP is sent when the terminal closes.
-STOP_LEVELS: Final[dict[int, Reason]] = {1: "SIGUSR1", 2: "SIGHUP", 3: "SIGTERM", 4: "SIGINT"}
-EXIT_CODES: Final[dict[Reason, int]] = {
+STOP_LEVELS: Final[dict[int, StopSignal]] = {1: "SIGUSR1", 2: "SIGHUP", 3: "SIGTERM", 4: "SIGINT"}
+EXIT_CODES: Final[dict[StopSignal, int]] = {
     "SIGUSR1": EXIT_SAVED,
     "SIGHUP": EXIT_SAVED,
     "SIGTERM": EXIT_SAVED,
     "SIGINT": EXIT_INTERRUPTED,
 }
-_INTERRUPT: Final = 4
+_SIGINT_LEVEL: Final = 4
 
 
 def get_stop_signals() -> list[signal.Signals]:
@@ -33,9 +33,9 @@ def get_stop_signals() -> list[signal.Signals]:
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
-def early_stop_line(number: int) -> str:
+def format_early_stop(signal_number: int) -> str:
     """Return the message to print if a signal ends a run before training begins."""
-    name = signal.Signals(number).name
+    name = signal.Signals(signal_number).name
     return f"stopped by {name} before training: nothing was saved, and the same command starts again"
 
 
@@ -43,8 +43,8 @@ def early_stop_line(number: int) -> str:
 class EarlyStop:
     """A context manager that prints a message if a signal ends a command before training begins.
 
-    The message says that nothing was saved. The signals still have their usual effect. Call `begin` when training
-    begins. From then on, nothing is printed.
+    The message says that nothing was saved. The signals still have their usual effect. Call `begin_training` when
+    training begins. From then on, nothing is printed.
     """
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ class EarlyStop:
         if self._is_active and kind is not None and issubclass(kind, KeyboardInterrupt):
             self._print(signal.SIGINT)
             raise SystemExit(EXIT_INTERRUPTED) from None
-        self.begin()
+        self.begin_training()
 
-    def begin(self) -> None:
+    def begin_training(self) -> None:
         """Stop printing the message, because training begins. Restores the previous signal handlers."""
         self._is_active = False
         for number, previous in self._previous.items():
@@ -73,15 +73,15 @@ class EarlyStop:
                 signal.signal(number, previous)
         self._previous.clear()
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, signal_number: int, _frame: FrameType | None) -> None:
         if os.getpid() == self._process:  # a forked process inherits the handler, but must not print
-            self._print(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+            self._print(signal_number)
+        signal.signal(signal_number, signal.SIG_DFL)
+        os.kill(os.getpid(), signal_number)
 
-    def _print(self, number: int) -> None:
+    def _print(self, signal_number: int) -> None:
         with suppress(OSError, RuntimeError):  # the terminal may be closed, or the signal interrupted a write to it
-            sys.stderr.write(f"{early_stop_line(number)}\n")
+            sys.stderr.write(f"{format_early_stop(signal_number)}\n")
             sys.stderr.flush()
 
 
@@ -114,6 +114,6 @@ class StopRequest:
         self._actions.clear()
 
     def _on_signal(self, level: int, _number: int, _frame: FrameType | None) -> None:
-        if level == _INTERRUPT and self._interrupts.is_second():
+        if level == _SIGINT_LEVEL and self._interrupts.is_second():
             os._exit(EXIT_INTERRUPTED)
         self.level = max(self.level, level)

@@ -86,7 +86,7 @@ class StallDetector:
 
     - `on_report`: called with the report, on a background thread of the rank that detected the stall. The query is
       repeated for as long as no rank makes progress.
-    - `record`: writes the Flight Recorder dump of this rank and returns its path, or "" if there is no dump.
+    - `write_record`: writes the Flight Recorder dump of this rank and returns its path, or "" if there is no dump.
     - `waits_on_device`: set if the device waits for other ranks instead of this thread. This only applies after setup.
     - `late_ranks`: after a report, the ranks that the other ranks wait for.
     """
@@ -94,7 +94,7 @@ class StallDetector:
     rendezvous: Rendezvous
     timeout_s: float
     on_report: Callable[[str], None]
-    record: Callable[[], str] = str
+    write_record: Callable[[], str] = str
     waits_on_device: bool = False
     late_ranks: list[int] = field(default_factory=list, init=False)
     _next_query: int = 0  # number of the first query that this rank hasn't answered
@@ -129,20 +129,20 @@ class StallDetector:
                     target=self._query_ranks, args=(state, now_s - last_change), daemon=True
                 )
                 query_thread.start()
-                query_thread.join(2 * self._timing.answer_s)
+                query_thread.join(2 * self._timing.answer_timeout_s)
                 if query_thread.is_alive() and not self._stop_event.is_set():
-                    self.on_report(_no_answer_report(self._rank, state, now_s - last_change))
+                    self.on_report(_format_no_answer_report(self._rank, state, now_s - last_change))
                 last_change = time.monotonic()
 
-    def _query_ranks(self, state: ThreadState, seconds: float) -> None:
+    def _query_ranks(self, state: ThreadState, waited_s: float) -> None:
         """Query the state of all ranks, and report the answers. A no-op if a different rank has sent this query."""
         query = self._next_query
         with suppress(RuntimeError):  # raised if the store is gone, which the heartbeat reports
             store = self._connect()
             if store.add(f"stall {query} first", 1) > 1:
                 return
-            store.set(_query_key(query), query)
-            deadline = time.monotonic() + self._timing.answer_s
+            store.set(_get_query_key(query), query)
+            deadline = time.monotonic() + self._timing.answer_timeout_s
             answers: dict[int, tuple[str, ThreadState]] = {}
             while (
                 len(answers) < self._size
@@ -150,29 +150,29 @@ class StallDetector:
                 and not self._stop_event.wait(self._timing.answer_poll_s)
             ):
                 for rank in range(self._size):
-                    if rank not in answers and store.has(_answer_key(query, rank)):
+                    if rank not in answers and store.has(_get_answer_key(query, rank)):
                         with suppress(UntrustedError):
-                            answers[rank] = store.read(_answer_key(query, rank), parse_answer)
+                            answers[rank] = store.read(_get_answer_key(query, rank), parse_answer)
             if not self._stop_event.is_set():
                 self.late_ranks = find_late_ranks(answers, self._size)
-                self.on_report(make_stall_report(answers, self._size, _stall_line(self._rank, state, seconds)))
+                self.on_report(make_stall_report(answers, self._size, _format_stall_line(self._rank, state, waited_s)))
 
     def _answer(self) -> None:
         """Answer each query with the current state of the main thread."""
         with suppress(RuntimeError):
             store = self._connect()
             while not self._stop_event.wait(self._pause_s):
-                if store.has(_query_key(self._next_query)) and self._is_queried(store):
-                    state = self._read_thread_state()  # read this first, because `record` takes a while
-                    answer = {"host": self.rendezvous.rank_log.host, **asdict(state), "record": self.record()}
+                if store.has(_get_query_key(self._next_query)) and self._is_queried(store):
+                    state = self._read_thread_state()  # read this first, because `write_record` takes a while
+                    answer = {"host": self.rendezvous.rank_log.host, **asdict(state), "record": self.write_record()}
                     answer["stack"] = state.stack[-_SENT_LINES:]
-                    store.set(_answer_key(self._next_query, self._rank), answer)
+                    store.set(_get_answer_key(self._next_query, self._rank), answer)
                     self._next_query += 1
 
     def _is_queried(self, store: JobStore) -> bool:
         """Return whether the query comes from a rank of this job."""
         with suppress(UntrustedError):
-            return store.read(_query_key(self._next_query), parse_int) == self._next_query
+            return store.read(_get_query_key(self._next_query), parse_int) == self._next_query
         return False
 
     @property
@@ -187,13 +187,13 @@ class StallDetector:
     def _read_thread_state(self) -> ThreadState:
         frame = sys._current_frames().get(self._watched)
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
-        files = [_relative_name(frame_summary.filename) for frame_summary in summary]
+        files = [_make_relative_name(frame_summary.filename) for frame_summary in summary]
         own_file = next((file for file in files if file.startswith(_LOCKSTEP_PREFIX)), "")
         stack = tuple(
             f"{file}:{frame_summary.lineno} {frame_summary.name}"
             for file, frame_summary in zip(files, summary, strict=True)
         )[::-1]
-        status = self.rendezvous.status()
+        status = self.rendezvous.get_status()
         if own_file in _WAIT_MODULES or files[0].startswith(_TORCH_PREFIX):
             return ThreadState(status, _trim_to_wait(stack), True)
         return ThreadState(status, stack, None if self.waits_on_device and status.phase != "setting up" else False)
@@ -245,28 +245,28 @@ def _get_role(state: ThreadState, max_step: int) -> _Role:
     return "waits" if state.waits else "is late"
 
 
-def _stall_line(rank: int, state: ThreadState, seconds: float) -> str:
+def _format_stall_line(rank: int, state: ThreadState, waited_s: float) -> str:
     description = (
-        f"has waited {seconds:.0f} s for other ranks"
+        f"has waited {waited_s:.0f} s for other ranks"
         if state.waits
-        else f"has been at the same line for {seconds:.0f} s"
+        else f"has been at the same line for {waited_s:.0f} s"
     )
     return f"stalled: rank {rank} {description}"
 
 
-def _no_answer_report(rank: int, state: ThreadState, seconds: float) -> str:
+def _format_no_answer_report(rank: int, state: ThreadState, waited_s: float) -> str:
     return (
-        f"{_stall_line(rank, state, seconds)}: {state.description}\n"
+        f"{_format_stall_line(rank, state, waited_s)}: {state.description}\n"
         f"  the rendezvous store does not answer: rank 0 or the launcher's agent is stopped, or its host disconnected"
     )
 
 
-def _query_key(query: int) -> str:
-    return f"stall {query} asked"
+def _get_query_key(query_index: int) -> str:
+    return f"stall {query_index} asked"
 
 
-def _answer_key(query: int, rank: int) -> str:
-    return f"stall {query} answer {rank}"
+def _get_answer_key(query_index: int, rank: int) -> str:
+    return f"stall {query_index} answer {rank}"
 
 
 def parse_answer(value: Any) -> tuple[str, ThreadState]:
@@ -277,8 +277,12 @@ def parse_answer(value: Any) -> tuple[str, ThreadState]:
     status = RankStatus(**parse_fields(answer["status"], {"phase": str, "step": int}))
     parse_int(status.step)
     stack = tuple(printable_line(parse_text(line)) for line in answer["stack"])
-    if status.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
-        raise ValueError("expected a known phase, a non-empty stack, and true, false or null for waits")
+    if status.phase not in get_args(Phase):
+        raise ValueError(f"phase: expected one of {', '.join(get_args(Phase))}, got {printable_line(status.phase)}")
+    if not stack:
+        raise ValueError("stack: expected at least one line, got none")
+    if type(waits) not in (bool, type(None)):
+        raise ValueError(f"waits: expected true, false or null, got a value of type {type(waits).__name__}")
     return printable_line(answer["host"]), ThreadState(status, stack, waits, printable_line(answer["record"]))
 
 
@@ -290,7 +294,7 @@ def _trim_to_wait(stack: tuple[str, ...]) -> tuple[str, ...]:
     return stack[: wait_index + 1]
 
 
-def _relative_name(filename: str) -> str:
+def _make_relative_name(filename: str) -> str:
     """Return a file name relative to the longest matching entry of `sys.path`."""
     folders = [folder for folder in sys.path if folder and filename.startswith(f"{folder}/")]
     return filename.removeprefix(f"{max(folders, key=len)}/") if folders else filename

@@ -19,14 +19,14 @@ class Timing:
     # Time until missing ranks are first reported. The waiting time doubles with each report. Ranks started by a single
     # command arrive within a second, or within a few seconds on a busy machine. Other ranks wait longer before they
     # report that rank 0 is missing, because it may open a dataset before it writes to the store.
-    name_missing_s: float = 5.0
-    name_rank_0_s: float = 10.0
+    report_missing_s: float = 5.0
+    report_missing_rank_0_s: float = 10.0
     # Maximum delay of rank 0 when a run restarts. Until then, ranks assume that the values in the store may be from an
     # earlier start of the run. Hosts start their ranks seconds apart. This is also the timeout for a process that
     # listens on the port without responding.
-    late_s: float = 30.0
+    late_timeout_s: float = 30.0
     # Time until an unknown host name is an error. The host name of a container may be unknown until the container runs.
-    unknown_host_s: float = 10.0
+    unknown_host_timeout_s: float = 10.0
     # Time for which the rank that hosts the store waits at the end for ranks that still have to read from the store.
     linger_s: float = 5.0
 
@@ -37,38 +37,38 @@ class Timing:
     silent_s: float = 2.0
     # Time until a rank is terminated if its main thread doesn't react to a failure of another rank. Normally, the main
     # thread polls for the failure, or its own collective fails, within one heartbeat and one poll.
-    notice_s: float = 3.0
+    notice_timeout_s: float = 3.0
     # Time window in which an out-of-memory kill can explain the loss of a rank. A killed rank only ends once its memory
     # is released, which takes seconds for many GB. On a shared host, older kills may belong to other jobs.
-    memory_s: float = 10.0
+    oom_window_s: float = 10.0
 
     # If a rank of an external launcher finds an error before the rendezvous, time for which it waits for the other
     # ranks, to report the error to them.
-    refuse_s: float = 4.0
+    early_failure_wait_s: float = 4.0
     # Timeouts when a rank of an external launcher ends: for reporting its failure, for leaving the job, and for both
     # together. Each may hang, for example if the process that hosts the store is gone, or if a terminal is stopped.
-    report_s: float = 2.0
-    leave_s: float = 6.0
-    end_s: float = 10.0
+    report_timeout_s: float = 2.0
+    leave_timeout_s: float = 6.0
+    end_timeout_s: float = 10.0
 
     # Interval at which the local launcher reads the memory use of its ranks. If a rank ends, the launcher wakes up
     # immediately.
     watch_s: float = 0.5
     # If a rank ended because it lost a peer, time for which the local launcher waits for the rank that failed first.
-    cause_s: float = 2.0
+    first_failure_wait_s: float = 2.0
     # Time from SIGTERM to SIGKILL after a rank has failed. It is enough to finish writing a log, but not a checkpoint.
-    stop_s: float = 5.0
+    sigkill_delay_s: float = 5.0
     # Timeout for connecting to the loopback interface, which normally takes microseconds.
-    loopback_s: float = 2.0
+    loopback_timeout_s: float = 2.0
 
     # Interval at which the stall detector samples the stack of the main thread, which takes 0.1 ms.
     sample_s: float = 1.0
     # Timeout for the answers to a stall query. A running rank checks for queries once per `sample_s`.
-    answer_s: float = 5.0
+    answer_timeout_s: float = 5.0
     answer_poll_s: float = 0.05
 
     @property
-    def missed(self) -> int:
+    def max_missed_beats(self) -> int:
         """The number of missed heartbeats after which a rank counts as silent."""
         return round(self.silent_s / self.beat_s)
 

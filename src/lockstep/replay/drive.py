@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lockstep.config.recorded import CONFIG
-from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError, os_error_as
+from lockstep.config.recorded import CONFIG_NAME
+from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError, convert_os_error
 from lockstep.replay import page
 from lockstep.replay.own import replay_script
 from lockstep.replay.run import Replay, ReplayRequest, find_checkpoint_before, list_samples, replay_here
@@ -18,7 +18,7 @@ from lockstep.training.checkpoint import durable
 
 
 @dataclass(frozen=True)
-class Options:
+class ReplayOptions:
     """The options of `lockstep replay`. See commands/replay.py."""
 
     folder: Path
@@ -34,7 +34,7 @@ class Options:
     script: Sequence[str] = ()  # command that runs a custom training loop
 
 
-def replay(options: Options, print_line: Callable[[str], None]) -> int:
+def replay(options: ReplayOptions, print_line: Callable[[str], None]) -> int:
     """Run `lockstep replay`, and return the exit code."""
     if [options.step, options.steps, options.check].count(None) != 2:
         raise UsageError("replay: pass exactly one of --step N, --steps A:B and --check K")
@@ -68,7 +68,7 @@ def replay(options: Options, print_line: Callable[[str], None]) -> int:
         if options.trace is not None and result.trace is not None:
             contents[options.trace] = result.trace.to_text()
         for path, content in contents.items():
-            with os_error_as(UsageError, f"{path}: cannot write"):
+            with convert_os_error(UsageError, f"{path}: cannot write"):
                 durable.replace(path, content.encode(errors="backslashreplace"))
             print_line(f"written {path}")
 
@@ -80,10 +80,10 @@ def _replay_script(request: ReplayRequest, command: Sequence[str], report: Calla
 
     Raises UsageError if the script ended too early.
     """
-    if (request.folder / CONFIG).exists():
+    if (request.folder / CONFIG_NAME).exists():
         raise UsageError(f"{request.folder}: contains a run of a recipe, which needs no command; remove the command")
     result = replay_script(
-        request.folder, request.first, request.last, command, with_observations=request.with_observations
+        request.folder, request.first_step, request.last_step, command, with_observations=request.with_observations
     )
     report(result)
     if result.end_reason:
@@ -91,14 +91,23 @@ def _replay_script(request: ReplayRequest, command: Sequence[str], report: Calla
     return EXIT_DONE if result.first_difference is None else EXIT_VERIFICATION
 
 
-def _make_request(options: Options, first: int, last: int, *, with_observations: bool = False) -> ReplayRequest:
+def _make_request(
+    options: ReplayOptions, first_step: int, last_step: int, *, with_observations: bool = False
+) -> ReplayRequest:
     with_trace = options.trace is not None
     return ReplayRequest(
-        options.folder, first, last, options.overrides, options.changes, options.trust, with_observations, with_trace
+        options.folder,
+        first_step,
+        last_step,
+        options.overrides,
+        options.changes,
+        options.trust,
+        with_observations,
+        with_trace,
     )
 
 
-def _parse_steps(options: Options) -> tuple[int, int]:
+def _parse_steps(options: ReplayOptions) -> tuple[int, int]:
     if options.step is not None:
         return options.step, options.step
     assert options.steps is not None
@@ -108,12 +117,12 @@ def _parse_steps(options: Options) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _replay_random_steps(options: Options, count: int, print_line: Callable[[str], None]) -> int:
+def _replay_random_steps(options: ReplayOptions, count: int, print_line: Callable[[str], None]) -> int:
     """Replay up to `count` random steps with a recorded digest, and return the exit code."""
     if options.changes:
         raise UsageError("--check: compares with the run, so --change is not supported; remove --change")
     path = options.folder / digest_file.DIGESTS
-    steps = [digest.step for digest in digest_file.read(path) if not digest.weights]
+    steps = [digest.step for digest in digest_file.read(path) if not digest.is_weights]
     if not steps:
         steps_done = read_last_step(options.folder / EVENTS)
         raise UsageError(

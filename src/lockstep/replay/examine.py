@@ -57,7 +57,7 @@ def observe_step(
         task.on_loss = observer.record_losses
         try:
             with observer.observing(model):
-                engine.repeat(replace(microbatch, note=lambda *_: None), step)
+                engine.repeat(replace(microbatch, record_tensor=lambda *_: None), step)
         finally:
             task.on_loss = None
     return observations

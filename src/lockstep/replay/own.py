@@ -15,7 +15,9 @@ from lockstep.reporting.jsonl import EVENTS, read_events
 from lockstep.training.checkpoint import store
 
 
-def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *, with_observations: bool) -> Replay:
+def replay_script(
+    folder: Path, first_step: int, last_step: int, command: Sequence[str], *, with_observations: bool
+) -> Replay:
     """Replay steps `first_step` to `last_step` by running a script with `command`, and return the result.
 
     The script resumes from the checkpoint before `first_step`, in a temporary run folder. Raises UsageError if the
@@ -23,25 +25,27 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
     example with its own error if a loss is NaN. In this case, the result contains the observations up to that point,
     and `end_reason` is set.
     """
-    check_step_reached(folder, last)
-    start, checkpoint = find_checkpoint_before(folder, first)
+    check_step_reached(folder, last_step)
+    start, checkpoint = find_checkpoint_before(folder, first_step)
     with TemporaryDirectory(prefix="lockstep-replay-") as temporary:
         run_folder = Path(temporary, "run")
         (run_folder / store.FOLDER).mkdir(parents=True)
         if checkpoint is not None:
             shutil.copytree(checkpoint, run_folder / store.FOLDER / checkpoint.name, copy_function=_link)
-        variables = ReplayRequest(run_folder, last, with_observations).variables
+        variables = ReplayRequest(run_folder, last_step, with_observations).variables
         completed = subprocess.run(
             command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
         )
         events = [*read_events(run_folder / EVENTS)] if (run_folder / EVENTS).exists() else []
         observations = read_observations(run_folder)
         end_reason = ""
-        if not any(event.get("step") == last for event in events) or (completed.returncode and observations is None):
+        if not any(event.get("step") == last_step for event in events) or (
+            completed.returncode and observations is None
+        ):
             end = "\n".join((completed.stdout + completed.stderr).splitlines()[-20:])
             end_reason = (
-                f"{' '.join(command)}: ended with exit code {completed.returncode} before step {last} was complete:\n"
-                f"{end}"
+                f"{' '.join(command)}: ended with exit code {completed.returncode} before step {last_step} was "
+                f"complete:\n{end}"
             )
             if observations is None:
                 raise UsageError(end_reason)
@@ -50,14 +54,14 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
     [start_event] = [event for event in events if event["event"] == "started"]
     replay = Replay(folder, start, start_event["strategy"], start_event["processes"], end_reason=end_reason)
     if observations is not None:
-        replay.samples, replay.observations, replay.parameter_norms = (
+        replay.sample_indices, replay.observations, replay.parameter_norms = (
             observations.samples,
             observations.examined,
             observations.layers,
         )
     for event in events:
         if event["event"] == "step":
-            replay.add_step(event["step"], float(event["loss"]), event["lr"], digests, recorded, first)
+            replay.add_step(event["step"], float(event["loss"]), event["lr"], digests, recorded, first_step)
     return replay
 
 

@@ -11,7 +11,7 @@ from lockstep.reporting.jsonl import EVENTS, read_events
 from lockstep.reporting.page import Paragraphs, Section, Table
 from lockstep.training.observer import BATCH, LOSS, NonFinite, StepObservations
 
-_MAX_LISTED: Final = 3  # maximum number of samples and layers shown on a terminal
+_MAX_LISTED_ITEMS: Final = 3  # maximum number of samples and layers shown on a terminal
 _MAX_ROWS: Final = 200  # maximum number of rows in a table
 _CONTEXT_STEPS: Final = 50  # number of logged steps to show in the chart before and after the replayed steps
 
@@ -19,10 +19,10 @@ _CONTEXT_STEPS: Final = 50  # number of logged steps to show in the chart before
 def format_lines(replay: Replay) -> Iterator[str]:
     """Yield the lines to print on a terminal about a replay."""
     steps = [step.step for step in replay.steps]
-    start = f"after step {replay.start}" if replay.start else "from the initial weights"
+    start = f"after step {replay.start_step}" if replay.start_step else "from the initial weights"
     placement = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
-    yield f"{replay.folder}  {_steps_text(steps)}  started {start}  {placement}"
-    yield from _verdict_lines(replay)
+    yield f"{replay.folder}  {_format_steps(steps)}  started {start}  {placement}"
+    yield from _format_verdict(replay)
     if replay.end_reason:
         yield "loss      unknown: the script ended before the step was complete"
     else:
@@ -30,16 +30,17 @@ def format_lines(replay: Replay) -> Iterator[str]:
     observations = replay.observations
     if observations is not None and observations.losses:
         losses = ", ".join(
-            f"{replay.get_sample_name(number)} {loss:.4g}" for number, _, loss in _sorted_samples(replay)[:_MAX_LISTED]
+            f"{replay.get_sample_name(number)} {loss:.4g}"
+            for number, _, loss in _sort_samples(replay)[:_MAX_LISTED_ITEMS]
         )
         yield f"samples   {len(observations.losses)}; largest losses: {losses}"
-    if observations is not None and observations.microbatches:
+    if observations is not None and observations.microbatch_losses:
         losses = ", ".join(
-            f"micro-batch {index} {loss:.4g}" for index, loss in _sorted_microbatches(observations)[:_MAX_LISTED]
+            f"micro-batch {index} {loss:.4g}" for index, loss in _sort_microbatches(observations)[:_MAX_LISTED_ITEMS]
         )
-        yield f"samples   {sum(map(len, replay.samples))}; largest losses: {losses}"
+        yield f"samples   {sum(map(len, replay.sample_indices))}; largest losses: {losses}"
     if replay.parameter_norms:
-        largest = sorted(replay.parameter_norms, key=lambda layer: _sort_key(layer.gradient))[:_MAX_LISTED]
+        largest = sorted(replay.parameter_norms, key=lambda layer: _make_sort_key(layer.gradient))[:_MAX_LISTED_ITEMS]
         yield f"gradients largest in {', '.join(f'{layer.name} {layer.gradient:.3g}' for layer in largest)}"
     if observations is not None and observations.nonfinite is not None:
         yield f"first {_describe_nonfinite(replay, observations.nonfinite)}"
@@ -49,17 +50,17 @@ def format_lines(replay: Replay) -> Iterator[str]:
         yield f"weights   {nonfinite[0]}{suffix} not finite before the step; replay an earlier step"
 
 
-def _steps_text(steps: Sequence[int]) -> str:
+def _format_steps(steps: Sequence[int]) -> str:
     if not steps:
         return "no step done"
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def _verdict_lines(replay: Replay) -> Iterator[str]:
-    compared = [step for step in replay.steps if step.recorded is not None]
+def _format_verdict(replay: Replay) -> Iterator[str]:
+    compared = [step for step in replay.steps if step.recorded_digest is not None]
     first_difference = replay.first_difference
     if replay.start_matches is False:
-        yield f"weights   after step {replay.start} do not match the digest of the run"
+        yield f"weights   after step {replay.start_step} do not match the digest of the run"
     if first_difference is not None:
         before = max((step.step for step in compared if step.step < first_difference.step), default=None)
         suffix = "" if before is None else f"; step {before} is still the same"
@@ -71,29 +72,29 @@ def _verdict_lines(replay: Replay) -> Iterator[str]:
         yield "digests   none to compare: the run has no digest of these steps, or the recipe was changed"
 
 
-def _sort_key(value: float) -> float:
+def _make_sort_key(value: float) -> float:
     """Return a sort key for descending order. NaN sorts like infinity."""
     return -math.inf if math.isnan(value) else -value
 
 
-def _sorted_samples(replay: Replay) -> list[tuple[int, int, float]]:
+def _sort_samples(replay: Replay) -> list[tuple[int, int, float]]:
     """Return the sample index, micro-batch index and loss of each sample, with the largest loss first."""
     assert replay.observations is not None
     rows = [
-        (replay.samples[sample.microbatch][sample.sample_index], sample.microbatch, sample.loss)
+        (replay.sample_indices[sample.microbatch][sample.sample_index], sample.microbatch, sample.loss)
         for sample in replay.observations.losses
     ]
-    return sorted(rows, key=lambda row: _sort_key(row[2]))
+    return sorted(rows, key=lambda row: _make_sort_key(row[2]))
 
 
-def _sorted_microbatches(observations: StepObservations) -> list[tuple[int, float]]:
+def _sort_microbatches(observations: StepObservations) -> list[tuple[int, float]]:
     """Return the index and loss of each micro-batch, with the largest loss first."""
-    return sorted(observations.microbatches.items(), key=lambda row: _sort_key(row[1]))
+    return sorted(observations.microbatch_losses.items(), key=lambda row: _make_sort_key(row[1]))
 
 
 def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
     sample = (
-        f", {replay.get_sample_name(replay.samples[nonfinite.microbatch][nonfinite.sample_index])}"
+        f", {replay.get_sample_name(replay.sample_indices[nonfinite.microbatch][nonfinite.sample_index])}"
         if nonfinite.sample_index >= 0
         else ""
     )
@@ -107,49 +108,49 @@ def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
 def make_sections(replay: Replay) -> Iterator[Section]:
     """Yield the sections of an HTML page about a replay."""
     yield Paragraphs("", [*format_lines(replay)])
-    yield from _loss_chart(replay)
+    yield from _make_loss_chart(replay)
     if len(replay.steps) > 1 or replay.observations is None:
         rows = [
-            [str(step.step), f"{step.loss:.6g}", f"{step.lr:.6g}", f"{step.digest:016x}", _match_text(step)]
+            [str(step.step), f"{step.loss:.6g}", f"{step.lr:.6g}", f"{step.digest:016x}", _format_match(step)]
             for step in replay.steps[-_MAX_ROWS:]
         ]
         yield Table("Steps", ("step", "loss", "learning rate", "digest", "matches the run"), rows)
     observations = replay.observations
     if observations is not None:
-        yield from _observation_tables(replay, observations)
+        yield from _make_observation_tables(replay, observations)
     if replay.parameter_norms:
         rows = [
             [layer.name, f"{layer.weight:.4g}", f"{layer.gradient:.4g}", f"{layer.update:.4g}"]
-            for layer in sorted(replay.parameter_norms, key=lambda layer: _sort_key(layer.gradient))[:_MAX_ROWS]
+            for layer in sorted(replay.parameter_norms, key=lambda layer: _make_sort_key(layer.gradient))[:_MAX_ROWS]
         ]
         note = "L2 norms; the gradient is divided by the weight of the step, and not clipped."
         yield Table("Parameters", ("name", "before the step", "gradient", "update"), rows, note)
 
 
-def _match_text(step: ReplayedStep) -> str:
-    return "unknown" if step.recorded is None else "no" if step.differs else "yes"
+def _format_match(step: ReplayedStep) -> str:
+    return "unknown" if step.recorded_digest is None else "no" if step.differs else "yes"
 
 
-def _observation_tables(replay: Replay, observations: StepObservations) -> Iterator[Section]:
+def _make_observation_tables(replay: Replay, observations: StepObservations) -> Iterator[Section]:
     note = "Sorted by loss, largest first."
-    if observations.microbatches:
-        names = [", ".join(map(replay.get_sample_name, numbers)) for numbers in replay.samples]
+    if observations.microbatch_losses:
+        names = [", ".join(map(replay.get_sample_name, numbers)) for numbers in replay.sample_indices]
         rows = [
-            [str(index), f"{loss:.6g}", names[index]] for index, loss in _sorted_microbatches(observations)[:_MAX_ROWS]
+            [str(index), f"{loss:.6g}", names[index]] for index, loss in _sort_microbatches(observations)[:_MAX_ROWS]
         ]
         yield Table("Micro-batches", ("micro-batch", "loss", "samples"), rows, note)
     if observations.losses:
         rows = [
             [replay.get_sample_name(number), str(index), f"{loss:.6g}"]
-            for number, index, loss in _sorted_samples(replay)[:_MAX_ROWS]
+            for number, index, loss in _sort_samples(replay)[:_MAX_ROWS]
         ]
         yield Table("Samples", ("sample", "micro-batch", "loss"), rows, note)
-    largest = sorted(observations.activations.items(), key=lambda activation: _sort_key(activation[1]))[:_MAX_ROWS]
+    largest = sorted(observations.activations.items(), key=lambda activation: _make_sort_key(activation[1]))[:_MAX_ROWS]
     rows = [[name, f"{value:.4g}"] for name, value in largest]
     yield Table("Activations", ("module", "largest absolute value"), rows)
 
 
-def _loss_chart(replay: Replay) -> Iterator[Section]:
+def _make_loss_chart(replay: Replay) -> Iterator[Section]:
     """Yield a chart that compares the replayed losses with the losses that the run logged around these steps."""
     steps = [step.step for step in replay.steps]
     if not steps:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
-from lockstep.common.user_source import source_changes
+from lockstep.common.user_source import describe_source_changes
 from lockstep.config import plan as planning
-from lockstep.config.base import values
-from lockstep.config.load import Loaded, load_text, read_run_recipe
-from lockstep.config.recorded import CONFIG, find_location_keys
+from lockstep.config.base import section_to_dict
+from lockstep.config.load import LoadedConfig, load_text, read_run_recipe
+from lockstep.config.recorded import CONFIG_NAME, find_location_keys
 from lockstep.core.order import Step
 from lockstep.core.shard import NamedTensors
 from lockstep.data.base import NoTransforms
@@ -35,24 +35,24 @@ from lockstep.ranks.status import RankStatus
 from lockstep.replay.examine import ObservedTask, observe_step
 from lockstep.replay.trace import Trace, TraceHeader
 from lockstep.reporting.jsonl import EVENTS, read_last_event
-from lockstep.run.checkpoints import engine_state
-from lockstep.run.evaluation import EvalRequest, check_code
+from lockstep.run.checkpoints import get_engine_state
+from lockstep.run.evaluation import EvalRequest, check_user_code
 from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import run_on_ranks
 from lockstep.runs import digest_file
 from lockstep.setup.build import open_recipe_data
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun, prepare_run
-from lockstep.setup.resume import evaluation_state, resume_state
-from lockstep.tasks.base import Build, MicroBatches
+from lockstep.setup.resume import get_evaluation_state, get_resume_state
+from lockstep.tasks.base import MicroBatches, ModelFactory
 from lockstep.training.checkpoint import saved_state, store
-from lockstep.training.checkpoint.signing import signing_key
+from lockstep.training.checkpoint.signing import read_signing_key
 from lockstep.training.digests import Digest, StepDigests
 from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.observer import ParameterNorms, StepObservations
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 from lockstep.training.update_norms import measure_update
 
 _DIGEST_INTERVAL: Final = Interval(steps=64)  # how often the digests of all ranks are summed
@@ -76,8 +76,8 @@ class ReplayRequest:
     """
 
     folder: Path
-    first: int
-    last: int
+    first_step: int
+    last_step: int
     overrides: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     trust: bool = False
@@ -93,12 +93,12 @@ class ReplayedStep:
     loss: float
     lr: float
     digest: int
-    recorded: int | None
+    recorded_digest: int | None
 
     @property
     def differs(self) -> bool:
         """Whether the digest differs from the recorded one. False if the run recorded none."""
-        return self.recorded not in (None, self.digest)
+        return self.recorded_digest not in (None, self.digest)
 
 
 @dataclass
@@ -111,14 +111,14 @@ class Replay:
     """
 
     folder: Path
-    start: int
+    start_step: int
     strategy: str
     processes: int
     steps: list[ReplayedStep] = field(default_factory=list)
     machine_differences: list[str] = field(default_factory=list)
     start_matches: bool | None = None  # whether the initial weights match the recorded digest; None without a digest
     parameter_norms: list[ParameterNorms] = field(default_factory=list)
-    samples: list[list[int]] = field(default_factory=list)
+    sample_indices: list[list[int]] = field(default_factory=list)
     observations: StepObservations | None = None
     get_sample_name: Callable[[int], str] = "sample {}".format
     trace: Trace | None = None
@@ -130,12 +130,14 @@ class Replay:
         loss: float,
         lr: float,
         digests: Mapping[DigestKey, int],
-        recorded: Mapping[DigestKey, int],
-        first: int,
+        recorded_digests: Mapping[DigestKey, int],
+        first_step: int,
     ) -> None:
-        """Add a replayed step. Steps before `first` are only added if the run recorded their digest."""
-        if step >= first or (step, False) in recorded:
-            self.steps.append(ReplayedStep(step, loss, lr, digests.get((step, False), 0), recorded.get((step, False))))
+        """Add a replayed step. Steps before `first_step` are only added if the run recorded their digest."""
+        if step >= first_step or (step, False) in recorded_digests:
+            self.steps.append(
+                ReplayedStep(step, loss, lr, digests.get((step, False), 0), recorded_digests.get((step, False)))
+            )
 
     @property
     def first_difference(self) -> ReplayedStep | None:
@@ -146,12 +148,12 @@ class Replay:
 class RunToReplay(NamedTuple):
     """A run to replay: its configuration, and the checkpoint to start from, or None for the initial weights."""
 
-    loaded: Loaded
+    loaded: LoadedConfig
     checkpoint: Path | None
-    start: int  # step of the checkpoint
-    last: int  # last step to replay
-    machine: Path | None  # checkpoint that describes the machine of the run
-    digests: Mapping[DigestKey, int]
+    start_step: int  # step of the checkpoint
+    last_step: int  # last step to replay
+    machine_checkpoint: Path | None  # checkpoint that describes the machine of the run
+    recorded_digests: Mapping[DigestKey, int]
 
 
 def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int:
@@ -168,31 +170,35 @@ def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int
 
 def open_run(request: ReplayRequest) -> RunToReplay:
     """Read the configuration of the run and find the checkpoint to start from. Raises UsageError on failure."""
-    folder, config = request.folder, request.folder / CONFIG
+    folder, config = request.folder, request.folder / CONFIG_NAME
     if not config.is_file():
         raise UsageError(
             f"{folder}: contains a run of a custom training loop; pass its script, such as -- python train.py"
             if (folder / EVENTS).exists()
             else f"{folder}: not a run folder; pass the folder of a run"
         )
-    check_step_reached(folder, request.last)
-    text = json.dumps({"recipe": values(read_run_recipe(config))})
+    check_step_reached(folder, request.last_step)
+    text = json.dumps({"recipe": section_to_dict(read_run_recipe(config))})
     override_words = ["placement.processes=1", *request.overrides, *request.changes]
     loaded = load_text(text, str(config), folder.name, override_words)
-    code = check_code(EvalRequest(str(folder), request.overrides, request.trust, command="replay"), loaded)
-    data_keys = {f"recipe.{key}" for key in find_location_keys(values(loaded.config.recipe)) if key.startswith("data.")}
+    code = check_user_code(EvalRequest(str(folder), request.overrides, request.trust, command="replay"), loaded)
+    data_keys = {
+        f"recipe.{key}" for key in find_location_keys(section_to_dict(loaded.config.recipe)) if key.startswith("data.")
+    }
     for word in request.overrides:
         key = word.partition("=")[0]
         if not (key.startswith(_OVERRIDABLE_PREFIXES) or key in data_keys or key in code):
             raise UsageError(f"{key}: would change the run; to see its effect, pass it with --change")
     checkpoints = _list_checkpoints(folder)
-    start, checkpoint = find_checkpoint_before(folder, request.first)
+    start, checkpoint = find_checkpoint_before(folder, request.first_step)
     if checkpoint is None and loaded.config.recipe.start is not None:
         later = f"; replay steps after {min(checkpoints)[0]}" if checkpoints else ""
-        raise UsageError(f"{folder}: the run started from weights of another run, which this folder lacks{later}")
+        raise UsageError(
+            f"{folder}: the run started from weights of a different run, which are not in this folder{later}"
+        )
     digests = read_recorded_digests(folder)
     return RunToReplay(
-        loaded, checkpoint, start, request.last, checkpoint or max(checkpoints, default=(0, None))[1], digests
+        loaded, checkpoint, start, request.last_step, checkpoint or max(checkpoints, default=(0, None))[1], digests
     )
 
 
@@ -215,18 +221,18 @@ def find_checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
 
 def read_recorded_digests(folder: Path) -> dict[DigestKey, int]:
     """Return the digests that a run recorded, by step and kind."""
-    return {(digest.step, digest.weights): digest.value for digest in digest_file.read(folder / digest_file.DIGESTS)}
+    return {(digest.step, digest.is_weights): digest.value for digest in digest_file.read(folder / digest_file.DIGESTS)}
 
 
 def _list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    return [(store.parse_step(path) or 0, path) for path in store.checkpoints(folder / store.FOLDER)]
+    return [(store.parse_step(path) or 0, path) for path in store.list_checkpoints(folder / store.FOLDER)]
 
 
 def _prepare_replay(run: RunToReplay, processes: int | None = None) -> PreparedRun:
     prepared = prepare_run(run.loaded, processes)
     total = prepared.setup.steps.total
-    if run.last > total:
-        raise UsageError(f"step {run.last}: the run has {total} steps; use one of these steps")
+    if run.last_step > total:
+        raise UsageError(f"step {run.last_step}: the run has {total} steps; use one of these steps")
     return prepared
 
 
@@ -241,7 +247,7 @@ def _run_rank(
         prepared = shared[1] if shared else _prepare_replay(run, rendezvous.info.size)
         progress = Progress()
         with session.open_world() as world:
-            rendezvous.status = lambda: RankStatus("training", progress.step)
+            rendezvous.get_status = lambda: RankStatus("training", progress.step)
             result = _StepReplayer(request, run, prepared, world, progress).run()
             code = (
                 EXIT_DONE
@@ -275,13 +281,15 @@ class _StepReplayer:
         self._engine: Engine
         self._loader: Loader
         prepared = replace(prepared, setup=self._setup)
-        self._engine, self._loader = start_engine(prepared, world, resumes=run.checkpoint is not None)
-        self._replay = Replay(request.folder, run.start, prepared.resolved.strategy_name, world.size)
+        self._engine, self._loader = start_engine(prepared, world, is_resumed=run.checkpoint is not None)
+        self._replay = Replay(request.folder, run.start_step, prepared.resolved.strategy_name, world.size)
         if request.with_trace:
             numerics = machine.make_fingerprint(world.device, compiled=setup.recipe.compile)
-            self._replay.trace = Trace(TraceHeader(step=request.last, numerics=numerics, sources=setup.source))
+            self._replay.trace = Trace(
+                TraceHeader(step=request.last_step, numerics=numerics, sources=setup.source_hashes)
+            )
         self._new_digests: list[Digest] = []
-        self._digests = StepDigests(world, self._engine.gradients, self._new_digests.extend, every=1)
+        self._digests = StepDigests(world, self._engine.gradients, self._new_digests.extend, interval=1)
         self._sums: list[Sums] = []
         self._rates: list[float] = []
         self._step: Step
@@ -289,14 +297,16 @@ class _StepReplayer:
     def run(self) -> Replay:
         """Replay the steps and return the result, which is only complete on rank 0."""
         self._resume()
-        self._digests.add_weights(self._opened_run.start, self._engine.state().model)
-        plan = replace(self._setup.plan(log=_DIGEST_INTERVAL, save=NEVER), figures=None, stop_on_nonfinite=False)
-        reports = StepReports(self._world, plan, self._progress, self._digests)
+        self._digests.add_weights(self._opened_run.start_step, self._engine.state().model)
+        plan = replace(
+            self._setup.make_plan(log=_DIGEST_INTERVAL, save=NEVER), compute_metrics=None, stop_on_nonfinite=False
+        )
+        reports = StepReporter(self._world, plan, self._progress, self._digests)
         for _ in train(self, reports, iterate_training_steps(self._batches, reports, save=lambda _: [])):
             pass
         self._digests.collect()
         self._engine.close()
-        self._compare()
+        self._compare_digests()
         return self._replay
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
@@ -321,18 +331,18 @@ class _StepReplayer:
         )
         return update
 
-    def _trace_tensors(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
+    def _trace_tensors(self, phase: str, get_tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and unsharded value of each tensor, after adding it to the trace, if any."""
-        for name, tensor in iterate_full_tensors(self._world, tensors()):
+        for name, tensor in iterate_full_tensors(self._world, get_tensors()):
             if self._replay.trace is not None:
-                self._replay.trace.add(part, "", name, tensor)
+                self._replay.trace.add(phase, "", name, tensor)
             yield name, tensor
 
     @property
     def _is_examined(self) -> bool:
-        return self._request.with_observations and self._step.number + 1 == self._request.last
+        return self._request.with_observations and self._step.number + 1 == self._request.last_step
 
-    def _record_models(self, build: Build) -> Build:
+    def _record_models(self, build: ModelFactory) -> ModelFactory:
         def build_and_record() -> nn.Module:
             self._models.append(build())
             return self._models[-1]
@@ -343,18 +353,18 @@ class _StepReplayer:
         path = self._opened_run.checkpoint
         if path is None:
             return
-        snapshot = store.load(path, key=signing_key(self._opened_run.loaded.config.run.key_file)).snapshot
-        check = evaluation_state if self._request.changes else resume_state
+        snapshot = store.load(path, key=read_signing_key(self._opened_run.loaded.config.run.key_file)).snapshot
+        check = get_evaluation_state if self._request.changes else get_resume_state
         state = check(path, snapshot, self._setup)
-        self._engine.load(engine_state(snapshot))
+        self._engine.load(get_engine_state(snapshot))
         vars(self._progress).update(vars(state.progress))
 
     def _batches(self, first: int) -> Iterator[tuple[Step, MicroBatches]]:
-        return islice(self._loader.iterate_steps(first), self._request.last - first)
+        return islice(self._loader.iterate_steps(first), self._request.last_step - first)
 
     def _examine(self, microbatches: MicroBatches, step: Step) -> None:
         """Record the samples of the step. If a single process runs the full model, observe the step too."""
-        self._replay.samples = self._loader.get_sample_indices(step)
+        self._replay.sample_indices = self._loader.get_sample_indices(step)
         self._replay.get_sample_name = self._setup.data.get_sample_name
         trace = self._replay.trace
         if self._world.size == 1 and isinstance(self._engine, Auditable) and not self._setup.recipe.compile:
@@ -369,28 +379,28 @@ class _StepReplayer:
                 "recipe.compile=false and --change recipe.model.chunks=1"
             )
 
-    def _compare(self) -> None:
-        recorded = {} if self._request.changes else self._opened_run.digests
-        digests = {(digest.step, digest.weights): digest.value for digest in self._new_digests}
-        start_key = self._opened_run.start, True
+    def _compare_digests(self) -> None:
+        recorded = {} if self._request.changes else self._opened_run.recorded_digests
+        digests = {(digest.step, digest.is_weights): digest.value for digest in self._new_digests}
+        start_key = self._opened_run.start_step, True
         if start_key in recorded and start_key in digests:
             self._replay.start_matches = recorded[start_key] == digests[start_key]
-        for step, (sums, lr) in enumerate(zip(self._sums, self._rates, strict=True), self._opened_run.start + 1):
-            self._replay.add_step(step, float(sums.loss), lr, digests, recorded, self._request.first)
+        for step, (sums, lr) in enumerate(zip(self._sums, self._rates, strict=True), self._opened_run.start_step + 1):
+            self._replay.add_step(step, float(sums.loss), lr, digests, recorded, self._request.first_step)
             if self._replay.trace is not None:
-                self._replay.trace.head.steps[step] = f"{digests.get((step, False), 0):016x}"
+                self._replay.trace.header.steps[step] = f"{digests.get((step, False), 0):016x}"
         if self._replay.first_difference is not None:
-            self._replay.machine_differences = self._differences()
+            self._replay.machine_differences = self._list_machine_differences()
 
-    def _differences(self) -> list[str]:
+    def _list_machine_differences(self) -> list[str]:
         """List the differences between this machine and that of the run: libraries, hardware and user source files."""
-        path = self._opened_run.machine
+        path = self._opened_run.machine_checkpoint
         if path is None:
             return []
         state = saved_state.parse_state(path, store.load(path).snapshot.state)
         numerics = machine.make_fingerprint(self._world.device, compiled=self._setup.recipe.compile)
-        lines = machine.numerics_differences(state.numerics, numerics)
-        if changed := source_changes(state.source, self._setup.source):
+        lines = machine.describe_fingerprint_differences(state.numerics, numerics)
+        if changed := describe_source_changes(state.source, self._setup.source_hashes):
             lines.append(f"your source files changed since step {state.progress.step} was saved: {changed}")
         return lines
 
@@ -401,5 +411,5 @@ def list_samples(request: ReplayRequest) -> Iterator[str]:
     data = open_recipe_data(recipe)
     steps = planning.compute_steps(recipe, len(data.train))
     loader = Loader(data, steps, recipe.microbatches, NoTransforms(), torch.device("cpu"), recipe.seed)
-    for index, numbers in enumerate(loader.get_sample_indices(steps[request.first - 1])):
+    for index, numbers in enumerate(loader.get_sample_indices(steps[request.first_step - 1])):
         yield from (f"micro-batch {index}  {data.get_sample_name(number)}" for number in numbers)

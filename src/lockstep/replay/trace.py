@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.common import plainfile
 from lockstep.core.digest import Digests
-from lockstep.device.machine import numerics_differences
+from lockstep.device.machine import describe_fingerprint_differences
 from lockstep.errors import UsageError
 
 _MAX_TRACE_BYTES: Final = 1 << 30  # maximum size of a trace file to read
@@ -30,7 +30,7 @@ class TracedTensor(NamedTuple):
     The norm is stored as text, because it may be infinite or NaN.
     """
 
-    part: _ShortText
+    phase: _ShortText
     module: _ShortText
     name: _ShortText
     kind: _ShortText
@@ -39,7 +39,7 @@ class TracedTensor(NamedTuple):
 
     def __str__(self) -> str:
         within = f" in {self.module}" if self.module else ""
-        return f"{self.part}: {self.name}{within}, {self.kind}"
+        return f"{self.phase}: {self.name}{within}, {self.kind}"
 
 
 class TraceHeader(BaseModel):
@@ -61,25 +61,25 @@ class TraceHeader(BaseModel):
 class Trace:
     """The tensors of a step, in the order in which they were computed."""
 
-    head: TraceHeader
+    header: TraceHeader
     tensors: list[TracedTensor] = field(default_factory=list)
     _digests: Digests = field(default_factory=Digests)
 
-    def add(self, part: str, module: str, name: str, tensor: Tensor) -> None:
+    def add(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
         """Add a tensor with its current value."""
         tensor = tensor.detach()
         norm = float(torch.linalg.vector_norm(tensor.double()))
         kind = f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
         self.tensors.append(
-            TracedTensor(part, module, name, kind, f"{int(self._digests.digest(tensor)):x}", f"{norm:.9g}")
+            TracedTensor(phase, module, name, kind, f"{int(self._digests.compute_digest(tensor)):x}", f"{norm:.9g}")
         )
 
     def to_text(self) -> str:
         """Return the content of the trace file in JSON Lines format."""
-        return "".join(f"{line}\n" for line in (self.head.model_dump_json(), *map(json.dumps, self.tensors)))
+        return "".join(f"{line}\n" for line in (self.header.model_dump_json(), *map(json.dumps, self.tensors)))
 
 
-def read(path: Path) -> tuple[TraceHeader, list[TracedTensor]]:
+def read_trace(path: Path) -> tuple[TraceHeader, list[TracedTensor]]:
     """Read a trace file. Raises UsageError if it can't be read or isn't a trace."""
     try:
         first, *lines = plainfile.read_bytes(path, _MAX_TRACE_BYTES).decode().splitlines()
@@ -91,9 +91,9 @@ def read(path: Path) -> tuple[TraceHeader, list[TracedTensor]]:
         raise UsageError(f"{path}: not a trace; write one with `lockstep replay RUN --step N --trace FILE`") from error
 
 
-def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
+def compare_traces(left: Path, right: Path) -> tuple[bool, list[str]]:
     """Return whether two traces are equal, and a report as lines. Raises UsageError for traces of different steps."""
-    (head, tensors), (right_head, right_tensors) = read(left), read(right)
+    (head, tensors), (right_head, right_tensors) = read_trace(left), read_trace(right)
     if head.step != right_head.step:
         raise UsageError(
             f"{left} traces step {head.step}, but {right} traces step {right_head.step}; trace the same step"
@@ -107,23 +107,25 @@ def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
     ]
 
 
-def _compare_machines(head: TraceHeader, other_head: TraceHeader) -> Iterator[str]:
-    yield from numerics_differences(head.numerics, other_head.numerics)
-    names = sorted({*head.sources, *other_head.sources})
-    yield from (f"{name}: different file" for name in names if head.sources.get(name) != other_head.sources.get(name))
+def _compare_machines(header: TraceHeader, other_header: TraceHeader) -> Iterator[str]:
+    yield from describe_fingerprint_differences(header.numerics, other_header.numerics)
+    names = sorted({*header.sources, *other_header.sources})
+    yield from (
+        f"{name}: different file" for name in names if header.sources.get(name) != other_header.sources.get(name)
+    )
 
 
-def _compare_earlier_steps(head: TraceHeader, other_head: TraceHeader) -> Iterator[str]:
-    steps = (step for step in sorted({*head.steps} & {*other_head.steps}) if step < head.step)
-    first_step = next((step for step in steps if head.steps[step] != other_head.steps[step]), None)
+def _compare_earlier_steps(header: TraceHeader, other_header: TraceHeader) -> Iterator[str]:
+    steps = (step for step in sorted({*header.steps} & {*other_header.steps}) if step < header.step)
+    first_step = next((step for step in steps if header.steps[step] != other_header.steps[step]), None)
     if first_step is not None:
         yield f"step {first_step} already differs; trace step {first_step}"
 
 
 def _compare_tensors(before: Sequence[TracedTensor], after: Sequence[TracedTensor]) -> Iterator[str]:
     """Yield lines about the first tensor that is missing from either trace, and the first tensor that differs."""
-    after_tensors = dict(_add_keys(after))
-    before_tensors = dict(_add_keys(before))
+    after_tensors = dict(_iterate_with_keys(after))
+    before_tensors = dict(_iterate_with_keys(before))
     for side, tensors, opposite in (("before", before_tensors, after_tensors), ("now", after_tensors, before_tensors)):
         if unmatched := next((tensor for key, tensor in tensors.items() if key not in opposite), None):
             yield f"only {side}: {unmatched}, and {len(tensors.keys() - opposite.keys()) - 1:,} more"
@@ -136,7 +138,7 @@ def _compare_tensors(before: Sequence[TracedTensor], after: Sequence[TracedTenso
         yield f"{is_equal.count(False):,} of {len(pairs):,} tensors differ"
 
 
-def _add_keys(tensors: Sequence[TracedTensor]) -> Iterator[tuple[tuple[str, int], TracedTensor]]:
+def _iterate_with_keys(tensors: Sequence[TracedTensor]) -> Iterator[tuple[tuple[str, int], TracedTensor]]:
     """Yield (key, tensor) pairs. A key is the tensor's description and the number of earlier tensors that share it."""
     count: Counter[str] = Counter()
     for tensor in tensors:

@@ -17,11 +17,11 @@ KEY_HEIGHT: Final = 19  # height of a legend line in px
 _MAX_LEGEND_KEYS: Final = 8  # a bar chart with more segments has no legend, because colors would repeat
 _BAR_HEIGHT: Final = 40
 _CELL_HEIGHT: Final = 26
-_MAX_TICK_CHARS: Final = 16  # longer tick labels are truncated
+_MAX_TICK_CHARS: Final = 16  # longer texts of ticks are truncated
 _MAX_TICKS: Final = 16
 # Colors of low and high values, for cells on the diagonal and for all other cells. They are light enough for dark text.
-_SHADES: Final = (("#d9ecf7", "#56b4e9"), ("#fdebd3", "#e69f00"))
-_ON_SHADES: Final = "#1b1f24"
+_CELL_COLORS: Final = (("#d9ecf7", "#56b4e9"), ("#fdebd3", "#e69f00"))
+_CELL_TEXT_COLOR: Final = "#1b1f24"
 RUNS: Final = "runs"  # heading of the list of runs in the page legend
 _MAX_MARKERS: Final = 60  # a line has markers only if it has fewer points
 
@@ -47,7 +47,7 @@ class Chart:
 
 def make_curve_chart(
     title: str,
-    lines: Mapping[str, Sequence[Point]],
+    curves: Mapping[str, Sequence[Point]],
     y: str,
     *,
     training: Mapping[str, Sequence[Point]] | None = None,
@@ -68,14 +68,14 @@ def make_curve_chart(
     """
     data = []
     by_training = training or {}
-    places = _index_names([*names, *lines, *by_training])
-    for name in sorted({*lines, *by_training}, key=places.__getitem__):
+    places = _index_names([*names, *curves, *by_training])
+    for name in sorted({*curves, *by_training}, key=places.__getitem__):
         if name in by_training:
             thin = _make_curve_trace(name, places[name], by_training[name], "training", noisy=True)
             data.append({**thin, "line": thin["line"] | {"width": 1}, "opacity": 0.7})
-        if name in lines:
+        if name in curves:
             part = "validation" if by_training else ""
-            data.append(_make_curve_trace(name, places[name], lines[name], part, noisy=noisy))
+            data.append(_make_curve_trace(name, places[name], curves[name], part, noisy=noisy))
     layout = _make_layout("samples", y, 0)
     if percent:
         layout["yaxis"]["tickformat"] = ".0%"
@@ -111,7 +111,7 @@ def make_line_chart(
     places = _index_names([*names, *series])
     for name, points in series.items():
         line = _GRAY if name == ideal else _get_line_style(places[name])
-        trace = _make_trace(name, [point[0] for point in points], [point[1] for point in points], line, size=8)
+        trace = _make_trace(name, [point[0] for point in points], [point[1] for point in points], line, marker_size=8)
         trace["meta"] = {"name": name, "place": places[name], "part": ""}
         data.append({**trace, "mode": "lines"} if name == ideal else trace)
     layout = _make_layout(x, y, 0 if legend else len(data))
@@ -129,7 +129,7 @@ def make_line_chart(
 def make_bar_chart(
     title: str,
     x: str,
-    parts: Mapping[str, Sequence[float]],
+    segments: Mapping[str, Sequence[float]],
     bar_names: Sequence[str],
     *,
     stacked: bool = True,
@@ -145,11 +145,11 @@ def make_bar_chart(
             "type": "bar",
             "orientation": "h",
             "name": escape_text(name),
-            "x": [_finite_or_none(value) for value in values],
+            "x": [_replace_non_finite(value) for value in values],
             "y": [escape_text(each).replace(", ", ",<br>", 1) for each in bar_names],
             "marker": {"color": _COLORS[number % len(_COLORS)]},
         }
-        for number, (name, values) in enumerate(parts.items())
+        for number, (name, values) in enumerate(segments.items())
     ]
     keys = len(data) if len(data) <= _MAX_LEGEND_KEYS else 0
     layout = _make_layout(x, "", keys)
@@ -180,7 +180,7 @@ def make_matrix_chart(
     def make_heatmap(diagonal: bool) -> dict[str, Any]:
         own = [[bool(counts[row][column]) and (row == column) == diagonal for column in places] for row in places]
         z = [[shares[row][column] if own[row][column] else None for column in places] for row in places]
-        few, many = _SHADES[not diagonal]
+        few, many = _CELL_COLORS[not diagonal]
         return {
             "type": "heatmap",
             "x": places,
@@ -191,10 +191,11 @@ def make_matrix_chart(
             "colorscale": [[0, few], [1, many]],
             "showscale": False,
             "text": [
-                [_format_short(counts[row][column]) if own[row][column] else "" for column in places] for row in places
+                [_format_short_count(counts[row][column]) if own[row][column] else "" for column in places]
+                for row in places
             ],
             "texttemplate": "%{text}",
-            "textfont": {"color": _ON_SHADES},
+            "textfont": {"color": _CELL_TEXT_COLOR},
             "hovertext": hovers,
             "hoverinfo": "text",
             "hoverongaps": False,
@@ -230,15 +231,15 @@ def escape_text(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def _format_short(count: int) -> str:
+def _format_short_count(count: int) -> str:
     """Return a count as text that fits in a matrix cell, such as `12k`."""
     sizes = ((999_500_000, 1e9, "G"), (999_500, 1e6, "M"), (9_999, 1e3, "k"))
     return next((f"{count / unit:.3g}{sign}" for least, unit, sign in sizes if count > least), str(count))
 
 
-def _make_layout(x: str, y: str, legend_entries: int) -> dict[str, Any]:
+def _make_layout(x: str, y: str, num_legend_entries: int) -> dict[str, Any]:
     """Return the plotly layout of a chart. A legend with a single entry is hidden."""
-    entries = legend_entries if legend_entries > 1 else 0
+    entries = num_legend_entries if num_legend_entries > 1 else 0
     return {
         "height": _HEIGHT + KEY_HEIGHT * entries,
         "autosize": True,
@@ -252,26 +253,35 @@ def _make_layout(x: str, y: str, legend_entries: int) -> dict[str, Any]:
 
 
 def _make_trace(
-    name: str, x: Sequence[float], y: Sequence[float], line: Mapping[str, Any], size: int
+    name: str, x: Sequence[float], y: Sequence[float], line_style: Mapping[str, Any], marker_size: int
 ) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(x) < _MAX_MARKERS else "lines",
         "name": escape_text(name),
         "x": x,
-        "y": [_finite_or_none(value) for value in y],
-        "line": line,
-        "marker": {"size": size},
+        "y": [_replace_non_finite(value) for value in y],
+        "line": line_style,
+        "marker": {"size": marker_size},
     }
 
 
-def _make_curve_trace(name: str, place: int, points: Sequence[Point], part: str, *, noisy: bool) -> dict[str, Any]:
+def _make_curve_trace(
+    name: str, color_index: int, points: Sequence[Point], split_name: str, *, noisy: bool
+) -> dict[str, Any]:
     samples = [point.samples for point in points]
     seconds = [round(point.seconds, 3) for point in points]
-    meta = {"samples": samples, "seconds": seconds, "noisy": noisy, "name": name, "place": place, "part": part}
-    full = f"{name}, {part}" if part else name
+    meta = {
+        "samples": samples,
+        "seconds": seconds,
+        "noisy": noisy,
+        "name": name,
+        "place": color_index,
+        "part": split_name,
+    }
+    full = f"{name}, {split_name}" if split_name else name
     return {
-        **_make_trace(full, samples, [point.value for point in points], _get_line_style(place), size=5),
+        **_make_trace(full, samples, [point.value for point in points], _get_line_style(color_index), marker_size=5),
         "meta": meta,
     }
 
@@ -286,6 +296,6 @@ def _get_line_style(index: int) -> dict[str, Any]:
     return {"color": _COLORS[index % len(_COLORS)], "dash": _DASHES[index // len(_COLORS) % len(_DASHES)]}
 
 
-def _finite_or_none(value: float) -> float | None:
+def _replace_non_finite(value: float) -> float | None:
     """Replace NaN and infinity by None, because JSON doesn't support them. plotly draws a gap at None."""
     return value if math.isfinite(value) else None

@@ -12,20 +12,20 @@ from lockstep.reporting import wording
 from lockstep.reporting.terminal import is_interactive, make_console, make_progress_line, start_live
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
 
-_SECONDS_BETWEEN_DRAWINGS: Final = 0.1
+_REFRESH_INTERVAL_S: Final = 0.1
 
 
 @final
 class Console:
-    """An event sink that writes to `stream`. `terminal` overrides the detection of whether the stream is a terminal.
+    """An event sink that writes to `stream`. `is_terminal` overrides the detection of whether the stream is a terminal.
 
     `run_dir` is the run folder, or None if the run doesn't save anything. `rate_rule` is a line of text that explains
     the learning rate. On a terminal, steps update a live display, and all other events are printed above it. Always
     call `close`, even after an error, to clear the live display.
     """
 
-    def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
-        self._rich = make_console(stream, terminal)
+    def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, is_terminal: bool | None = None) -> None:
+        self._rich = make_console(stream, is_terminal)
         self._has_live_display = is_interactive(self._rich)
         self._stream = stream
         self._run_dir = run_dir
@@ -50,15 +50,17 @@ class Console:
                 self._print_line(wording.format_evaluation_line(event))
                 self._evaluated = wording.format_task_metrics(event.figures, event.fractions)
             case Logged():
-                self._print_line(wording.log_line(event))
+                self._print_line(wording.format_log_line(event))
             case Skipped():
-                for line in wording.skip_lines(event):
+                for line in wording.format_skip_lines(event):
                     self._print_line(line)
             case Saved():
-                self._print_line(wording.save_line(event))
+                self._print_line(wording.format_save_line(event))
             case Stopped():
                 self.close()
-                self._print_line(wording.stop_line(event, self._run_dir, self._run is None or bool(self._run.task)))
+                self._print_line(
+                    wording.format_stop_line(event, self._run_dir, self._run is None or bool(self._run.task))
+                )
             case Done():
                 self.close()
                 self._print_summary(event)
@@ -77,7 +79,7 @@ class Console:
         self._is_extended = self._run is not None
         self._run = event
         if not self._is_extended:
-            for line in wording.start_lines(event, self._rate_rule):
+            for line in wording.format_start_lines(event, self._rate_rule):
                 self._print_line(line)
         self._start_time, self._last_drawn, self._evaluated, self._running_means = (
             time,
@@ -97,7 +99,7 @@ class Console:
             figures = wording.format_step_metrics(event, run, means=self._running_means.add(event))
             memory, left = format_bytes(event.peak_bytes), self._format_time_left(event, run, time)
             self._print_line(f"{wording.format_position(event, run)}  {figures}  {memory}  {left}")
-        elif time - self._last_drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
+        elif time - self._last_drawn >= _REFRESH_INTERVAL_S or event.step == run.steps:
             self._last_drawn = time
             left = self._format_time_left(event, run, time)
             bar = make_progress_line(wording.format_position(event, run), event.step, run.steps, left)

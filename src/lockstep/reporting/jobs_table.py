@@ -13,7 +13,7 @@ from lockstep.reporting.terminal import create_table, make_console, print_unwrap
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
 _BEST_COLUMN_INDEX: Final = 3  # index of the column before which `best` is inserted
 _KEY_COLUMNS_INDEX: Final = 6  # index of the column before which the differing keys are inserted
-_NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
+_NUMERIC_COLUMNS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
 _MAX_KEY_COLUMNS: Final = (
     5  # maximum number of differing keys with a column; the remaining keys are listed below the table
 )
@@ -36,7 +36,7 @@ def print_overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal
         (headings[key], [_truncate(each.get(key, "")) for each in settings]) for key in headings
     ]
     shown = {heading: column for heading, column in columns if any(column)}
-    texts = [heading for heading in shown if heading not in _NUMBERS]
+    texts = [heading for heading in shown if heading not in _NUMERIC_COLUMNS]
     print_unwrapped(console, create_table(console, shown, [STYLES.get(run.state, "red") for run in runs], texts))
     lines = [f"the runs also differ in {', '.join(keys[_MAX_KEY_COLUMNS:])}"] if keys[_MAX_KEY_COLUMNS:] else []
     for line in [*lines, *describe_endings(runs)]:
@@ -52,7 +52,7 @@ def to_json_dicts(runs: Sequence[RunView]) -> list[dict[str, Any]]:
             "state": run.state,
             **_get_status_fields(run.status),
             "job": run.job,
-            "slurm": run.queued or None,
+            "slurm": run.job_state or None,
             "failure": run.failure or None,
             "differs": {key: known.get(key) for key in keys},
         }
@@ -89,7 +89,7 @@ def format_cells(run: RunView, now: float) -> tuple[str, ...]:
         "" if figure is None else f"{figure.name} {wording.format_value(figure.value, figure.is_fraction)}",
         format_loss(run.history),
         wording.format_out_of(status.step, status.steps),
-        f"{run.job or ''} {run.queued}".strip(),
+        f"{run.job or ''} {run.job_state}".strip(),
         "" if ended or status.left_s is None else wording.format_duration(status.left_s),
         "" if status.time is None else format_age(now - status.time),
         "" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}",

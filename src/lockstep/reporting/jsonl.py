@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from lockstep.common import plainfile, schemas
-from lockstep.errors import HostError, UsageError, os_error_as
+from lockstep.errors import HostError, UsageError, convert_os_error
 from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
-_END_BYTES: Final = 65_536
+_TAIL_BYTES: Final = 65_536
 _HEAD_BYTES: Final = 256  # number of bytes that identify a log; they contain the timestamp of the first event
 _MAX_LINE_BYTES: Final = 1 << 20  # maximum length of a line; a typical event has a few hundred bytes
 
@@ -33,7 +33,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with os_error_as(HostError, f"{path}: event not written"):
+        with convert_os_error(HostError, f"{path}: event not written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = plainfile.open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         _repair_last_line(self._descriptor)
@@ -43,7 +43,7 @@ class JsonLines:
         if not self._is_in_place():
             done = "replaced" if os.path.lexists(self._path) else "removed"
             raise HostError(f"{self._path}: was {done} while the run was writing to it; start the run again")
-        with os_error_as(HostError, f"{self._path}: event not written"):
+        with convert_os_error(HostError, f"{self._path}: event not written"):
             self._append(text.encode(errors="backslashreplace"))  # file names may not be valid UTF-8
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Tail:
 
     def read_new_events(self) -> Iterator[dict[str, Any]]:
         """Yield the new events. Yields nothing if the log doesn't exist, and raises UsageError if it can't be read."""
-        wrong = os_error_as(UsageError, f"{self._path}: cannot be read")
+        wrong = convert_os_error(UsageError, f"{self._path}: cannot be read")
         with wrong, suppress(FileNotFoundError), plainfile.open_reader(self._path) as file:
             file.seek(self._offset)
             # A line that exceeds the limit is read in several chunks, none of which is a valid event.
@@ -128,9 +128,9 @@ class Tail:
                 if (event := self._parse_event(line, number)) is not None:
                     yield event
 
-    def _parse_event(self, line: bytes, number: int) -> dict[str, Any] | None:
+    def _parse_event(self, line: bytes, line_number: int) -> dict[str, Any] | None:
         """Return the event in a line, or None if the line isn't an event. Raises UsageError for a newer schema."""
-        event, place = _parse_json(line), f"{self._path}:{number}"
+        event, place = _parse_json(line), f"{self._path}:{line_number}"
         if isinstance(event, dict):
             if "schema" in event:
                 schemas.check_schema(event["schema"], place)
@@ -154,8 +154,8 @@ def read_last_event(path: Path) -> dict[str, Any]:
     """Return the last event of a log, or an empty dict if there is none. Only the end of the file is read."""
     lines: list[bytes] = []
     with suppress(FileNotFoundError), plainfile.open_reader(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-        lines = file.read(_END_BYTES).splitlines()
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        lines = file.read(_TAIL_BYTES).splitlines()
     found = (
         _parse_json(line) for line in reversed(lines)
     )  # None for a partial line at the start or the end of the block

@@ -14,35 +14,35 @@ from lockstep.reporting.run_view import (
     RunView,
     format_eta,
     format_headline,
-    format_line,
     format_metrics,
     format_progress,
+    format_status_line,
     format_time_of_day,
     join_nonempty,
     select_latest_notices,
 )
 from lockstep.reporting.terminal import is_interactive, make_console, make_progress_line, start_live
-from lockstep.reporting.text_curve import text_curve
+from lockstep.reporting.text_curve import draw_text_curve
 
 _KIND_STYLES: Final = {"warning": "yellow", "start": "cyan", "evaluation": "", "checkpoint": "dim", "end": "bold"}
-_CURVE: Final = "loss/train"
-_CURVE_LINES: Final = 6  # height of the curve if there is a single run; otherwise, each curve has one line
-_NOTICES: Final = 8
-_WAITING: Final = "waiting for a run to start"
+_CURVE_NAME: Final = "loss/train"
+_CURVE_HEIGHT: Final = 6  # height of the curve if there is a single run; otherwise, each curve has one line
+_MAX_NOTICES: Final = 8
+_WAITING_MESSAGE: Final = "waiting for a run to start"
 _LINE_INTERVAL_S: Final = 10.0  # minimum number of seconds between progress lines of a run, if not on a terminal
 _INITIAL_NOTICES: Final = 5  # number of earlier notices that are printed at first, if not on a terminal
 
 
 @final
 class LiveView:
-    """Shows runs on `stream`. `terminal` overrides the detection of whether the stream is a terminal.
+    """Shows runs on `stream`. `is_terminal` overrides the detection of whether the stream is a terminal.
 
     On a terminal, `show` updates the view in place, and `close` clears the view. Otherwise, `show` prints lines about
     new events.
     """
 
-    def __init__(self, stream: TextIO, terminal: bool | None = None) -> None:
-        self._console = make_console(stream, terminal)
+    def __init__(self, stream: TextIO, is_terminal: bool | None = None) -> None:
+        self._console = make_console(stream, is_terminal)
         self._stream = stream
         self._live = start_live(self._console) if is_interactive(self._console) else None
         self._waiting_shown = False
@@ -54,12 +54,12 @@ class LiveView:
         if self._live is not None:
             plain = self._console.options.ascii_only
             size = (self._console.width, self._console.height)
-            self._live.update(render_runs(runs, now, *size, curves=not plain), refresh=True)
+            self._live.update(render_runs(runs, now, *size, show_curves=not plain), refresh=True)
             return
         found = [words for run in runs for words in self._collect_new_lines(run, now)]
         if not runs and not self._waiting_shown:
             self._waiting_shown = True
-            found = [_WAITING]
+            found = [_WAITING_MESSAGE]
         self._stream.write("".join(f"{words}\n" for words in found))
         self._stream.flush()
 
@@ -83,26 +83,26 @@ class LiveView:
             join_nonempty(run.name, format_time_of_day(each.time), each.text) for each in run.notices[-fresh:] if fresh
         ]
         written, before = self._last_lines.get(run.name, (0.0, ""))
-        words = format_line(run)
+        words = format_status_line(run)
         if words != before and format_progress(run) and now - written >= _LINE_INTERVAL_S and run.state == "running":
             self._last_lines[run.name] = (now, words)
             found.append(words)
         return found
 
 
-def render_runs(runs: Sequence[RunView], now: float, width: int, height: int, curves: bool = True) -> Group:
+def render_runs(runs: Sequence[RunView], now: float, width: int, height: int, show_curves: bool = True) -> Group:
     """Return the view of `runs` for a terminal of this size. If `show_curves` is False, the view is pure ASCII."""
-    parts: list[RenderableType] = [] if runs else [Text(_WAITING)]
+    parts: list[RenderableType] = [] if runs else [Text(_WAITING_MESSAGE)]
     alone = len(runs) == 1
     for run in runs:
-        parts += _render_run(run, now, width, _CURVE_LINES if alone else 1, curves)
-    for name, notice in select_latest_notices(runs, min(_NOTICES, max(height - len(parts) - 2, 0))):
+        parts += _render_run(run, now, width, _CURVE_HEIGHT if alone else 1, show_curves)
+    for name, notice in select_latest_notices(runs, min(_MAX_NOTICES, max(height - len(parts) - 2, 0))):
         words = join_nonempty(format_time_of_day(notice.time), "" if alone else name, notice.text)
         parts.append(Text(_truncate(words, width), _KIND_STYLES[notice.kind]))
     return Group(*parts)
 
 
-def _render_run(run: RunView, now: float, width: int, height: int, curves: bool) -> list[RenderableType]:
+def _render_run(run: RunView, now: float, width: int, height: int, show_curves: bool) -> list[RenderableType]:
     """Return the lines that show the state, progress, metrics and loss curve of a run."""
     status = run.status
     parts: list[RenderableType] = [Text(_truncate(format_headline(run), width), STYLES.get(run.state, "red") or "bold")]
@@ -115,14 +115,14 @@ def _render_run(run: RunView, now: float, width: int, height: int, curves: bool)
         parts.append(Text(_truncate(format_metrics(run), width)))
     if run.failure:
         parts.append(Text(run.failure, "red"))
-    points = run.history.curves.get(_CURVE, ())
-    if curves and (drawn := text_curve(points, max(min(width, 100) - 20, 10), height)):
+    points = run.history.curves.get(_CURVE_NAME, ())
+    if show_curves and (drawn := draw_text_curve(points, max(min(width, 100) - 20, 10), height)):
         values = [point.value for point in points if math.isfinite(point.value)]
         ends = {0: f"{max(values):.4g}", len(drawn) - 1: f"{min(values):.4g}"} if height > 1 else {0: ""}
         edge = "│" if height > 1 else ""
         parts += [Text(f"{ends.get(row, ''):>10} {edge}{text}", "cyan") for row, text in enumerate(drawn)]
         if height > 1:
-            parts.append(Text(f"{'':>11}{_CURVE} over samples", "dim"))
+            parts.append(Text(f"{'':>11}{_CURVE_NAME} over samples", "dim"))
     return [*parts, Text("")]
 
 

@@ -8,7 +8,7 @@ from lockstep.common.text import printable_line
 from lockstep.reporting import wording
 from lockstep.reporting.run_log import get_count, get_text, iterate_metrics
 
-Kind = Literal["start", "evaluation", "checkpoint", "warning", "end"]
+NoticeKind = Literal["start", "evaluation", "checkpoint", "warning", "end"]
 
 _MAX_CHARS: Final = 500  # maximum number of characters in a notice
 _MAX_TIME_S: Final = 1e11  # larger timestamps overflow in the functions of the time module
@@ -22,7 +22,7 @@ class Notice:
     """
 
     time: float | None
-    kind: Kind
+    kind: NoticeKind
     text: str
 
 
@@ -31,7 +31,7 @@ def make_notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset(
 
     Metrics whose names are in `fractions` are shown as percentages.
     """
-    if (found := _describe(event, fractions)) is None:
+    if (found := _describe_event(event, fractions)) is None:
         return None
     kind, words = found
     time = event.get("time")
@@ -39,7 +39,7 @@ def make_notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset(
     return Notice(known, kind, words[:_MAX_CHARS])
 
 
-def _describe(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, str] | None:
+def _describe_event(event: Mapping[str, Any], fraction_metrics: frozenset[str]) -> tuple[NoticeKind, str] | None:
     step = f"{get_count(event, 'step') or 0:,}"
     match event.get("event"):
         case "started":
@@ -61,7 +61,7 @@ def _describe(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind
         case "evaluated":
             named = iterate_metrics(event)
             words = ", ".join(
-                f"{name} {wording.format_metric(name, value, name in fractions)}" for name, value in named
+                f"{name} {wording.format_metric(name, value, name in fraction_metrics)}" for name, value in named
             )
             return "evaluation", f"evaluated after step {step}: {words}"
         case "saved":

@@ -32,13 +32,13 @@ class OptionalSink:
         if sink is not None:
             self._call_sink(sink.close)
 
-    def _call_sink(self, call: Callable[[], None]) -> None:
+    def _call_sink(self, operation: Callable[[], None]) -> None:
         # Client libraries draw retry delays from Python's global random number generator. Restore its state, because
         # the user's training loop may use it too.
         random_state = random.getstate()
         try:
             with UserCode(self._label):
-                call()
+                operation()
         except LockstepError as error:
             failed, self._sink = self._sink, None
             self._warn(f"warning: {error}; the sink is off, and the run continues without it")

@@ -159,7 +159,7 @@ def render_live_sections(sections: Sequence[Section]) -> list[dict[str, Any]]:
     ]
 
 
-def _render_document(title: str, sections: Sequence[Section], script: str, interval_ms: int) -> str:
+def _render_document(title: str, sections: Sequence[Section], script: str, refresh_interval_ms: int) -> str:
     from plotly.offline import get_plotlyjs
 
     plotly = get_plotlyjs().replace("</script", "<\\/script")  # an unescaped </script would end the script element
@@ -172,7 +172,7 @@ def _render_document(title: str, sections: Sequence[Section], script: str, inter
         sections=sections,
         figures=[Markup("" if text == "null" else text) for text in figures],
         first_listed=next((at for at, each in enumerate(sections) if isinstance(each, Chart) and each.legend), None),
-        interval_ms=interval_ms,
+        interval_ms=refresh_interval_ms,
         hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
         style=Markup(_read_file("page.css")),
         plotly=Markup(plotly),

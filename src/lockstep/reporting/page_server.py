@@ -20,14 +20,16 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Self, final
 
-from lockstep.errors import UsageError, os_error_as
+from lockstep.errors import UsageError, convert_os_error
 from lockstep.reporting.page import render_live_page, render_live_sections
 from lockstep.reporting.run_log import History
 from lockstep.reporting.run_page import make_live_sections, make_title
 from lockstep.reporting.run_view import RunView
 
 _POLL_MS: Final = 2_000  # polling interval of a live page in milliseconds
-_LINGER_S: Final = 2.5 * _POLL_MS / 1_000  # time to keep serving after the runs end, so that pages get the final update
+_FINAL_UPDATE_TIMEOUT_S: Final = (
+    2.5 * _POLL_MS / 1_000
+)  # time to keep serving after the runs end, so that pages get the final update
 _IDLE_TIMEOUT_S: Final = 10.0  # idle connections are closed after this time
 _MAX_CONNECTION_S: Final = (
     60.0  # maximum duration of a connection; a connection serves a single request for at most a few MB
@@ -85,7 +87,7 @@ class PageServer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._is_final and self._data_requested.is_set():
-            self._final_update_sent.wait(_LINGER_S)
+            self._final_update_sent.wait(_FINAL_UPDATE_TIMEOUT_S)
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -151,7 +153,7 @@ def _make_comparable_state(runs: Collection[RunView]) -> list[object]:
     return [replace(run, history=History(last=run.history.last, status=run.status), notices=()) for run in runs]
 
 
-def _make_server(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
+def _make_server(host: str, port: int, page_server: PageServer) -> ThreadingHTTPServer:
     class Responder(BaseHTTPRequestHandler):
         """Handles requests to the page server."""
 
@@ -159,7 +161,9 @@ def _make_server(host: str, port: int, server: PageServer) -> ThreadingHTTPServe
         server_version, sys_version = "lockstep", ""
 
         def do_GET(self) -> None:
-            found = server.get_response(self.path, self.headers.get("Host", ""), self.headers.get("If-None-Match", ""))
+            found = page_server.get_response(
+                self.path, self.headers.get("Host", ""), self.headers.get("If-None-Match", "")
+            )
             self.send_response(found.status)
             for name, value in _make_headers(found).items():
                 self.send_header(name, value)
@@ -169,7 +173,7 @@ def _make_server(host: str, port: int, server: PageServer) -> ThreadingHTTPServe
         def log_message(self, *_: object) -> None:
             """Print nothing, because the terminal shows the runs."""
 
-    with os_error_as(UsageError, f"--host {host}: not an address of this machine"):
+    with convert_os_error(UsageError, f"--host {host}: not an address of this machine"):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
 
     open_connections: dict[socket.socket, float] = {}  # start time of each open connection

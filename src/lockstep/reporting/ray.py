@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Stepped
 
-POINTER: Final = "lockstep.json"
+POINTER_FILE: Final = "lockstep.json"
 
 
 @final
@@ -18,8 +18,8 @@ class RayReport:
     reference to the run folder, from which a run resumes on any number of workers.
     """
 
-    def __init__(self, folder: str, lead: bool) -> None:
-        self._folder, self._lead = folder, lead
+    def __init__(self, folder: str, is_rank_0: bool) -> None:
+        self._folder, self._lead = folder, is_rank_0
         self._figures: dict[str, float] = {}
         self.reported = -1  # step of the last report
 
@@ -40,7 +40,7 @@ class RayReport:
         import ray.train
 
         with TemporaryDirectory() as place:
-            (Path(place) / POINTER).write_text(json.dumps({"run_dir": self._folder}) + "\n", encoding="utf-8")
+            (Path(place) / POINTER_FILE).write_text(json.dumps({"run_dir": self._folder}) + "\n", encoding="utf-8")
             ray.train.report(metrics, ray.train.Checkpoint.from_directory(place) if self._lead else None)
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class RunStart:
 
 
 @dataclass(frozen=True)
-class Save:
+class SavedCheckpoint:
     """A checkpoint after `step` steps and `seconds` of training. `duration_s` is the duration of the save."""
 
     step: int
@@ -98,7 +98,7 @@ class History:
 
     starts: list[RunStart] = field(default_factory=list)
     curves: dict[str, list[Point]] = field(default_factory=dict)
-    saves: list[Save] = field(default_factory=list)
+    saves: list[SavedCheckpoint] = field(default_factory=list)
     started: Mapping[str, Any] = field(default_factory=dict)
     last: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
@@ -118,11 +118,11 @@ class History:
         return get_text(self.started, "monitor") or "loss"
 
     @property
-    def figure(self) -> EvaluationMetric | None:
+    def metric(self) -> EvaluationMetric | None:
         """The monitored metric of the latest evaluation, or the first metric of the task if the loss is monitored."""
-        own = [key for key in self.evaluated if _get_curve_name("evaluated", key, of_model=True) == key]
+        own = [key for key in self.evaluated if _get_curve_name("evaluated", key, uses_model_weights=True) == key]
         name = self.monitor if self.monitor in own else next(iter(own), "")
-        value = self.evaluation_metric(name)
+        value = self.get_evaluation_metric(name)
         return None if value is None else EvaluationMetric(name, value, name in self.fractions)
 
     @property
@@ -130,11 +130,11 @@ class History:
         """The SHA-256 of the final weights, or an empty string if the run isn't done."""
         return get_text(self.last, "weights_sha256") if self.last.get("event") == "done" else ""
 
-    def evaluation_metric(self, name: str) -> float | None:
+    def get_evaluation_metric(self, name: str) -> float | None:
         """Return the loss or another metric of the latest evaluation, or None if it is missing."""
         return _parse_metric(self.evaluated.get(name))
 
-    def last_value(self, curve: str) -> float | None:
+    def get_last_value(self, curve: str) -> float | None:
         """Return the last value of a curve, or None if there is no such curve."""
         points = self.curves.get(curve)
         return points[-1].value if points else None
@@ -145,19 +145,19 @@ class History:
         return name in self.fractions or name == "mfu"
 
 
-def training_curve(metric: str) -> str:
+def get_training_curve_name(metric: str) -> str:
     """Return the name of the training curve of a metric."""
     return f"{metric}{_TRAINING_SUFFIX}"
 
 
-def evaluation_curve(metric: str) -> str:
+def get_evaluation_curve_name(metric: str) -> str:
     """Return the name of the evaluation curve of a metric."""
     return f"loss{_VALIDATION_SUFFIX}" if metric == "loss" else metric
 
 
-def metric_name(curve: str) -> str:
+def get_metric_name(curve: str) -> str:
     """Return the name of the metric of a training or evaluation curve."""
-    return "loss" if curve == evaluation_curve("loss") else curve.removesuffix(_TRAINING_SUFFIX)
+    return "loss" if curve == get_evaluation_curve_name("loss") else curve.removesuffix(_TRAINING_SUFFIX)
 
 
 def build_history(events: Iterable[Mapping[str, Any]]) -> History:
@@ -173,7 +173,7 @@ def describe_best_run(histories: Sequence[History]) -> list[str]:
 
     If all runs are equally good, or don't monitor the same metric, all strings are empty.
     """
-    judged = [each.evaluation_metric(each.monitor) for each in histories]
+    judged = [each.get_evaluation_metric(each.monitor) for each in histories]
     known = {value for value in judged if value is not None and not math.isnan(value)}
     # Older logs don't contain `higher`.
     directions = {(each.monitor, str(each.started.get("higher"))) for each in histories if each.evaluated}
@@ -190,7 +190,7 @@ class RunLog:
     def __init__(self) -> None:
         self._starts: list[RunStart] = []
         self._curves: dict[str, ThinnedCurve] = {}
-        self._saves: list[Save] = []
+        self._saves: list[SavedCheckpoint] = []
         self._started: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}
         self._skipped: set[str] = set()
@@ -234,11 +234,11 @@ class RunLog:
                 self._curves.setdefault(name, ThinnedCurve()).append(Point(step, samples, seconds, value))
         if kind == "saved":
             took, best = _get_number(event, "seconds") or 0.0, event.get("best") is True
-            self._saves.append(Save(step, seconds, took, best, get_text(event, "weights_sha256")))
+            self._saves.append(SavedCheckpoint(step, seconds, took, best, get_text(event, "weights_sha256")))
 
     def make_history(self) -> History:
         """Return the history of the events so far."""
-        curves = {name: curve.points() for name, curve in self._curves.items()}
+        curves = {name: curve.get_points() for name, curve in self._curves.items()}
         starts, saves = [*self._starts], [*self._saves]
         known = (self._started, self._last, self._seconds, self.make_status(), len(self._skipped), self._evaluated)
         return History(starts, curves, saves, *known)
@@ -260,7 +260,7 @@ class RunLog:
             samples_per_s=samples_per_s,
             left_s=(steps - step) / steps_per_s if steps_per_s and steps is not None and step is not None else None,
             loss=self._loss,
-            figure=History(started=started, evaluated=self._evaluated).figure,
+            figure=History(started=started, evaluated=self._evaluated).metric,
         )
 
     @property
@@ -323,7 +323,9 @@ def get_peak_bytes_by_rank(event: Mapping[str, Any]) -> list[float]:
 def _validate(event: Mapping[str, Any]) -> None:
     """Raise KeyError or ValueError if a required field is missing or has the wrong type."""
     kind = event.get("event")
-    required, validators = (_REQUIRED.get(kind, ()), _VALIDATORS.get(kind, {})) if isinstance(kind, str) else ((), {})
+    required, validators = (
+        (_REQUIRED_FIELDS.get(kind, ()), _VALIDATORS.get(kind, {})) if isinstance(kind, str) else ((), {})
+    )
     for key in required:
         if event.get(key) is None:
             raise KeyError(key)
@@ -344,14 +346,14 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < _MAX_COUNT
 
 
-def _parse_start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
+def _parse_start(event: Mapping[str, Any], step: int, elapsed_s: float) -> RunStart:
     again, processes = get_count(event, "again") or 0, get_count(event, "processes")
     strategy, device, resumed = (
         get_text(event, "strategy"),
         get_text(event, "device"),
         event.get("resumed_from") is not None,
     )
-    return RunStart(step, seconds, again, processes, strategy, device, resumed)
+    return RunStart(step, elapsed_s, again, processes, strategy, device, resumed)
 
 
 def _measure_speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
@@ -364,14 +366,14 @@ def _measure_speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float 
 
 
 @lru_cache(maxsize=1_000)  # a log has many events, but few distinct field names
-def _get_curve_name(kind: str, key: str, of_model: bool) -> str:
+def _get_curve_name(kind: str, key: str, uses_model_weights: bool) -> str:
     """Return the curve name for the field `key` of an event, or an empty string if the field isn't a metric."""
     if kind == "step":
-        names = {"loss": training_curve("loss"), **{name: name for name in _STEP_FIELDS}}
+        names = {"loss": get_training_curve_name("loss"), **{name: name for name in _STEP_FIELDS}}
         own, suffix = {each.name for each in fields(Stepped)}, _TRAINING_SUFFIX
     elif kind == "evaluated":
-        suffix = "" if of_model else "/ema"
-        names, own = {"loss": evaluation_curve("loss") + suffix}, {each.name for each in fields(Evaluated)}
+        suffix = "" if uses_model_weights else "/ema"
+        names, own = {"loss": get_evaluation_curve_name("loss") + suffix}, {each.name for each in fields(Evaluated)}
     else:
         names, own, suffix = {}, {"step", "epoch", "samples"}, ""
     return names.get(key) or ("" if key in own or key in ("event", "time") else printable_line(key) + suffix)
@@ -394,7 +396,7 @@ def _parse_numbers(values: Any) -> list[float]:
     return [each for each in found if each is not None and math.isfinite(each) and each >= 0]
 
 
-_REQUIRED: Final = {"started": ("time", "step", "samples"), "step": ("loss", "time", "step", "samples")}
+_REQUIRED_FIELDS: Final = {"started": ("time", "step", "samples"), "step": ("loss", "time", "step", "samples")}
 _COMMON_VALIDATORS: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
 _VALIDATORS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
     "started": {"steps": _is_count, "steps_per_epoch": _is_count, "epochs": _is_number, "monitor": _is_text},

@@ -10,10 +10,10 @@ from lockstep.reporting.page import Paragraphs, ProgressBar, Section, Table, Val
 from lockstep.reporting.run_log import (
     History,
     describe_best_run,
-    evaluation_curve,
     get_count,
-    metric_name,
-    training_curve,
+    get_evaluation_curve_name,
+    get_metric_name,
+    get_training_curve_name,
 )
 from lockstep.reporting.run_view import (
     RunView,
@@ -45,9 +45,9 @@ _MAX_KEY_COLUMNS: Final = 3  # if more settings differ between runs, a separate 
 _MAX_PROGRESS_BARS: Final = 3  # a live page of more runs has no progress bars
 _MAX_ROWS: Final = 50  # maximum number of restarts or checkpoints that are listed for each run
 _HASH_CHARS: Final = 12  # hashes are truncated to this length
-_NOTICES: Final = 10
-_SAME_RECIPE: Final = "All runs have the same recipe, so exact strategies give the same weights."
-_TIME: Final = "Time is the sum over all starts, without the pauses between them."
+_MAX_NOTICES: Final = 10
+_SAME_RECIPE_NOTE: Final = "All runs have the same recipe, so exact strategies give the same weights."
+_TIME_NOTE: Final = "Time is the sum over all starts, without the pauses between them."
 
 
 def make_sections(runs: Sequence[RunView]) -> list[Section]:
@@ -101,7 +101,7 @@ def make_curve_sections(histories: Mapping[str, History]) -> list[Section]:
     Metrics that no run reported more than once are listed in a table at the end instead.
     """
     curves_by_name = [name for each in histories.values() for name in each.curves]
-    names = dict.fromkeys(map(metric_name, curves_by_name))
+    names = dict.fromkeys(map(get_metric_name, curves_by_name))
     own = [name for name in names if name not in (*_FIRST_CHARTS, *_LAST_CHARTS)]
     requested = [name for name in (*_FIRST_CHARTS, *own, *_LAST_CHARTS) if name in names]
     flops = _get_flops_per_sample(histories)
@@ -120,14 +120,14 @@ def make_curve_sections(histories: Mapping[str, History]) -> list[Section]:
     single = [
         name
         for name in dict.fromkeys(curves_by_name)
-        if (name == "loss" and logged) or (metric_name(name) in requested and found[metric_name(name)] is None)
+        if (name == "loss" and logged) or (get_metric_name(name) in requested and found[get_metric_name(name)] is None)
     ]
     return [*drawn, *_make_single_value_sections(histories, single)]
 
 
 def _has_two_losses(history: History) -> bool:
     """Return whether a custom training loop logged a loss under the name that evaluations use."""
-    return {"loss", evaluation_curve("loss")} <= history.curves.keys()
+    return {"loss", get_evaluation_curve_name("loss")} <= history.curves.keys()
 
 
 def make_metric_chart(metric: str, histories: Mapping[str, History], *, note: str = "") -> Chart | None:
@@ -142,8 +142,8 @@ def make_metric_chart(metric: str, histories: Mapping[str, History], *, note: st
     def convert_units(points: Sequence[Point]) -> Sequence[Point]:
         return [each._replace(value=each.value / 2**20) for each in points] if metric == "peak_bytes" else points
 
-    evaluation = get_curves(evaluation_curve(metric)) or get_curves(metric)
-    words, training = _LAST_CHARTS.get(metric, metric), get_curves(training_curve(metric))
+    evaluation = get_curves(get_evaluation_curve_name(metric)) or get_curves(metric)
+    words, training = _LAST_CHARTS.get(metric, metric), get_curves(get_training_curve_name(metric))
     if all(len(points) < 2 for points in (*evaluation.values(), *training.values())):
         return None
     return make_curve_chart(
@@ -178,15 +178,15 @@ def _make_single_value_sections(histories: Mapping[str, History], names: Sequenc
     return [Table(title, ["run", *headings], [[label, *values] for label, values in cells.items() if any(values)])]
 
 
-def _format_single_value(name: str, history: History) -> str:
-    value = history.last_value(name)
+def _format_single_value(metric_name: str, history: History) -> str:
+    value = history.get_last_value(metric_name)
     if value is None:
         return ""
-    if name == "peak_bytes":
+    if metric_name == "peak_bytes":
         return f"{value / 2**20:,.0f}"
-    if name in ("samples_per_s", "flops_per_s"):
+    if metric_name in ("samples_per_s", "flops_per_s"):
         return f"{value:,.0f}"
-    return wording.format_metric(name, value, history.is_fraction(name))
+    return wording.format_metric(metric_name, value, history.is_fraction(metric_name))
 
 
 def _make_summary_sections(runs: Sequence[RunView], *, with_progress: bool = False) -> list[Section]:
@@ -213,13 +213,13 @@ def _drop_empty(sections: Sequence[Section]) -> list[Section]:
     ]
 
 
-def _drop_metrics(grid: ValueGrid, names: Collection[str]) -> ValueGrid:
-    return replace(grid, entries=[(name, value) for name, value in grid.entries if name not in names])
+def _drop_metrics(grid: ValueGrid, metric_names: Collection[str]) -> ValueGrid:
+    return replace(grid, entries=[(name, value) for name, value in grid.entries if name not in metric_names])
 
 
 def _make_event_table(runs: Sequence[RunView]) -> Table:
     """Return a table of the latest events. For several runs, the table has a column for the run name."""
-    events = [*reversed(select_latest_notices(runs, _NOTICES))]
+    events = [*reversed(select_latest_notices(runs, _MAX_NOTICES))]
     if len(runs) == 1:
         rows = [[format_time_of_day(notice.time), notice.text] for _, notice in events]
         return Table("Latest events", ["time", "event"], rows)
@@ -249,7 +249,7 @@ def _make_run_sections(runs: Sequence[RunView], with_progress: bool) -> list[Sec
     cells = _make_columns(runs, ["loss/train", "loss/validation", *figures], with_progress)
     if len(runs) == 1:
         return [ValueGrid("Run", [(name, value) for name, [value] in cells.items() if value and name != "run"])]
-    notes = [_TIME]
+    notes = [_TIME_NOTE]
     if set(cells["starts"]) <= {"0", "1"}:
         del cells["starts"]
     if len(set(cells["machine"])) == 1:
@@ -259,15 +259,15 @@ def _make_run_sections(runs: Sequence[RunView], with_progress: bool) -> list[Sec
         del cells["best"]
     names, differences = {"run": cells.pop("run")}, _find_differences(runs)
     is_recipe = any(name.startswith("recipe.") for name in differences)
-    same = [_SAME_RECIPE] if differences and not is_recipe else []
+    same = [_SAME_RECIPE_NOTE] if differences and not is_recipe else []
     done = [step / steps for step, steps in map(_count_steps, runs)] if with_progress else []
     if len(differences) <= _MAX_KEY_COLUMNS:
         cells, notes = names | differences | cells, notes + same
-        return [Table("Runs", [*cells], _to_rows(cells), " ".join(notes), done=done)]
+        return [Table("Runs", [*cells], _transpose(cells), " ".join(notes), done=done)]
     cells, differences = names | cells, names | differences
     return [
-        Table("Runs", [*cells], _to_rows(cells), " ".join(notes), done=done),
-        Table("What differs", [*differences], _to_rows(differences), " ".join(same)),
+        Table("Runs", [*cells], _transpose(cells), " ".join(notes), done=done),
+        Table("What differs", [*differences], _transpose(differences), " ".join(same)),
     ]
 
 
@@ -300,7 +300,7 @@ def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress:
     }
 
 
-def _to_rows(cells: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
+def _transpose(cells: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
     """Transpose the columns of a table into rows."""
     return [*zip(*cells.values(), strict=True)]
 

@@ -11,7 +11,7 @@ from lockstep.reporting import wording
 from lockstep.reporting.notices import Notice
 from lockstep.reporting.run_log import History, RunStart, RunStatus
 
-State = Literal["queued", "running", "saved", "done", "failed", "died", "unreadable"]
+RunState = Literal["queued", "running", "saved", "done", "failed", "died", "unreadable"]
 
 _NO_REASON: Final = "ended without recording a reason (killed, out of memory or host lost); see logs/ in the run folder"
 STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan", "done": ""}  # all other states are red
@@ -41,10 +41,10 @@ class RunView:
     """
 
     folder: str
-    state: State
+    state: RunState
     history: History = field(default_factory=History)
     job: int | None = None
-    queued: str = ""
+    job_state: str = ""
     recipe: Mapping[str, str] = field(default_factory=dict)
     placement: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
@@ -71,7 +71,9 @@ class RunView:
         return self.state in _ACTIVE_STATES
 
 
-def determine_state(status: RunStatus, held: bool, submitted: float | None = None, job: str | None = None) -> State:
+def determine_state(
+    status: RunStatus, is_locked: bool, submit_time: float | None = None, job_state: str | None = None
+) -> RunState:
     """Return the state of a run with a readable log.
 
     `is_locked` is whether a process holds the lock of the run folder. `submit_time` is the time of the latest
@@ -80,9 +82,11 @@ def determine_state(status: RunStatus, held: bool, submitted: float | None = Non
     """
     if status.last == "done":
         return "done"
-    if held or job in _RUNNING_STATES:  # a job that has just started doesn't hold the lock yet
+    if is_locked or job_state in _RUNNING_STATES:  # a job that has just started doesn't hold the lock yet
         return "running"
-    if job in _QUEUED_STATES or (job is None and submitted is not None and submitted > (status.time or 0)):
+    if job_state in _QUEUED_STATES or (
+        job_state is None and submit_time is not None and submit_time > (status.time or 0)
+    ):
         return "queued"
     return "saved" if status.last == "stopped" else "died"
 
@@ -111,7 +115,7 @@ def format_headline(run: RunView) -> str:
     starts = run.history.starts[-1:]
     state = "not there yet" if not run.is_fully_read and not starts else run.state
     where = [_format_placement(each) for each in starts]
-    job = [f"job {run.job} {run.queued}".strip()] if run.job is not None else []
+    job = [f"job {run.job} {run.job_state}".strip()] if run.job is not None else []
     return join_nonempty(run.name, state, *where, *job)
 
 
@@ -156,7 +160,7 @@ def get_named_progress(run: RunView) -> list[tuple[str, str]]:
     found = [
         ("state", run.state if run.is_fully_read else "reading its log"),
         ("placement", next((_format_placement(each) for each in run.history.starts[-1:]), "")),
-        ("job", "" if run.job is None else f"{run.job} {run.queued}".strip()),
+        ("job", "" if run.job is None else f"{run.job} {run.job_state}".strip()),
         ("epoch", wording.format_out_of(status.epoch, status.epochs)),
         ("step", wording.format_out_of(status.step, status.steps)),
         ("time left", format_time_left(run)),
@@ -167,13 +171,13 @@ def get_named_progress(run: RunView) -> list[tuple[str, str]]:
 
 def format_loss(history: History) -> str:
     """Return the loss of the latest evaluation as text, or of the latest step before the first evaluation."""
-    evaluated, trained = history.evaluation_metric("loss"), history.status.loss
+    evaluated, trained = history.get_evaluation_metric("loss"), history.status.loss
     if evaluated is not None:
         return wording.format_loss(evaluated)
     return "" if trained is None else f"train {wording.format_loss(trained)}"
 
 
-def format_line(run: RunView) -> str:
+def format_status_line(run: RunView) -> str:
     """Return the name, progress, metrics and remaining time of a run as a line of text."""
     return join_nonempty(run.name, format_progress(run), format_metrics(run), format_eta(run))
 
@@ -229,5 +233,5 @@ def _describe_end(run: RunView) -> str:
 
 
 def _format_last_value(name: str, history: History) -> str:
-    value = history.last_value(name)
+    value = history.get_last_value(name)
     return "" if value is None else wording.format_metric(name, value, history.is_fraction(name))

@@ -23,7 +23,7 @@ _MAX_TABLE_BYTES: Final = 1 << 30  # maximum size of a table that is read when a
 
 
 @final
-class Tables:
+class CsvTables:
     """An event sink that writes the tables into `folder`. Numbers are formatted as in events.jsonl.
 
     When `write` returns, the operating system has the row, so it isn't lost if the process is killed.
@@ -38,7 +38,7 @@ class Tables:
             for each in _TABLES.values():
                 self._resume_table(each, event.step)
         if name := _TABLES.get(type(event)):
-            self._append(
+            self._append_row(
                 name, {key: value for key, value in to_json_fields(event, time).items() if key not in _OMITTED_FIELDS}
             )
 
@@ -57,28 +57,28 @@ class Tables:
             return
         self._columns[name], *rows = lines
         at = self._columns[name].index("step")
-        self._replace(name, [row for row in rows if int(row[at]) <= step])
+        self._replace_file(name, [row for row in rows if int(row[at]) <= step])
 
     def _read_rows(self, path: Path) -> list[list[str]]:
         text = plainfile.read_bytes(path, _MAX_TABLE_BYTES).decode()
         return list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))
 
-    def _replace(self, name: str, rows: Iterable[list[str]]) -> None:
-        fresh = self._folder / f"{name}.new"
+    def _replace_file(self, file_name: str, rows: Iterable[list[str]]) -> None:
+        fresh = self._folder / f"{file_name}.new"
         with os.fdopen(
             plainfile.open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", newline=""
         ) as file:
-            csv.writer(file, lineterminator="\n").writerows([self._columns[name], *rows])
-        fresh.replace(self._folder / name)
+            csv.writer(file, lineterminator="\n").writerows([self._columns[file_name], *rows])
+        fresh.replace(self._folder / file_name)
 
-    def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        header = name not in self._columns
-        columns = self._columns.setdefault(name, list(row))
-        path = self._folder / name
+    def _append_row(self, file_name: str, row: Mapping[str, Any]) -> None:
+        header = file_name not in self._columns
+        columns = self._columns.setdefault(file_name, list(row))
+        path = self._folder / file_name
         if more := [key for key in row if key not in columns]:
             _, *rows = self._read_rows(path)
             columns += more
-            self._replace(name, [each + [""] * len(more) for each in rows])
+            self._replace_file(file_name, [each + [""] * len(more) for each in rows])
         with os.fdopen(
             plainfile.open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", newline=""
         ) as file:

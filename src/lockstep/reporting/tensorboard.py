@@ -24,7 +24,7 @@ class TensorBoard:
 
     def write(self, event: Event, time: float) -> None:
         if isinstance(event, Started):
-            self._open(event, time)
+            self._open_file(event, time)
         if self._file is None:
             return
         # Imported lazily, because the import is slow and only rank 0 needs it.
@@ -33,14 +33,14 @@ class TensorBoard:
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in select_metrics(event).items()]
         if values:
-            _append(self._file, Record(wall_time=time, step=event.step, summary=Summary(value=values)))
+            _append_record(self._file, Record(wall_time=time, step=event.step, summary=Summary(value=values)))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _open(self, event: Started, time: float) -> None:
+    def _open_file(self, event: Started, time: float) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -49,14 +49,14 @@ class TensorBoard:
         # time_ns() makes the names unique and sorts them by creation time, even if the run starts twice in a second.
         name = f"events.out.tfevents.{int(time):010d}.{time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = (self._folder / name).open("xb")
-        _append(self._file, Record(wall_time=time, file_version="brain.Event:2"))
+        _append_record(self._file, Record(wall_time=time, file_version="brain.Event:2"))
         if event.resumed_from is not None:
             # A resumed run repeats the steps after its checkpoint. This record drops their earlier points.
             start = SessionLog(status=SessionLog.START)
-            _append(self._file, Record(wall_time=time, step=event.step + 1, session_log=start))
+            _append_record(self._file, Record(wall_time=time, step=event.step + 1, session_log=start))
 
 
-def _append(file: BinaryIO, record: Any) -> None:
+def _append_record(file: BinaryIO, record: Any) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     RecordWriter(file).write(record.SerializeToString())

@@ -42,15 +42,15 @@ def start_live(console: Console) -> Live:
     return live
 
 
-def make_progress_line(before: str, done: int, total: int, after: str) -> RenderableType:
+def make_progress_line(left_text: str, done: int, total: int, right_text: str) -> RenderableType:
     """Return a line with a progress bar between two texts. The line fills the width of the terminal."""
     line = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
-    line.add_row(Text(before), ProgressBar(total=total, completed=done), Text(after))
+    line.add_row(Text(left_text), ProgressBar(total=total, completed=done), Text(right_text))
     return line
 
 
 def create_table(
-    console: Console, columns: Mapping[str, Sequence[str]], styles: Sequence[str], texts: Collection[str]
+    console: Console, columns: Mapping[str, Sequence[str]], styles: Sequence[str], text_headings: Collection[str]
 ) -> RenderableType:
     """Return a table. `columns` maps headings to cells, with the most important columns first.
 
@@ -62,7 +62,7 @@ def create_table(
         left_out.append(shown.popitem()[0])
     found = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for heading in shown:
-        found.add_column(heading, justify="left" if heading in texts else "right", no_wrap=True)
+        found.add_column(heading, justify="left" if heading in text_headings else "right", no_wrap=True)
     for number, style in enumerate(styles):
         found.add_row(*(Text(each[number], style if name == "state" else "") for name, each in shown.items()))
     return Group(
@@ -70,11 +70,11 @@ def create_table(
     )
 
 
-def print_unwrapped(console: Console, drawing: RenderableType) -> None:
+def print_unwrapped(console: Console, renderable: RenderableType) -> None:
     """Print without trailing spaces, and without wrapping lines, which would make tables unreadable."""
     console.width = _ANY_WIDTH
     with console.capture() as drawn:
-        console.print(drawing)
+        console.print(renderable)
     console.file.writelines(f"{line.rstrip()}\n" for line in drawn.get().splitlines())
 
 

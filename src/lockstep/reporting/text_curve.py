@@ -9,7 +9,7 @@ from lockstep.reporting.thinning import Point
 _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
-def text_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
+def draw_text_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
     """Return a curve as `height` lines of `width` characters. Each column shows the mean over a range of samples.
 
     The lowest column is an eighth of a line high, and the highest column fills all lines. Non-finite values are

@@ -47,7 +47,7 @@ class ThinnedCurve:
             self._stretches.append(_find_extremes(self._current_stretch))
             self._current_stretch = [last]
             while len(self._stretches) * min(self._stretch_size, 2) >= _MAX_POINTS:
-                self._merge()
+                self._merge_stretches()
 
     def truncate(self, step: int) -> None:
         """Drop all points after `step`."""
@@ -57,7 +57,7 @@ class ThinnedCurve:
         if self._first is not None and self._first.step > step:
             self._first = None
 
-    def points(self) -> list[Point]:
+    def get_points(self) -> list[Point]:
         """Return the points that are kept, in order."""
         found = [point for stretch in self._stretches for point in stretch]
         if self._stretch_size == 1:
@@ -66,7 +66,7 @@ class ThinnedCurve:
         last = [*_find_extremes(self._current_stretch), self._current_stretch[-1]] if self._current_stretch else []
         return list(dict.fromkeys([*first, *found, *last]))  # removes duplicates
 
-    def _merge(self) -> None:
+    def _merge_stretches(self) -> None:
         """Merge consecutive pairs of stretches into stretches of twice the size."""
         pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
         self._stretches = [_find_extremes([*one, *other]) for one, other in pairs]

@@ -8,22 +8,22 @@ from lockstep.common import plainfile
 _MAX_ID_BYTES = 1_000  # maximum file size
 
 
-def get_id_file_name(name: str) -> str:
+def get_id_file_name(service: str) -> str:
     """Return the name of the file that stores the run ID of a tracking service."""
-    return f"{name}-run.txt"
+    return f"{service}-run.txt"
 
 
-def read_id(folder: Path, name: str) -> str:
+def read_id(folder: Path, service: str) -> str:
     """Return the stored run ID, or an empty string if there is none."""
     try:
-        return plainfile.read_bytes(folder / get_id_file_name(name), _MAX_ID_BYTES).decode().strip()
+        return plainfile.read_bytes(folder / get_id_file_name(service), _MAX_ID_BYTES).decode().strip()
     except FileNotFoundError:
         return ""
 
 
-def write_id(folder: Path, name: str, run_id: str) -> None:
+def write_id(folder: Path, service: str, run_id: str) -> None:
     """Store the run ID atomically."""
-    fresh = folder / f"{get_id_file_name(name)}.new"
+    fresh = folder / f"{get_id_file_name(service)}.new"
     with os.fdopen(plainfile.open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(f"{run_id}\n".encode())
-    fresh.replace(folder / get_id_file_name(name))
+    fresh.replace(folder / get_id_file_name(service))

@@ -13,9 +13,9 @@ from lockstep.reporting.wording import format_count
 
 Verdict = Literal["identical", "within tolerance", "differs", "failed", "not possible"]
 
-_GOOD: Final = ("identical", "within tolerance", "not possible")
+_GOOD_VERDICTS: Final = ("identical", "within tolerance", "not possible")
 _MIB: Final = 1 << 20
-_NUMBERS: Final = ("processes", "seconds")  # numeric columns, which are right-aligned
+_NUMERIC_COLUMNS: Final = ("processes", "seconds")  # numeric columns, which are right-aligned
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class VerdictRow:
     @property
     def good(self) -> bool:
         """Whether the placement passed. A placement that isn't possible counts as passed."""
-        return self.verdict in _GOOD
+        return self.verdict in _GOOD_VERDICTS
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _format_heading(verification: Verification) -> str:
 def _make_table(rows: Sequence[VerdictRow]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("strategy", "processes", "result", "resumed on", "seconds"):
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
+        table.add_column(heading, justify="right" if heading in _NUMERIC_COLUMNS else "left", no_wrap=True)
     table.add_column("peak MiB")  # one value per rank, which may wrap on a narrow terminal
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.2f}"

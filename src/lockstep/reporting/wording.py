@@ -26,7 +26,7 @@ _RANDOM_HASH_SEED: Final = (
 )
 
 
-def start_lines(event: Started, rate_rule: str) -> list[str]:
+def format_start_lines(event: Started, rate_rule: str) -> list[str]:
     """Return the lines that are printed at the start of a run. `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
     slowly = f"; {GLOO_NOTE}" if event.backend == "gloo" else ""
@@ -101,14 +101,17 @@ class RunningMeans:
 
 
 def format_step_metrics(
-    event: Stepped, run: Started, last: str = "", means: Mapping[str, float] = MappingProxyType({})
+    event: Stepped, run: Started, last_evaluation: str = "", means: Mapping[str, float] = MappingProxyType({})
 ) -> str:
     """Return the metrics of a step as a line of text.
 
     `last_evaluation` is text with the metrics of the latest evaluation, shown after the metrics of the task. `means`
     are shown in parentheses.
     """
-    own, evaluated = format_task_metrics(event.figures, run.fractions, means), f"evaluated {last}" if last else ""
+    own, evaluated = (
+        format_task_metrics(event.figures, run.fractions, means),
+        f"evaluated {last_evaluation}" if last_evaluation else "",
+    )
     mean = f" ({format_loss(means['loss'])})" if "loss" in means else ""
     words = [f"loss {format_loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", format_speed(event, run)]
     if event.samples_per_s > 0:
@@ -135,12 +138,12 @@ def format_speed(event: Stepped, run: Started) -> str:
 
 
 def format_task_metrics(
-    figures: dict[str, float], fractions: Collection[str], means: Mapping[str, float] = MappingProxyType({})
+    metrics: dict[str, float], fractions: Collection[str], means: Mapping[str, float] = MappingProxyType({})
 ) -> str:
     """Return the metrics of a task as text, with means in parentheses. Fractions are shown as percentages."""
     brackets = {name: f" ({format_value(mean, name in fractions)})" for name, mean in means.items()}
     words = (
-        f"{name} {format_value(value, name in fractions)}{brackets.get(name, '')}" for name, value in figures.items()
+        f"{name} {format_value(value, name in fractions)}{brackets.get(name, '')}" for name, value in metrics.items()
     )
     return "  ".join(words)
 
@@ -160,7 +163,7 @@ def format_loss(value: float) -> str:
     return f"{value:.4f}" if abs(value) < _MAX_FIXED_LOSS else f"{value:.4g}"
 
 
-def log_line(event: Logged) -> str:
+def format_log_line(event: Logged) -> str:
     """Return a line with the metrics that a custom training loop logged."""
     return f"step {event.step}  {format_task_metrics(event.figures, ())}"
 
@@ -176,23 +179,23 @@ def format_evaluation_line(event: Evaluated) -> str:
     return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
 
 
-def skip_lines(event: Skipped) -> list[str]:
+def format_skip_lines(event: Skipped) -> list[str]:
     """Return a line for each skipped file."""
     return [f"skipped {printable_line(file)}: cannot be read" for file in event.files]
 
 
-def save_line(event: Saved) -> str:
+def format_save_line(event: Saved) -> str:
     """Return a line with the path of a checkpoint and the first characters of the hash of its weights."""
     best = "  best so far" if event.best else ""
     return f"saved {printable_line(event.path)}  sha256 {event.weights_sha256[:12]}…{best}"
 
 
-def stop_line(event: Stopped, run_dir: str | None, of_recipe: bool = True) -> str:
+def format_stop_line(event: Stopped, run_dir: str | None, is_recipe: bool = True) -> str:
     """Return a line that explains why the run stopped early and how to resume it.
 
     Set `is_recipe` to False for a custom training loop, which is resumed by running the same script again.
     """
-    again = f"the same command with run.dir={run_dir} resumes" if of_recipe else f"the same script resumes in {run_dir}"
+    again = f"the same command with run.dir={run_dir} resumes" if is_recipe else f"the same script resumes in {run_dir}"
     return (
         f"stopped by {event.reason} after step {event.step:,}; {printable_line(again) if run_dir else _NOTHING_SAVED}"
     )

@@ -18,8 +18,8 @@ from typing import Any, Final, final, get_args
 import torch
 
 from lockstep.common import plainfile
-from lockstep.config.base import values
-from lockstep.config.load import Loaded, load_text
+from lockstep.config.base import section_to_dict
+from lockstep.config.load import LoadedConfig, load_text
 from lockstep.config.load import load as load_recipe
 from lockstep.config.recipe import Recipe
 from lockstep.errors import (
@@ -44,7 +44,7 @@ _EXPECTED_CODES: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)
 _END: Final = "end"
 _POLL_S: Final = 0.5
 
-Train = Callable[[Loaded, Sink], int]  # returns the exit code
+TrainFunction = Callable[[LoadedConfig, Sink], int]  # returns the exit code
 
 
 def train(
@@ -64,7 +64,7 @@ def train(
     """
     override_words = to_arguments(overrides, processes)
     if isinstance(recipe, Recipe):
-        loaded = load_text(json.dumps({"recipe": values(recipe)}), "recipe", recipe.model.name, override_words)
+        loaded = load_text(json.dumps({"recipe": section_to_dict(recipe)}), "recipe", recipe.model.name, override_words)
     else:
         loaded = load_recipe(str(recipe), override_words)
     if (completed_event := find_completed_run(loaded)) is not None:
@@ -73,9 +73,9 @@ def train(
         yield from train_in_background(loaded)
 
 
-def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
+def train_in_background(loaded: LoadedConfig, train_function: TrainFunction = train_here) -> Generator[Event]:
     """Call `train_function` in a background process, and yield the events of the run. See `train`."""
-    for message in _receive_messages(partial(body, loaded)):
+    for message in _receive_messages(partial(train_function, loaded)):
         yield _parse_event(message)
 
 
@@ -111,9 +111,9 @@ def to_path_arguments(paths: str | Path | Sequence[str | Path]) -> list[str]:
     return [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
 
 
-def in_background(body: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def run_in_background(make_rows: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Call `make_rows` in a background process, and return its rows, which must be JSON-compatible."""
-    return list(_receive_messages(partial(_send_rows, body)))
+    return list(_receive_messages(partial(_send_rows, make_rows)))
 
 
 def _parse_event(message: Mapping[str, Any]) -> Event:
@@ -122,11 +122,11 @@ def _parse_event(message: Mapping[str, Any]) -> Event:
     return kind(**{name: value for name, value in message.items() if name != "name"})
 
 
-def _receive_messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
+def _receive_messages(function: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
     """Call `function` in a background process, and yield the messages that it sends. Reraise its error here."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_background, args=(body, sender))
+    process = context.Process(target=_run_background, args=(function, sender))
     process.start()
     sender.close()
     has_ended = False
@@ -143,15 +143,17 @@ def _receive_messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, A
                 has_ended = True
                 _raise_error(message)
             if process.exitcode:
-                raise TrainingError(f"the background process exited with code {process.exitcode}")
+                raise TrainingError(
+                    f"the background process exited with code {process.exitcode}; see its output for the cause"
+                )
     finally:
         if not has_ended:
             process.terminate()  # makes the run save and stop
         process.join()
 
 
-def _raise_error(end: Mapping[str, Any]) -> None:
-    code, text = end[_END], end["text"]
+def _raise_error(end_message: Mapping[str, Any]) -> None:
+    code, text = end_message[_END], end_message["text"]
     if code in _EXPECTED_CODES:
         return
     kinds: dict[int, type[LockstepError]] = {EXIT_USAGE: UsageError, EXIT_PREFLIGHT: PreflightError}
@@ -177,7 +179,7 @@ class EventPipe:
         """See Sink.close."""
 
 
-def _run_background(body: Callable[[EventPipe], int], connection: Connection) -> None:
+def _run_background(function: Callable[[EventPipe], int], connection: Connection) -> None:
     """Call `function` in the background process. Print nothing, and send the exit code or error to the parent."""
     errors = io.StringIO()
     with (
@@ -186,7 +188,7 @@ def _run_background(body: Callable[[EventPipe], int], connection: Connection) ->
         redirect_stderr(errors),
     ):
         try:
-            code, text = body(EventPipe(connection)), ""
+            code, text = function(EventPipe(connection)), ""
         except LockstepError as error:
             code, text = error.exit_code, str(error)
         except SystemExit as end:  # a signal arrived before the workers were started
@@ -197,8 +199,8 @@ def _run_background(body: Callable[[EventPipe], int], connection: Connection) ->
     sys.stdout.flush()
 
 
-def _send_rows(body: Callable[[], Iterable[Mapping[str, Any]]], pipe: EventPipe) -> int:
+def _send_rows(make_rows: Callable[[], Iterable[Mapping[str, Any]]], pipe: EventPipe) -> int:
     torch.set_num_threads(1)  # a forked process must not inherit a thread pool
-    for row in body():
+    for row in make_rows():
         pipe.send(row)
     return EXIT_DONE

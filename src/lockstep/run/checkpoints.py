@@ -6,26 +6,26 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lockstep.common.hashing import changed_seed_warning
-from lockstep.common.location import is_url, location_of
+from lockstep.common.hashing import make_changed_seed_warning
+from lockstep.common.location import get_location, is_url
 from lockstep.common.schemas import SCHEMA
-from lockstep.common.user_source import source_changes
+from lockstep.common.user_source import describe_source_changes
 from lockstep.config.run import RunConfig
 from lockstep.device import machine
 from lockstep.parallel.engine import Engine, State
 from lockstep.run.rank import Rank
 from lockstep.runs.remote import Mirror
 from lockstep.runs.remote_shards import RemoteShards
-from lockstep.setup.resume import lost_feedback_warning
+from lockstep.setup.resume import list_feedback_warnings
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.saver import Saver
-from lockstep.training.checkpoint.signing import signing_key
+from lockstep.training.checkpoint.signing import read_signing_key
 from lockstep.training.events import Saved
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeCheckpoint:
     """The checkpoint from which a run resumes. It has been verified to belong to the run."""
 
     snapshot: store.Snapshot
@@ -51,11 +51,11 @@ class Checkpoints:
     engine: Engine
     run_settings: Callable[[], dict[str, Any]]
     buffers: frozenset[str] = frozenset()
-    script: Callable[[], Mapping[str, Tensor]] = dict
+    script_tensors: Callable[[], Mapping[str, Tensor]] = dict
 
     def __post_init__(self) -> None:
         assert self.rank.folder is not None
-        folder, run, key = self.rank.folder / store.FOLDER, self.run, signing_key(self.run.key_file)
+        folder, run, key = self.rank.folder / store.FOLDER, self.run, read_signing_key(self.run.key_file)
         url = run.dir if run.dir is not None and is_url(run.dir) else None
         upload = None if url is None else Mirror(url, run.keep).push_checkpoint
         shards = None if url is None else RemoteShards(url)
@@ -63,23 +63,23 @@ class Checkpoints:
         self._saved_at = -1
         self.weights_sha256 = ""  # of the last checkpoint
 
-    def resume(self, resumed: Resumed) -> None:
+    def resume(self, resumed: ResumeCheckpoint) -> None:
         """Load a checkpoint, and warn about changes since it was saved that may affect the results of the run."""
         rank, state = self.rank, resumed.state
-        self.engine.load(engine_state(resumed.snapshot))
+        self.engine.load(get_engine_state(resumed.snapshot))
         rank.progress, self.weights_sha256 = state.progress, resumed.weights_sha256
         self._saved_at = rank.progress.step
-        for line in lost_feedback_warning(resumed.snapshot, self.engine.state()):
+        for line in list_feedback_warnings(resumed.snapshot, self.engine.state()):
             rank.warn(line)
         seed = rank.numerics["hash_seed"]
         saved_seed = state.numerics.get("hash_seed", seed)
-        for line in machine.numerics_differences({**state.numerics, "hash_seed": seed}, rank.numerics):
+        for line in machine.describe_fingerprint_differences({**state.numerics, "hash_seed": seed}, rank.numerics):
             rank.warn(f"{line}: results may differ from an uninterrupted run")
         if saved_seed != seed:
-            rank.warn(changed_seed_warning(saved_seed, seed))
-        if changed := source_changes(state.source, rank.source):
+            rank.warn(make_changed_seed_warning(saved_seed, seed))
+        if changed := describe_source_changes(state.source, rank.source):
             rank.warn(
-                f"your source files changed since step {rank.progress.step} was saved: {changed}: the run continues "
+                f"your source files changed since step {rank.progress.step} was saved: {changed}; the run continues "
                 f"with the new files, and its results can differ from an uninterrupted run"
             )
 
@@ -100,11 +100,11 @@ class Checkpoints:
             if rank.digests is not None:
                 rank.digests.add_weights(rank.progress.step, state.model)
                 rank.digests.collect()
-            script = self.script() or None
+            script = self.script_tensors() or None
             snapshot = store.Snapshot(state.model, state.optimizer, state.ema, saved_state, state.feedback, script)
             return self._record_sha256(self._saver.save(rank.progress, snapshot))
 
-    def has(self, step: int) -> bool:
+    def has_saved(self, step: int) -> bool:
         """Return whether the last checkpoint was saved after step number `step`."""
         return self._saved_at == step
 
@@ -124,10 +124,10 @@ class Checkpoints:
     def _record_sha256(self, saves: list[Saved]) -> list[Saved]:
         for saved in saves:
             self.weights_sha256 = saved.weights_sha256
-        return [replace(saved, path=location_of(saved.path, self.run.dir)) for saved in saves]
+        return [replace(saved, path=get_location(saved.path, self.run.dir)) for saved in saves]
 
 
-def engine_state(snapshot: store.Snapshot) -> State:
+def get_engine_state(snapshot: store.Snapshot) -> State:
     """Return the engine state that a checkpoint contains."""
     ema = None if snapshot.ema is None else dict(snapshot.ema)
     return State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"], snapshot.feedback)

@@ -12,31 +12,37 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from lockstep.common.rank import RankInfo
-from lockstep.config.base import values
-from lockstep.config.load import Loaded, comparable, differences, load_text, read_run_recipe
+from lockstep.config.base import section_to_dict
+from lockstep.config.load import (
+    LoadedConfig,
+    list_recipe_differences,
+    load_text,
+    read_run_recipe,
+    select_comparable_values,
+)
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import TRAINING_KEYS
-from lockstep.config.recorded import CONFIG
+from lockstep.config.recorded import CONFIG_NAME
 from lockstep.config.write import format_flow
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.parallel.layouts.base import gather_full_tensors
-from lockstep.ranks.affinity import bind
+from lockstep.ranks.affinity import bind_to_gpu_cores
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
-from lockstep.run.checkpoints import engine_state
+from lockstep.run.checkpoints import get_engine_state
 from lockstep.run.events import make_evaluation_event
 from lockstep.run.session import open_recipe_rank
-from lockstep.run.start import Work, run_on_ranks
+from lockstep.run.start import RankFunction, run_on_ranks
 from lockstep.runs.folder import print_message
-from lockstep.runs.remote import local_copy
-from lockstep.setup.data_facts import collect_comparison_facts
+from lockstep.runs.remote import make_local_copy
+from lockstep.setup.data_facts import collect_values_to_compare
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config
-from lockstep.setup.resume import checkpoint_recipe
-from lockstep.setup.resume import evaluation_state as checked_state
-from lockstep.setup.user_code import import_paths
+from lockstep.setup.resume import get_checkpoint_recipe
+from lockstep.setup.resume import get_evaluation_state as checked_state
+from lockstep.setup.user_code import get_import_paths
 from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.signing import signing_key
+from lockstep.training.checkpoint.signing import read_signing_key
 from lockstep.training.events import Evaluated
 from lockstep.training.progress import Progress
 
@@ -93,7 +99,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     )
 
 
-def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
+def evaluate_weights(loaded: LoadedConfig, report: ReportResult) -> int:
     """Evaluate the initial weights of a recipe in this process or in new processes. Return the exit code."""
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     for note in loaded.notes:
@@ -104,12 +110,14 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
     )
 
 
-def prepare_weights_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
+def prepare_weights_rank(loaded: LoadedConfig, report: ReportResult) -> tuple[Placement, RankFunction]:
     """Return the placement, and the function that evaluates initial weights on a rank started by a launcher."""
     return loaded.config.placement, partial(_evaluate_on_rank, loaded, None, report, None)
 
 
-def prepare_evaluation_rank(request: EvalRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
+def prepare_evaluation_rank(
+    request: EvalRequest, info: RankInfo, report: ReportResult
+) -> tuple[Placement, RankFunction]:
     """Return the placement, and the function that evaluates a checkpoint on a rank started by a launcher.
 
     Runs the checks that are possible before the ranks join.
@@ -122,7 +130,7 @@ def prepare_evaluation_rank(request: EvalRequest, info: RankInfo, report: Report
 
 def open_checkpoint(
     request: EvalRequest, checkpoint: store.FoundCheckpoint | None = None
-) -> tuple[store.FoundCheckpoint, Loaded]:
+) -> tuple[store.FoundCheckpoint, LoadedConfig]:
     """Return the requested checkpoint and its configuration for an evaluation.
 
     If `checkpoint` is None, it is loaded first. If the run folder contains a config.yaml, the location of the dataset
@@ -136,17 +144,17 @@ def open_checkpoint(
         )
     is_new = checkpoint is None
     prefer: Literal["newest", "best"] = "best" if request.best else "newest"
-    checkpoint = checkpoint or store.load(local_copy(request.path, prefer), prefer)
-    recipe = values(checkpoint_recipe(checkpoint.path, checkpoint.snapshot))
-    run_config = checkpoint.path.parent.parent / CONFIG
+    checkpoint = checkpoint or store.load(make_local_copy(request.path, prefer), prefer)
+    recipe = section_to_dict(get_checkpoint_recipe(checkpoint.path, checkpoint.snapshot))
+    run_config = checkpoint.path.parent.parent / CONFIG_NAME
     if os.path.lexists(run_config):
         data = read_run_recipe(run_config).data
         recipe["data"] |= {"root": data.root, "download": data.download}
     label, text = str(checkpoint.path / store.STATE), json.dumps({"recipe": recipe})
-    loaded = load_text(text, label, checkpoint.path.name, request.overrides, shares_steps=False)
-    code = check_code(request, loaded)
+    loaded = load_text(text, label, checkpoint.path.name, request.overrides, splits_steps=False)
+    code = check_user_code(request, loaded)
     _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in code])
-    key = signing_key(loaded.config.run.key_file)
+    key = read_signing_key(loaded.config.run.key_file)
     if key is not None and is_new:  # the checkpoint had to be loaded first, because it contains the path of the key
         signed_checkpoint = store.load(checkpoint.path, key=key)
         if signed_checkpoint.snapshot.state != checkpoint.snapshot.state:
@@ -155,7 +163,7 @@ def open_checkpoint(
     return checkpoint, loaded
 
 
-def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
+def check_user_code(request: EvalRequest, loaded: LoadedConfig) -> Mapping[str, str]:
     """Return the import paths of user code in the recipe, by key.
 
     Raises UsageError unless the request trusts the code or overrides each of these keys. Otherwise, the author of the
@@ -164,8 +172,8 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
     recipe = loaded.config.recipe
     # A model name with a colon can also be a timm name with a download location, which isn't an import path.
     model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
-    paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
-    keys = {_section_key(section): name for section, name in {**model, **paths}.items()}
+    paths = {section: name for section, name in get_import_paths(recipe).items() if not section.startswith("metrics.")}
+    keys = {_format_section_key(section): name for section, name in {**model, **paths}.items()}
     keys |= {"recipe.metrics": format_flow(recipe.metrics)} if recipe.metrics else {}
     untrusted = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
     if untrusted and not request.trust:
@@ -177,13 +185,13 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
     return keys
 
 
-def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
+def _check_keys(request: EvalRequest, overridden_keys: Sequence[str]) -> None:
     """Raise UsageError if the command would ignore one of the overridden keys.
 
     All of these commands ignore training keys. Only `lockstep eval` uses placement keys besides `placement.device`.
     """
     is_local = request.command != "eval"  # whether the command runs in this process
-    for key in overridden:
+    for key in overridden_keys:
         is_unused = key.startswith(_TRAINING_PREFIXES) or (
             is_local and key.startswith("placement.") and key != "placement.device"
         )
@@ -193,17 +201,17 @@ def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
 
 def _check_run(checkpoint: store.FoundCheckpoint) -> None:
     """Raise UsageError if the checkpoint is in the folder of a run with a different recipe."""
-    config = checkpoint.path.parent.parent / CONFIG
+    config = checkpoint.path.parent.parent / CONFIG_NAME
     if not os.path.lexists(config):
         return
     run, checkpoint_recipe_values = (
-        values(read_run_recipe(config)),
-        values(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)),
+        section_to_dict(read_run_recipe(config)),
+        section_to_dict(get_checkpoint_recipe(checkpoint.path, checkpoint.snapshot)),
     )
-    if comparable(run) != comparable(checkpoint_recipe_values):
+    if select_comparable_values(run) != select_comparable_values(checkpoint_recipe_values):
         lines = [
             line.replace(" in the run,", " there,").removesuffix(" now")
-            for line in differences(run, checkpoint_recipe_values)
+            for line in list_recipe_differences(run, checkpoint_recipe_values)
         ]
         raise UsageError(
             "\n".join(
@@ -212,18 +220,18 @@ def _check_run(checkpoint: store.FoundCheckpoint) -> None:
         )
 
 
-def _section_key(section: str) -> str:
+def _format_section_key(section: str) -> str:
     return "recipe.data.collate" if section == "collate" else f"recipe.{section}.name"
 
 
 def _prepare_evaluation(
-    loaded: Loaded, checkpoint: store.FoundCheckpoint | None, processes: int | None = None
+    loaded: LoadedConfig, checkpoint: store.FoundCheckpoint | None, processes: int | None = None
 ) -> PreparedRun:
     """Check the recipe and open its dataset. If `checkpoint` is None, the recipe must have initial weights."""
     if checkpoint is None:
         prepared_config = prepare_config(loaded, processes, training=False)
         model = prepared_config.resolved.recipe.model
-        if prepared_config.first is None and not model.pretrained:
+        if prepared_config.initial_weights is None and not model.pretrained:
             raise UsageError(
                 f"model {model.name}: the recipe has no weights to evaluate; set recipe.model.weights=FILE or "
                 f"recipe.model.pretrained=true, or pass a run folder instead of the recipe"
@@ -247,7 +255,7 @@ def _evaluate_checkpoint_on_rank(
 
 
 def _evaluate_on_rank(
-    loaded: Loaded,
+    loaded: LoadedConfig,
     checkpoint: store.FoundCheckpoint | None,
     report: ReportResult,
     prepared: PreparedRun | None,
@@ -265,21 +273,23 @@ def _evaluate_on_rank(
         progress = (
             Progress() if checkpoint is None else checked_state(checkpoint.path, checkpoint.snapshot, ready).progress
         )
-        rendezvous.compare(collect_comparison_facts(ready))
+        rendezvous.compare(collect_values_to_compare(ready))
         with session.open_world() as world:
             if placement.affinity == "auto":
-                bind(world, recipe.threads)
+                bind_to_gpu_cores(world, recipe.threads)
             engine, loader = start_engine(prepared, world)
             if checkpoint is not None:
                 # The saved optimizer state isn't loaded, because an evaluation doesn't use the optimizer.
-                engine.load(replace(engine_state(checkpoint.snapshot), optimizer={}, scalars=engine.state().scalars))
+                engine.load(
+                    replace(get_engine_state(checkpoint.snapshot), optimizer={}, scalars=engine.state().scalars)
+                )
             model = (
                 checkpoint.snapshot.model
                 if checkpoint is not None
                 else gather_full_tensors(world, engine.state().model)
             )
             sha256 = store.weights_sha256(model)
-            rendezvous.status = lambda: RankStatus("evaluating", progress.step)
+            rendezvous.get_status = lambda: RankStatus("evaluating", progress.step)
             event = make_evaluation_event(engine, world, ready, loader, progress)
             engine.close()
     if rendezvous.info.rank == 0:

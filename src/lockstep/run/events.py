@@ -10,15 +10,15 @@ from lockstep.comm.world import World
 from lockstep.config import plan as planning
 from lockstep.core.precision import Precision
 from lockstep.data.loader import Loader
-from lockstep.device.peak import peak_flops
+from lockstep.device.peak import find_peak_flops
 from lockstep.parallel.engine import Engine
 from lockstep.run.rank import Rank
 from lockstep.run.start_event import make_loop_start_event
-from lockstep.setup.build import Setup, evaluation_batch
+from lockstep.setup.build import Setup, get_evaluation_batch_size
 from lockstep.setup.prepare import PreparedRun
 from lockstep.strategies.base import replica_devices
-from lockstep.tasks.base import Report
-from lockstep.training.evaluate import LOSS, evaluate, task_metrics
+from lockstep.tasks.base import TaskReport
+from lockstep.training.evaluate import LOSS, compute_task_metrics, evaluate
 from lockstep.training.events import Evaluated, Started
 from lockstep.training.progress import Progress
 
@@ -40,47 +40,47 @@ def make_start_event(prepared: PreparedRun, rank: Rank, resumed_from: Path | Non
     return replace(
         loop,
         validation_samples=0 if data.validation is None else len(data.validation),
-        task=ready.task_line,
+        task=ready.task_description,
         monitor=task.monitor.name,
         higher=task.monitor.higher,
         unit=task.unit,
         fractions=list(task.fractions),
         flops_per_sample=ready.summary.flops,
-        peak_flops_per_s=_peak_flops_per_s(rank.world, recipe.precision),
+        peak_flops_per_s=_compute_peak_flops_per_s(rank.world, recipe.precision),
     )
 
 
 def make_evaluation_event(
     engine: Engine,
     world: World,
-    ready: Setup,
+    setup: Setup,
     loader: Loader,
     progress: Progress,
-    keep: Callable[[Report], None] | None = None,
+    write_report: Callable[[TaskReport], None] | None = None,
 ) -> Evaluated:
     """Evaluate the model on all validation samples, and return the Evaluated event. All ranks must call it.
 
     If `write_report` is set, it is called with the detailed report of the task.
     """
-    task, batch = ready.task, evaluation_batch(ready.recipe)
+    task, batch = setup.task, get_evaluation_batch_size(setup.recipe)
     batches, count = loader.iterate_validation_batches(batch), loader.count_validation_batches(batch)
-    sums, seconds = evaluate(engine, world, task, batches, count, details=keep is not None)
-    figures = task_metrics(task, sums)
-    if keep is not None:
-        keep(task.report(sums))
+    sums, seconds = evaluate(engine, world, task, batches, count, details=write_report is not None)
+    figures = compute_task_metrics(task, sums)
+    if write_report is not None:
+        write_report(task.report(sums))
     return Evaluated(
         **progress.event_fields,
         loss=figures.pop(LOSS),
         figures=figures,
         evaluated=int(sums.get("counted", sums["samples"])),
-        of=0 if ready.data.validation is None else len(ready.data.validation),
+        of=0 if setup.data.validation is None else len(setup.data.validation),
         seconds=seconds,
         fractions=list(task.fractions),
-        weights="ema" if ready.recipe.ema else "model",
+        weights="ema" if setup.recipe.ema else "model",
     )
 
 
-def _peak_flops_per_s(world: World, precision: Precision) -> float | None:
+def _compute_peak_flops_per_s(world: World, precision: Precision) -> float | None:
     """Return the total peak FLOP/s of all GPUs. Return None on the CPU, or if the peak of the GPU is unknown.
 
     A GPU that is shared by several ranks counts once. All ranks must call it.
@@ -89,5 +89,5 @@ def _peak_flops_per_s(world: World, precision: Precision) -> float | None:
         return None
     properties = torch.cuda.get_device_properties(world.device)
     cards = set(world.all_gather_text(str(properties.uuid)))
-    peak = peak_flops(properties.name, precision)
+    peak = find_peak_flops(properties.name, precision)
     return None if peak is None else peak * len(cards)

@@ -7,8 +7,8 @@ from typing import Final, TypeVar, final
 import torch
 
 from lockstep.comm.world import World
-from lockstep.device.clock import Clock
-from lockstep.device.live_bytes import LiveBytes, can_count
+from lockstep.device.clock import ActivityClock
+from lockstep.device.live_bytes import LiveByteCounter, can_count_bytes
 from lockstep.setup.resolved import ResolvedConfig
 
 T = TypeVar("T")
@@ -24,10 +24,10 @@ class StepMeasurements:
     the same way. Time that `clock` attributes to other phases, such as loading data, isn't part of the step time.
     """
 
-    def __init__(self, world: World, clock: Clock) -> None:
+    def __init__(self, world: World, clock: ActivityClock) -> None:
         self._device = world.device
         self._clock = clock
-        self._live = None if world.on_gpu else LiveBytes()
+        self._live = None if world.on_gpu else LiveByteCounter()
         self._peak = 0
         self._steps = 0
         self._before = 0.0  # seconds before the first step whose time is measured
@@ -36,12 +36,12 @@ class StepMeasurements:
         """Return a context manager whose allocations aren't counted, because they aren't part of a step."""
         return nullcontext() if self._live is None else self._live.exclude()
 
-    def watch(self, steps: Iterator[T]) -> Iterator[T]:
+    def measure_steps(self, steps: Iterator[T]) -> Iterator[T]:
         """Yield the items of `steps`, and measure each step. A step ends when the caller requests the next item."""
         for item in steps:
             self._steps += 1
             if self._steps == _FIRST_TIMED_STEP:
-                self._before = self._clock.split_seconds()
+                self._before = self._clock.get_split_seconds()
             if self._live is None or not _FIRST_MEMORY_STEP <= self._steps < _FIRST_TIMED_STEP:
                 yield item
                 continue
@@ -54,11 +54,11 @@ class StepMeasurements:
         if self._steps < _FIRST_TIMED_STEP:
             return {}
         peak = self._peak if self._live is not None else torch.cuda.max_memory_allocated(self._device)
-        seconds = (self._clock.split_seconds() - self._before) / (self._steps + 1 - _FIRST_TIMED_STEP)
+        seconds = (self._clock.get_split_seconds() - self._before) / (self._steps + 1 - _FIRST_TIMED_STEP)
         return {"step_s": seconds, "peak_bytes": peak}
 
 
-def is_predicted(resolved: ResolvedConfig) -> bool:
+def can_compare_with_plan(resolved: ResolvedConfig) -> bool:
     """Return whether a plan has predicted this placement, and memory can be measured here (requires glibc)."""
     predicted, placement = resolved.run.predicted, (resolved.strategy_name, resolved.processes)
-    return predicted is not None and (predicted.strategy, predicted.processes) == placement and can_count()
+    return predicted is not None and (predicted.strategy, predicted.processes) == placement and can_count_bytes()

@@ -14,8 +14,8 @@ from typing import Any, Literal, final
 
 from lockstep.comm.world import World
 from lockstep.common.text import printable_line
-from lockstep.device.clock import Clock
-from lockstep.errors import EXIT_DONE, CorruptionError, HostError, os_error_as
+from lockstep.device.clock import ActivityClock
+from lockstep.errors import EXIT_DONE, CorruptionError, HostError, convert_os_error
 from lockstep.launchers import ray
 from lockstep.parallel.engine import Engine
 from lockstep.ranks.rendezvous import Rendezvous
@@ -46,7 +46,7 @@ class Rank:
     folder: Path | None
     numerics: dict[str, Any]
     source: Mapping[str, str]
-    clock: Clock | None = None
+    clock: ActivityClock | None = None
 
     def __post_init__(self) -> None:
         self.sinks: list[Sink] = []
@@ -55,7 +55,7 @@ class Rank:
         self.phase: Phase = "setting up"
         self.preempted = ray.is_preempted if self.rendezvous.info.launcher == "ray" else None
         self._start_time = time.perf_counter()
-        self.rendezvous.status = lambda: RankStatus(self.phase, self.progress.step)
+        self.rendezvous.get_status = lambda: RankStatus(self.phase, self.progress.step)
 
     @property
     def seconds(self) -> float:
@@ -86,7 +86,7 @@ class Rank:
         result.json contains the exit code of the run, because torchrun replaces any nonzero exit code with 1.
         """
         now = time.time()
-        with os_error_as(HostError, f"{self.folder}: event not written"):
+        with convert_os_error(HostError, f"{self.folder}: event not written"):
             for sink in self.sinks:
                 sink.write(event, now)
         if isinstance(event, Stopped | Done) and self.world.rank == 0 and self.folder is not None:
@@ -95,7 +95,7 @@ class Rank:
                 verdict = {"exit_code": EXIT_CODES[event.reason], "cause": "transient"}
             run_folder.write_result(self.folder, {**to_json_fields(event, now), **verdict})
 
-    def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
+    def start_digests(self, engine: Engine, exactness: str, interval: int | Literal["auto", "off"]) -> None:
         """Start to save a digest of the gradient every `interval` steps, if `exactness` is `bits`.
 
         With `auto`, the interval depends on how long it takes to compute a digest. Saved digests of steps that this run
@@ -103,19 +103,19 @@ class Rank:
         """
         assert self.folder is not None
         path = self.folder / digest_file.DIGESTS
-        is_off = every == "off" or exactness != "bits"
+        is_off = interval == "off" or exactness != "bits"
         if self.world.rank == 0 and (path.exists() or not is_off):
             digest_file.truncate(path, self.progress.step, self.warn)
-        if is_off or every == "off":
+        if is_off or interval == "off":
             return
-        append, period = partial(digest_file.append, path), None if every == "auto" else every
+        append, period = partial(digest_file.append, path), None if interval == "auto" else interval
         self.digests = StepDigests(self.world, engine.gradients, append, period, self.rendezvous.rank_log.write_to_log)
 
-    def last_step(self) -> int:
+    def find_last_step(self) -> int:
         """Return the last step in the event log of the run, or 0 if there is no log."""
         return 0 if self.folder is None else read_last_step(self.folder / EVENTS)
 
-    def warn(self, line: str) -> None:
+    def warn(self, message: str) -> None:
         """Print a warning on rank 0."""
         if self.world.rank == 0:
-            print(printable_line(f"warning: {line}"), file=sys.stderr)
+            print(printable_line(f"warning: {message}"), file=sys.stderr)

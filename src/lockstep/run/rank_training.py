@@ -6,44 +6,44 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TextIO
 
 from lockstep.comm.world import World
-from lockstep.common.user_source import source_digests
+from lockstep.common.user_source import hash_sources
 from lockstep.config import plan as planning
-from lockstep.config.base import values
+from lockstep.config.base import section_to_dict
 from lockstep.config.document import format_key
-from lockstep.config.load import comparable, to_yaml
+from lockstep.config.load import select_comparable_values, to_yaml
 from lockstep.config.write import iterate_leaves
 from lockstep.core.order import Step
 from lockstep.data.loader import Loader
 from lockstep.device import machine
-from lockstep.device.clock import Clock
-from lockstep.device.meter import Meter
+from lockstep.device.clock import ActivityClock
+from lockstep.device.meter import SpeedMeter
 from lockstep.errors import EXIT_DONE, CorruptionError
 from lockstep.parallel.engine import Engine
 from lockstep.probe.first_look import GetFindings
-from lockstep.ranks.affinity import bind
+from lockstep.ranks.affinity import bind_to_gpu_cores
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, StopRequest
 from lockstep.reporting.flops import add_flops
 from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
-from lockstep.run.checkpoints import Checkpoints, Resumed
+from lockstep.run.checkpoints import Checkpoints, ResumeCheckpoint
 from lockstep.run.events import make_evaluation_event, make_start_event
-from lockstep.run.plan_accuracy import StepMeasurements, is_predicted
+from lockstep.run.plan_accuracy import StepMeasurements, can_compare_with_plan
 from lockstep.run.rank import Rank
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
-from lockstep.setup.data_facts import model_facts
+from lockstep.setup.data_facts import make_dataset_info
 from lockstep.setup.engine import start_engine
-from lockstep.setup.first_weights import weights_record
+from lockstep.setup.first_weights import make_weights_record
 from lockstep.setup.prepare import PreparedRun
-from lockstep.setup.resume import continuation_state
-from lockstep.tasks.base import MicroBatch, Report
+from lockstep.setup.resume import make_continuation_state
+from lockstep.tasks.base import MicroBatch, TaskReport
 from lockstep.training.agreement import check_initial_weights
 from lockstep.training.events import Done, Evaluated, Event, Skipped, Stepped, Stopped, Warned
 from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import Interval
 from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 
 _SEED_ADVICE: Final = (
     "build the model only from values that are the same on all ranks; the random number generators of torch, NumPy "
@@ -67,20 +67,20 @@ class RankTraining:
     rendezvous: Rendezvous
     world: World
     start: RunStart
-    resumed: Resumed | None
+    resumed: ResumeCheckpoint | None
     streams: tuple[TextIO, TextIO]  # terminal and log
     get_findings: GetFindings
     extra_sink: Sink | None
 
     def __post_init__(self) -> None:
         prepared, ready, world = self.prepared, self.prepared.setup, self.world
-        self.clock = Clock(world.device, "setting up", split="training")
+        self.clock = ActivityClock(world.device, "setting up", split_activity="training")
         numerics = machine.make_fingerprint(world.device, compiled=prepared.recipe.compile)
-        self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
-        self.grading = StepMeasurements(world, self.clock) if is_predicted(prepared.resolved) else None
+        self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source_hashes, self.clock)
+        self.grading = StepMeasurements(world, self.clock) if can_compare_with_plan(prepared.resolved) else None
         self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples already reported, by split
         # Bind to cores before memory is pinned and before loader processes start.
-        self.cores = bind(world, prepared.recipe.threads) if prepared.placement.affinity == "auto" else []
+        self.cores = bind_to_gpu_cores(world, prepared.recipe.threads) if prepared.placement.affinity == "auto" else []
         for cores in self.cores[world.rank : world.rank + 1]:
             self.streams[1].write(f"cores {cores}\n")
         self.engine: Engine
@@ -88,7 +88,7 @@ class RankTraining:
         build = ready.problem.build_model
         problem = replace(ready.problem, build_model=lambda: check_initial_weights(world, build(), _SEED_ADVICE))
         agreed_setup = replace(prepared, setup=replace(ready, problem=problem))
-        self.engine, self.loader = start_engine(agreed_setup, world, resumes=self.resumed is not None)
+        self.engine, self.loader = start_engine(agreed_setup, world, is_resumed=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._run_settings, ready.summary.buffers)
 
     def run(self, stop: StopRequest) -> int:
@@ -97,13 +97,13 @@ class RankTraining:
         if self.resumed is not None:
             self.checkpoints.resume(self.resumed)
             self.resumed = None  # frees the memory of the snapshot
-        elif ready.initial_weights is not None and ready.initial_weights.optimizer:
-            self.engine.load(continuation_state(ready, self.engine.state()))
-        self.rank.keep_digests(self.engine, self.prepared.strategy.traits.exactness, self.prepared.run.digest_every)
+        elif ready.initial_weights is not None and ready.initial_weights.uses_optimizer_state:
+            self.engine.load(make_continuation_state(ready, self.engine.state()))
+        self.rank.start_digests(self.engine, self.prepared.strategy.traits.exactness, self.prepared.run.digest_every)
         code = EXIT_DONE
-        with self._sinks() as self.rank.sinks:
+        with self._open_sinks() as self.rank.sinks:
             try:
-                for event in self._events(stop):
+                for event in self._iterate_events(stop):
                     self.rank.write(event)
                     if isinstance(event, Stopped):
                         code = EXIT_CODES[event.reason]
@@ -117,7 +117,7 @@ class RankTraining:
         self.clock.close()
         return code
 
-    def _events(self, stop: StopRequest) -> Iterator[Event]:
+    def _iterate_events(self, stop: StopRequest) -> Iterator[Event]:
         rank, checkpoints = self.rank, self.checkpoints
         start = make_start_event(self.prepared, rank, self.start.checkpoint)
         with nullcontext() if self.grading is None else self.grading.exclude():
@@ -127,19 +127,19 @@ class RankTraining:
         rank.enter("training")
         run, ready = self.prepared.run, self.prepared.setup
         evaluates = ready.data.validation is not None
-        plan = ready.plan(
+        plan = ready.make_plan(
             log=Interval(steps=run.log_every),
             save=Interval(run.save_every.steps, run.save_every.epochs),
             evaluate=Interval(run.evaluate_every.steps, run.evaluate_every.epochs) if evaluates else None,
         )
-        reports = StepReports(self.world, plan, rank.progress, rank.digests)
+        reports = StepReporter(self.world, plan, rank.progress, rank.digests)
         items = iterate_training_steps(
-            self._batches,
+            self._iterate_batches,
             reports,
             save=lambda _: checkpoints.save(),
             evaluate=self._evaluate,
             stop=stop,
-            preempted=rank.preempted,
+            is_preempted=rank.preempted,
         )
         for event in train(self.engine, reports, items):
             if isinstance(event, Evaluated | Stopped):
@@ -150,15 +150,15 @@ class RankTraining:
                 return
         yield from checkpoints.wait()
         rank.enter("ending")
-        yield self._done()
+        yield self._make_done_event()
 
-    def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
+    def _iterate_batches(self, first_step: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         """Yield the steps starting at number `first_step`, with the micro-batches of this rank."""
-        batches = self._fetch_batches(first)
-        yield from batches if self.grading is None else self.grading.watch(batches)
+        batches = self._fetch_batches(first_step)
+        yield from batches if self.grading is None else self.grading.measure_steps(batches)
 
-    def _fetch_batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        batches = iter(self.loader.iterate_steps(first))
+    def _fetch_batches(self, first_step: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
+        batches = iter(self.loader.iterate_steps(first_step))
         while True:
             with self.clock.track_activity("data"):  # counts the time spent waiting for the loader
                 batch = next(batches, None)
@@ -168,18 +168,18 @@ class RankTraining:
 
     def _evaluate(self, progress: Progress) -> Evaluated:
         with self.rank.during("evaluating"):
-            keep = self._keep if progress.step == self.prepared.setup.steps.total else None
+            keep = self._write_report if progress.step == self.prepared.setup.steps.total else None
             return make_evaluation_event(self.engine, self.world, self.prepared.setup, self.loader, progress, keep)
 
-    def _keep(self, report: Report) -> None:
+    def _write_report(self, report: TaskReport) -> None:
         """Write the detailed report of the last evaluation to the run folder. Only rank 0 writes it."""
         if report and self.world.rank == 0:
             run_folder.write_last_evaluation(self.start.folder, report)
 
     def _run_settings(self) -> dict[str, Any]:
         """Return the settings and dataset properties that affect the results. They are saved in checkpoints."""
-        recipe = comparable(values(self.prepared.recipe))
-        return {"recipe": recipe, "data": model_facts(self.prepared.setup)}
+        recipe = select_comparable_values(section_to_dict(self.prepared.recipe))
+        return {"recipe": recipe, "data": make_dataset_info(self.prepared.setup)}
 
     def _report_unreadable(self) -> Iterator[Skipped]:
         """Yield the files that any rank couldn't read since the last report. All ranks must call it."""
@@ -192,8 +192,8 @@ class RankTraining:
                 files = tuple(file(index) for index in new_indices[first : first + _MAX_FILES_PER_EVENT])
                 yield Skipped(**self.rank.progress.event_fields, files=files)
 
-    def _done(self) -> Done:
-        seconds, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
+    def _make_done_event(self) -> Done:
+        seconds, peak = self.clock.get_activity_seconds(), SpeedMeter(self.world.device).get_peak_bytes()
         predicted, measured = self.prepared.run.predicted, {} if self.grading is None else self.grading.get_result()
         ranks = self.world.all_gather_json([seconds, peak, measured, sorted(self.loader.unreadable[0])])
         progress = self.rank.progress
@@ -213,7 +213,7 @@ class RankTraining:
         )
 
     @contextmanager
-    def _sinks(self) -> Iterator[list[Sink]]:
+    def _open_sinks(self) -> Iterator[list[Sink]]:
         extra_sinks = [] if self.extra_sink is None else [self.extra_sink]
         if self.world.rank != 0:
             yield extra_sinks
@@ -221,12 +221,12 @@ class RankTraining:
         folder = self.start.folder
         prepared = self.prepared
         recipe, run = prepared.recipe, prepared.run
-        recipe_values = {format_key(path): value for path, value in iterate_leaves(values(recipe))}
-        rule = f"learning rate {planning.rule(recipe)}"
+        recipe_values = {format_key(path): value for path, value in iterate_leaves(section_to_dict(recipe))}
+        rule = f"learning rate {planning.format_base_rate(recipe)}"
         with sinks.open_sinks(run, recipe_values, rule, folder, self.streams) as config_sinks:
             communication = {"backend": self.world.backend, "ranks with one device": self.world.device_sharing_groups}
-            source = prepared.sources | source_digests(sinks.own_paths(run))
-            first_weights = weights_record(recipe, prepared.setup.initial_weights, prepared.setup.weights_fit)
+            source = prepared.source_hashes | hash_sources(sinks.list_custom_sinks(run))
+            first_weights = make_weights_record(recipe, prepared.setup.initial_weights, prepared.setup.weights_report)
             run_folder.record_config(folder, to_yaml(prepared.loaded), prepared.resolved.engine_files)
             run_folder.record_environment(folder, source, self.cores, communication, first_weights)
             yield [*config_sinks, *extra_sinks]

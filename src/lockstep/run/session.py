@@ -14,18 +14,18 @@ from typing import Any, final
 import torch
 
 from lockstep.comm.world import World, choose_device, open_world
-from lockstep.common.collection import collect_as_usual
+from lockstep.common.collection import restore_garbage_collection
 from lockstep.common.rank import RankInfo
 from lockstep.common.version import __version__
-from lockstep.config.base import values
-from lockstep.config.load import Loaded, comparable
+from lockstep.config.base import section_to_dict
+from lockstep.config.load import LoadedConfig, select_comparable_values
 from lockstep.config.placement import Placement
 from lockstep.core.devices import resolve_backend
 from lockstep.core.engine_recipe import EngineRecipe
 from lockstep.device import machine
-from lockstep.device.env_flags import check_switches
+from lockstep.device.env_flags import check_env_flags
 from lockstep.device.memory import keep_freed_memory
-from lockstep.device.precision import fix_kernels
+from lockstep.device.precision import select_deterministic_kernels
 from lockstep.ranks import flight
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous
@@ -54,7 +54,7 @@ class Session:
 
 @contextmanager
 def open_rank(
-    rendezvous: Rendezvous, placement: Placement, recipe: EngineRecipe, facts: Mapping[str, Any]
+    rendezvous: Rendezvous, placement: Placement, recipe: EngineRecipe, compared_values: Mapping[str, Any]
 ) -> Iterator[Session]:
     """Return a context manager that opens this rank. All ranks must enter it after they have joined.
 
@@ -67,17 +67,19 @@ def open_rank(
     """
     device = prepare_device(placement, rendezvous.info, recipe)
     with _make_stall_detector(rendezvous, placement, device):
-        rendezvous.compare({**facts, **_placement_facts(placement, device, compiled=recipe.compile)})
+        rendezvous.compare(
+            {**compared_values, **_collect_settings_and_versions(placement, device, compiled=recipe.compile)}
+        )
         yield Session(rendezvous, placement, device)
 
 
 @contextmanager
 def open_recipe_rank(
-    rendezvous: Rendezvous, loaded: Loaded, facts: Mapping[str, Any] | None = None
+    rendezvous: Rendezvous, loaded: LoadedConfig, compared_values: Mapping[str, Any] | None = None
 ) -> Iterator[Session]:
     """Return a context manager that opens this rank, and also compares the recipe between ranks. See `open_rank`."""
     recipe = loaded.config.recipe
-    compared_facts = {"recipe": comparable(values(recipe)), **(facts or {})}
+    compared_facts = {"recipe": select_comparable_values(section_to_dict(recipe)), **(compared_values or {})}
     with open_rank(rendezvous, loaded.config.placement, recipe, compared_facts) as session:
         yield session
 
@@ -87,19 +89,19 @@ def prepare_device(placement: Placement, info: RankInfo, recipe: EngineRecipe) -
 
     Also sets the kernels, the threads, the memory allocator and the garbage collection for the whole process.
     """
-    collect_as_usual()
+    restore_garbage_collection()
     device = choose_device(placement.device, info, placement.backend)
-    fix_kernels(recipe.threads, recipe.precision, device)
+    select_deterministic_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
     if device.type == "cuda":
-        check_switches(recipe.precision)
+        check_env_flags(recipe.precision)
     return device
 
 
-def _placement_facts(placement: Placement, device: torch.device, *, compiled: bool) -> dict[str, Any]:
+def _collect_settings_and_versions(placement: Placement, device: torch.device, *, compiled: bool) -> dict[str, Any]:
     """Return the placement settings and installed versions that must be the same on all ranks."""
     return {
-        "placement.strategy": values(placement)["strategy"],
+        "placement.strategy": section_to_dict(placement)["strategy"],
         "placement.affinity": placement.affinity,  # with auto, all ranks exchange their hosts and cores
         "placement.backend": placement.backend,
         "placement.audit_every": placement.audit_every,
@@ -135,6 +137,6 @@ def _dump_flight_recorder(rendezvous: Rendezvous, nccl: bool) -> str:
 
     Returns an empty string if this rank has no log, or if torch hasn't recorded its collectives.
     """
-    log = rendezvous.rank_log.log
+    log = rendezvous.rank_log.log_path
     path = log and log.with_name(f"exchanges-rank-{rendezvous.info.rank}.json")
-    return str(path) if path and flight.write(path, nccl) else ""
+    return str(path) if path and flight.write_dump(path, nccl) else ""

@@ -22,8 +22,8 @@ from lockstep.reporting.jsonl import JsonLines, to_json_fields
 from lockstep.reporting.optional import OptionalSink
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.skipped import SkippedFiles
-from lockstep.reporting.tables import Tables
-from lockstep.run.uploads import Uploads
+from lockstep.reporting.tables import CsvTables
+from lockstep.run.uploads import UploadSink
 from lockstep.runs import folder as run_folder
 from lockstep.runs.remote import Mirror
 from lockstep.training.events import Event
@@ -45,7 +45,7 @@ def check_sinks(run: RunConfig) -> None:
                     f"sink {sink.name}: is not callable; use the import path of a class or function ({_SINK_ADVICE})"
                 )
         elif sink.name == "csv":
-            _check_options(index, sink, ())
+            _check_sink_options(index, sink, ())
         else:
             spec = find_spec(sink.name)
             # A spec without an origin is a namespace package, which may be any folder with this name.
@@ -53,7 +53,7 @@ def check_sinks(run: RunConfig) -> None:
                 raise UsageError(
                     f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
                 )
-            _check_options(index, sink, _OPTIONS[sink.name])
+            _check_sink_options(index, sink, _OPTIONS[sink.name])
         for key, text in _iter_strings(sink.model_extra or {}):
             if _is_secret(key, text):
                 raise UsageError(
@@ -62,14 +62,14 @@ def check_sinks(run: RunConfig) -> None:
                 )
 
 
-def own_paths(run: RunConfig) -> list[str]:
+def list_custom_sinks(run: RunConfig) -> list[str]:
     """Return the import paths of the custom sinks in `run.sinks`."""
     return [sink.name for sink in run.sinks if ":" in sink.name]
 
 
 @contextmanager
 def open_sinks(
-    run: RunConfig, recipe_values: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
+    run: RunConfig, recipe_values: Mapping[str, Any], lr_formula: str, folder: Path, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
     """Return a context manager that opens the sinks of a run and yields them. Only rank 0 calls it.
 
@@ -101,8 +101,8 @@ def open_sinks(
         file_sinks: list[Sink] = [
             JsonLines(folder / run_folder.EVENTS),
             SkippedFiles(folder / run_folder.SKIPPED),
-            *(Console(stream, url or str(folder), rule) for stream in streams),
-            *([Uploads(Mirror(url, run.keep), warn)] if url else []),
+            *(Console(stream, url or str(folder), lr_formula) for stream in streams),
+            *([UploadSink(Mirror(url, run.keep), warn)] if url else []),
         ]
         for sink in file_sinks:
             stack.callback(sink.close)
@@ -114,7 +114,7 @@ def _open_sink(config: SinkConfig, recipe_values: Mapping[str, Any], folder: Pat
     if ":" in config.name:
         return _open_custom_sink(config.name, folder, options)
     if config.name == "csv":
-        return Tables(folder)
+        return CsvTables(folder)
     with UserCode(f"sink {config.name}"):
         if config.name == "wandb":
             return wandb_sink.Wandb(folder, options, recipe_values)
@@ -135,12 +135,12 @@ class _CustomSink:
         self._sink.close()
 
 
-def _open_custom_sink(path: str, folder: Path, options: Mapping[str, Any]) -> _CustomSink:
-    with UserCode(f"sink {path}"):
-        sink = import_object(path, "sink")(folder, **options)
+def _open_custom_sink(import_path: str, folder: Path, options: Mapping[str, Any]) -> _CustomSink:
+    with UserCode(f"sink {import_path}"):
+        sink = import_object(import_path, "sink")(folder, **options)
         members = dir(sink)
     if missing := [name for name in ("write", "close") if name not in members]:
-        raise UsageError(f"sink {path}: has no {' and no '.join(missing)} method; add it ({_SINK_ADVICE})")
+        raise UsageError(f"sink {import_path}: has no {' and no '.join(missing)} method; add it ({_SINK_ADVICE})")
     return _CustomSink(sink)
 
 
@@ -174,13 +174,13 @@ def _expand_variables(label: str, value: Any) -> Any:
     return _VARIABLE.sub(lambda match: os.environ[match[1]], value)
 
 
-def _check_options(index: int, sink: SinkConfig, option_names: tuple[str, ...]) -> None:
+def _check_sink_options(sink_index: int, sink: SinkConfig, option_names: tuple[str, ...]) -> None:
     for key, value in (sink.model_extra or {}).items():
         if key not in option_names:
             raise UsageError(
-                f"run.sinks.{index}.{key}: sink {sink.name} has no such option{format_choices(key, option_names)}"
+                f"run.sinks.{sink_index}.{key}: sink {sink.name} has no such option{format_choices(key, option_names)}"
             )
         is_string_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if not (is_string_list if key == "tags" else isinstance(value, str)):
             expected = "a list of strings" if key == "tags" else "text"
-            raise UsageError(f"run.sinks.{index}.{key}: expected {expected}; got {value!r}")
+            raise UsageError(f"run.sinks.{sink_index}.{key}: expected {expected}; got {value!r}")

@@ -15,24 +15,24 @@ from typing import Final, Literal, TypeVar
 import torch
 
 from lockstep import comm, device
-from lockstep.common.hashing import FIXED_SEED, RANDOM_SEED, hash_seed, hash_seed_for_children
+from lockstep.common.hashing import FIXED_SEED, RANDOM_SEED, get_hash_seed, set_hash_seed_for_children
 from lockstep.common.rank import RankInfo
-from lockstep.config.placement import Placement, rendezvous_in
+from lockstep.config.placement import Placement, find_rendezvous_address
 from lockstep.errors import LockstepError
-from lockstep.ranks.external import exit_before_join, join_job, single_process_rendezvous
+from lockstep.ranks.external import exit_before_join, join_job, make_single_process_rendezvous
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.local_launcher import run_workers
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.setup.strategy import find_strategy
-from lockstep.strategies.base import ExternalEngine
+from lockstep.strategies.base import ExternalEngineStrategy
 
 T = TypeVar("T")
 SIGNAL_BASE: Final = 128  # larger exit codes represent signals, as in a shell
-Work = Callable[[Rendezvous], int]  # returns the exit code
+RankFunction = Callable[[Rendezvous], int]  # returns the exit code
 
 
 def run_launched_rank(
-    info: RankInfo, override_words: Sequence[str], check: Callable[[], tuple[Placement, Work]]
+    info: RankInfo, override_words: Sequence[str], prepare: Callable[[], tuple[Placement, RankFunction]]
 ) -> int:
     """Join the ranks that the launcher started, run the function that `prepare` returns, and return its exit code.
 
@@ -41,20 +41,20 @@ def run_launched_rank(
     `override_words`, the error is reported to them, so that it is printed only once.
     """
     try:
-        placement, work = check()
+        placement, work = prepare()
     except LockstepError as error:
-        exit_before_join(info, rendezvous_in(override_words), error)
+        exit_before_join(info, find_rendezvous_address(override_words), error)
     with join_job(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s) as rendezvous:
         return work(rendezvous)
 
 
 def run_on_ranks(
-    work: Callable[[T | None, Rendezvous], int],
-    ready: T,
+    function: Callable[[T | None, Rendezvous], int],
+    shared: T,
     placement: Placement,
-    count: int,
-    logs: Path | None = None,
-    failed: Callable[[Failure], None] | None = None,
+    num_processes: int,
+    log_folder: Path | None = None,
+    on_failure: Callable[[Failure], None] | None = None,
     *,
     in_subprocess: bool = False,
     child_hash_seed: str | None = None,
@@ -71,32 +71,34 @@ def run_on_ranks(
     - `child_hash_seed`: A value for PYTHONHASHSEED. If it is set, the processes are spawned with this hash seed.
     - `forks`: If False, processes are spawned, because this process has threads that don't work after a fork.
     """
-    if count == 1 and not in_subprocess:
-        return work(ready, single_process_rendezvous())
+    if num_processes == 1 and not in_subprocess:
+        return function(shared, make_single_process_rendezvous())
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     # Forking is faster and shares memory, but CUDA doesn't work after a fork.
     may_use_cuda = placement.device != "cpu" and torch.cuda.device_count()
     spawns = not forks or child_hash_seed is not None or may_use_cuda
     method: Literal["fork", "spawn"] = "spawn" if spawns else "fork"
-    _, strategy = find_strategy(placement, count)
-    if method == "fork" and isinstance(strategy, ExternalEngine):
+    _, strategy = find_strategy(placement, num_processes)
+    if method == "fork" and isinstance(strategy, ExternalEngineStrategy):
         strategy.preload()
-    worker = partial(work, ready if method == "fork" else None)
+    worker = partial(function, shared if method == "fork" else None)
     with ExitStack() as stack:
         if method == "spawn":  # otherwise, each process would choose a different hash seed
             stack.enter_context(
-                hash_seed_for_children(child_hash_seed or (FIXED_SEED if hash_seed() == RANDOM_SEED else hash_seed()))
+                set_hash_seed_for_children(
+                    child_hash_seed or (FIXED_SEED if get_hash_seed() == RANDOM_SEED else get_hash_seed())
+                )
             )
         if child_hash_seed is not None:
             stack.enter_context(_hide_main())
-        return run_workers(worker, count, method, placement.timeout_s, logs, failed)
+        return run_workers(worker, num_processes, method, placement.timeout_s, log_folder, on_failure)
 
 
-def can_be_spawned(work: Callable[..., object]) -> bool:
+def can_be_spawned(function: Callable[..., object]) -> bool:
     """Return whether a function can be pickled for a spawned process. It must not be defined in the script itself."""
     with _hide_main():
         try:
-            ForkingPickler.dumps(work)
+            ForkingPickler.dumps(function)
         except Exception:  # pickling a user's object can raise any exception
             return False
     return True
@@ -113,7 +115,7 @@ def _hide_main() -> Iterator[None]:
         sys.modules["__main__"] = script
 
 
-def import_for_all() -> None:
+def preload_modules() -> None:
     """Import all modules of comm and device before processes are forked, so that the processes share the modules.
 
     For example, importing FSDP takes half a second per process.
@@ -124,10 +126,10 @@ def import_for_all() -> None:
 
 
 def run_in_workers(
-    work: Callable[[T | None, Rendezvous], int],
-    ready: T,
+    function: Callable[[T | None, Rendezvous], int],
+    shared: T,
     placement: Placement,
-    count: int,
+    num_processes: int,
     child_hash_seed: str | None = None,
 ) -> tuple[int, str]:
     """Call `function` on ranks in separate processes, and return the exit code and the error message.
@@ -137,7 +139,9 @@ def run_in_workers(
     """
     with redirect_stderr(io.StringIO()) as printed:
         try:
-            code = run_on_ranks(work, ready, placement, count, in_subprocess=True, child_hash_seed=child_hash_seed)
+            code = run_on_ranks(
+                function, shared, placement, num_processes, in_subprocess=True, child_hash_seed=child_hash_seed
+            )
         except SystemExit as end:  # a signal arrived before the workers were started
             code = int(end.code or 0)
     if code > SIGNAL_BASE:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.common.hashing import hash_seed
+from lockstep.common.hashing import get_hash_seed
 from lockstep.core.order import Steps
 from lockstep.run.rank import Rank
 from lockstep.training.events import Started
@@ -42,9 +42,9 @@ def make_loop_start_event(
         parameters=parameters,
         base_lr=base_lr,
         resumed_from=str(resumed_from) if resumed_from else None,
-        again=max(0, rank.last_step() - progress.step),
+        again=max(0, rank.find_last_step() - progress.step),
         backend=world.backend if world.size > 1 else "",
         sharing=world.device_sharing_groups,
         replicas=[str(device) for device in replicas],
-        hash_seed=hash_seed(),
+        hash_seed=get_hash_seed(),
     )

@@ -12,7 +12,7 @@ _INTERVAL_S: Final = 30.0  # minimum seconds between uploads of events, because 
 
 
 @final
-class Uploads:
+class UploadSink:
     """Uploads the events at the start of a run and after each save, and otherwise at most every 30 seconds.
 
     A failed upload is only a warning here, because the next upload includes the same events. A checkpoint that can't be

@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.common import plainfile
-from lockstep.errors import HostError, UsageError, os_error_as
+from lockstep.errors import HostError, UsageError, convert_os_error
 from lockstep.training.digests import Digest
 
 DIGESTS: Final = "digests.bin"
-_HEAD: Final = b"lockstep\1\0\0\0\0\0\0\0"
-_RECORD: Final = 16  # bytes per record
-_WEIGHTS: Final = 1 << 63
+_HEADER: Final = b"lockstep\1\0\0\0\0\0\0\0"
+_RECORD_BYTES: Final = 16  # bytes per record
+_WEIGHTS_BIT: Final = 1 << 63
 
 
 def truncate(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
@@ -35,38 +35,38 @@ def truncate(path: Path, step: int, warn: Callable[[str], object] = str) -> None
     except UsageError as error:
         records = _parse_records(b"")
         warn(f"{error}; replaced by a new file")
-    kept_records = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
-    writing = os_error_as(HostError, f"{path}: not written")
+    kept_records = records[: np.searchsorted(records[:, 0] % _WEIGHTS_BIT, step, side="right")]
+    writing = convert_os_error(HostError, f"{path}: not written")
     with writing, os.fdopen(plainfile.open_descriptor(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
-        file.truncate(len(_HEAD) + kept_records.nbytes)
-        file.write(_HEAD)
+        file.truncate(len(_HEADER) + kept_records.nbytes)
+        file.write(_HEADER)
 
 
 def append(path: Path, digests: Sequence[Digest]) -> None:
     """Append digests of later steps to the file. Raises HostError if the file can't be written."""
-    records = np.array([(digest.step | digest.weights * _WEIGHTS, digest.value) for digest in digests], "<u8")
-    writing = os_error_as(HostError, f"{path}: digests not written")
+    records = np.array([(digest.step | digest.is_weights * _WEIGHTS_BIT, digest.value) for digest in digests], "<u8")
+    writing = convert_os_error(HostError, f"{path}: digests not written")
     with writing, os.fdopen(plainfile.open_descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
         file.write(records.tobytes())
 
 
 def read(path: Path) -> list[Digest]:
     """Return all digests in the file in order. Raises UsageError if the file can't be read or isn't a digest file."""
-    return [Digest(step % _WEIGHTS, value, step >= _WEIGHTS) for step, value in _read_records(path).tolist()]
+    return [Digest(step % _WEIGHTS_BIT, value, step >= _WEIGHTS_BIT) for step, value in _read_records(path).tolist()]
 
 
 def _read_records(path: Path) -> NDArray[np.uint64]:
     """Read the records of a file. A missing file has no records. Ignores an incomplete record at the end."""
-    head, data = _HEAD, b""
-    reading = os_error_as(UsageError, f"{path}: cannot be read")
+    head, data = _HEADER, b""
+    reading = convert_os_error(UsageError, f"{path}: cannot be read")
     with reading, suppress(FileNotFoundError), plainfile.open_reader(path) as file:
-        head, data = file.read(len(_HEAD)), file.read()
-    if head != _HEAD:
-        problem = "written by a newer version" if head.startswith(_HEAD[:8]) else "not a digest file"
+        head, data = file.read(len(_HEADER)), file.read()
+    if head != _HEADER:
+        problem = "written by a newer version" if head.startswith(_HEADER[:8]) else "not a digest file"
         raise UsageError(f"{path}: {problem}")
     return _parse_records(data)
 
 
 def _parse_records(data: bytes) -> NDArray[np.uint64]:
     """Return the complete records as an array of shape [n, 2]."""
-    return np.frombuffer(data[: len(data) // _RECORD * _RECORD], "<u8").reshape(-1, 2)
+    return np.frombuffer(data[: len(data) // _RECORD_BYTES * _RECORD_BYTES], "<u8").reshape(-1, 2)

@@ -28,12 +28,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from lockstep.common.location import is_url, local_folder
+from lockstep.common.location import get_local_folder, is_url
 from lockstep.common.rank import ALONE
 from lockstep.common.text import printable
-from lockstep.config.recorded import CONFIG
+from lockstep.config.recorded import CONFIG_NAME
 from lockstep.device import machine
-from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, os_error_as
+from lockstep.errors import ConfigError, HostError, TrainingError, UsageError, convert_os_error
 from lockstep.ranks.failure import Failure, make_failure
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.rendezvous import Rendezvous
@@ -42,7 +42,7 @@ from lockstep.runs.digest_file import DIGESTS
 from lockstep.runs.remote import RemoteClaim
 from lockstep.runs.runs import JOB, JOB_SCRIPT, RESULT
 from lockstep.runs.worker_context import WORKER_CONTEXT
-from lockstep.tasks.base import Report
+from lockstep.tasks.base import TaskReport
 from lockstep.training.checkpoint import durable, store
 from lockstep.training.lock import LOCK, Lock, lock
 
@@ -54,7 +54,7 @@ TENSORBOARD = "tensorboard"
 LAST_EVALUATION = "last-evaluation.json"
 _ENGINE_CONFIG: Final = "deepspeed.json"
 _SINK_FILES: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt", "mlflow-run.txt")
-_START_FILES: Final = (CONFIG, ENVIRONMENT, _ENGINE_CONFIG)
+_START_FILES: Final = (CONFIG_NAME, ENVIRONMENT, _ENGINE_CONFIG)
 _FILES: Final = (*_START_FILES, EVENTS, DIGESTS, SKIPPED, LAST_EVALUATION, RESULT, JOB_SCRIPT, JOB, LOCK, *_SINK_FILES)
 _MAX_REASON_CHARS: Final = 500
 
@@ -100,7 +100,7 @@ class Claim:
 
         See `LastStart.is_rejected_start`.
         """
-        if not self.last_start.is_rejected(self.folder, failure):
+        if not self.last_start.is_rejected_start(self.folder, failure):
             write_failure(self.folder, failure)
         if self.remote is not None:
             self.remote.close()
@@ -116,7 +116,7 @@ class LastStart:
     """The state of a run folder after the previous start of the run: result.json, and the size of events.jsonl."""
 
     result: bytes | None
-    events: int
+    num_event_bytes: int
 
     @classmethod
     def read(cls, folder: Path) -> "LastStart":
@@ -124,9 +124,9 @@ class LastStart:
         result, events = folder / RESULT, folder / EVENTS
         return cls(result.read_bytes() if result.exists() else None, events.stat().st_size if events.exists() else 0)
 
-    def is_rejected(self, folder: Path, failure: Failure) -> bool:
+    def is_rejected_start(self, folder: Path, failure: Failure) -> bool:
         """Return whether a failure is a usage error, and this start of the run hasn't written an event yet."""
-        return failure.cause == "usage" and LastStart.read(folder).events <= self.events
+        return failure.cause == "usage" and LastStart.read(folder).num_event_bytes <= self.num_event_bytes
 
 
 @dataclass(frozen=True)
@@ -156,14 +156,14 @@ def hold_run_folder(
         done = rendezvous.broadcast_text(claim.done_message if claim else "")
         if claim:
             rendezvous.write_failure = claim.write_failure
-            if (context := WORKER_CONTEXT.get()) is not None and context.claimed is not None:
-                context.claimed(claim.folder)
+            if (context := WORKER_CONTEXT.get()) is not None and context.on_claim is not None:
+                context.on_claim(claim.folder)
         start = RunStart(Path(folder), Path(path) if path else None, done)
         if location is not None and is_url(location):
             start_id = rendezvous.broadcast_text(claim.remote.start_id if claim and claim.remote else "")
             checkpoint = start.checkpoint  # with run.resume, it can be in a different run
             name = checkpoint.name if checkpoint and checkpoint.parent.parent == start.folder else ""
-            own_folder, own_checkpoint = remote.join(location, start_id, name)
+            own_folder, own_checkpoint = remote.join_folder(location, start_id, name)
             start = RunStart(own_folder, own_checkpoint or checkpoint, done)
             with remote.upload_logs(location, start_id):
                 yield start
@@ -173,8 +173,8 @@ def hold_run_folder(
 
 def claim_folder(
     folder: Path,
-    done: Callable[[], str],
-    begin: Callable[[], tuple[Path | None, list[str]]],
+    make_done_message: Callable[[], str],
+    find_start: Callable[[], tuple[Path | None, list[str]]],
     claim_remote: Callable[[], RemoteClaim] | None = None,
 ) -> Claim:
     """Claim a run folder by locking it. If the folder doesn't exist, create it.
@@ -187,16 +187,16 @@ def claim_folder(
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     _check_paths(folder)
-    with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose a different run.dir"):
+    with convert_os_error(UsageError, f"run.dir {folder}: cannot be used", "; choose a different run.dir"):
         folder_lock = lock(folder)
     remote_claim: RemoteClaim | None = None
     try:
         remote_claim = None if claim_remote is None else claim_remote()
-        if done_text := done():
+        if done_text := make_done_message():
             return Claim(folder, folder_lock, created, done_message=done_text, remote=remote_claim)
         last_start = LastStart.read(folder)
         with _write_failure_on_error(folder, created, last_start):
-            checkpoint_path, notes = begin()
+            checkpoint_path, notes = find_start()
         (folder / RESULT).unlink(missing_ok=True)  # otherwise, scripts could read an outdated result
     except BaseException as error:
         with folder_lock:
@@ -209,15 +209,15 @@ def claim_folder(
 def claim_location(
     location: str,
     keep: int,
-    done: Callable[[], str],
-    begin: Callable[[], tuple[Path | None, list[str]]],
+    make_done_message: Callable[[], str],
+    find_start: Callable[[], tuple[Path | None, list[str]]],
 ) -> Claim:
     """Lock the run folder at a path or URL, the value of run.dir. See `claim_folder`."""
-    folder = local_folder(location)
+    folder = get_local_folder(location)
     if not is_url(location):
-        return claim_folder(folder, done, begin)
+        return claim_folder(folder, make_done_message, find_start)
     try:
-        return claim_folder(folder, done, begin, lambda: remote.claim(location, keep, print_message))
+        return claim_folder(folder, make_done_message, find_start, lambda: remote.claim(location, keep, print_message))
     except UsageError as error:  # show the URL, because the user doesn't know the local folder
         text = re.sub(rf"(^|run\.dir[ =]){re.escape(str(folder))}", rf"\1{location}", str(error), flags=re.MULTILINE)
         raise UsageError(text) from error
@@ -225,35 +225,35 @@ def claim_location(
 
 def claim_loop_folder(location: str | Path, key: bytes | None, keep: int = 3) -> Claim:
     """Claim the run folder of a custom training loop. The run resumes from the newest checkpoint in the folder."""
-    folder = local_folder(str(location))
+    folder = get_local_folder(str(location))
 
     def find_start() -> tuple[Path | None, list[str]]:
-        if os.path.lexists(folder / CONFIG):
+        if os.path.lexists(folder / CONFIG_NAME):
             raise UsageError(f"{folder}: contains a run of a recipe, not of a custom loop; choose a different dir")
         newest = store.load_newest(folder / store.FOLDER, key)
-        return (None, []) if newest is None else (newest.path, checkpoint_warnings(newest))
+        return (None, []) if newest is None else (newest.path, make_checkpoint_warnings(newest))
 
     return claim_location(str(location), keep, str, find_start)
 
 
-def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
+def make_checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
     """Return a warning for each damaged checkpoint that is newer than `checkpoint`."""
     return [f"warning: {problem}" for problem in checkpoint.problems]
 
 
 def record_config(folder: Path, config: str, engine_files: Mapping[str, str]) -> None:
     """Write config.yaml, and the configuration files of an external engine. `engine_files` maps names to content."""
-    _write(folder / CONFIG, config)
+    _write_text(folder / CONFIG_NAME, config)
     (folder / _ENGINE_CONFIG).unlink(missing_ok=True)  # left over from a run started with a different strategy
     for name, text in engine_files.items():
-        _write(folder / name, text)
+        _write_text(folder / name, text)
 
 
 def record_environment(
     folder: Path,
     source: Mapping[str, str],
     cores: Sequence[str],
-    exchange: Mapping[str, Any],
+    communication: Mapping[str, Any],
     first_weights: Mapping[str, Any] | None = None,
 ) -> None:
     """Write environment.json.
@@ -263,14 +263,16 @@ def record_environment(
     - `communication`: How the ranks communicate tensors.
     - `first_weights`: The initial weights, if they don't come from the seed.
     """
-    placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
+    placed = {"source": dict(source), "cores": list(cores), "exchange": dict(communication)}
     placed |= {"first weights": dict(first_weights)} if first_weights else {}
-    _write(folder / ENVIRONMENT, json.dumps(machine.environment() | placed, indent=1, sort_keys=True) + "\n")
+    _write_text(
+        folder / ENVIRONMENT, json.dumps(machine.describe_environment() | placed, indent=1, sort_keys=True) + "\n"
+    )
 
 
-def write_last_evaluation(folder: Path, report: Report) -> None:
+def write_last_evaluation(folder: Path, report: TaskReport) -> None:
     """Write the report of a task about the last evaluation. Raise HostError if the file can't be written."""
-    _write(folder / LAST_EVALUATION, json.dumps(report, indent=1))
+    _write_text(folder / LAST_EVALUATION, json.dumps(report, indent=1))
 
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
@@ -278,7 +280,7 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
 
     Call this function when the run ends, because the file must not exist while a run is in progress.
     """
-    _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
+    _write_text(folder / RESULT, json.dumps(result, indent=1) + "\n")
 
 
 def print_message(text: str) -> None:
@@ -298,7 +300,7 @@ def write_exit(folder: Path, code: int, failure: Failure | None = None) -> None:
 
 def write_failure(folder: Path, failure: Failure) -> None:
     """Write result.json for a failed run, with the first line of the error, its cause, its ranks and its host."""
-    reason = failure.line if failure.size > 1 else failure.first_line.removeprefix("error: ")
+    reason = failure.summary if failure.size > 1 else failure.first_line.removeprefix("error: ")
     outcome = {"exit_code": failure.exit_code, "reason": reason[:_MAX_REASON_CHARS], "cause": failure.cause}
     # If an audit identified ranks, the reason contains the hosts of these ranks. `failure.host` is the host of the rank
     # that reports the failure.
@@ -308,23 +310,23 @@ def write_failure(folder: Path, failure: Failure) -> None:
 
 
 @contextmanager
-def _write_failure_on_error(folder: Path, created: Sequence[Path], last_start: LastStart) -> Iterator[None]:
+def _write_failure_on_error(folder: Path, created_paths: Sequence[Path], last_start: LastStart) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         failure = make_failure(error, ALONE, RankLog(ALONE))
         if isinstance(error, ConfigError):  # the text of a ConfigError starts with the number of problems
             failure = replace(failure, text=str(error))
-        if not last_start.is_rejected(folder, failure):
+        if not last_start.is_rejected_start(folder, failure):
             write_exit(folder, failure.exit_code, failure)
-        elif created and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
-            _remove_created(folder, created)
+        elif created_paths and not any((folder / name).exists() for name in (CONFIG_NAME, EVENTS)):
+            _remove_created_paths(folder, created_paths)
         elif last_start.result is not None:  # restore the result of the previous start of the run
-            _write(folder / RESULT, last_start.result.decode(errors="replace"))
+            _write_text(folder / RESULT, last_start.result.decode(errors="replace"))
         raise
 
 
-def _remove_created(folder: Path, created: Sequence[Path]) -> None:
+def _remove_created_paths(folder: Path, created_paths: Sequence[Path]) -> None:
     """Remove the folders and files that a rejected start of a run has created. Keep all other files."""
     with suppress(OSError):
         for log in (folder / LOGS).glob("rank-*.log"):
@@ -332,16 +334,16 @@ def _remove_created(folder: Path, created: Sequence[Path]) -> None:
         (folder / LOGS).rmdir()
     with suppress(OSError):
         (folder / LOCK).unlink()
-        for parent in created:
+        for parent in created_paths:
             parent.rmdir()
 
 
-def _write(path: Path, text: str) -> None:
-    with os_error_as(HostError, f"{path}: not written"):
+def _write_text(path: Path, text: str) -> None:
+    with convert_os_error(HostError, f"{path}: not written"):
         durable.replace(path, text.encode())
 
 
-def new_folder_path(name: str) -> Path:
+def make_folder_path(name: str) -> Path:
     """Return a path runs/NAME-TIME that doesn't exist yet. If the path exists, append a number."""
     dated = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (f"{dated}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))

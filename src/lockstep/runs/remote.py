@@ -34,9 +34,9 @@ from types import TracebackType
 from typing import Any, Final, Literal, final
 
 from lockstep.common import plainfile
-from lockstep.common.location import is_url, local_folder, name_of, scheme_of, storage_folder
+from lockstep.common.location import get_local_folder, get_scheme, get_storage_folder, is_url, make_file_name
 from lockstep.common.locking import lock_file
-from lockstep.errors import HostError, LockstepError, TrainingError, UsageError, os_error_as
+from lockstep.errors import HostError, LockstepError, TrainingError, UsageError, convert_os_error
 from lockstep.reporting.jsonl import EVENTS
 from lockstep.runs import remote_lock
 from lockstep.runs.remote_lock import CLAIMS, RemoteLock
@@ -44,7 +44,7 @@ from lockstep.runs.storage import Storage, as_host_errors, check_storage, open_s
 from lockstep.training.checkpoint import durable, store
 from lockstep.training.lock import LOCK
 
-Wanted = Literal["newest", "best", "all", "none"]
+CheckpointSelection = Literal["newest", "best", "all", "none"]
 
 PARTS: Final = "events"
 _MAX_PARTS: Final = 64  # at this number, parts are merged, because reading each part takes a request
@@ -56,7 +56,7 @@ _SYNCED: Final = "synced.json"
 _CLAIM: Final = "claim.json"
 _PULL_TRIES: Final = 3  # a run that is in progress may remove a checkpoint while it is downloaded
 _MAX_RECORD_BYTES: Final = 1 << 24
-_RECORD = dict[str, Any]
+_Record = dict[str, Any]
 
 
 @final
@@ -101,7 +101,7 @@ class Mirror:
     @property
     def folder(self) -> Path:
         """The local folder of the run."""
-        return local_folder(self.url)
+        return get_local_folder(self.url)
 
     def sync(self, *, merge: bool = False, wait: bool = True) -> None:
         """Upload new events and all small files that changed, and remove files that no longer exist locally.
@@ -109,7 +109,7 @@ class Mirror:
         With `merge`, the parts of the event log are merged. If `wait` is False, this is a no-op while a checkpoint is
         uploaded in the background. Raises HostError if the storage fails.
         """
-        with self._writing(wait=wait) as storage:
+        with self._open_for_writing(wait=wait) as storage:
             if storage is not None:
                 self._sync(storage, merge=merge)
 
@@ -118,19 +118,19 @@ class Mirror:
 
         Raises HostError if the storage fails, or if a different process has taken over the run.
         """
-        with self._writing() as storage:
+        with self._open_for_writing() as storage:
             assert storage is not None
             self._sync(storage, merge=False)
-            self._push(storage, path)
+            self._push_checkpoint_files(storage, path)
 
     @contextmanager
-    def _writing(self, *, wait: bool = True) -> Iterator[Storage | None]:
+    def _open_for_writing(self, *, wait: bool = True) -> Iterator[Storage | None]:
         """Return a context manager that checks that this run still holds the lock, and yields the storage.
 
         Only one thread or process can be in its `with` block at a time. The others wait or, if `wait` is False, get
         None.
         """
-        own = storage_folder(self.url)
+        own = get_storage_folder(self.url)
         with (
             as_host_errors(f"{self.folder}: not uploaded"),
             lock_file(own / "upload-lock", wait=wait) as acquired,
@@ -140,17 +140,17 @@ class Mirror:
                 return
             storage = open_storage(self.url)
             remote_lock.check(storage, str(_read_record(own / _CLAIM).get("start_id", "")))
-            with os_error_as(HostError, f"{self.url}: not uploaded"):
+            with convert_os_error(HostError, f"{self.url}: not uploaded"):
                 yield storage
 
     def _sync(self, storage: Storage, *, merge: bool) -> None:
-        own = storage_folder(self.url)
+        own = get_storage_folder(self.url)
         record = _read_record(own / _SYNCED)
         try:
             files = record.setdefault("files", {})
-            for name in _small_files(self.folder):
+            for name in _list_files_to_upload(self.folder):
                 with suppress(FileNotFoundError):  # a sink may replace its files at any time
-                    signature = _signature(self.folder / name)
+                    signature = _get_size_and_mtime(self.folder / name)
                     if files.get(name) != signature:
                         storage.upload(name, self.folder / name)
                         files[name] = signature
@@ -162,7 +162,7 @@ class Mirror:
         finally:
             durable.replace(own / _SYNCED, json.dumps(record).encode())
 
-    def _sync_events(self, storage: Storage, record: _RECORD, merge: bool) -> None:
+    def _sync_events(self, storage: Storage, record: _Record, merge: bool) -> None:
         """Upload the events since the last call. `record` has the size of the uploaded log, and the number of parts."""
         path = self.folder / EVENTS
         size, parts = int(record.get("events", 0)), int(record.get("parts", 0))
@@ -178,15 +178,15 @@ class Mirror:
             log = path.read_bytes()
             log = log[: log.rfind(b"\n") + 1]
             storage.write(EVENTS, log)
-            for name in storage.names(PARTS):
+            for name in storage.list_objects(PARTS):
                 storage.remove(name)
             record["events"], record["parts"] = len(log), 0
         elif new:
             storage.write(f"{PARTS}/{size:016d}.jsonl", new)
             record["events"], record["parts"] = size + len(new), parts + 1
 
-    def _push(self, storage: Storage, path: Path) -> None:
-        names = storage.names(store.FOLDER)
+    def _push_checkpoint_files(self, storage: Storage, path: Path) -> None:
+        names = storage.list_objects(store.FOLDER)
         manifest, target = (path / store.MANIFEST).read_bytes(), f"{store.FOLDER}/{path.name}"
         sizes = {f"{target}/{file.name}": file.stat().st_size for file in path.iterdir()}
         manifest_name = f"{target}/{store.MANIFEST}"
@@ -198,30 +198,33 @@ class Mirror:
                 if name != manifest_name:
                     storage.upload(name, path / name.rpartition("/")[2])
             if not storage.create(manifest_name, manifest) and storage.read(manifest_name) != manifest:
-                raise HostError(f"{self.url}/{target}: a different process wrote this checkpoint at the same time")
+                raise HostError(
+                    f"{self.url}/{target}: a different process wrote this checkpoint at the same time; stop that "
+                    f"process, or choose a different run.dir"
+                )
         for link in (store.LATEST, store.BEST):
             with suppress(OSError):
                 linked = os.readlink(path.parent / link)
                 pointer = f"{store.FOLDER}/{link}"
                 if pointer not in names or storage.read(pointer).decode(errors="replace") != linked:
                     storage.write(pointer, linked.encode())
-        _remove_old(storage, self.keep)
+        _remove_old_checkpoints(storage, self.keep)
 
 
-def claim(url: str, keep: int, tell: Callable[[str], None]) -> RemoteClaim:
+def claim(url: str, keep: int, notify: Callable[[str], None]) -> RemoteClaim:
     """Lock the run folder `url`, and sync the local folder with it, including the newest checkpoint.
 
     The caller must hold the lock of the local folder. Raises UsageError if the folder is in use
     or the URL isn't usable.
     """
-    storage, own = open_storage(url), storage_folder(url)
-    with os_error_as(UsageError, f"run.dir {url}: cannot be used", "; choose a different run.dir"):
+    storage, own = open_storage(url), get_storage_folder(url)
+    with convert_os_error(UsageError, f"run.dir {url}: cannot be used", "; choose a different run.dir"):
         own.chmod(0o700)
-        lock = remote_lock.acquire(storage, own, tell)
+        lock = remote_lock.acquire(storage, own, notify)
         try:
             durable.replace(own / _CLAIM, json.dumps({"start_id": lock.start_id}).encode())
-            record = _pull(storage, local_folder(url), "newest")
-            _repair_pointers(storage, local_folder(url) / store.FOLDER)
+            record = _pull(storage, get_local_folder(url), "newest")
+            _repair_pointers(storage, get_local_folder(url) / store.FOLDER)
             durable.replace(own / _SYNCED, json.dumps(record).encode())
         except BaseException:
             lock.release(remove=not _is_used(storage))
@@ -234,7 +237,7 @@ def check_run_dir(location: str | None, processes: int) -> None:
     if location is None or not is_url(location):
         return
     check_storage(location)
-    if scheme_of(location) == "memory" and processes > 1:
+    if get_scheme(location) == "memory" and processes > 1:
         raise UsageError(
             f"run.dir {location}: is in the memory of one process, but the run has {processes} processes; use a "
             f"folder, s3:// or gs://, or set placement.processes=1"
@@ -243,24 +246,24 @@ def check_run_dir(location: str | None, processes: int) -> None:
 
 def shares_folder(url: str, start_id: str) -> bool:
     """Return whether this process uses the same local folder as the process that claimed the run with `start_id`."""
-    return _read_record(storage_folder(url) / _CLAIM).get("start_id") == start_id
+    return _read_record(get_storage_folder(url) / _CLAIM).get("start_id") == start_id
 
 
-def join(url: str, start_id: str, checkpoint: str) -> tuple[Path, Path | None]:
+def join_folder(url: str, start_id: str, checkpoint: str) -> tuple[Path, Path | None]:
     """Return the local folder of this rank, and the checkpoint to resume from. Downloads the checkpoint if needed.
 
     `checkpoint` is the name of the checkpoint, or empty. Ranks on the host of rank 0 use its local folder.
     """
-    folder = local_folder(url)
+    folder = get_local_folder(url)
     path = folder / store.FOLDER / checkpoint if checkpoint else None
-    own = storage_folder(url)
-    with os_error_as(HostError, f"{folder}: cannot be used"), lock_file(_private(own) / "pull-lock"):
+    own = get_storage_folder(url)
+    with convert_os_error(HostError, f"{folder}: cannot be used"), lock_file(_make_private_folder(own) / "pull-lock"):
         if not shares_folder(url, start_id):
             folder.mkdir(exist_ok=True)
             if path is not None:
                 storage = open_storage(url)
-                names = storage.names(store.FOLDER)
-                _pull_checkpoint(storage, folder, checkpoint, names, _complete(names).get(checkpoint))
+                names = storage.list_objects(store.FOLDER)
+                _pull_checkpoint(storage, folder, checkpoint, names, _find_complete_checkpoints(names).get(checkpoint))
     return folder, path
 
 
@@ -272,12 +275,12 @@ def upload_logs(url: str, start_id: str) -> Iterator[None]:
     finally:
         if not shares_folder(url, start_id):
             with suppress(LockstepError, OSError):  # a missing log must not hide how the run ended
-                storage, folder = open_storage(url), local_folder(url)
+                storage, folder = open_storage(url), get_local_folder(url)
                 for log in (folder / "logs").glob("rank-*.log"):
                     storage.upload(log.relative_to(folder).as_posix(), log)
 
 
-def local_copy(location: str | Path, wanted: Wanted = "newest") -> Path:
+def make_local_copy(location: str | Path, selection: CheckpointSelection = "newest") -> Path:
     """Return the path of a run folder or checkpoint for reading. If `location` is a URL, it is downloaded first.
 
     `location` is a run folder, or a checkpoint in it such as s3://bucket/runs/a/checkpoints/best. `selection` is which
@@ -287,18 +290,21 @@ def local_copy(location: str | Path, wanted: Wanted = "newest") -> Path:
     if not is_url(location):
         return Path(location)
     url, checkpoint = _split_checkpoint(str(location))
-    storage, own = open_storage(url), storage_folder(url)
-    folder = own / "copy" / name_of(url)
-    with os_error_as(UsageError, f"{location}: cannot be copied to {folder}"), lock_file(_private(own) / "copy-lock"):
+    storage, own = open_storage(url), get_storage_folder(url)
+    folder = own / "copy" / make_file_name(url)
+    with (
+        convert_os_error(UsageError, f"{location}: cannot be copied to {folder}"),
+        lock_file(_make_private_folder(own) / "copy-lock"),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         for left in reversed(range(_PULL_TRIES)):
             try:
-                record = _pull(storage, folder, checkpoint or wanted)
+                record = _pull(storage, folder, checkpoint or selection)
                 break
             except FileNotFoundError:
                 if not left:
                     raise
-    if not record["files"] and not record["events"] and not store.checkpoints(folder / store.FOLDER):
+    if not record["files"] and not record["events"] and not store.list_checkpoints(folder / store.FOLDER):
         raise UsageError(f"{location}: no run found; pass the URL of a run folder, or of a checkpoint in it")
     if not checkpoint:
         return folder
@@ -308,7 +314,7 @@ def local_copy(location: str | Path, wanted: Wanted = "newest") -> Path:
     return path
 
 
-def recorded_file(location: str, name: str) -> Path:
+def fetch_file(location: str, name: str) -> Path:
     """Return the path of the file `name` in a run folder. If `location` is a URL, the file is downloaded first.
 
     The URL can also be that of a checkpoint in the run folder. If the file doesn't exist, the returned path doesn't
@@ -317,9 +323,12 @@ def recorded_file(location: str, name: str) -> Path:
     if not is_url(location):
         return Path(location) / name
     url, _ = _split_checkpoint(location)
-    storage, own = open_storage(url), storage_folder(url)
+    storage, own = open_storage(url), get_storage_folder(url)
     path = own / "recorded" / name
-    with os_error_as(UsageError, f"{location}: cannot be read"), lock_file(_private(own) / "copy-lock"):
+    with (
+        convert_os_error(UsageError, f"{location}: cannot be read"),
+        lock_file(_make_private_folder(own) / "copy-lock"),
+    ):
         path.parent.mkdir(exist_ok=True)
         try:
             _download(storage, name, path)
@@ -328,7 +337,7 @@ def recorded_file(location: str, name: str) -> Path:
     return path
 
 
-def on_this_host(checkpoint: Path | None, location: str) -> Path | None:
+def find_on_this_host(checkpoint: Path | None, location: str) -> Path | None:
     """Return the path on this host of a checkpoint that rank 0 downloaded from `location`, the value of run.resume.
 
     If this host doesn't have the checkpoint, it is downloaded first.
@@ -336,66 +345,66 @@ def on_this_host(checkpoint: Path | None, location: str) -> Path | None:
     if checkpoint is None or not is_url(location) or checkpoint.exists():
         return checkpoint
     url, _ = _split_checkpoint(location)
-    return local_copy(f"{url}/{store.FOLDER}/{checkpoint.name}")
+    return make_local_copy(f"{url}/{store.FOLDER}/{checkpoint.name}")
 
 
-def local_copies(locations: Iterable[str | Path], wanted: Wanted = "none") -> list[Path]:
+def make_local_copies(locations: Iterable[str | Path], selection: CheckpointSelection = "none") -> list[Path]:
     """Return the local paths of run folders, or of folders that contain them. Runs at URLs are downloaded first."""
     paths: list[Path] = []
     for location in locations:
         urls = (_find_runs(open_storage(str(location)), 4) if is_url(location) else []) or [str(location)]
-        paths += [local_copy(url, wanted) for url in urls]
+        paths += [make_local_copy(url, selection) for url in urls]
     return paths
 
 
 def _find_runs(storage: Storage, depth: int) -> list[str]:
     """Return the URLs of the runs in a folder and its subfolders."""
-    folders = storage.folders()
+    folders = storage.list_folders()
     if CLAIMS in folders or store.FOLDER in folders or PARTS in folders:
         return [storage.url]
     subfolders = [open_storage(f"{storage.url.rstrip('/')}/{name}") for name in folders] if depth else []
     return [url for subfolder in subfolders for url in _find_runs(subfolder, depth - 1)]
 
 
-def _pull(storage: Storage, folder: Path, wanted: str) -> _RECORD:
+def _pull(storage: Storage, folder: Path, selection: str) -> _Record:
     """Sync a local folder with the run folder in the storage, and return the record of the synced files.
 
     `selection` is the name of a checkpoint, or one of the values that `make_local_copy` accepts.
     """
-    names = storage.names()
-    complete = _complete(names)
+    names = storage.list_objects()
+    complete = _find_complete_checkpoints(names)
     small = [name for name in names if name.partition("/")[0] not in _NOT_PULLED and name not in (EVENTS, LOCK)]
-    _remove_others(folder, {*small, EVENTS}, {name: complete[name] for name in complete})
-    record: _RECORD = {"files": {}, "events": 0, "parts": 0}
+    _remove_extra_files(folder, {*small, EVENTS}, {name: complete[name] for name in complete})
+    record: _Record = {"files": {}, "events": 0, "parts": 0}
     for name in small:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         _download(storage, name, path)
-        record["files"][name] = _signature(path)
+        record["files"][name] = _get_size_and_mtime(path)
     log, parts = _read_events(storage, names)
     if log:
         durable.replace(folder / EVENTS, log)
         record["events"], record["parts"] = len(log), parts
     _pull_pointers(storage, folder, names, complete)
-    if wanted != "none":
-        _pull_checkpoints(storage, folder, wanted, complete, names)
+    if selection != "none":
+        _pull_checkpoints(storage, folder, selection, complete, names)
     return record
 
 
 def _pull_checkpoints(
-    storage: Storage, folder: Path, wanted: str, complete: Mapping[str, str], names: Mapping[str, int]
+    storage: Storage, folder: Path, selection: str, complete: Mapping[str, str], names: Mapping[str, int]
 ) -> None:
     """Download checkpoints: the newest intact checkpoint by default, and all newer ones that are damaged."""
-    link = folder / store.FOLDER / wanted
-    if wanted in (store.LATEST, store.BEST) and link.is_symlink():
-        wanted = os.readlink(link)
-    if _STEP_NAME.fullmatch(wanted):
-        if wanted in complete:
-            _pull_checkpoint(storage, folder, wanted, names, complete[wanted])
+    link = folder / store.FOLDER / selection
+    if selection in (store.LATEST, store.BEST) and link.is_symlink():
+        selection = os.readlink(link)
+    if _STEP_NAME.fullmatch(selection):
+        if selection in complete:
+            _pull_checkpoint(storage, folder, selection, names, complete[selection])
         return
     for name in sorted(complete, key=lambda name: int(name.removeprefix("step-")), reverse=True):
         path = _pull_checkpoint(storage, folder, name, names, complete[name])
-        if wanted != "all":
+        if selection != "all":
             with suppress(TrainingError):
                 store.verify(path)
                 return
@@ -426,7 +435,7 @@ def _pull_checkpoint(
     return final
 
 
-def _complete(names: Mapping[str, int]) -> dict[str, str]:
+def _find_complete_checkpoints(names: Mapping[str, int]) -> dict[str, str]:
     """Return a dict from step names to checkpoint folders. It only contains checkpoints with a manifest."""
     complete: dict[str, str] = {}
     for name in names:
@@ -455,23 +464,23 @@ def _repair_pointers(storage: Storage, folder: Path) -> None:
 
     Otherwise, they could be outdated, because a save was killed before it updated them.
     """
-    newest = next(iter(store.checkpoints(folder)), None)
+    newest = next(iter(store.list_checkpoints(folder)), None)
     if newest is None:
         return
     links = [store.LATEST]
     with suppress(OSError, ValueError, KeyError, TypeError):
         state = plainfile.parse_json(plainfile.read_bytes(newest / store.STATE, _MAX_RECORD_BYTES))
         links += [store.BEST] if state["progress"]["best_at"] == store.parse_step(newest) else []
-    names = storage.names(store.FOLDER)
+    names = storage.list_objects(store.FOLDER)
     for link in links:
         if _read_pointer(storage, link, names) != newest.name:
             storage.write(f"{store.FOLDER}/{link}", newest.name.encode())
             durable.replace_link(folder / link, newest.name)
 
 
-def _read_pointer(storage: Storage, link: str, names: Mapping[str, int]) -> str:
-    name = f"{store.FOLDER}/{link}"
-    if name not in names:
+def _read_pointer(storage: Storage, link_name: str, object_sizes: Mapping[str, int]) -> str:
+    name = f"{store.FOLDER}/{link_name}"
+    if name not in object_sizes:
         return ""
     text = storage.read(name).decode(errors="replace").strip()
     return text if _STEP_NAME.fullmatch(text) else ""
@@ -501,10 +510,10 @@ def _move_aside(storage: Storage, name: str, names: Mapping[str, int]) -> None:
     storage.remove(f"{source}/{store.MANIFEST}")
 
 
-def _remove_old(storage: Storage, keep: int) -> None:
+def _remove_old_checkpoints(storage: Storage, keep: int) -> None:
     """Remove all leftovers, and all checkpoints except the newest `keep` and the targets of `latest` and `best`."""
-    names = storage.names(store.FOLDER)
-    complete = _complete(names)
+    names = storage.list_objects(store.FOLDER)
+    complete = _find_complete_checkpoints(names)
     newest = sorted(complete, key=lambda name: int(name.removeprefix("step-")), reverse=True)
     kept = {*newest[:keep], *(_read_pointer(storage, link, names) for link in (store.LATEST, store.BEST))}
     folders = {complete[name] for name in kept if name in complete}
@@ -513,12 +522,12 @@ def _remove_old(storage: Storage, keep: int) -> None:
         storage.remove(name)
 
 
-def _remove_others(folder: Path, files: set[str], complete: Mapping[str, str]) -> None:
+def _remove_extra_files(folder: Path, file_names: set[str], complete: Mapping[str, str]) -> None:
     """Remove everything from a local folder that isn't in the storage, except for the lock."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
-        if path.name == LOCK or path.name in files:
+        if path.name == LOCK or path.name in file_names:
             continue
         if path.name == store.FOLDER and path.is_dir() and not path.is_symlink():
             for checkpoint in path.iterdir():
@@ -545,7 +554,7 @@ def _download(storage: Storage, name: str, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _small_files(folder: Path) -> Iterator[str]:
+def _list_files_to_upload(folder: Path) -> Iterator[str]:
     """Yield the names of all files of a run, except for checkpoints, events and the lock."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -554,7 +563,7 @@ def _small_files(folder: Path) -> Iterator[str]:
             yield name
 
 
-def _signature(path: Path) -> list[int]:
+def _get_size_and_mtime(path: Path) -> list[int]:
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
@@ -568,18 +577,18 @@ def _split_checkpoint(url: str) -> tuple[str, str]:
 def _is_used(storage: Storage) -> bool:
     """Return whether the storage has any object besides the lock. Return True if the storage can't be listed."""
     try:
-        return any(not name.startswith(f"{CLAIMS}/") for name in storage.names())
+        return any(not name.startswith(f"{CLAIMS}/") for name in storage.list_objects())
     except LockstepError:
         return True
 
 
-def _private(folder: Path) -> Path:
+def _make_private_folder(folder: Path) -> Path:
     """Create a folder that only the user can read, and return its path."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
-def _read_record(path: Path) -> _RECORD:
+def _read_record(path: Path) -> _Record:
     try:
         content = plainfile.parse_json(plainfile.read_bytes(path, _MAX_RECORD_BYTES))
     except (OSError, ValueError):

@@ -67,7 +67,7 @@ class _Claim:
     number: int
     start_id: str
     holder: str
-    place: str
+    folder_id: str
     time: float
     renewals: int
     released: bool
@@ -77,15 +77,15 @@ class _Claim:
 class RemoteLock:
     """A held lock. `start_id` identifies this start of the run. Call `release` to release it."""
 
-    def __init__(self, storage: Storage, number: int, start_id: str, place: str, timing: LockTiming) -> None:
+    def __init__(self, storage: Storage, claim_number: int, start_id: str, folder_id: str, timing: LockTiming) -> None:
         self.start_id = start_id
         self._storage = storage
-        self._number = number
-        self._place = place
+        self._number = claim_number
+        self._place = folder_id
         self._timing = timing
         self._renewals = 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="storage lock", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_released, name="storage lock", daemon=True)
 
     def start(self) -> None:
         """Start to renew the lock."""
@@ -106,26 +106,27 @@ class RemoteLock:
             if not is_current(self._storage, self.start_id):
                 return
             if remove and self._number == 1:  # otherwise, a suspended holder could find its own number again
-                self._storage.remove(_object(self._number))
+                self._storage.remove(_make_object_name(self._number))
             else:
-                self._write(released=True)
+                self._write_claim(released=True)
 
-    def _renew(self) -> None:
+    def _renew_until_released(self) -> None:
         while not self._ended.wait(self._timing.renew_s):
             with suppress(LockstepError, OSError):  # the next renewal may succeed, and each save checks the claim
                 if not is_current(self._storage, self.start_id):
                     return  # the lock is lost, which the next save reports
                 self._renewals += 1
-                self._write(released=False)
+                self._write_claim(released=False)
 
-    def _write(self, *, released: bool) -> None:
+    def _write_claim(self, *, released: bool) -> None:
         self._storage.write(
-            _object(self._number), _content(self.start_id, self._place, self._renewals, released=released)
+            _make_object_name(self._number),
+            _make_content(self.start_id, self._place, self._renewals, released=released),
         )
 
 
 def acquire(
-    storage: Storage, folder: Path, tell: Callable[[str], None], timing: LockTiming | None = None
+    storage: Storage, folder: Path, notify: Callable[[str], None], timing: LockTiming | None = None
 ) -> RemoteLock:
     """Acquire the lock of a run. `folder` is private to this host, and the caller must hold its local lock.
 
@@ -133,16 +134,16 @@ def acquire(
     UsageError if a different run is in progress in the folder, or if the storage can't be written.
     """
     timing = timing or TIMING
-    place, start_id = _place_of(folder), uuid.uuid4().hex
+    place, start_id = _get_folder_id(folder), uuid.uuid4().hex
     while True:
-        numbers, newest = _claims(storage)
-        if newest is not None and not newest.released and newest.place != place:
-            _wait_for_expiry(storage, newest, start_id, tell, timing)
+        numbers, newest = _read_claims(storage)
+        if newest is not None and not newest.released and newest.folder_id != place:
+            _wait_for_expiry(storage, newest, start_id, notify, timing)
         number = (numbers[-1] if numbers else 0) + 1
-        if storage.create(_object(number), _content(start_id, place, 0, released=False)):
+        if storage.create(_make_object_name(number), _make_content(start_id, place, 0, released=False)):
             break
     for number_before in numbers:
-        storage.remove(_object(number_before))
+        storage.remove(_make_object_name(number_before))
     lock = RemoteLock(storage, number, start_id, place, timing)
     lock.start()
     return lock
@@ -150,74 +151,74 @@ def acquire(
 
 def check(storage: Storage, start_id: str) -> None:
     """Raise HostError if a different process has taken over the run since the lock was acquired with `start_id`."""
-    _, newest = _claims(storage)
+    _, newest = _read_claims(storage)
     if newest is not None and newest.start_id == start_id:
         return
     holder = newest.holder if newest is not None else "a process that removed the lock"
     raise HostError(
-        f"{storage.url}: taken over by {holder}, because this run did not renew its lock in time; nothing more is "
-        f"written to it"
+        f"{storage.url}: taken over by {holder}, because this run did not renew its lock in time; this run stops "
+        f"writing to it. Wait for that process, or choose a different run.dir"
     )
 
 
 def is_current(storage: Storage, start_id: str) -> bool:
     """Return whether the newest claim is the claim with `start_id`."""
-    _, newest = _claims(storage)
+    _, newest = _read_claims(storage)
     return newest is not None and newest.start_id == start_id
 
 
 def _wait_for_expiry(
-    storage: Storage, claim: _Claim, start_id: str, tell: Callable[[str], None], timing: LockTiming
+    storage: Storage, claim: _Claim, start_id: str, notify: Callable[[str], None], timing: LockTiming
 ) -> None:
     """Wait until a claim has expired. Raise UsageError if it is renewed. Return early if the claim was released."""
     began = time.monotonic()
-    age_s = _age_s(storage, claim, start_id)
+    age_s = _measure_age_s(storage, claim, start_id)
     if age_s < timing.lease_s:
-        tell(
+        notify(
             f"{storage.url}: locked by {claim.holder}, {age_s:.0f} s ago; waiting for up to "
             f"{timing.lease_s - age_s:.0f} s to see whether that run is still in progress"
         )
     while age_s + time.monotonic() - began < timing.lease_s:
         time.sleep(timing.poll_s)
-        current = _read(storage, claim.number)
+        current = _read_claim(storage, claim.number)
         if current is None or current.released:
             return
         if current.renewals != claim.renewals:
             raise UsageError(f"{storage.url}: in use by {claim.holder}; wait for it, or choose a different run.dir")
 
 
-def _age_s(storage: Storage, claim: _Claim, start_id: str) -> float:
+def _measure_age_s(storage: Storage, claim: _Claim, start_id: str) -> float:
     """Return the age of a claim in seconds, by the clock of the storage, or 0 if the storage doesn't report times."""
     probe = f"{CLAIMS}/{start_id}.probe"
     storage.write(probe, b"")
     try:
-        now, written = storage.modified(probe), storage.modified(_object(claim.number))
+        now, written = storage.get_modified_time(probe), storage.get_modified_time(_make_object_name(claim.number))
     finally:
         storage.remove(probe)
     return max(0.0, (now - written).total_seconds()) if now is not None and written is not None else 0.0
 
 
-def _claims(storage: Storage) -> tuple[list[int], _Claim | None]:
+def _read_claims(storage: Storage) -> tuple[list[int], _Claim | None]:
     """Return the numbers of all claims in order, and the newest claim, or None if there is no claim."""
-    matches = (_CLAIM.fullmatch(name) for name in storage.names(CLAIMS))
+    matches = (_CLAIM.fullmatch(name) for name in storage.list_objects(CLAIMS))
     numbers = sorted(int(match[1]) for match in matches if match)
-    return numbers, _read(storage, numbers[-1]) if numbers else None
+    return numbers, _read_claim(storage, numbers[-1]) if numbers else None
 
 
-def _object(number: int) -> str:
-    return f"{CLAIMS}/{number:08d}.json"
+def _make_object_name(claim_number: int) -> str:
+    return f"{CLAIMS}/{claim_number:08d}.json"
 
 
-def _content(start_id: str, place: str, renewals: int, *, released: bool) -> bytes:
+def _make_content(start_id: str, folder_id: str, renewals: int, *, released: bool) -> bytes:
     holder = f"process {os.getpid()} on host {socket.gethostname()}"
     fields: dict[str, Any] = {"holder": holder, "time": time.time(), "renewals": renewals, "released": released}
-    return json.dumps({**fields, "place": place, "start_id": start_id}, indent=1).encode() + b"\n"
+    return json.dumps({**fields, "place": folder_id, "start_id": start_id}, indent=1).encode() + b"\n"
 
 
-def _read(storage: Storage, number: int) -> _Claim | None:
+def _read_claim(storage: Storage, claim_number: int) -> _Claim | None:
     """Return a claim, or None if it was removed. For an invalid object, return a claim that can expire."""
     try:
-        content = storage.read(_object(number))
+        content = storage.read(_make_object_name(claim_number))
     except FileNotFoundError:
         return None
     try:
@@ -231,13 +232,13 @@ def _read(storage: Storage, number: int) -> _Claim | None:
                 "start_id": str(start_id),
             }:
                 holder = printable_line(holder)[:_MAX_HOLDER_CHARS]
-                return _Claim(number, start_id, holder, place, float(seconds), renewals, released)
+                return _Claim(claim_number, start_id, holder, place, float(seconds), renewals, released)
     except ValueError:
         pass
-    return _Claim(number, "", "an unknown process", "", 0.0, 0, released=False)
+    return _Claim(claim_number, "", "an unknown process", "", 0.0, 0, released=False)
 
 
-def _place_of(folder: Path) -> str:
+def _get_folder_id(folder: Path) -> str:
     """Return an ID of a local folder. It also depends on the host and its last boot, because folders can be cloned."""
     path, number = folder / _ID, ""
     with suppress(OSError, UnicodeDecodeError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, final
 
 from lockstep.common import plainfile
-from lockstep.common.location import storage_folder
+from lockstep.common.location import get_storage_folder
 from lockstep.errors import HostError
 from lockstep.runs.storage import Storage, as_host_errors, open_storage
 from lockstep.training.checkpoint import durable, store
@@ -34,20 +34,20 @@ class RemoteShards:
 
         Raises HostError if the storage fails.
         """
-        path = self._local_file(rank)
+        path = self._get_local_file(rank)
         try:
             with path.open("wb") as file:
                 listed = [[name, start, file.write(data)] for name, parts in files.items() for start, data in parts]
                 text = json.dumps(listed).encode()
                 file.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
             with as_host_errors(f"{path}: not uploaded"):
-                self._storage().upload(_object(checkpoint, rank), path)
+                self._open_storage().upload(_make_object_name(checkpoint, rank), path)
         finally:
             path.unlink(missing_ok=True)
 
     def receive(self, checkpoint: str, rank: int, folder: Path) -> None:
-        """Download the rows of a rank into the files in `folder`, and remove the object. Only rank 0 calls it."""
-        path, name, storage = self._local_file(rank), _object(checkpoint, rank), self._storage()
+        """Download the object with the rows of `rank` into files in `folder`, and delete it. Only called on rank 0."""
+        path, name, storage = self._get_local_file(rank), _make_object_name(checkpoint, rank), self._open_storage()
         try:
             with as_host_errors(f"{self.url}/{name}: not downloaded"):
                 storage.download(name, path)
@@ -66,13 +66,13 @@ class RemoteShards:
         finally:
             path.unlink(missing_ok=True)
 
-    def _storage(self) -> Storage:
+    def _open_storage(self) -> Storage:
         return open_storage(self.url)
 
-    def _local_file(self, rank: int) -> Path:
-        return storage_folder(self.url) / f"shards-rank-{rank}-{os.getpid()}"
+    def _get_local_file(self, rank: int) -> Path:
+        return get_storage_folder(self.url) / f"shards-rank-{rank}-{os.getpid()}"
 
 
-def _object(checkpoint: str, rank: int) -> str:
+def _make_object_name(checkpoint: str, rank: int) -> str:
     """Return the name of the object with the rows of a rank. A later save removes objects that a killed save left."""
     return f"{store.FOLDER}/.{checkpoint}.tmp-0/rank-{rank}"

@@ -80,7 +80,7 @@ def read_job(folder: Path) -> SubmittedJob | None:
         raise UsageError(f"{folder / JOB}: cannot be read ({error!r}); it should contain the job ID") from error
 
 
-def failure_reason(folder: Path, *, ignore_transient: bool = False) -> str:
+def read_failure_reason(folder: Path, *, ignore_transient: bool = False) -> str:
     """Return the reason for the failure of a run from result.json, or an empty string if the run didn't fail.
 
     With `ignore_transient`, also return an empty string for transient failures, after which a scheduler restarts runs.
@@ -130,15 +130,15 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
+def _find_runs(folder: Path, max_depth: int) -> Iterator[Path]:
     # Links come last, so that a run is found in its own folder first.
     entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))
     if any(entry.name in _MARKER_FILES for entry in entries):
         yield folder
-    elif depth:
+    elif max_depth:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
-                yield from _find_runs(folder / entry.name, depth - 1)
+                yield from _find_runs(folder / entry.name, max_depth - 1)
 
 
 def read_json_dict(file: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, final
 
-from lockstep.common.location import scheme_of
+from lockstep.common.location import get_scheme
 from lockstep.common.text import printable_line
 from lockstep.errors import HostError, LockstepError, UsageError
 
@@ -37,7 +37,7 @@ _SECRET_IN_URL: Final = re.compile(
 _LONGEST_PUBLIC_VALUE: Final = 3  # up to this length, values of such variables aren't secrets, such as "1"
 
 
-class Files(Protocol):
+class FileSystem(Protocol):
     """The part of fsspec's AbstractFileSystem that Lockstep uses. All methods take full paths."""
 
     def find(self, path: str, *, detail: bool) -> Any: ...
@@ -59,15 +59,15 @@ class Storage:
     """A folder in object storage. `root` is its path in `file_system`. Object names are relative to the folder."""
 
     url: str
-    files: Files
+    file_system: FileSystem
     root: str
 
-    def names(self, prefix: str = "") -> dict[str, int]:
+    def list_objects(self, prefix: str = "") -> dict[str, int]:
         """Return the objects under `prefix`, a folder such as `checkpoints`, as a dict from names to sizes in bytes."""
 
         def find_objects() -> dict[str, int]:
-            self.files.invalidate_cache()
-            found = self.files.find(self._path(prefix), detail=True)
+            self.file_system.invalidate_cache()
+            found = self.file_system.find(self._make_path(prefix), detail=True)
             return {path: int(info.get("size") or 0) for path, info in found.items() if info.get("type") != "directory"}
 
         try:
@@ -78,12 +78,12 @@ class Storage:
         named = {path.removeprefix(start): size for path, size in found.items() if path.startswith(start)}
         return {name: named[name] for name in sorted(named) if _is_safe(name)}
 
-    def folders(self) -> list[str]:
+    def list_folders(self) -> list[str]:
         """Return the names of the subfolders of this folder."""
 
         def list_entries() -> list[str]:
-            self.files.invalidate_cache()
-            listed = self.files.ls(self.root, detail=True)
+            self.file_system.invalidate_cache()
+            listed = self.file_system.ls(self.root, detail=True)
             names = [str(info["name"]).rstrip("/").rpartition("/")[2] for info in listed if info["type"] == "directory"]
             return sorted(name for name in names if _is_safe(name))
 
@@ -94,11 +94,11 @@ class Storage:
 
     def read(self, name: str) -> bytes:
         """Return the content of an object. Raise FileNotFoundError if it doesn't exist."""
-        return bytes(self._do("read", name, lambda: self.files.cat_file(self._path(name))))
+        return bytes(self._do("read", name, lambda: self.file_system.cat_file(self._make_path(name))))
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace an object."""
-        self._do("write", name, lambda: self.files.pipe_file(self._writable(name), data))
+        self._do("write", name, lambda: self.file_system.pipe_file(self._prepare_path(name), data))
 
     def create(self, name: str, data: bytes) -> bool:
         """Create an object, and return True. Return False if it already exists, or if a different process creates it.
@@ -106,13 +106,15 @@ class Storage:
         If the storage has no conditional writes, the object is read back after a pause, to detect that two processes
         created it at the same time. Therefore, `data` must differ between processes.
         """
-        if scheme_of(self.url) in _CONDITIONAL:
+        if get_scheme(self.url) in _CONDITIONAL:
             try:
-                self._do("create", name, lambda: self.files.pipe_file(self._writable(name), data, mode="create"))
+                self._do(
+                    "create", name, lambda: self.file_system.pipe_file(self._prepare_path(name), data, mode="create")
+                )
             except FileExistsError:
                 return False
             return self.read(name) == data  # storage that is only compatible with S3 may ignore the condition
-        if name in self.names(name.rpartition("/")[0]):
+        if name in self.list_objects(name.rpartition("/")[0]):
             return False
         self.write(name, data)
         time.sleep(_CONFIRM_S)
@@ -120,30 +122,30 @@ class Storage:
 
     def upload(self, name: str, file: Path) -> None:
         """Create or replace an object with the content of a local file."""
-        self._do("upload", name, lambda: self.files.put_file(str(file), self._writable(name)))
+        self._do("upload", name, lambda: self.file_system.put_file(str(file), self._prepare_path(name)))
 
     def download(self, name: str, file: Path) -> None:
         """Write an object to a local file. Raise FileNotFoundError if the object doesn't exist."""
-        self._do("download", name, lambda: self.files.get_file(self._path(name), str(file)))
+        self._do("download", name, lambda: self.file_system.get_file(self._make_path(name), str(file)))
 
     def copy(self, name: str, new_name: str) -> None:
         """Copy an object within the storage."""
-        self._do("copy", name, lambda: self.files.cp_file(self._path(name), self._writable(new_name)))
+        self._do("copy", name, lambda: self.file_system.cp_file(self._make_path(name), self._prepare_path(new_name)))
 
     def remove(self, name: str) -> None:
         """Remove an object. Removing an object that doesn't exist is a no-op."""
         try:
-            self._do("remove", name, lambda: self.files.rm_file(self._path(name)))
+            self._do("remove", name, lambda: self.file_system.rm_file(self._make_path(name)))
         except FileNotFoundError:
             return
 
-    def modified(self, name: str) -> datetime | None:
+    def get_modified_time(self, name: str) -> datetime | None:
         """Return the time at which an object was written, by the clock of the storage, or None if it is unknown."""
 
         def get_time() -> object:
-            self.files.invalidate_cache()
+            self.file_system.invalidate_cache()
             with suppress(NotImplementedError):
-                return self.files.modified(self._path(name))
+                return self.file_system.modified(self._make_path(name))
             return None
 
         try:
@@ -152,13 +154,13 @@ class Storage:
             return None
         return time_written if isinstance(time_written, datetime) else None
 
-    def _path(self, name: str) -> str:
+    def _make_path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}".rstrip("/")
 
-    def _writable(self, name: str) -> str:
-        path = self._path(name)
-        if scheme_of(self.url) not in _WITHOUT_FOLDERS:  # in object storage, this could create a bucket
-            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    def _prepare_path(self, name: str) -> str:
+        path = self._make_path(name)
+        if get_scheme(self.url) not in _WITHOUT_FOLDERS:  # in object storage, this could create a bucket
+            self.file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
         return path
 
     def _do(self, operation: str, name: str, action: Callable[[], T]) -> T:
@@ -169,7 +171,7 @@ class Storage:
             raise
         except NotImplementedError:
             raise UsageError(
-                f"{self.url}: {scheme_of(self.url)}:// cannot {operation} objects; use a path, s3:// or gs://"
+                f"{self.url}: {get_scheme(self.url)}:// cannot {operation} objects; use a path, s3:// or gs://"
             ) from None
         except (FileNotFoundError, FileExistsError) as error:
             if "bucket does not exist" in str(error):
@@ -178,7 +180,7 @@ class Storage:
                 ) from None
             raise
         except Exception as error:  # each file system raises its own types of errors
-            raise _storage_error(f"{self.url}/{name}".rstrip("/"), error) from None
+            raise _make_storage_error(f"{self.url}/{name}".rstrip("/"), error) from None
 
 
 def open_storage(url: str) -> Storage:
@@ -192,13 +194,13 @@ def open_storage(url: str) -> Storage:
     try:
         files, root = fsspec.url_to_fs(url)
     except Exception as error:
-        raise UsageError(f"{url}: cannot be opened: {_reason(error)}") from None
+        raise UsageError(f"{url}: cannot be opened: {_format_reason(error)}") from None
     return Storage(url, files, root)
 
 
 def check_storage(url: str) -> None:
     """Raise UsageError if a URL contains a password, has an unknown scheme, or needs a package that is missing."""
-    scheme = scheme_of(url)
+    scheme = get_scheme(url)
     shown = printable_line(_SECRET_IN_URL.sub("***", url))
     if shown != printable_line(url) or "?" in url:
         raise UsageError(
@@ -212,22 +214,25 @@ def check_storage(url: str) -> None:
     try:
         import fsspec
     except ImportError:
-        raise UsageError(f"{shown}: fsspec is not installed; pip install {_package(scheme)}") from None
+        raise UsageError(f"{shown}: fsspec is not installed; pip install {_format_pip_requirement(scheme)}") from None
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         if scheme in {**_PACKAGES, **_PACKAGES_AZURE}:
-            raise UsageError(f"{shown}: {_missing(scheme)} is not installed; pip install {_package(scheme)}") from None
-        raise UsageError(f"{shown}: a package for {scheme}:// is not installed: {_reason(error)}") from None
+            raise UsageError(
+                f"{shown}: {_find_missing_package(scheme)} is not installed; pip install "
+                f"{_format_pip_requirement(scheme)}"
+            ) from None
+        raise UsageError(f"{shown}: a package for {scheme}:// is not installed: {_format_reason(error)}") from None
     except ValueError:
         raise UsageError(f"{shown}: unknown scheme {scheme}://; use a path, s3:// or gs://") from None
 
 
-def _missing(scheme: str) -> str:
+def _find_missing_package(scheme: str) -> str:
     return "s3fs" if scheme in ("s3", "s3a") else {**_PACKAGES, **_PACKAGES_AZURE}[scheme]
 
 
-def _package(scheme: str) -> str:
+def _format_pip_requirement(scheme: str) -> str:
     package = {**_PACKAGES, **_PACKAGES_AZURE}.get(scheme, "lockstep-train[storage]")
     return f"'{package}'" if "[" in package else f"'lockstep-train[storage]' {package}"
 
@@ -237,20 +242,24 @@ def _is_safe(name: str) -> bool:
     return "\0" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
 
 
-def _storage_error(place: str, error: Exception) -> LockstepError:
+def _make_storage_error(location: str, error: Exception) -> LockstepError:
     """Return the error to raise for a failed operation: UsageError for a user mistake, otherwise HostError."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound"}:
         advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in with the tool of your storage"
-        return UsageError(f"{place}: no credentials found ({_reason(error)}); {advice}")
+        return UsageError(f"{location}: no credentials found ({_format_reason(error)}); {advice}")
     if isinstance(error, PermissionError):
-        return UsageError(f"{place}: permission denied ({_reason(error)}); use credentials that may read and write it")
+        return UsageError(
+            f"{location}: permission denied ({_format_reason(error)}); use credentials that may read and write it"
+        )
     if isinstance(error, ValueError | IsADirectoryError | NotADirectoryError):
-        return UsageError(f"{place}: not usable: {_reason(error)}; choose a different URL")
-    return HostError(f"{place}: storage failed: {_reason(error)}; start again to continue from the last checkpoint")
+        return UsageError(f"{location}: not usable: {_format_reason(error)}; choose a different URL")
+    return HostError(
+        f"{location}: storage failed: {_format_reason(error)}; start again to continue from the last checkpoint"
+    )
 
 
-def _reason(error: Exception) -> str:
+def _format_reason(error: Exception) -> str:
     """Return the first line of an error without credentials."""
     text = _SECRET_IN_URL.sub("***", str(error) or type(error).__name__)
     for name, value in os.environ.items():
@@ -271,4 +280,4 @@ def as_host_errors(action: str) -> Iterator[None]:
     except UsageError as error:
         raise HostError(f"{action}: {error}") from None
     except (FileNotFoundError, FileExistsError) as error:
-        raise HostError(f"{action}: {_reason(error)}; another process is changing the same run folder") from None
+        raise HostError(f"{action}: {_format_reason(error)}; another process is changing the same run folder") from None

@@ -12,7 +12,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.sink import Sink
 
 # Called after each step with the step number (from 1), the loss, and a digest of each tensor of the model by name.
-Observe = Callable[[int, float, Mapping[str, str]], None]
+StepObserver = Callable[[int, float, Mapping[str, str]], None]
 
 
 class OpenRun(Protocol):
@@ -26,8 +26,8 @@ class OpenRun(Protocol):
     def _model(self) -> nn.Module | None:
         """The placed model, or None before the model is placed."""
 
-    def _is_in(self, folder: str | None) -> bool:
-        """Return whether this run uses `folder`, so that a new run can't use it."""
+    def _uses_folder(self, folder: str | None) -> bool:
+        """Return whether this run uses `folder`. If it does, a new run can't use it."""
 
     def _abandon(self) -> None: ...
 
@@ -47,11 +47,11 @@ class WorkerContext:
     rendezvous: Rendezvous
     strategy: str | dict[str, Any] | None = None
     folder: Path | None = None
-    keeps: bool = False
-    observe: Observe | None = None
+    keeps_first_run: bool = False
+    observe: StepObserver | None = None
     sinks: Sequence[Sink] = ()  # sinks of a context with `observe`
     guarded: bool = True
-    claimed: Callable[[Path], None] | None = None  # called with the run folder of each run
+    on_claim: Callable[[Path], None] | None = None  # called with the run folder of each run
     runs: list[OpenRun] = field(default_factory=list)
 
 

@@ -12,35 +12,35 @@ from torch.optim import Optimizer
 from lockstep.comm.named_sums import sum_over_ranks
 from lockstep.comm.world import World
 from lockstep.common.collection import exclude_imports
-from lockstep.common.user_source import source_digests
+from lockstep.common.user_source import hash_sources
 from lockstep.config import plan as planning
-from lockstep.config.base import values
+from lockstep.config.base import section_to_dict
 from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, Inputs, map_tensors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
-from lockstep.core.shard import Chunked
+from lockstep.core.shard import ChunkLayout
 from lockstep.data.base import DataSet
 from lockstep.data.loader import Loader
 from lockstep.data.request import make_data_request
 from lockstep.data.sources import open_data
-from lockstep.data.weigh import BatchWeigher
+from lockstep.data.weigh import BatchWeighting
 from lockstep.device.compiler import check_compiler
 from lockstep.device.meta import build_on_meta
 from lockstep.device.precision import get_compute_dtype, get_weight_dtype
 from lockstep.errors import UsageError
 from lockstep.models.adapters import Lora
-from lockstep.models.check import Summary, check_dtype, check_model
+from lockstep.models.check import ModelSummary, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
-from lockstep.models.finetuning import Tuning, build_finetuned
+from lockstep.models.finetuning import FinetuneSettings, build_finetuned
 from lockstep.models.initialise import initialize_model
-from lockstep.models.match_state import Fit
-from lockstep.parallel.layerwise import Norms
+from lockstep.models.match_state import MatchReport
+from lockstep.parallel.layerwise import ComputeNorms
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_trials import check_custom_optimizer, check_optimizer, check_stored_dtype
 from lockstep.parallel.weights import convert_compute_dtype
-from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
-from lockstep.setup.compiled_loss import with_compiled_loss
+from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequence_chunking, find_chunk_layouts
+from lockstep.setup.compiled_loss import compile_language_loss
 from lockstep.setup.examples import (
     find_smallest_microbatch,
     get_device_transforms,
@@ -49,10 +49,10 @@ from lockstep.setup.examples import (
     repeat_samples,
 )
 from lockstep.setup.first_weights import InitialWeights
-from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factories, special_settings
+from lockstep.setup.optimizing import compute_parameter_settings, make_optimizer_factories, make_optimizer_factory
 from lockstep.setup.schedule import check_rate, find_rate
-from lockstep.setup.user_code import import_paths
-from lockstep.tasks.base import Build, Problem, Task
+from lockstep.setup.user_code import get_import_paths
+from lockstep.tasks.base import ModelFactory, Problem, Task
 from lockstep.tasks.facts import find_scale_warnings
 from lockstep.tasks.find import find_task
 from lockstep.tasks.own import add_metrics
@@ -67,27 +67,29 @@ class Setup:
     data: DataSet
     problem: Problem
     steps: Steps
-    summary: Summary  # summary of the model that is trained
+    summary: ModelSummary  # summary of the model that is trained
     parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters, by parameter name
-    build_blank: Build  # builds the model with uninitialized weights
-    build_unchunked: Build  # builds the model with its initial weights, but without splitting it into chunks
+    build_blank: ModelFactory  # builds the model with uninitialized weights
+    build_unchunked: ModelFactory  # builds the model with its initial weights, but without splitting it into chunks
     warnings: tuple[str, ...]  # about settings that are valid but probably unintended
-    source: Mapping[str, str]  # hashes of the user's source files
-    task_line: str = ""  # a description of the task, and the reason why it was chosen
-    chunked: Mapping[str, Chunked] = field(default_factory=dict)  # layouts of the parameters that are split into chunks
+    source_hashes: Mapping[str, str]  # hashes of the user's source files
+    task_description: str = ""  # a description of the task, and the reason why it was chosen
+    chunk_layouts: Mapping[str, ChunkLayout] = field(
+        default_factory=dict
+    )  # layouts of the parameters that are split into chunks
     initial_weights: InitialWeights | None = None  # the initial weights, or None if the seed determines them
-    weights_fit: Fit | None = None  # describes how the initial weights match the parameters of the model
-    guarded: bool = True  # whether to reject code that makes results depend on the placement
+    weights_report: MatchReport | None = None  # describes how the initial weights match the parameters of the model
+    is_guarded: bool = True  # whether to reject code that makes results depend on the placement
 
-    def optimizer(self, trained: Sequence[NamedParameter], norms: Norms) -> Optimizer:
+    def make_optimizer(self, trained: Sequence[NamedParameter], norms: ComputeNorms) -> Optimizer:
         """Build the optimizer for the trained tensors of this rank, which may be sharded.
 
         `norms` computes the norms of full tensors.
         """
-        make_optimizer = make_optimizer_factory(self.recipe, self.settings_of)
+        make_optimizer = make_optimizer_factory(self.recipe, self.get_settings)
         return make_optimizer(trained, norms=norms)
 
-    def settings_of(self, name: str) -> Mapping[str, Any]:
+    def get_settings(self, name: str) -> Mapping[str, Any]:
         """Return the optimizer settings that only apply to the parameter `name`."""
         return self.parameter_settings.get(name, {})
 
@@ -96,14 +98,14 @@ class Setup:
         """The task that the model learns."""
         return self.problem.task
 
-    def plan(self, log: Interval, save: Interval, evaluate: Interval | None = None) -> Plan:
+    def make_plan(self, log: Interval, save: Interval, evaluate: Interval | None = None) -> Plan:
         """Return the plan of a training loop: the steps of the recipe, and the intervals of events."""
         recipe, task = self.recipe, self.task
         return Plan(
             steps=self.steps,
             rate=find_rate(recipe, self.steps),
             monitor=task.monitor,
-            figures=task.figures,
+            compute_metrics=task.figures,
             has_weights=not task.counts_samples,
             recipe=recipe,
             stop_on_nonfinite=recipe.nonfinite == "stop",
@@ -112,48 +114,48 @@ class Setup:
             save=save,
         )
 
-    def loader(
+    def make_loader(
         self,
         world: World,
         data_rank: DataRank,
         workers: int,
-        extra: Callable[[Step], int | None] | None = None,
+        get_audit_microbatch: Callable[[Step], int | None] | None = None,
         devices: Sequence[torch.device] = (),
     ) -> Loader:
         """Return the data loader of this process, whose data rank is `data_rank`.
 
-        For `extra` and `devices`, see Loader.
+        For `get_audit_microbatch` and `devices`, see Loader.
         """
         recipe, task, device = self.recipe, self.task, world.device
         transforms = get_device_transforms(recipe, self.data)
         weigh = None
         if not task.counts_samples:
-            weigh = BatchWeigher(task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight")
+            weigh = BatchWeighting(task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight")
         return Loader(
             data=self.data,
             steps=self.steps,
-            microbatches=recipe.microbatches,
+            num_microbatches=recipe.microbatches,
             transforms=transforms,
             device=device,
             seed=recipe.seed,
             data_rank=data_rank,
-            workers=workers,
-            extra=extra,
-            weigh=weigh,
+            num_workers=workers,
+            select_dummy=get_audit_microbatch,
+            weighting=weigh,
             devices=devices,
         )
 
 
-def make_model_builder(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
-    """Return a function that builds the recipe's model for a dataset with the properties `facts`.
+def make_model_builder(recipe: Recipe, dataset_info: Mapping[str, Any]) -> partial[nn.Module]:
+    """Return a function that builds the recipe's model for a dataset with the properties `dataset_info`.
 
     The model has no initial weights and no adapters, and isn't split into chunks.
     """
     model = recipe.model
-    return partial(build_model, name=model.name, source=model.source, options=model.options, facts=facts)
+    return partial(build_model, name=model.name, source=model.source, options=model.options, dataset_info=dataset_info)
 
 
-def make_tuning(recipe: Recipe) -> Tuning:
+def make_tuning(recipe: Recipe) -> FinetuneSettings:
     """Return the changes that the recipe makes to a model after it is built: adapters and frozen parameters."""
     lora = None
     if (lora_config := recipe.model.lora) is not None:
@@ -165,69 +167,75 @@ def make_tuning(recipe: Recipe) -> Tuning:
             lora_config.rslora,
             lora_config.train,
         )
-    return Tuning(lora, recipe.model.freeze, recipe.batchnorm == "frozen", recipe.task.name == "dpo")
+    return FinetuneSettings(lora, recipe.model.freeze, recipe.batchnorm == "frozen", recipe.task.name == "dpo")
 
 
-def build_setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
+def build_setup(recipe: Recipe, initial_weights: InitialWeights | None = None) -> Setup:
     """Open the dataset of a recipe, check its model, loss and optimizer, and return the setup.
 
-    If the seed doesn't determine the initial weights, pass them as `first` (setup/first_weights.py). Raises UsageError
-    if the recipe contains a mistake. No process group is needed.
+    If the seed doesn't determine the initial weights, pass them as `initial_weights` (setup/first_weights.py). Raises
+    UsageError if the recipe contains a mistake. No process group is needed.
     """
     exclude_imports()
     if recipe.compile:
-        check_compiler(gpu=torch.cuda.device_count() > 0)
+        check_compiler(on_gpu=torch.cuda.device_count() > 0)
     data = open_recipe_data(recipe)
     steps = planning.compute_steps(recipe, len(data.train))
     example, evaluation = load_example_batches(recipe, data)
-    task, task_line = find_task(values(recipe), f"model {recipe.model.name}", data.facts, example)
+    task, task_line = find_task(section_to_dict(recipe), f"model {recipe.model.name}", data.facts, example)
     if recipe.compile:
-        task = with_compiled_loss(task)
+        task = compile_language_loss(task)
     task = add_metrics(task, recipe.metrics)
-    models = _make_model_builders(recipe, data, first)
+    models = _make_model_builders(recipe, data, initial_weights)
     summary = _check_model(recipe, steps, task, models.unchunked, example, evaluation)
     _check_batchnorm(recipe, summary)
-    chunked = chunk_layouts(models.unchunked, recipe.model)
+    chunked = find_chunk_layouts(models.unchunked, recipe.model)
     if recipe.model.chunks > 1:
         _check_model(recipe, steps, task, models.chunked, example, evaluation)
     inputs = _check_chunks_and_dtype(recipe, task, models, summary, example, evaluation)
     parameter_settings = _check_optimizer(recipe, models, summary)
     check_rate(recipe, steps)
-    fit = None if first is None else first.load_into(build_on_meta(models.unchunked if first.adapted else models.plain))
+    fit = (
+        None
+        if initial_weights is None
+        else initial_weights.load_into(
+            build_on_meta(models.unchunked if initial_weights.has_adapters else models.plain)
+        )
+    )
     return Setup(
         recipe=recipe,
         data=data,
         problem=Problem(
             task,
-            partial(initialize_model, partial(build_in_chunks, models.first, recipe.model), recipe.seed),
+            partial(initialize_model, partial(build_in_chunks, models.initialized, recipe.model), recipe.seed),
             f"model {recipe.model.name}",
             map_tensors(lambda tensor: tensor.to("meta"), inputs),
         ),
         steps=steps,
-        summary=summary.stored(get_weight_dtype(recipe.precision)),
+        summary=summary.with_parameter_dtype(get_weight_dtype(recipe.precision)),
         parameter_settings=parameter_settings,
         build_blank=models.chunked,
-        build_unchunked=partial(initialize_model, models.first, recipe.seed),
-        warnings=(*data.warnings, *_warnings(recipe, data, steps, summary, first, fit)),
+        build_unchunked=partial(initialize_model, models.initialized, recipe.seed),
+        warnings=(*data.warnings, *_iterate_warnings(recipe, data, steps, summary, initial_weights, fit)),
         # Hash the source files after all user code has been imported, because user code may change sys.path.
-        source=source_digests(import_paths(recipe).values()),
-        initial_weights=first,
-        weights_fit=fit,
-        task_line=task_line,
-        chunked=chunked,
+        source_hashes=hash_sources(get_import_paths(recipe).values()),
+        initial_weights=initial_weights,
+        weights_report=fit,
+        task_description=task_line,
+        chunk_layouts=chunked,
     )
 
 
 class _ModelBuilders(NamedTuple):
     """Functions that build the recipe's model at different stages of its construction."""
 
-    plain: Build  # the model as its library defines it, with uninitialized weights
-    unchunked: Build  # `plain` with adapters and frozen parameters
-    chunked: Build  # `unchunked`, split into chunks
-    first: Build  # `unchunked` with its initial weights
+    plain: ModelFactory  # the model as its library defines it, with uninitialized weights
+    unchunked: ModelFactory  # `plain` with adapters and frozen parameters
+    chunked: ModelFactory  # `unchunked`, split into chunks
+    initialized: ModelFactory  # `unchunked` with its initial weights
 
 
-def _make_model_builders(recipe: Recipe, data: DataSet, first: InitialWeights | None) -> _ModelBuilders:
+def _make_model_builders(recipe: Recipe, data: DataSet, initial_weights: InitialWeights | None) -> _ModelBuilders:
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
     plain, tuning = make_model_builder(recipe, data.facts), make_tuning(recipe)
@@ -237,43 +245,45 @@ def _make_model_builders(recipe: Recipe, data: DataSet, first: InitialWeights | 
         plain=plain,
         unchunked=uncut,
         chunked=partial(build_in_chunks, uncut, recipe.model),
-        first=partial(build_finetuned, pretrained, tuning, first),
+        initialized=partial(build_finetuned, pretrained, tuning, initial_weights),
     )
 
 
-def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
+def _check_model(
+    recipe: Recipe, steps: Steps, task: Task, build: ModelFactory, example: Batch, evaluation: Batch
+) -> ModelSummary:
     """Run the model and the task on a training batch and on two evaluation samples, and return a summary of the model.
 
     The training batch has the size of the smallest micro-batch of the run.
     """
     evaluation_inputs = task.inputs(repeat_samples(evaluation, 2))
     smallest = find_smallest_microbatch(recipe, steps)
-    training_inputs = task.inputs(repeat_samples(example, smallest.samples))
+    training_inputs = task.inputs(repeat_samples(example, smallest.num_samples))
     return check_model(
         build,
         name=recipe.model.name,
         evaluation=evaluation_inputs,
         training=training_inputs,
-        too_small=(smallest.step, smallest.advice),
+        too_small=(smallest.step_description, smallest.advice),
         check=partial(_check_task, task, example),
         check_evaluation=partial(_check_task, task, evaluation),  # evaluation sequences can have a different length
     )
 
 
 def _check_chunks_and_dtype(
-    recipe: Recipe, task: Task, models: _ModelBuilders, summary: Summary, example: Batch, evaluation: Batch
+    recipe: Recipe, task: Task, models: _ModelBuilders, summary: ModelSummary, example: Batch, evaluation: Batch
 ) -> Inputs:
     """Check the model with sequence chunks and in the compute dtype of the recipe, and return example inputs."""
     name, dtype = recipe.model.name, get_compute_dtype(recipe.precision)
     inputs = task.inputs(repeat_samples(example, 2))
     if recipe.model.sequence_chunks > 1:
-        if summary.batchnorm:
+        if summary.has_active_batchnorm:
             raise UsageError(
                 f"recipe.model.sequence_chunks: model {name} has BatchNorm layers, which would normalize each chunk "
                 f"separately; unset recipe.model.sequence_chunks, or use a different model"
             )
         batch, chunks = repeat_samples(example, 2), recipe.model.sequence_chunks
-        inputs = check_sequences(models.chunked, task, batch, chunks, f"model {name}")
+        inputs = check_sequence_chunking(models.chunked, task, batch, chunks, f"model {name}")
     if dtype is not None:
         check_dtype(
             models.chunked,
@@ -285,13 +295,13 @@ def _check_chunks_and_dtype(
     return inputs
 
 
-def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: Summary) -> dict[str, dict[str, Any]]:
+def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: ModelSummary) -> dict[str, dict[str, Any]]:
     """Check the optimizer with each distinct set of settings, and return the settings of individual parameters."""
     parameter_settings, stored = (
-        special_settings(recipe, [*summary.trained], models.chunked),
+        compute_parameter_settings(recipe, [*summary.trained_parameters], models.chunked),
         get_weight_dtype(recipe.precision),
     )
-    for make_optimizer in optimizer_factories(recipe, parameter_settings):
+    for make_optimizer in make_optimizer_factories(recipe, parameter_settings):
         check_optimizer(make_optimizer, summary.dims)
         if stored is not None:
             check_stored_dtype(make_optimizer, stored)
@@ -300,42 +310,47 @@ def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: Summary) -
     return parameter_settings
 
 
-def _warnings(
-    recipe: Recipe, data: DataSet, steps: Steps, summary: Summary, first: InitialWeights | None, fit: Fit | None
+def _iterate_warnings(
+    recipe: Recipe,
+    data: DataSet,
+    steps: Steps,
+    summary: ModelSummary,
+    initial_weights: InitialWeights | None,
+    match_report: MatchReport | None,
 ) -> Iterator[str]:
     if recipe.model.name != "mlp":
         yield from find_scale_warnings(data.facts)
-    if summary.batchnorm:
+    if summary.has_active_batchnorm:
         yield from list_batchnorm_warnings(recipe, steps)
-    if first is not None and fit is not None and (fit.fresh or fit.left_over):
-        yield f"first weights from {first.label}: {fit}"
+    if initial_weights is not None and match_report is not None and (match_report.initialized or match_report.unused):
+        yield f"first weights from {initial_weights.label}: {match_report}"
 
 
-def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
-    if recipe.batchnorm == "sync" and not summary.batchnorm:
+def _check_batchnorm(recipe: Recipe, summary: ModelSummary) -> None:
+    if recipe.batchnorm == "sync" and not summary.has_active_batchnorm:
         raise UsageError(
             f"recipe.batchnorm: sync: model {recipe.model.name} has no BatchNorm layer that computes batch statistics; "
             f"unset recipe.batchnorm"
         )
-    if recipe.batchnorm == "local" and summary.synchronized:
+    if recipe.batchnorm == "local" and summary.sync_batchnorm_name:
         raise UsageError(
-            f"model {recipe.model.name}: {summary.synchronized} is a torch.nn.SyncBatchNorm, but recipe.batchnorm is "
-            f"local; set recipe.batchnorm=sync to normalize over all micro-batches of a step, or build the model with "
-            f"torch.nn.BatchNorm layers"
+            f"model {recipe.model.name}: {summary.sync_batchnorm_name} is a torch.nn.SyncBatchNorm, but "
+            "recipe.batchnorm is local; set recipe.batchnorm=sync to normalize over all micro-batches of a step, or "
+            "build the model with torch.nn.BatchNorm layers"
         )
 
 
-def _check_task(task: Task, example: Batch, outputs: Any, samples: int) -> None:
-    batch = repeat_samples(example, samples)
+def _check_task(task: Task, example_batch: Batch, outputs: Any, num_samples: int) -> None:
+    batch = repeat_samples(example_batch, num_samples)
     task.check(outputs, batch)
     check_loss(task, outputs, batch)
 
 
-def evaluation_batch(recipe: Recipe) -> int:
+def get_evaluation_batch_size(recipe: Recipe) -> int:
     """Return the batch size for evaluation, which defaults to the size of the largest micro-batch."""
     return recipe.evaluation_batch or -(-recipe.batch // recipe.microbatches)
 
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
     """Open the dataset of a recipe. Raises UsageError if the dataset is missing or doesn't match the recipe."""
-    return open_data(make_data_request(values(recipe.data)))
+    return open_data(make_data_request(section_to_dict(recipe.data)))

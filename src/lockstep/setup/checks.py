@@ -10,22 +10,22 @@ from torch.optim import Optimizer
 from lockstep.config.placement import Placement
 from lockstep.core.batch import Batch
 from lockstep.core.devices import resolve_backend
-from lockstep.core.several_losses import sum_of_losses
-from lockstep.core.work import divisors
-from lockstep.device.env_flags import check_switches
+from lockstep.core.several_losses import add_losses
+from lockstep.core.work import find_divisors
+from lockstep.device.env_flags import check_env_flags
 from lockstep.device.precision import check_precision, get_compute_dtype, get_weight_dtype
 from lockstep.errors import UsageError
 from lockstep.models.operations import NondeterministicCall, find_nondeterministic_calls
 from lockstep.parallel.narrow_steps import DTYPES_16_BIT
-from lockstep.parallel.optimizer_trials import check_updates
+from lockstep.parallel.optimizer_trials import check_row_updates
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
 from lockstep.setup.examples import load_example_batches
-from lockstep.setup.optimizing import make_optimizer_factory, optimizer_factories
+from lockstep.setup.optimizing import make_optimizer_factories, make_optimizer_factory
 from lockstep.setup.post_training import check_reference
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.strategy import check_strategy
-from lockstep.strategies.base import CutsModel, ExternalEngine, replica_devices
+from lockstep.strategies.base import ExternalEngineStrategy, PartitionedModelStrategy, replica_devices
 
 
 def check_placement(resolved: ResolvedConfig, *, training: bool = True) -> None:
@@ -45,7 +45,7 @@ def check_placement(resolved: ResolvedConfig, *, training: bool = True) -> None:
     _check_compile(resolved)
     if not training:
         return
-    if placement.audit_every is not None and isinstance(strategy, ExternalEngine):
+    if placement.audit_every is not None and isinstance(strategy, ExternalEngineStrategy):
         raise UsageError(
             f"placement.audit_every: strategy {resolved.strategy_name} does not support audits; unset "
             f"placement.audit_every, or use strategy ddp, zero1, zero2, zero3 or hsdp"
@@ -64,12 +64,12 @@ def check_placement(resolved: ResolvedConfig, *, training: bool = True) -> None:
     _check_updates(
         resolved, recipe.model.chunks > 1, [make_optimizer_factory(recipe)], {get_weight_dtype(recipe.precision)}
     )
-    if isinstance(strategy, ExternalEngine):
+    if isinstance(strategy, ExternalEngineStrategy):
         strategy.check_recipe(resolved.numerics, make_optimizer_factory(recipe))
 
 
 def _check_compile(resolved: ResolvedConfig) -> None:
-    """Raise UsageError if torch.compile could make the bits depend on the placement."""
+    """Raise UsageError if the bits of compiled code (`recipe.compile`) could depend on the placement."""
     recipe = resolved.recipe
     if recipe.compile and recipe.model.chunks > 1:
         raise UsageError(
@@ -140,7 +140,7 @@ def _check_sequences(resolved: ResolvedConfig) -> None:
     mesh = strategy.mesh(resolved.processes)
     context_size = mesh.sequence_mesh.context if strategy.traits.spreads_sequences else mesh.context
     if chunks % context_size:
-        valid_counts = ", ".join(map(str, divisors(chunks)))
+        valid_counts = ", ".join(map(str, find_divisors(chunks)))
         raise UsageError(
             f"{key}: {chunks} is not divisible by {context_size}, the number of processes that share a sequence; use "
             f"{valid_counts} processes per replica (placement.strategy.replicate is the number of replicas), or set "
@@ -163,32 +163,32 @@ def _check_sequences(resolved: ResolvedConfig) -> None:
     _check_interleaving(resolved, key)
 
 
-def check_cut(resolved: ResolvedConfig, ready: Setup) -> None:
+def check_partitioning(resolved: ResolvedConfig, setup: Setup) -> None:
     """Raise UsageError if the strategy can't shard this model or optimizer over this number of processes."""
     strategy = resolved.strategy
-    check_reference(resolved, ready)
-    needs_whole_updates(resolved, ready)
-    if isinstance(strategy, ExternalEngine):
-        for make_optimizer in optimizer_factories(ready.recipe, ready.parameter_settings)[1:]:
+    check_reference(resolved, setup)
+    needs_full_tensors(resolved, setup)
+    if isinstance(strategy, ExternalEngineStrategy):
+        for make_optimizer in make_optimizer_factories(setup.recipe, setup.parameter_settings)[1:]:
             strategy.check_recipe(resolved.numerics, make_optimizer)
-        strategy.check_trained_dtypes({name: form.dtype for name, form in ready.summary.trained.items()})
-    if isinstance(strategy, CutsModel):
-        whole_blocks = ready.recipe.compile
-        strategy.check_model(ready.build_blank, ready.problem.example, resolved.processes, whole_blocks=whole_blocks)
-        check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
+        strategy.check_trained_dtypes({name: form.dtype for name, form in setup.summary.trained_parameters.items()})
+    if isinstance(strategy, PartitionedModelStrategy):
+        whole_blocks = setup.recipe.compile
+        strategy.check_model(setup.build_blank, setup.problem.example, resolved.processes, whole_blocks=whole_blocks)
+        check_separable(setup.make_optimizer, setup.summary.dims, resolved.strategy_name)
 
 
-def needs_whole_updates(resolved: ResolvedConfig, ready: Setup) -> bool:
+def needs_full_tensors(resolved: ResolvedConfig, setup: Setup) -> bool:
     """Return whether the optimizer needs full tensors, although the strategy shards tensors by rows.
 
     Raises UsageError if the optimizer needs full tensors that the strategy can't provide.
     """
-    stored = get_weight_dtype(ready.recipe.precision)
+    stored = get_weight_dtype(setup.recipe.precision)
     dtypes = {stored}
     if stored is None:  # without a storage dtype, the model itself may have 16-bit weights
-        dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in DTYPES_16_BIT}
+        dtypes |= {form.dtype for form in setup.summary.trained_parameters.values() if form.dtype in DTYPES_16_BIT}
     return _check_updates(
-        resolved, bool(ready.chunked), optimizer_factories(ready.recipe, ready.parameter_settings), dtypes
+        resolved, bool(setup.chunk_layouts), make_optimizer_factories(setup.recipe, setup.parameter_settings), dtypes
     )
 
 
@@ -203,35 +203,35 @@ def _check_updates(
     if not (traits.cuts_rows or chunked):
         return False
     needed = [
-        check_updates(make_optimizer, resolved.strategy_name, dtype, lends_wholes=traits.lends_wholes)
+        check_row_updates(make_optimizer, resolved.strategy_name, dtype, lends_wholes=traits.lends_wholes)
         for make_optimizer in factories
         for dtype in dtypes
     ]
     return any(needed)
 
 
-def find_cuda_refusals(ready: Setup, *, training: bool = True) -> list[NondeterministicCall]:
+def find_nondeterministic_cuda_calls(setup: Setup, *, training: bool = True) -> list[NondeterministicCall]:
     """Return the calls in a training step or an evaluation that have no deterministic CUDA kernel. Needs no GPU."""
-    example, evaluation = load_example_batches(ready.recipe, ready.data)
+    example, evaluation = load_example_batches(setup.recipe, setup.data)
     batch = example if training else evaluation
 
     def loss(outputs: Any, batch: Batch) -> Tensor:
-        return sum_of_losses(ready.task.loss(outputs, batch))
+        return add_losses(setup.task.loss(outputs, batch))
 
-    return find_nondeterministic_calls(ready.build_blank, ready.task.inputs(batch), batch, loss, training=training)
+    return find_nondeterministic_calls(setup.build_blank, setup.task.inputs(batch), batch, loss, training=training)
 
 
-def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:
+def check_kernels(placement: Placement, setup: Setup, *, training: bool = True) -> None:
     """Raise UsageError if the placement uses CUDA and the model calls operations without a deterministic CUDA kernel.
 
     If `training` is False, only the operations of an evaluation are checked.
     """
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
-    check_switches(ready.recipe.precision)
-    if refusals := find_cuda_refusals(ready, training=training):
+    check_env_flags(setup.recipe.precision)
+    if refusals := find_nondeterministic_cuda_calls(setup, training=training):
         lines = "".join(f"\n  {refusal}" for refusal in refusals)
         raise UsageError(
-            f"model {ready.recipe.model.name}: these operations are not deterministic on CUDA:{lines}\n"
+            f"model {setup.recipe.model.name}: these operations are not deterministic on CUDA:{lines}\n"
             f"Replace them, or use placement.device=cpu (docs/gpu.md#deterministic-kernels-on-cuda)"
         )

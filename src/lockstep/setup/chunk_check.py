@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.recipe import ModelConfig
-from lockstep.core.batch import Batch, Inputs, call_model, map_tensors, tensors_of
-from lockstep.core.several_losses import sum_of_losses
-from lockstep.core.shard import Chunked
-from lockstep.data.items import preserve_generators
+from lockstep.core.batch import Batch, Inputs, call_model, get_tensors, map_tensors
+from lockstep.core.several_losses import add_losses
+from lockstep.core.shard import ChunkLayout
+from lockstep.data.items import preserve_rng_states
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError, VerificationError
 from lockstep.parallel.tensor.plan import find_region_names
@@ -35,8 +35,8 @@ PLAN_ADVICE: Final = (
 # differences, and a different function causes much larger differences.
 _BOUNDS: Final = {torch.float64: 2.0**-30, torch.float32: 2.0**-10}
 _QUICK_BOUNDS: Final = {torch.float32: 2.0**-10}
-_SAMPLES: Final = 2
-_POSITIONS: Final = 64  # maximum length of integer sequences in a quick comparison
+_NUM_SAMPLES: Final = 2
+_MAX_POSITIONS: Final = 64  # maximum length of integer sequences in a quick comparison
 MAX_COMPARED_PARAMETERS: Final = (
     250_000_000  # maximum number of parameters, because a comparison copies the model twice
 )
@@ -46,12 +46,12 @@ Bounds = Mapping[torch.dtype, float]
 ChunkDifference = tuple[str, float]  # the name of the module or value that differs, and the relative difference
 
 
-def check_plan(ready: Setup) -> list[str]:
+def check_plan(setup: Setup) -> list[str]:
     """Compare the chunked model with the full model on two samples in float32, and return warnings.
 
     Raises UsageError with the name of the first layer that computes a different function in chunks.
     """
-    config, parameters = ready.recipe.model, ready.summary.num_parameters
+    config, parameters = setup.recipe.model, setup.summary.num_parameters
     if config.chunks == 1 and config.sequence_chunks == 1:
         return []
     if parameters > MAX_COMPARED_PARAMETERS:
@@ -60,32 +60,32 @@ def check_plan(ready: Setup) -> list[str]:
             f"copy {parameters:,} parameters twice; run `lockstep verify` to compare them"
         ]
     try:
-        check_chunks(ready, quick=True)
-        check_sequence_chunks(ready, _QUICK_BOUNDS)
+        check_chunks(setup, quick=True)
+        check_sequence_chunks(setup, _QUICK_BOUNDS)
     except VerificationError as error:
         raise UsageError(str(error)) from None
     return []
 
 
-def check_chunks(ready: Setup, quick: bool = False) -> None:
+def check_chunks(setup: Setup, quick: bool = False) -> None:
     """Raise VerificationError if splitting the recipe's model into feature chunks changes its outputs.
 
     If `quick` is set, only a part of the inputs is compared, in float32.
     """
-    config = ready.recipe.model
+    config = setup.recipe.model
     if config.chunks == 1:
         return
-    with preserve_generators(), drop_new_tensors():
-        full_model = ready.build_unchunked().eval()
-        _, batch = load_example_batches(ready.recipe, ready.data)
-        inputs = ready.task.inputs(repeat_samples(batch, _SAMPLES))
-        cut_features = partial(chunk_model, chunks=config.chunks, plan=config.plan, name=config.name)
+    with preserve_rng_states(), drop_new_tensors():
+        full_model = setup.build_unchunked().eval()
+        _, batch = load_example_batches(setup.recipe, setup.data)
+        inputs = setup.task.inputs(repeat_samples(batch, _NUM_SAMPLES))
+        cut_features = partial(chunk_model, num_chunks=config.chunks, plan=config.plan, model_name=config.name)
         departure = (find_quick_difference if quick else find_chunk_difference)(full_model, cut_features, inputs)
     if departure:
         raise VerificationError(f"recipe.model.plan: {describe_difference(departure, config.chunks)}; {PLAN_ADVICE}")
 
 
-def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
+def check_saved_model(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
     """Raise UsageError if a model that was trained in chunks computes a different function without chunks.
 
     Checkpoints of earlier versions can contain such a model, because `lockstep train` didn't check the plan. `model` is
@@ -93,8 +93,8 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
     """
     if config.chunks == 1:
         return
-    cut_features = partial(chunk_model, chunks=config.chunks, plan=config.plan, name=config.name)
-    with preserve_generators(), drop_new_tensors():
+    cut_features = partial(chunk_model, num_chunks=config.chunks, plan=config.plan, model_name=config.name)
+    with preserve_rng_states(), drop_new_tensors():
         departure = find_quick_difference(copy.deepcopy(model), cut_features, inputs)
     if departure:
         raise UsageError(
@@ -103,30 +103,30 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
         )
 
 
-def describe_difference(departure: ChunkDifference, chunks: int) -> str:
+def describe_difference(difference: ChunkDifference, num_chunks: int) -> str:
     """Return a message with the name of the module whose outputs differ, and the size of the difference."""
     return (
-        f"{departure[0] or 'the model'} computes different outputs in {chunks} chunks than as a whole: they differ by "
-        f"{departure[1]:.2g} of the largest value"
+        f"{difference[0] or 'the model'} computes different outputs in {num_chunks} chunks than as a whole: they "
+        f"differ by {difference[1]:.2g} of the largest value"
     )
 
 
-def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
+def check_sequence_chunks(setup: Setup, bounds: Bounds = _BOUNDS) -> None:
     """Raise VerificationError if splitting sequences into chunks changes the loss or a gradient of the model."""
-    config, name = ready.recipe.model, ready.problem.name
+    config, name = setup.recipe.model, setup.problem.name
     if config.sequence_chunks == 1:
         return
     cut_features = (
-        partial(chunk_model, chunks=config.chunks, plan=config.plan, name=config.name)
+        partial(chunk_model, num_chunks=config.chunks, plan=config.plan, model_name=config.name)
         if config.chunks > 1
         else _split_no_features
     )
-    with preserve_generators(), drop_new_tensors():
-        example, _ = load_example_batches(ready.recipe, ready.data)
-        batch = repeat_samples(example, _SAMPLES)
-        full_model = ready.build_unchunked().eval()
+    with preserve_rng_states(), drop_new_tensors():
+        example, _ = load_example_batches(setup.recipe, setup.data)
+        batch = repeat_samples(example, _NUM_SAMPLES)
+        full_model = setup.build_unchunked().eval()
         departure = find_sequence_difference(
-            full_model, ready.task, batch, config.sequence_chunks, cut_features, bounds
+            full_model, setup.task, batch, config.sequence_chunks, cut_features, bounds
         )
     if departure:
         raise VerificationError(
@@ -139,38 +139,40 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
 
 def find_quick_difference(
     full_model: nn.Module,
-    cut_features: Callable[[nn.Module], object],
+    split_features: Callable[[nn.Module], object],
     inputs: T,
-    run: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
+    run_model: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
 ) -> ChunkDifference | None:
     """Return the difference that `find_chunk_difference` finds in float32 on two samples with shortened sequences.
 
     If the model rejects the shortened samples, the comparison uses two full samples. If the model rejects these too,
     the comparison uses all inputs.
     """
-    first = next(iter(tensors_of(inputs)), None)
+    first = next(iter(get_tensors(inputs)), None)
     samples = len(first) if first is not None and first.ndim else 0
 
     def first_samples(tensor: Tensor) -> Tensor:
-        return tensor[:_SAMPLES] if tensor.ndim and len(tensor) == samples else tensor
+        return tensor[:_NUM_SAMPLES] if tensor.ndim and len(tensor) == samples else tensor
 
     def shortened_samples(tensor: Tensor) -> Tensor:
         sequence = tensor.ndim == 2 and not tensor.is_floating_point()
-        return first_samples(tensor)[:, :_POSITIONS] if sequence else first_samples(tensor)
+        return first_samples(tensor)[:, :_MAX_POSITIONS] if sequence else first_samples(tensor)
 
     for select in (shortened_samples, first_samples):
         try:
-            return find_chunk_difference(full_model, cut_features, map_tensors(select, inputs), run, _QUICK_BOUNDS)
+            return find_chunk_difference(
+                full_model, split_features, map_tensors(select, inputs), run_model, _QUICK_BOUNDS
+            )
         except Exception:  # a user's model may raise any exception
             continue
-    return find_chunk_difference(full_model, cut_features, inputs, run, _QUICK_BOUNDS)
+    return find_chunk_difference(full_model, split_features, inputs, run_model, _QUICK_BOUNDS)
 
 
 def find_chunk_difference(
     full_model: nn.Module,
-    cut_features: Callable[[nn.Module], object],
+    split_features: Callable[[nn.Module], object],
     inputs: T,
-    run: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
+    run_model: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> ChunkDifference | None:
     """Split a copy of `full_model` into chunks, and return the first difference. See `find_feature_difference`.
@@ -184,35 +186,35 @@ def find_chunk_difference(
             if parameter.is_floating_point() and not parameter.any():
                 parameter.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
     chunked_model = copy.deepcopy(full_model)
-    cut_features(chunked_model)
-    return find_feature_difference(full_model, chunked_model, inputs, run, bounds)
+    split_features(chunked_model)
+    return find_feature_difference(full_model, chunked_model, inputs, run_model, bounds)
 
 
 def find_feature_difference(
     full_model: nn.Module,
     chunked_model: nn.Module,
     inputs: T,
-    run: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
+    run_model: Callable[[nn.Module, T], Any] = call_model,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> ChunkDifference | None:
     """Return the name of the first chunked module whose outputs differ, and the size of the difference.
 
-    The name is empty if only the outputs of the full model differ. Returns None if all outputs agree. `run` calls a
-    model with the inputs.
+    The name is empty if only the outputs of the full model differ. Returns None if all outputs agree. `run_model` calls
+    a model with the inputs.
     """
     names = [*find_region_names(chunked_model), ""]
 
     def compare(batch: T) -> Iterator[ChunkDifference]:
         whole_outputs, chunk_outputs = (
-            _collect_outputs(partial(run, model, batch), model, names) for model in (full_model, chunked_model)
+            _collect_outputs(partial(run_model, model, batch), model, names) for model in (full_model, chunked_model)
         )
         for name, outputs in whole_outputs.items():
-            yield name, max(map(_relative_difference, outputs, chunk_outputs[name]), default=0.0)
+            yield name, max(map(_compute_relative_difference, outputs, chunk_outputs[name]), default=0.0)
 
     return _find_first_difference((full_model, chunked_model), inputs, compare, bounds)
 
 
-def _split_no_features(_: nn.Module) -> dict[str, Chunked]:
+def _split_no_features(_: nn.Module) -> dict[str, ChunkLayout]:
     """Leave the model unchanged, because the recipe has no feature chunks."""
     return {}
 
@@ -221,24 +223,24 @@ def find_sequence_difference(
     full_model: nn.Module,
     task: Task,
     batch: Batch,
-    chunks: int,
-    cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _split_no_features,
+    num_chunks: int,
+    split_features: Callable[[nn.Module], Mapping[str, ChunkLayout]] = _split_no_features,
     bounds: Bounds = _BOUNDS,
 ) -> ChunkDifference | None:
     """Return the first difference that sequence chunks cause in the loss or in a gradient, or None if there is none.
 
-    `cut_features` splits a copy of the model into feature chunks in place, and returns the layouts of its parameters.
+    `split_features` splits a copy of the model into feature chunks in place, and returns the layouts of its parameters.
     """
     chunked_model = copy.deepcopy(full_model)
-    chunked = cut_features(chunked_model)
+    chunked = split_features(chunked_model)
 
     def compare(sample_batch: Batch) -> Iterator[ChunkDifference]:
-        whole_loss = sum_of_losses(task.loss(call_model(full_model, task.inputs(sample_batch)), sample_batch))
-        loss, gradients = _loss_and_gradients(full_model, whole_loss)
-        chunk_loss, chunk_gradients = _loss_and_gradients(
-            chunked_model, torch.stack(compute_chunk_losses(chunked_model, task, sample_batch, chunks)).sum()
+        whole_loss = add_losses(task.loss(call_model(full_model, task.inputs(sample_batch)), sample_batch))
+        loss, gradients = _compute_gradients(full_model, whole_loss)
+        chunk_loss, chunk_gradients = _compute_gradients(
+            chunked_model, torch.stack(compute_chunk_losses(chunked_model, task, sample_batch, num_chunks)).sum()
         )
-        yield "the loss", _relative_difference(loss, chunk_loss)
+        yield "the loss", _compute_relative_difference(loss, chunk_loss)
         # Compare all gradients on the same scale, because the magnitude of a gradient that is zero except for rounding
         # errors, such as that of a key bias, isn't a meaningful scale.
         scale = torch.stack([values.abs().max() for values in gradients.values()]).max()
@@ -246,7 +248,7 @@ def find_sequence_difference(
             expected = chunked[name].to_rows(gradient) if name in chunked else gradient
             yield (
                 f"the gradient of {name}",
-                _relative_difference(expected, chunk_gradients.get(name, torch.zeros_like(expected)), scale),
+                _compute_relative_difference(expected, chunk_gradients.get(name, torch.zeros_like(expected)), scale),
             )
 
     return _find_first_difference((full_model, chunked_model), batch, compare, bounds)
@@ -281,19 +283,19 @@ def _collect_outputs(run: Callable[[], Any], model: nn.Module, names: list[str])
 
 
 def _record_outputs(
-    recorded: dict[str, list[Tensor]], name: str, _module: nn.Module, _inputs: Any, outputs: Any
+    outputs_by_module: dict[str, list[Tensor]], module_name: str, _module: nn.Module, _inputs: Any, outputs: Any
 ) -> None:
-    recorded.setdefault(name, []).extend(tensors_of(outputs))
+    outputs_by_module.setdefault(module_name, []).extend(get_tensors(outputs))
 
 
-def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _compute_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradients = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)
     pairs = zip(parameters, gradients, strict=True)
     return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}
 
 
-def _relative_difference(expected: Tensor, actual: Tensor, scale: Tensor | None = None) -> float:
+def _compute_relative_difference(expected: Tensor, actual: Tensor, scale: Tensor | None = None) -> float:
     """Return the largest difference relative to `scale`, or to the largest magnitude of `expected`."""
     if expected.shape != actual.shape:
         return float("inf")

@@ -10,8 +10,8 @@ from torch import nn
 
 from lockstep.common.own_code import UserCode
 from lockstep.config.recipe import ModelConfig
-from lockstep.core.batch import Batch, Inputs, get_batch_size, map_tensors, tensors_of
-from lockstep.core.shard import Chunked
+from lockstep.core.batch import Batch, Inputs, get_batch_size, get_tensors, map_tensors
+from lockstep.core.shard import ChunkLayout
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.device.meta import build_on_meta
 from lockstep.errors import LockstepError, UsageError
@@ -21,18 +21,18 @@ from lockstep.parallel.context.sequence_chunks import (
     POSITIONS,
     SequenceChunks,
     add_position_ids,
-    argument_names,
+    get_argument_names,
     require_sequence_task,
 )
 from lockstep.parallel.cooperative import CooperativeScheduler
-from lockstep.parallel.tensor.built_in import built_in_plan
-from lockstep.parallel.tensor.logits import Logits
+from lockstep.parallel.tensor.built_in import get_built_in_plan
+from lockstep.parallel.tensor.logits import ChunkedLogits
 from lockstep.parallel.tensor.plan import Plan, split_into_chunks
-from lockstep.parallel.tensor.slices import split_layers
-from lockstep.tasks.base import Build, MicroBatch, Task
+from lockstep.parallel.tensor.slices import find_split_layers
+from lockstep.tasks.base import MicroBatch, ModelFactory, Task
 
 
-def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
+def find_chunk_layouts(build: ModelFactory, config: ModelConfig) -> Mapping[str, ChunkLayout]:
     """Return the layouts of the parameters that are split into chunks, by name, or {} if there is a single chunk.
 
     Raises UsageError if the model can't be split, or if the recipe's plan doesn't match it.
@@ -40,7 +40,7 @@ def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
     return {} if config.chunks == 1 else chunk_model(build_on_meta(build), config.chunks, config.plan, config.name)
 
 
-def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
+def build_in_chunks(build: ModelFactory, config: ModelConfig) -> nn.Module:
     """Build a model, and split it into `config.chunks` feature chunks."""
     model = build()
     if config.chunks > 1:
@@ -48,25 +48,25 @@ def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
     return model
 
 
-def chunk_model(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunked]:
+def chunk_model(model: nn.Module, num_chunks: int, plan: Plan, model_name: str) -> dict[str, ChunkLayout]:
     """Split a model into chunks in place, and return the layouts of the parameters that are split, by name.
 
-    `plan` takes precedence over the built-in plan of the model. `name` is the name of the model in errors. Raises
+    `plan` takes precedence over the built-in plan of the model. `model_name` is the name of the model in errors. Raises
     UsageError with the recipe keys to change if the model can't be split.
     """
-    built_in = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
-    chunked = split_into_chunks(model, {**plan, **built_in}, chunks)  # the first matching pattern applies
-    if not split_layers(model):
+    built_in = {key: kind for key, kind in get_built_in_plan(model).items() if key not in plan}
+    chunked = split_into_chunks(model, {**plan, **built_in}, num_chunks)  # the first matching pattern applies
+    if not find_split_layers(model):
         raise UsageError(
-            f"recipe.model.chunks: model {name} has no layers that are known to be splittable; list the layers to "
-            f"split in recipe.model.plan (docs/model-parallel.md)"
+            f"recipe.model.chunks: model {model_name} has no layers that are known to be splittable; list the layers "
+            "to split in recipe.model.plan (docs/model-parallel.md)"
         )
     return chunked
 
 
 def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
     """Raise UsageError if the loss or a metric of the task uses chunked logits in an unsupported way."""
-    logits = next((tensor for tensor in tensors_of(outputs) if isinstance(tensor, Logits)), None)
+    logits = next((tensor for tensor in get_tensors(outputs) if isinstance(tensor, ChunkedLogits)), None)
     if logits is None:
         return
     batch = map_tensors(lambda tensor: tensor.to(logits.device), batch)
@@ -79,19 +79,19 @@ def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
             continue
 
 
-def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: str) -> Inputs:
+def check_sequence_chunking(build: ModelFactory, task: Task, batch: Batch, num_chunks: int, model_name: str) -> Inputs:
     """Check that the model and the task work with sequence chunks, and return the model's inputs for `batch`.
 
-    `batch` must contain real samples. The model runs on the meta device, or on the CPU if that fails. `name` is the
-    name of the model in errors. Raises UsageError if the model or the task doesn't support sequence chunks.
+    `batch` must contain real samples. The model runs on the meta device, or on the CPU if that fails. `model_name` is
+    the name of the model in errors. Raises UsageError if the model or the task doesn't support sequence chunks.
     """
     require_sequence_task(task)
 
     def trial(device: str) -> Sequence[str]:
         with drop_new_tensors():
-            return _run_trial(build, task, batch, chunks, name, device)
+            return _run_trial(build, task, batch, num_chunks, model_name, device)
 
-    with warnings.catch_warnings(action="ignore"), UserCode(name):
+    with warnings.catch_warnings(action="ignore"), UserCode(model_name):
         try:
             arguments = trial("meta")
         except LockstepError:
@@ -101,34 +101,36 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
     return add_position_ids(task.inputs(batch), arguments)
 
 
-def _run_trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
+def _run_trial(
+    build_model: ModelFactory, task: Task, batch: Batch, num_chunks: int, model_name: str, device: str
+) -> Sequence[str]:
     with torch.device(device):
-        model = build()
+        model = build_model()
         model.train()  # not chained, because `train` of a user's model may return None
-    arguments = argument_names(model)
+    arguments = get_argument_names(model)
     if POSITIONS not in arguments:
         raise UsageError(
-            f"{KEY}: the forward method of {name} has no argument {POSITIONS}, so the model cannot know the position "
-            f"of a chunk in its sequence; add this argument, of shape [1, positions], or unset {KEY}"
+            f"{KEY}: the forward method of {model_name} has no argument {POSITIONS}, so the model cannot know the "
+            f"position of a chunk in its sequence; add this argument, of shape [1, positions], or unset {KEY}"
         )
     device_batch = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.no_grad():
-        # A single chunk already detects a mask over the full sequence, such as a sliding window, and raises UsageError.
+        # Raises UsageError if a mask covers the full sequence, such as a sliding window. One chunk is enough for this.
         compute_chunk_losses(model, task, device_batch, 1)
-        compute_chunk_losses(model, task, device_batch, chunks)
+        compute_chunk_losses(model, task, device_batch, num_chunks)
     return arguments
 
 
-def compute_chunk_losses(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
-    """Split the sequences of a batch into `chunks` chunks, and return the loss of each chunk."""
+def compute_chunk_losses(model: nn.Module, task: Task, batch: Batch, num_chunks: int) -> list[Any]:
+    """Split the sequences of a batch into `num_chunks` chunks, and return the loss of each chunk."""
     cooperative = CooperativeScheduler([])
     sequences = SequenceChunks(
-        require_sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), cooperative
+        require_sequence_task(task), get_argument_names(model), range(num_chunks), Exchange(num_chunks), cooperative
     )
     [*microbatches] = sequences.units_for(MicroBatch(0, batch, get_batch_size(batch), 0), 1)
 
     def loss_of(microbatch: MicroBatch) -> Any:
-        return task.loss(sequences.call(model, microbatch), microbatch.batch)
+        return task.loss(sequences.run_model(model, microbatch), microbatch.batch)
 
     # The callback is a no-op, because chunks have no state that must be restored before they continue.
     return cooperative.run([partial(loss_of, microbatch) for microbatch in microbatches], lambda _: None)

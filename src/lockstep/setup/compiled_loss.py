@@ -18,7 +18,7 @@ from lockstep.tasks.sft import Sft
 _MIN_LOGITS: Final = 1024  # with fewer logits per position, the loss takes a negligible part of a step
 
 
-def with_compiled_loss(task: Task) -> Task:
+def compile_language_loss(task: Task) -> Task:
     """Return `task` with a compiled loss if it trains a language model. Otherwise, return it unchanged."""
     return replace(task, sum_losses=CompiledLoss()) if isinstance(task, Language | Sft) else task
 
@@ -34,10 +34,10 @@ class CompiledLoss:
     def __init__(self) -> None:
         self._compiled: SumLosses | None = None
 
-    def __call__(self, logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
+    def __call__(self, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         if logits.is_meta or not logits.requires_grad or logits.shape[-1] < _MIN_LOGITS:
-            return sum_cross_entropy(logits, targets, ignore)
+            return sum_cross_entropy(logits, targets, ignore_index)
         if self._compiled is None:
             self._compiled = compile_function(sum_cross_entropy, "the loss", sum_cross_entropy.__code__)
         # Compiled kernels depend on strides, and the strides of the logits depend on the strategy.
-        return self._compiled(logits.contiguous(), targets.contiguous(), ignore)
+        return self._compiled(logits.contiguous(), targets.contiguous(), ignore_index)

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lockstep.common.location import is_url, local_folder
-from lockstep.config.base import values
-from lockstep.config.load import Loaded, comparable, read_run_recipe
-from lockstep.config.recorded import CONFIG
+from lockstep.common.location import get_local_folder, is_url
+from lockstep.config.base import section_to_dict
+from lockstep.config.load import LoadedConfig, read_run_recipe, select_comparable_values
+from lockstep.config.recorded import CONFIG_NAME
 from lockstep.errors import UsageError
 from lockstep.reporting import jsonl, wording
 from lockstep.training.events import Done
@@ -16,7 +16,7 @@ _FIELDS: Final = {"time", *Done.__dataclass_fields__}  # known fields of a log l
 _BEST: Final = "best_"
 
 
-def completion_notice(loaded: Loaded, *, is_claimed: bool = False) -> str:
+def make_completion_notice(loaded: LoadedConfig, *, is_claimed: bool = False) -> str:
     """Return a notice with the hash of the weights if the run is already complete. Otherwise, return an empty string.
 
     If the run folder has a URL, it is only read if `is_claimed` is set, because its local copy may be outdated until
@@ -29,7 +29,7 @@ def completion_notice(loaded: Loaded, *, is_claimed: bool = False) -> str:
     return f"{loaded.config.run.dir}: already done, {steps}; to train again, choose a different run.dir\n{line}"
 
 
-def find_completed_run(loaded: Loaded, *, is_claimed: bool = False) -> Done | None:
+def find_completed_run(loaded: LoadedConfig, *, is_claimed: bool = False) -> Done | None:
     """Return the Done event of the run folder if it contains a complete run of this recipe. Otherwise, return None.
 
     Problems such as a folder with a run of a different recipe aren't reported here, but when the run starts.
@@ -39,15 +39,20 @@ def find_completed_run(loaded: Loaded, *, is_claimed: bool = False) -> Done | No
         return None
     if is_url(run.dir) and not is_claimed:
         return None
-    folder = local_folder(run.dir)
+    folder = get_local_folder(run.dir)
     try:
         last_event = jsonl.read_last_event(folder / jsonl.EVENTS)
         if last_event.get("event") != "done":
             return None
-        before = read_run_recipe(folder / CONFIG)
+        before = read_run_recipe(folder / CONFIG_NAME)
     except (OSError, UsageError):
         return None
-    return _parse_done(last_event) if comparable(values(before)) == comparable(values(loaded.config.recipe)) else None
+    return (
+        _parse_done(last_event)
+        if select_comparable_values(section_to_dict(before))
+        == select_comparable_values(section_to_dict(loaded.config.recipe))
+        else None
+    )
 
 
 def _parse_done(record: Mapping[str, Any]) -> Done | None:

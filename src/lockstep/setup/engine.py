@@ -15,43 +15,52 @@ from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.setup.build import Setup
-from lockstep.setup.checks import needs_whole_updates
+from lockstep.setup.checks import needs_full_tensors
 from lockstep.setup.prepare import PreparedRun
-from lockstep.strategies.base import CutsModel, replica_devices
+from lockstep.strategies.base import PartitionedModelStrategy, replica_devices
 
 
-def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
+def start_engine(prepared: PreparedRun, world: World, is_resumed: bool = False) -> tuple[Engine, Loader]:
     """Start the engine of this rank, and return it together with the data loader. All ranks must call this function.
 
-    If `resumes` is set, the initial weights aren't loaded, because the caller will load the weights of a checkpoint.
+    If `is_resumed` is set, the initial weights aren't loaded, because the caller will load the weights of a checkpoint.
     """
     ready, placement, strategy = prepared.setup, prepared.placement, prepared.strategy
     problem = ready.problem
-    if resumes:
+    if is_resumed:
         problem = replace(problem, build_model=partial(initialize_model, ready.build_blank, ready.recipe.seed))
-    whole_updates = needs_whole_updates(prepared.resolved, ready)
+    whole_updates = needs_full_tensors(prepared.resolved, ready)
     numerics = replace(
-        prepared.resolved.numerics, checks_writes=ready.guarded, needs_full_tensors=whole_updates, chunked=ready.chunked
+        prepared.resolved.numerics,
+        checks_writes=ready.is_guarded,
+        needs_full_tensors=whole_updates,
+        chunked_parameters=ready.chunk_layouts,
     )
     mesh = strategy.mesh(world.size)
-    data_rank = mesh.data_rank(world.rank)
-    start = partial(strategy.start, problem, ready.optimizer)
+    data_rank = mesh.get_data_rank(world.rank)
+    start = partial(strategy.start, problem, ready.make_optimizer)
     if placement.audit_every is None:
         engine, devices = start(world, numerics), replica_devices(strategy, world.on_gpu)
-        return _with_canonical_state(engine, ready), ready.loader(world, data_rank, placement.workers, devices=devices)
+        return _wrap_canonical_state(engine, ready), ready.make_loader(
+            world, data_rank, placement.workers, devices=devices
+        )
     schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
     # Usually, each rank repeats a micro-batch of a different rank in an audit. With these settings, a rank can't run a
     # micro-batch on its own, so the audit repeats the full step with the ranks rotated.
-    if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.recipe.model.sequence_chunks > 1:
-        loader = ready.loader(world, data_rank, placement.workers)
+    if (
+        isinstance(strategy, PartitionedModelStrategy)
+        or numerics.sync_batchnorm
+        or numerics.recipe.model.sequence_chunks > 1
+    ):
+        loader = ready.make_loader(world, data_rank, placement.workers)
         start_rotated = cast(Callable[[World, Numerics], RotatableEngine], start)
         audited: Engine = RotatedAudit(start_rotated, world, numerics, schedule, loader.fetch_microbatch)
     else:
-        loader = ready.loader(world, data_rank, placement.workers, partial(schedule.get_assignment, world.rank))
+        loader = ready.make_loader(world, data_rank, placement.workers, partial(schedule.get_assignment, world.rank))
         start_alone = cast(Callable[[World], Auditable], lambda world: start(world, numerics))
         audited = AuditedEngine(start_alone, world, schedule, loader.fetch_microbatch)
-    return _with_canonical_state(audited, ready), loader
+    return _wrap_canonical_state(audited, ready), loader
 
 
-def _with_canonical_state(engine: Engine, ready: Setup) -> Engine:
-    return CanonicalState(engine, ready.chunked) if ready.chunked else engine
+def _wrap_canonical_state(engine: Engine, setup: Setup) -> Engine:
+    return CanonicalState(engine, setup.chunk_layouts) if setup.chunk_layouts else engine

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from lockstep.config.base import values
+from lockstep.config.base import section_to_dict
 from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.order import Step, Steps
@@ -15,13 +15,13 @@ from lockstep.data.images.device_transforms import make_device_transforms
 from lockstep.errors import TrainingError, UsageError
 
 _MIN_NORM_SAMPLES: Final = 4  # with fewer samples, the batch variance of BatchNorm is hardly meaningful
-_EXAMPLE_SAMPLES: Final = 4  # number of samples per split that are used in checks before a run
+_NUM_EXAMPLE_SAMPLES: Final = 4  # number of samples per split that are used in checks before a run
 _MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples to try until one can be read
 
 
 def get_device_transforms(recipe: Recipe, data: DataSet) -> DeviceTransforms:
     """Return the transforms that a dataset applies to batches on the device, or a no-op if there are none."""
-    return make_device_transforms(values(recipe), data.facts) or NoTransforms()
+    return make_device_transforms(section_to_dict(recipe), data.facts) or NoTransforms()
 
 
 def load_example_batches(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
@@ -30,32 +30,32 @@ def load_example_batches(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
     Raises UsageError if the recipe mixes samples whose targets can't be mixed.
     """
     transforms = get_device_transforms(recipe, data)
-    request, fetched = _fetch_few(data.train)
+    request, fetched = _fetch_few_samples(data.train)
     if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(
             f"dataset {recipe.data.name}: its targets are already mixed, so recipe.mix cannot mix them again; unset "
             f"recipe.mix.mixup and recipe.mix.cutmix"
         )
-    _, validation = _fetch_few(data.train if data.validation is None else data.validation)
+    _, validation = _fetch_few_samples(data.train if data.validation is None else data.validation)
     return transforms.transform_training_batch(
         transforms.prepare(fetched, request), 0, 0
     ), transforms.transform_evaluation_batch(validation)
 
 
-def _fetch_few(split: Split) -> tuple[Request, Batch]:
+def _fetch_few_samples(split: Split) -> tuple[Request, Batch]:
     """Fetch a few samples, or a single readable sample if any of them is unreadable. Returns the request and the batch.
 
     Unreadable samples aren't reported here, because training reports them later.
     """
-    request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLE_SAMPLES).astype(np.int64)), None)
+    request = Request(np.unique(np.linspace(0, len(split) - 1, _NUM_EXAMPLE_SAMPLES).astype(np.int64)), None)
     try:
         return request, split.fetch(*request)
     except TrainingError:
-        request = Request(np.array([_first_readable(split)]), None)
+        request = Request(np.array([_find_readable_sample(split)]), None)
         return request, split.fetch(*request)
 
 
-def _first_readable(split: Split) -> int:
+def _find_readable_sample(split: Split) -> int:
     """Return the index of the first readable sample. If the first 64 samples are unreadable, raise a TrainingError."""
     for index in range(min(len(split), _MAX_TRIED_SAMPLES)):
         try:
@@ -68,16 +68,16 @@ def _first_readable(split: Split) -> int:
     raise AssertionError  # unreachable, because no split is empty
 
 
-def repeat_samples(batch: Batch, samples: int) -> Batch:
-    """Return a batch with `samples` samples, by repeating the samples of `batch`."""
-    return map_tensors(lambda tensor: tensor[torch.arange(samples) % len(tensor)], batch)
+def repeat_samples(batch: Batch, num_samples: int) -> Batch:
+    """Return a batch with `num_samples` samples, by repeating the samples of `batch`."""
+    return map_tensors(lambda tensor: tensor[torch.arange(num_samples) % len(tensor)], batch)
 
 
 class SmallestMicrobatch(NamedTuple):
     """The size of the smallest micro-batch, a description of its step, and the settings that make it larger."""
 
-    samples: int
-    step: str
+    num_samples: int
+    step_description: str
     advice: str
 
 
@@ -87,51 +87,52 @@ def find_smallest_microbatch(recipe: Recipe, steps: Steps) -> SmallestMicrobatch
     With synchronized BatchNorm, which normalizes over a full step, the returned size is at least 2, unless the step has
     a single sample.
     """
-    first_and_last = _first_and_last(steps)
+    first_and_last = _get_first_and_last_step(steps)
     sizes = [min(map(len, step.microbatches(recipe.microbatches))) for step in first_and_last]
     if recipe.batchnorm == "sync":
         sizes = [min(max(2, size), step.samples) for size, step in zip(sizes, first_and_last, strict=True)]
     samples = min(sizes)
     step, is_last = first_and_last[sizes.index(samples)], sizes.index(samples) == 1
     count = len(step.microbatches(recipe.microbatches))
-    parts = f" in {count:,} micro-batches, the smallest of {_count_samples(samples)}" if count > 1 else ""
+    parts = f" in {count:,} micro-batches, the smallest of {_format_sample_count(samples)}" if count > 1 else ""
     return SmallestMicrobatch(
         samples,
-        f"{'the last step of an epoch' if is_last else 'a step'} has {_count_samples(step.samples)}{parts}",
+        f"{'the last step of an epoch' if is_last else 'a step'} has {_format_sample_count(step.samples)}{parts}",
         "set recipe.last_batch=drop, or change recipe.batch or recipe.microbatches"
         if is_last
         else "use a larger recipe.batch or fewer recipe.microbatches",
     )
 
 
-def _count_samples(number: int) -> str:
-    return "1 sample" if number == 1 else f"{number:,} samples"
+def _format_sample_count(num_samples: int) -> str:
+    return "1 sample" if num_samples == 1 else f"{num_samples:,} samples"
 
 
 def list_batchnorm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:
     """Yield a warning if BatchNorm normalizes over too few samples to compute meaningful statistics."""
-    for step, step_name in zip(_first_and_last(steps), ("a step", "the last step of an epoch"), strict=True):
+    for step, step_name in zip(_get_first_and_last_step(steps), ("a step", "the last step of an epoch"), strict=True):
         is_sync = recipe.batchnorm == "sync"
         smallest = step.samples if is_sync else min(map(len, step.microbatches(recipe.microbatches)))
         if smallest < _MIN_NORM_SAMPLES and is_sync:
             yield (
                 f"recipe.batch: BatchNorm normalizes over {step_name}, which has only {smallest} samples; use a larger "
-                f"batch{_last_batch_advice(step)}"
+                f"batch{_format_last_batch_advice(step)}"
             )
             return
         if smallest < _MIN_NORM_SAMPLES:
             yield (
                 f"recipe.microbatches: BatchNorm normalizes each micro-batch separately, but {step_name} has "
-                f"{_count_samples(step.samples)} in {recipe.microbatches} micro-batches, the smallest of "
-                f"{_count_samples(smallest)}; use fewer micro-batches or a larger batch{_last_batch_advice(step)}"
+                f"{_format_sample_count(step.samples)} in {recipe.microbatches} micro-batches, the smallest of "
+                f"{_format_sample_count(smallest)}; use fewer micro-batches or a larger "
+                f"batch{_format_last_batch_advice(step)}"
             )
             return
 
 
-def _last_batch_advice(step: Step) -> str:
+def _format_last_batch_advice(step: Step) -> str:
     return ", or set recipe.last_batch=drop" if step.number else ""
 
 
-def _first_and_last(steps: Steps) -> tuple[Step, Step]:
+def _get_first_and_last_step(steps: Steps) -> tuple[Step, Step]:
     """Return the first and the last step of an epoch. The last step may have fewer samples."""
     return steps[0], steps[min(steps.per_epoch, steps.total) - 1]

@@ -12,15 +12,15 @@ from lockstep.config import recipe as config
 from lockstep.config.recipe import Recipe
 from lockstep.core.rate import scale_rate
 from lockstep.device.meta import build_on_meta
-from lockstep.models.layers import compute_layer_scales
-from lockstep.parallel.groups import GroupSettings, compute_settings, find_distinct_options
-from lockstep.parallel.optimize import Settings, make_optimizer
+from lockstep.models.layers import compute_layer_lr_scales
+from lockstep.parallel.groups import GroupSettings, compute_parameter_options, find_distinct_options
+from lockstep.parallel.optimize import GetParameterOptions, make_optimizer
 
 
-def make_optimizer_factory(recipe: Recipe, settings_of: Settings | None = None) -> Callable[..., Optimizer]:
+def make_optimizer_factory(recipe: Recipe, get_settings: GetParameterOptions | None = None) -> Callable[..., Optimizer]:
     """Return a function that creates the optimizer from named parameters.
 
-    `settings_of` takes the name of a parameter, and returns those settings that differ from the general settings.
+    `get_settings` takes the name of a parameter, and returns those settings that differ from the general settings.
     """
     config = recipe.optimizer
     return partial(
@@ -32,22 +32,26 @@ def make_optimizer_factory(recipe: Recipe, settings_of: Settings | None = None) 
         weight_decay=config.weight_decay,
         decay_bias_and_norm=config.decay_bias_and_norm,
         options=config.options,
-        settings=settings_of,
+        settings=get_settings,
     )
 
 
-def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], nn.Module]) -> dict[str, dict[str, Any]]:
+def compute_parameter_settings(
+    recipe: Recipe, names: Sequence[str], build_blank: Callable[[], nn.Module]
+) -> dict[str, dict[str, Any]]:
     """Return the optimizer settings that differ from the recipe's general settings, by parameter name.
 
-    `names` are the names of all trained parameters. `blank` builds the model, whose layers determine the layer-wise
-    learning rate decay.
+    `names` are the names of all trained parameters. `build_blank` builds the model, whose layers determine the
+    layer-wise learning rate decay.
     """
     decay = recipe.optimizer.layer_decay
-    scales = {} if decay is None else compute_layer_scales(build_on_meta(blank), decay)
-    return compute_settings(names, [_make_group_settings(recipe, group) for group in recipe.optimizer.groups], scales)
+    scales = {} if decay is None else compute_layer_lr_scales(build_on_meta(build_blank), decay)
+    return compute_parameter_options(
+        names, [_make_group_settings(recipe, group) for group in recipe.optimizer.groups], scales
+    )
 
 
-def optimizer_factories(
+def make_optimizer_factories(
     recipe: Recipe, parameter_settings: Mapping[str, dict[str, Any]]
 ) -> list[Callable[..., Optimizer]]:
     """Return functions that create the optimizer: one for the general settings, and one for each set of other settings.
@@ -57,13 +61,13 @@ def optimizer_factories(
     return [
         make_optimizer_factory(recipe),
         *(
-            make_optimizer_factory(recipe, partial(_constant_setting, setting))
+            make_optimizer_factory(recipe, partial(_get_constant_setting, setting))
             for setting in find_distinct_options(parameter_settings)
         ),
     ]
 
 
-def _constant_setting(setting: dict[str, Any], _: str) -> dict[str, Any]:
+def _get_constant_setting(setting: dict[str, Any], _: str) -> dict[str, Any]:
     return setting
 
 

@@ -6,15 +6,15 @@ Every command that runs a recipe uses this module, so that all commands reject t
 from dataclasses import dataclass
 from typing import final
 
-from lockstep.common.user_source import source_digests
-from lockstep.config.load import Loaded
+from lockstep.common.user_source import hash_sources
+from lockstep.config.load import LoadedConfig
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import RunConfig
 from lockstep.setup.build import Setup, build_setup
-from lockstep.setup.checks import check_cut, check_kernels, check_placement
-from lockstep.setup.first_weights import InitialWeights, load_first_weights
-from lockstep.setup.resolved import ResolvedConfig, resolve
+from lockstep.setup.checks import check_kernels, check_partitioning, check_placement
+from lockstep.setup.first_weights import InitialWeights, load_initial_weights
+from lockstep.setup.resolved import ResolvedConfig, resolve_config
 from lockstep.setup.resume import check_initial_weights
 from lockstep.setup.wrong_names import explain_errors
 from lockstep.strategies.base import Strategy
@@ -29,7 +29,7 @@ class PreparedRun:
     setup: Setup
 
     @property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedConfig:
         """The configuration, with the hash of its initial weights."""
         return self.resolved.loaded
 
@@ -59,14 +59,14 @@ class PreparedRun:
         return self.resolved.processes
 
     @property
-    def sources(self) -> dict[str, str]:
+    def source_hashes(self) -> dict[str, str]:
         """The hashes of the user's source files that the recipe and the strategy import.
 
         Checkpoints only store the hashes of the recipe's source files, because a run can resume with a different
         strategy.
         """
         name = self.resolved.strategy_name
-        return {**self.setup.source, **source_digests([name] if ":" in name else [])}
+        return {**self.setup.source_hashes, **hash_sources([name] if ":" in name else [])}
 
 
 @final
@@ -75,7 +75,7 @@ class PreparedConfig:
     """A configuration whose placement has been checked, and its initial weights. The dataset isn't open yet."""
 
     resolved: ResolvedConfig
-    first: InitialWeights | None = None
+    initial_weights: InitialWeights | None = None
 
     def open(self, *, training: bool = True) -> PreparedRun:
         """Open the dataset, and check the model and the optimizer.
@@ -83,12 +83,12 @@ class PreparedConfig:
         Raises UsageError if the recipe contains a mistake or the placement doesn't support it.
         """
         with explain_errors(self.resolved.loaded):
-            ready = open_recipe(self.resolved.loaded, self.first, training=training)
-            check_cut(self.resolved, ready)
+            ready = open_recipe(self.resolved.loaded, self.initial_weights, training=training)
+            check_partitioning(self.resolved, ready)
         return PreparedRun(self.resolved, ready)
 
 
-def check_config(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> ResolvedConfig:
+def check_config(loaded: LoadedConfig, processes: int | None = None, *, training: bool = True) -> ResolvedConfig:
     """Resolve a configuration for a number of processes, and check its placement.
 
     `processes` defaults to the number that the configuration requests on this machine. If `training` is False, the
@@ -96,35 +96,35 @@ def check_config(loaded: Loaded, processes: int | None = None, *, training: bool
     UsageError if the placement doesn't support the recipe.
     """
     with explain_errors(loaded):
-        resolved = resolve(loaded, processes)
+        resolved = resolve_config(loaded, processes)
         check_placement(resolved, training=training)
     return resolved
 
 
-def prepare_config(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedConfig:
+def prepare_config(loaded: LoadedConfig, processes: int | None = None, *, training: bool = True) -> PreparedConfig:
     """Load the initial weights of a configuration, and resolve and check it like `check_config`."""
     with explain_errors(loaded):
-        loaded, first = load_first_weights(loaded)
+        loaded, first = load_initial_weights(loaded)
     return PreparedConfig(check_config(loaded, processes, training=training), first)
 
 
-def prepare_run(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedRun:
+def prepare_run(loaded: LoadedConfig, processes: int | None = None, *, training: bool = True) -> PreparedRun:
     """Check a configuration, load its initial weights, and open its dataset. No process group is needed."""
     return prepare_config(loaded, processes, training=training).open(training=training)
 
 
-def open_recipe(loaded: Loaded, first: InitialWeights | None, *, training: bool = True) -> Setup:
+def open_recipe(loaded: LoadedConfig, initial_weights: InitialWeights | None, *, training: bool = True) -> Setup:
     """Open the dataset of a recipe, check its model, kernels and optimizer, and return the setup.
 
     The strategy and the number of processes aren't checked.
     """
-    ready = build_setup(loaded.config.recipe, first)
+    ready = build_setup(loaded.config.recipe, initial_weights)
     check_initial_weights(ready)
     check_kernels(loaded.config.placement, ready, training=training)
     return ready
 
 
-def open_recipe_without_placement(loaded: Loaded) -> Setup:
+def open_recipe_without_placement(loaded: LoadedConfig) -> Setup:
     """Load the initial weights of a recipe and call `open_recipe`, without checking the strategy."""
     with explain_errors(loaded):
-        return open_recipe(*load_first_weights(loaded))
+        return open_recipe(*load_initial_weights(loaded))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.common.platforms import usable_cores
-from lockstep.config.load import Loaded
+from lockstep.common.platforms import count_usable_cores
+from lockstep.config.load import LoadedConfig
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import RunConfig
@@ -14,16 +14,16 @@ from lockstep.config.schema import Config
 from lockstep.core.devices import SHARING, check_cuda
 from lockstep.errors import UsageError
 from lockstep.parallel.numerics import Numerics
-from lockstep.setup.strategy import find_strategy, recompute_interval
-from lockstep.strategies import ON_ONE_PROCESS
-from lockstep.strategies.base import ExternalEngine, Strategy
+from lockstep.setup.strategy import find_strategy, get_recompute_interval
+from lockstep.strategies import SINGLE_PROCESS_STRATEGIES
+from lockstep.strategies.base import ExternalEngineStrategy, Strategy
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
     """A valid configuration, with its number of processes and its strategy."""
 
-    loaded: Loaded
+    loaded: LoadedConfig
     processes: int
     strategy_name: str
     strategy: Strategy
@@ -46,48 +46,50 @@ class ResolvedConfig:
     @property
     def numerics(self) -> Numerics:
         """The numerical settings of the engine."""
-        interval = recompute_interval(self.placement, self.strategy)
+        interval = get_recompute_interval(self.placement, self.strategy)
         return Numerics(self.recipe, self.placement.offload_activations, interval)
 
     @property
     def engine_files(self) -> dict[str, str]:
         """The configuration files of an external engine by name, such as DeepSpeed's JSON."""
-        files = self.strategy.files(self.numerics) if isinstance(self.strategy, ExternalEngine) else {}
+        files = (
+            self.strategy.make_config_files(self.numerics) if isinstance(self.strategy, ExternalEngineStrategy) else {}
+        )
         return {name: json.dumps(content, indent=1) + "\n" for name, content in files.items()}
 
 
-def resolve(loaded: Loaded, processes: int | None = None) -> ResolvedConfig:
+def resolve_config(loaded: LoadedConfig, processes: int | None = None) -> ResolvedConfig:
     """Resolve a configuration for `processes` processes, by default as many as it requests on this machine.
 
     Raises UsageError if there are more processes than devices, or if the strategy can't be created.
     """
-    process_count = local_processes(loaded.config) if processes is None else processes
+    process_count = count_local_processes(loaded.config) if processes is None else processes
     name, strategy = find_strategy(loaded.config.placement, process_count)
     return ResolvedConfig(loaded, process_count, name, strategy)
 
 
-def explain_process_count(loaded: Loaded) -> str:
+def explain_process_count(loaded: LoadedConfig) -> str:
     """Return a note if only one of several devices is used, because the default is one micro-batch per step.
 
     Otherwise, return an empty string.
     """
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    chosen = placement.processes != "auto" or placement.strategy.name in ON_ONE_PROCESS
+    chosen = placement.processes != "auto" or placement.strategy.name in SINGLE_PROCESS_STRATEGIES
     if chosen or recipe.microbatches > 1 or loaded.origins.get("recipe.microbatches", "default") != "default":
         return ""
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
-    devices = gpus or usable_cores() // recipe.threads
+    devices = gpus or count_usable_cores() // recipe.threads
     most = min(devices, recipe.batch)
     if most < 2:
         return ""
-    available = f"{gpus} GPUs" if gpus else f"{usable_cores()} CPU cores"
+    available = f"{gpus} GPUs" if gpus else f"{count_usable_cores()} CPU cores"
     return (
         f"note: 1 process for {available}, because a step of {recipe.batch} samples is 1 micro-batch; to use {most} "
         f"processes, set recipe.microbatches={most}, which changes the bits"
     )
 
 
-def local_processes(config: Config) -> int:
+def count_local_processes(config: Config) -> int:
     """Return the number of processes that a configuration requests on this machine.
 
     With `processes: auto`, this is the number of GPUs or the number that the cores support, but at most the number of
@@ -97,9 +99,9 @@ def local_processes(config: Config) -> int:
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
     check_cuda(placement.device, gpus)
     if placement.processes == "auto":
-        if placement.strategy.name in ON_ONE_PROCESS:
+        if placement.strategy.name in SINGLE_PROCESS_STRATEGIES:
             return 1
-        cores = usable_cores() // config.recipe.threads
+        cores = count_usable_cores() // config.recipe.threads
         return max(1, min(gpus or cores, config.recipe.microbatches))
     if gpus and placement.processes > gpus and placement.backend != "gloo":
         devices = "1 CUDA device" if gpus == 1 else f"{gpus} CUDA devices"

@@ -10,21 +10,21 @@ from lockstep.common.own_code import UserCode
 from lockstep.config import plan as planning
 from lockstep.config.recipe import Recipe
 from lockstep.core.order import Steps
-from lockstep.core.rate import Rate, Shape
+from lockstep.core.rate import RateCurve, RateSchedule
 from lockstep.errors import UsageError
 
-_CHECKED_STEPS: Final = 1_000  # number of steps at which a custom schedule is checked
-_CONTRACT: Final = "see docs/extend.md"
+_NUM_CHECKED_STEPS: Final = 1_000  # number of steps at which a custom schedule is checked
+_DOCS_HINT: Final = "see docs/extend.md"
 
 
-def find_rate(recipe: Recipe, steps: Steps) -> Rate:
+def find_rate(recipe: Recipe, steps: Steps) -> RateSchedule:
     """Return the learning rate as a function of the number of samples seen.
 
     A custom schedule is a function `(epoch, epochs, **options) -> factor`. The base learning rate is multiplied by the
     factor. If the function raises an error or returns an invalid factor, `Rate.compute_rate` raises UsageError.
     """
     name = recipe.schedule.name
-    return planning.make_rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)
+    return planning.make_rate(recipe, steps, _make_custom_curve(recipe) if ":" in name else None)
 
 
 def check_rate(recipe: Recipe, steps: Steps) -> None:
@@ -37,7 +37,7 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
         return
     rate = find_rate(recipe, steps)
     step_numbers = sorted(
-        {round(fraction * (steps.total - 1) / _CHECKED_STEPS) for fraction in range(_CHECKED_STEPS + 1)}
+        {round(fraction * (steps.total - 1) / _NUM_CHECKED_STEPS) for fraction in range(_NUM_CHECKED_STEPS + 1)}
     )
     samples_seen = [steps[step].samples_seen for step in step_numbers]
     values = [rate.compute_rate(samples) for samples in samples_seen]
@@ -45,16 +45,16 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
         if rate.compute_rate(samples) != value:
             raise UsageError(
                 f"schedule {recipe.schedule.name}: returned a different rate when called again for step {step + 1}; "
-                f"compute it only from the arguments, because a resumed run skips the earlier steps ({_CONTRACT})"
+                f"compute it only from the arguments, because a resumed run skips the earlier steps ({_DOCS_HINT})"
             )
 
 
-def _custom_shape(recipe: Recipe) -> Shape:
+def _make_custom_curve(recipe: Recipe) -> RateCurve:
     path, options = recipe.schedule.name, recipe.schedule.options
-    function: Callable[..., object] = import_callable(path, "schedule", f"a function ({_CONTRACT})")
+    function: Callable[..., object] = import_callable(path, "schedule", f"a function ({_DOCS_HINT})")
     code = UserCode(f"schedule {path}")
 
-    def factor(epoch: float, epochs: float) -> float:
+    def compute_factor(epoch: float, epochs: float) -> float:
         with code:
             result = function(epoch, epochs, **options)
         if not isinstance(result, Real) or not math.isfinite(result) or result < 0:
@@ -64,4 +64,4 @@ def _custom_shape(recipe: Recipe) -> Shape:
             )
         return float(result)
 
-    return factor
+    return compute_factor

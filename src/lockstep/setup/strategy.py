@@ -15,7 +15,7 @@ from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
 from lockstep.strategies.base import Strategy, Traits
 
-_CONTRACT: Final = "see docs/extend.md"
+_DOCS_HINT: Final = "see docs/extend.md"
 
 
 def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
@@ -39,13 +39,13 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
             raise UsageError(
                 f"placement.strategy.{key}: strategy {name} has no such option{format_choices(key, option_names)}"
             )
-    with _strategy_code(name):
+    with _mark_strategy_code(name):
         if "recompute" in option_names:
             options.setdefault("recompute", placement.recompute != "none")
         strategy = _build_strategy(kind, options)
         traits = strategy.traits
         if not isinstance(traits, Traits):
-            raise UsageError(f"strategy {name}: traits returned {type(traits).__name__}; return Traits ({_CONTRACT})")
+            raise UsageError(f"strategy {name}: traits returned {type(traits).__name__}; return Traits ({_DOCS_HINT})")
         if traits.exactness not in ("bits", "close", "none"):
             raise UsageError(
                 f"strategy {name}: traits.exactness is {traits.exactness!r}; set it to 'bits', 'close' or 'none'"
@@ -53,7 +53,7 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
     return name, strategy
 
 
-def recompute_interval(placement: Placement, strategy: Strategy) -> int:
+def get_recompute_interval(placement: Placement, strategy: Strategy) -> int:
     """Return k if every k-th block recomputes its activations, or 0 if no block does.
 
     Also returns 0 if the strategy has an option `recompute`, because it then applies recomputation itself.
@@ -66,16 +66,16 @@ def recompute_interval(placement: Placement, strategy: Strategy) -> int:
 
 def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: int) -> None:
     """Raise UsageError if the strategy rejects this number of processes, or returns a mesh of a different size."""
-    with _strategy_code(name):
+    with _mark_strategy_code(name):
         strategy.check(processes, microbatches)
         mesh = strategy.mesh(processes)
     if not isinstance(mesh, Mesh):
-        raise UsageError(f"strategy {name}: mesh returned {type(mesh).__name__}; return a Mesh ({_CONTRACT})")
+        raise UsageError(f"strategy {name}: mesh returned {type(mesh).__name__}; return a Mesh ({_DOCS_HINT})")
     if mesh.size != processes or min(mesh) < 1:
         axes = " x ".join(f"{axis}={length}" for axis, length in mesh._asdict().items() if length != 1) or "one rank"
         raise UsageError(
             f"strategy {name}: mesh returned {axes} for {processes} processes; return lengths whose product is "
-            f"{processes} ({_CONTRACT})"
+            f"{processes} ({_DOCS_HINT})"
         )
 
 
@@ -84,18 +84,18 @@ def _import_strategy(path: str) -> type[Any]:
     kind = import_object(path, "strategy")
     if not isinstance(kind, type) or not is_dataclass(kind):
         problem = "is a class, but not a dataclass" if isinstance(kind, type) else f"has type {type(kind).__name__}"
-        raise UsageError(f"strategy {path}: {problem}; name a frozen dataclass ({_CONTRACT})")
+        raise UsageError(f"strategy {path}: {problem}; name a frozen dataclass ({_DOCS_HINT})")
     required = [name for name in vars(Strategy) if not name.startswith("_")]
     members = dir(kind)
     missing = [name for name in required if name not in members]
     if missing:
-        raise UsageError(f"strategy {path}: has no {', '.join(missing)}; add the missing members ({_CONTRACT})")
+        raise UsageError(f"strategy {path}: has no {', '.join(missing)}; add the missing members ({_DOCS_HINT})")
     return cast(type[Any], kind)
 
 
-def _build_strategy(kind: type[Any], options: Mapping[str, Any]) -> Strategy:
+def _build_strategy(strategy_class: type[Any], options: Mapping[str, Any]) -> Strategy:
     try:
-        return cast(Strategy, TypeAdapter(kind).validate_python(options))
+        return cast(Strategy, TypeAdapter(strategy_class).validate_python(options))
     except ValidationError as error:
         lines = [
             f"placement.strategy.{'.'.join(map(str, problem['loc']))}: {problem['msg']}; got {problem['input']!r}"
@@ -104,5 +104,5 @@ def _build_strategy(kind: type[Any], options: Mapping[str, Any]) -> Strategy:
         raise UsageError("\n".join(lines)) from error
 
 
-def _strategy_code(name: str) -> UserCode:
+def _mark_strategy_code(name: str) -> UserCode:
     return UserCode(f"strategy {name}", shared=True)

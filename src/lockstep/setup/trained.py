@@ -6,17 +6,17 @@ from lockstep.models.reference import PREFIX
 from lockstep.setup.build import Setup
 
 
-def describe_fine_tuning(ready: Setup) -> str:
+def describe_fine_tuning(setup: Setup) -> str:
     """Return a line with the number of trained parameters and the source of the first weights.
 
     Returns "" if the run trains from scratch. Frozen reference models, as in DPO, aren't counted.
     """
-    recipe, summary = ready.recipe, ready.summary
-    trained = sum(math.prod(form.shape) for form in summary.trained.values())
+    recipe, summary = setup.recipe, setup.summary
+    trained = sum(math.prod(form.shape) for form in summary.trained_parameters.values())
     copied = (form for name, form in summary.tensors.items() if name.startswith(PREFIX) and name not in summary.buffers)
     total = summary.num_parameters - sum(math.prod(form.shape) for form in copied)
-    if ready.initial_weights is not None:
-        source = f"the weights of {ready.initial_weights.label}"
+    if setup.initial_weights is not None:
+        source = f"the weights of {setup.initial_weights.label}"
     elif recipe.model.weights is not None or recipe.start is not None:
         source = "the weights that the run recorded"
     elif recipe.model.pretrained:

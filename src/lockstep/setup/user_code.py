@@ -21,7 +21,7 @@ import torch
 from lockstep.common.own_code import format_location, is_installed, is_user_code
 from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
-from lockstep.config.recorded import mixed
+from lockstep.config.recorded import get_mixture_sources
 
 # An attribute that is only set in these methods isn't changed by a forward pass.
 _CONSTRUCTORS: Final = ("__init__", "__new__", "__post_init__")
@@ -33,11 +33,11 @@ _DISPLAY_FUNCTIONS: Final = (
 _IN_PLACE_METHODS: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")
 
 
-def import_paths(recipe: Recipe) -> dict[str, str]:
+def get_import_paths(recipe: Recipe) -> dict[str, str]:
     """Return the import paths of user code in a recipe, by section such as `model` or `data`."""
     all_names = {
         "model": recipe.model.name,
-        **dict(_dataset_names("data", recipe.data.name, recipe.data.options)),
+        **dict(_iterate_dataset_names("data", recipe.data.name, recipe.data.options)),
         "loss": recipe.loss.name,
         "optimizer": recipe.optimizer.name,
         "schedule": recipe.schedule.name,
@@ -51,11 +51,11 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
     return names
 
 
-def _dataset_names(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _iterate_dataset_names(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the section and the name of a dataset. If it is a mixture, also yield those of all its datasets."""
     yield section, name
-    for label, source in mixed(name, options).items():
-        yield from _dataset_names(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
+    for label, source in get_mixture_sources(name, options).items():
+        yield from _iterate_dataset_names(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
 
 
 def get_user_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
@@ -70,7 +70,7 @@ def get_user_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
     return modules
 
 
-def source_line(target: object) -> str:
+def find_source_line(target: object) -> str:
     """Return the file and the first line of a function or a class, such as `net.py:12`.
 
     For any other object, returns those of its class. Returns "" if the line is unknown or in a library.
@@ -86,17 +86,17 @@ def source_line(target: object) -> str:
 
 
 def find_attribute_line(kind: type, name: str) -> str:
-    """Return the source line at which a method of a class or of its base classes changes `self.<name>`.
+    """Return the source line at which a method of a type or of its bases changes `self.<name>`.
 
     Returns "" if no method does.
     """
     for base in kind.__mro__:
-        file = _file(base)
+        file = _get_source_file(base)
         if file is None or not is_user_code(file):
             continue
         lines, first = inspect.getsourcelines(base)
         tree = ast.parse(textwrap.dedent("".join(lines)))
-        line = _first_line(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == name)
+        line = _find_first_line(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == name)
         if line is not None:
             return format_location(file, first + line - 1)
     return ""
@@ -107,14 +107,14 @@ def find_variable_line(scope: ModuleType | CodeType, name: str) -> str:
 
     If no such line is found, returns the first line that mentions the variable.
     """
-    file = _file(scope)
+    file = _get_source_file(scope)
     if file is None:
         return ""
     lines, first = inspect.getsourcelines(scope)
     tree = ast.parse(textwrap.dedent("".join(lines)))
 
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
-    line = _first_line(tree, lambda node: node in uses) or min((node.lineno for node in uses), default=1)
+    line = _find_first_line(tree, lambda node: node in uses) or min((node.lineno for node in uses), default=1)
     return format_location(file, max(first, 1) + line - 1)
 
 
@@ -123,13 +123,15 @@ def carries_value(scope: ModuleType | CodeType, name: str) -> bool | None:
 
     Returns None if no loop in `scope` assigns the variable. In this case, its value may still be modified in place.
     """
-    file = _file(scope)
+    file = _get_source_file(scope)
     if file is None:
         return None
     lines, _ = inspect.getsourcelines(scope)
     tree = ast.parse(textwrap.dedent("".join(lines)))
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    accesses = [[access for part in _repeated_parts(loop) for access in _accesses(part, name)] for loop in loops]
+    accesses = [
+        [access for part in _get_repeated_nodes(loop) for access in _iterate_accesses(part, name)] for loop in loops
+    ]
     assigned_in = [access_order for access_order in accesses if any(not is_read for is_read, _ in access_order)]
     if not assigned_in:
         return None
@@ -140,7 +142,7 @@ def carries_value(scope: ModuleType | CodeType, name: str) -> bool | None:
     )
 
 
-def _repeated_parts(loop: ast.For | ast.While) -> list[ast.AST]:
+def _get_repeated_nodes(loop: ast.For | ast.While) -> list[ast.AST]:
     """Return the parts of a loop that run in each iteration. The iterable of a for loop is only evaluated once."""
     return [loop.target, *loop.body] if isinstance(loop, ast.For) else [loop.test, *loop.body]
 
@@ -150,17 +152,17 @@ def is_used(scope: ModuleType | CodeType, name: str) -> bool:
 
     Returns True if this can't be determined.
     """
-    file = _file(scope)
+    file = _get_source_file(scope)
     if file is None:
         return True
     lines, _ = inspect.getsourcelines(scope)
     tree = ast.parse(textwrap.dedent("".join(lines)))
     root = tree.body[0] if isinstance(scope, CodeType) and tree.body else tree
     scopes = ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
-    return any(_uses(node, name) for node in ast.walk(root) if node is not root and isinstance(node, scopes))
+    return any(_uses_name(node, name) for node in ast.walk(root) if node is not root and isinstance(node, scopes))
 
 
-def _uses(node: ast.AST, name: str) -> bool:
+def _uses_name(node: ast.AST, name: str) -> bool:
     match node:
         case ast.Name(ctx=ast.Load()):
             return node.id == name
@@ -171,13 +173,13 @@ def _uses(node: ast.AST, name: str) -> bool:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name() as owner, attr=method)) as call) if (
             owner.id == name and method in _IN_PLACE_METHODS
         ):
-            return any(_uses(child, name) for child in (*call.args, *call.keywords))
+            return any(_uses_name(child, name) for child in (*call.args, *call.keywords))
         case ast.Subscript(value=ast.Name() as owner, ctx=ast.Store()) if owner.id == name:
-            return _uses(node.slice, name)
-    return any(_uses(child, name) for child in ast.iter_child_nodes(node))
+            return _uses_name(node.slice, name)
+    return any(_uses_name(child, name) for child in ast.iter_child_nodes(node))
 
 
-def _accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[tuple[bool, bool]]:
+def _iterate_accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[tuple[bool, bool]]:
     """Yield (is_read, is_conditional) for each access to a variable in a syntax tree, in the order of evaluation."""
     nodes: list[ast.AST] = []
     conditional_nodes: list[ast.AST] = []  # nodes that aren't always executed
@@ -202,9 +204,9 @@ def _accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[t
         case _:
             nodes = [*ast.iter_child_nodes(node)]
     for child in nodes:
-        yield from _accesses(child, name, conditional)
+        yield from _iterate_accesses(child, name, conditional)
     for child in conditional_nodes:
-        yield from _accesses(child, name, True)
+        yield from _iterate_accesses(child, name, True)
 
 
 def iter_user_frames() -> Iterator[FrameType]:
@@ -230,11 +232,11 @@ def find_frame_line(frame: FrameType | None) -> str:
 
 def is_library_file(file: str) -> bool:
     """Return whether a source file belongs to the Python standard library, torch, NumPy or Lockstep."""
-    return _is_python_file(file) or file.startswith(_library_folders())
+    return _is_python_file(file) or file.startswith(_get_library_folders())
 
 
-def _first_line(tree: ast.AST, is_use: Callable[[ast.AST], bool]) -> int | None:
-    """Return the first line of any function that changes a name. If there is none, return the first line that uses it.
+def _find_first_line(tree: ast.AST, is_use: Callable[[ast.AST], bool]) -> int | None:
+    """Return the first line in a function that changes a name or, if there is none, the first line that uses it.
 
     `is_use` returns whether a node refers to the name. Constructors are ignored.
     """
@@ -244,11 +246,12 @@ def _first_line(tree: ast.AST, is_use: Callable[[ast.AST], bool]) -> int | None:
         if isinstance(function_node, ast.FunctionDef) and function_node.name not in _CONSTRUCTORS
     ]
     nodes = [node for function in functions for node in ast.walk(function)]
-    lines = [(not _changes(node, is_use), node.lineno) for node in nodes if is_use(node) or _changes(node, is_use)]  # type: ignore[attr-defined]
+    uses = [node for node in nodes if is_use(node) or _changes_name(node, is_use)]
+    lines = [(not _changes_name(node, is_use), node.lineno) for node in uses]  # type: ignore[attr-defined]
     return min(lines)[1] if lines else None
 
 
-def _changes(node: ast.AST, is_use: Callable[[ast.AST], bool]) -> bool:
+def _changes_name(node: ast.AST, is_use: Callable[[ast.AST], bool]) -> bool:
     """Return whether a node assigns to a name or one of its items, or accesses a method that modifies it in place."""
     match node:
         case ast.Attribute(ctx=ast.Store()) | ast.Name(ctx=ast.Store()):
@@ -260,7 +263,7 @@ def _changes(node: ast.AST, is_use: Callable[[ast.AST], bool]) -> bool:
     return False
 
 
-def _file(scope: type | ModuleType | CodeType) -> str | None:
+def _get_source_file(scope: type | ModuleType | CodeType) -> str | None:
     try:
         return inspect.getsourcefile(scope)
     except TypeError:  # a built-in object
@@ -268,14 +271,14 @@ def _file(scope: type | ModuleType | CodeType) -> str | None:
 
 
 def _is_python_file(file: str) -> bool:
-    return file.startswith(("<", *_python_folders())) and not is_installed(file)
+    return file.startswith(("<", *_get_python_folders())) and not is_installed(file)
 
 
 @cache
-def _python_folders() -> tuple[str, ...]:
+def _get_python_folders() -> tuple[str, ...]:
     return tuple({f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib")})
 
 
 @cache
-def _library_folders() -> tuple[str, ...]:
+def _get_library_folders() -> tuple[str, ...]:
     return (f"{PACKAGE}/", *(f"{Path(inspect.getfile(package)).parent}/" for package in (np, torch)))

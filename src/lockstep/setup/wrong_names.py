@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lockstep.config.blame import find_key_positions
-from lockstep.config.load import Loaded
+from lockstep.config.load import LoadedConfig
 from lockstep.config.recipe import Recipe
 from lockstep.data.sources import check_dataset_name
 from lockstep.errors import ConfigError, UsageError
@@ -16,8 +16,8 @@ from lockstep.tasks.regression import LOSSES
 
 
 @contextmanager
-def explain_errors(loaded: Loaded) -> Iterator[None]:
-    """Extend a UsageError that the `with` block raises with all other wrong names in the recipe.
+def explain_errors(loaded: LoadedConfig) -> Iterator[None]:
+    """If the `with` block raises a UsageError, add all other wrong names in the recipe to its message.
 
     Also adds the position of each key in its configuration file. The names are only checked after an error, because the
     checks can import libraries and user code.

@@ -7,9 +7,9 @@ names can be checked quickly.
 import pkgutil
 from typing import Final
 
-ON_ONE_PROCESS: Final = ("data_parallel", "single")  # strategies that need exactly one process
+SINGLE_PROCESS_STRATEGIES: Final = ("data_parallel", "single")  # strategies that need exactly one process
 
 
-def names() -> list[str]:
+def list_strategy_names() -> list[str]:
     """Return the names of all strategies."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")

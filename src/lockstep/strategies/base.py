@@ -14,10 +14,20 @@ from lockstep.core.mesh import Mesh
 from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import NamedParameter
-from lockstep.tasks.base import Build, Problem
+from lockstep.tasks.base import ModelFactory, Problem
 
 # Re-exported, so that a strategy module can import everything it needs from here.
-__all__ = ["Count", "CutsModel", "Engine", "ExternalEngine", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics"]
+__all__ = [
+    "Count",
+    "Engine",
+    "ExternalEngineStrategy",
+    "Inputs",
+    "MakeOptimizer",
+    "Mesh",
+    "Mib",
+    "Numerics",
+    "PartitionedModelStrategy",
+]
 __all__ += ["Problem", "Strategy", "Traits", "World", "replica_devices"]
 
 Count = Annotated[int, Field(ge=1)]
@@ -94,11 +104,11 @@ class Strategy(Protocol):
 
 
 @runtime_checkable
-class ExternalEngine(Protocol):
+class ExternalEngineStrategy(Protocol):
     """The additional interface of a strategy that trains with the engine of another framework."""
 
-    def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
-        """Raise UsageError if the framework doesn't support the recipe or the optimizer that `make` creates."""
+    def check_recipe(self, numerics: Numerics, make_optimizer: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
+        """Raise UsageError if the framework doesn't support the recipe or the optimizer from `make_optimizer`."""
 
     def check_trained_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UsageError if the framework would train a parameter in a dtype other than its own.
@@ -109,33 +119,35 @@ class ExternalEngine(Protocol):
     def preload(self) -> None:
         """Import the modules that each rank needs. Called before the CPU ranks are forked, so that they share them."""
 
-    def files(self, numerics: Numerics) -> Mapping[str, Any]:
+    def make_config_files(self, numerics: Numerics) -> Mapping[str, Any]:
         """Return the JSON-serializable contents of the framework's configuration files, by file name."""
 
 
 @runtime_checkable
-class HasReplicas(Protocol):
+class ReplicatedModelStrategy(Protocol):
     """The additional interface of a strategy in which one process computes on several devices."""
 
-    def replica_devices(self, cards: int) -> Sequence[torch.device]:
+    def replica_devices(self, num_gpus: int) -> Sequence[torch.device]:
         """Return the device of each replica. Called before the launch.
 
-        `cards` is the number of CUDA devices, or 0 on a CPU. Raises UsageError if a device doesn't exist.
+        `num_gpus` is the number of CUDA devices, or 0 on a CPU. Raises UsageError if a device doesn't exist.
         """
 
 
 def replica_devices(strategy: Strategy, on_gpu: bool) -> Sequence[torch.device]:
     """Return the device of each replica in this process, or () if the strategy uses one device per process."""
-    if not isinstance(strategy, HasReplicas):
+    if not isinstance(strategy, ReplicatedModelStrategy):
         return ()
     return strategy.replica_devices(torch.cuda.device_count() if on_gpu else 0)
 
 
 @runtime_checkable
-class CutsModel(Protocol):
+class PartitionedModelStrategy(Protocol):
     """The additional interface of a strategy that partitions the model across ranks."""
 
-    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
+    def check_model(
+        self, build: ModelFactory, example: Inputs | None, processes: int, *, whole_blocks: bool = False
+    ) -> None:
         """Raise UsageError if the model that `build` returns can't be split for this number of processes.
 
         `example` contains the inputs of two samples on the meta device, or None if the inputs aren't known. If

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from lockstep.core.work import check_divides, check_microbatches
-from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.mesh_engine import make_mesh_engine
 from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
@@ -47,4 +47,6 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
-        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), bucket_mib=self.bucket_mib)
+        return make_mesh_engine(
+            problem, make_optimizer, world, numerics, self.mesh(world.size), bucket_mib=self.bucket_mib
+        )

@@ -79,39 +79,44 @@ class Strategy:
         """Return a mesh of one process."""
         return Mesh(replicate=processes)
 
-    def replica_devices(self, cards: int) -> list[torch.device]:
-        """Return the device of each replica. Raises UsageError if a device doesn't exist. See HasReplicas."""
-        ids = self._get_ids(cards)
-        if missing := [number for number in (*ids, self._get_output_device(cards)) if cards and number >= cards]:
+    def replica_devices(self, num_gpus: int) -> list[torch.device]:
+        """Return the device of each replica. Raises UsageError if a device doesn't exist.
+
+        See ReplicatedModelStrategy.
+        """
+        ids = self._get_device_ids(num_gpus)
+        if missing := [
+            number for number in (*ids, self._get_output_device(num_gpus)) if num_gpus and number >= num_gpus
+        ]:
             raise UsageError(
                 f"strategy data_parallel: CUDA device {missing[0]} does not exist; this process sees "
-                f"{_describe_devices(cards)}"
+                f"{_describe_devices(num_gpus)}"
             )
-        if self._get_output_device(cards) not in ids:
+        if self._get_output_device(num_gpus) not in ids:
             raise UsageError(
                 f"strategy data_parallel: output_device={self.output_device} is not one of the {len(ids)} replicas; "
                 f"use {', '.join(map(str, ids))}, or set device_ids"
             )
-        return [torch.device("cuda", number) if cards else torch.device("cpu") for number in ids]
+        return [torch.device("cuda", number) if num_gpus else torch.device("cpu") for number in ids]
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this process."""
         cards = torch.cuda.device_count() if world.on_gpu else 0
         devices = self.replica_devices(cards)
-        home = self._get_ids(cards).index(self._get_output_device(cards))
+        home = self._get_device_ids(cards).index(self._get_output_device(cards))
         world.set_device(devices[home])
         mesh = self.mesh(world.size)
         checked = replace(problem, build_model=partial(_build_on_one_device, problem))
         make_layout = replicated(world, mesh, 0)
         return DataParallelEngine(
-            checked, make_optimizer, world, numerics, mesh, make_layout, devices=devices, home=home
+            checked, make_optimizer, world, numerics, mesh, make_layout, devices=devices, home_index=home
         )
 
-    def _get_ids(self, cards: int) -> Sequence[int]:
-        return range(cards or _DEFAULT_CPU_REPLICAS) if self.device_ids is None else self.device_ids
+    def _get_device_ids(self, num_gpus: int) -> Sequence[int]:
+        return range(num_gpus or _DEFAULT_CPU_REPLICAS) if self.device_ids is None else self.device_ids
 
-    def _get_output_device(self, cards: int) -> int:
-        return self._get_ids(cards)[0] if self.output_device is None else self.output_device
+    def _get_output_device(self, num_gpus: int) -> int:
+        return self._get_device_ids(num_gpus)[0] if self.output_device is None else self.output_device
 
 
 def _build_on_one_device(problem: Problem) -> nn.Module:
@@ -126,5 +131,5 @@ def _build_on_one_device(problem: Problem) -> nn.Module:
     return model
 
 
-def _describe_devices(cards: int) -> str:
-    return "only device 0" if cards == 1 else f"devices 0 to {cards - 1}"
+def _describe_devices(num_gpus: int) -> str:
+    return "only device 0" if num_gpus == 1 else f"devices 0 to {num_gpus - 1}"

@@ -18,7 +18,7 @@ from lockstep.core.work import check_microbatches
 from lockstep.errors import UsageError
 from lockstep.parallel.deepspeed_engine import DeepSpeedEngine
 from lockstep.parallel.optimizer_state import NamedParameter
-from lockstep.parallel.optimizer_trials import check_flat
+from lockstep.parallel.optimizer_trials import check_flattened_updates
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 _FP32_BYTES: Final = 4
@@ -74,8 +74,11 @@ class Strategy:
             _check_nvme()
         check_microbatches(processes, microbatches)
 
-    def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
-        """Raise UsageError if DeepSpeed doesn't support a part of the recipe. `make` creates the optimizer."""
+    def check_recipe(self, numerics: Numerics, make_optimizer: Callable[[Iterable[NamedParameter]], Optimizer]) -> None:
+        """Raise UsageError if DeepSpeed doesn't support a part of the recipe.
+
+        `make_optimizer` creates the optimizer.
+        """
         precision = numerics.recipe.precision
         if precision not in _PRECISIONS:
             raise UsageError(
@@ -92,7 +95,7 @@ class Strategy:
                 "strategy deepspeed: placement.offload_activations is not supported; use placement.recompute, or "
                 "strategy zero1, zero2 or zero3"
             )
-        check_flat(make, "deepspeed")
+        check_flattened_updates(make_optimizer, "deepspeed")
 
     def check_trained_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UsageError if a trained parameter isn't float32, the dtype in which DeepSpeed trains all parameters."""
@@ -107,11 +110,11 @@ class Strategy:
         """Import DeepSpeed. Called before the CPU ranks are forked, so that they share its memory."""
         import_deepspeed("cpu")
 
-    def files(self, numerics: Numerics) -> Mapping[str, Any]:
+    def make_config_files(self, numerics: Numerics) -> Mapping[str, Any]:
         """Return the contents of DeepSpeed's configuration file, by file name."""
-        return {"deepspeed.json": self.configuration(numerics)}
+        return {"deepspeed.json": self.make_configuration(numerics)}
 
-    def configuration(self, numerics: Numerics) -> dict[str, Any]:
+    def make_configuration(self, numerics: Numerics) -> dict[str, Any]:
         """Return the DeepSpeed configuration. DeepSpeed uses its defaults for the keys that are missing."""
         bucket = 2 * max(
             1, int(self.bucket_mib * 2**19 / _FP32_BYTES)
@@ -124,7 +127,7 @@ class Strategy:
             device = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
             zero |= {"offload_optimizer": device} | ({"offload_param": device} if self.stage == 3 else {})
         return {
-            "train_micro_batch_size_per_gpu": numerics.largest_microbatch,
+            "train_micro_batch_size_per_gpu": numerics.largest_microbatch_size,
             "gradient_accumulation_steps": 1,  # the engine tells DeepSpeed when a step ends
             "gradient_clipping": numerics.recipe.clip_norm or 0.0,
             "zero_allow_untested_optimizer": True,  # DeepSpeed only tests its own optimizers
@@ -138,7 +141,7 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
-        configuration = self.configuration(numerics)
+        configuration = self.make_configuration(numerics)
         return DeepSpeedEngine(problem, make_optimizer, world, numerics, self.mesh(world.size), configuration)
 
 

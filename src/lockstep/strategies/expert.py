@@ -10,9 +10,9 @@ from typing import ClassVar, final
 
 from lockstep.core.work import check_divides, check_microbatches
 from lockstep.parallel.layouts.experts import check_experts
-from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.mesh_engine import make_mesh_engine
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
-from lockstep.tasks.base import Build
+from lockstep.tasks.base import ModelFactory
 
 
 @final
@@ -46,7 +46,9 @@ class Strategy:
         check_divides(f"strategy expert: replicate={self.replicate}", self.replicate, processes)
         check_microbatches(processes, microbatches)
 
-    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
+    def check_model(
+        self, build: ModelFactory, example: Inputs | None, processes: int, *, whole_blocks: bool = False
+    ) -> None:
         """Raise UsageError if the experts of the model that `build` returns can't be split over these processes."""
         check_experts(build, self.mesh(processes).expert, "expert")
 
@@ -56,4 +58,6 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
-        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), bucket_mib=self.bucket_mib)
+        return make_mesh_engine(
+            problem, make_optimizer, world, numerics, self.mesh(world.size), bucket_mib=self.bucket_mib
+        )

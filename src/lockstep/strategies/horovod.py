@@ -19,10 +19,10 @@ from lockstep.comm.stream import CommStream
 from lockstep.core.work import check_microbatches
 from lockstep.errors import UsageError
 from lockstep.parallel.data_parallel import DataParallelEngine
-from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, trainable_parameters
-from lockstep.parallel.mesh_engine import mesh_engine
-from lockstep.parallel.weights import Weights
+from lockstep.parallel.gradients import BucketedGradientSum
+from lockstep.parallel.layouts.base import GradientSum, Layout, get_trainable_parameters
+from lockstep.parallel.mesh_engine import make_mesh_engine
+from lockstep.parallel.weights import ReplicatedLayout
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
@@ -68,14 +68,14 @@ class Strategy:
         """Return the engine of this rank."""
         mesh, bucket_bytes = self.mesh(world.size), int(self.bucket_mib * 2**20)
         if world.size == 1:
-            return mesh_engine(problem, make_optimizer, world, numerics, mesh)
+            return make_mesh_engine(problem, make_optimizer, world, numerics, mesh)
         horovod = Horovod(world)
 
         def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
             horovod.broadcast(model.state_dict())  # customary with Horovod; the weights are already the same
-            weights, horovod_sum = Weights(model, dtype), horovod.make_sum(self.compress)
-            gradients = Gradients(
-                trainable_parameters(model), horovod_sum, stream, single_process=False, bucket_bytes=bucket_bytes
+            weights, horovod_sum = ReplicatedLayout(model, dtype), horovod.make_sum(self.compress)
+            gradients = BucketedGradientSum(
+                get_trainable_parameters(model), horovod_sum, stream, single_process=False, bucket_bytes=bucket_bytes
             )
             return weights, gradients
 

@@ -10,7 +10,7 @@ from typing import ClassVar, final
 
 from lockstep.core.work import check_divides, check_microbatches
 from lockstep.errors import UsageError
-from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.mesh_engine import make_mesh_engine
 from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
 
@@ -51,4 +51,4 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
-        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), offload=self.offload)
+        return make_mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), offload=self.offload)

@@ -13,15 +13,15 @@ from lockstep.core.work import check_microbatches
 from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.layouts.experts import check_experts
-from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.mesh_engine import make_mesh_engine
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import PipelineEngine
 from lockstep.parallel.pipeline.placement import PipelineShape
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, resolve_stages_per_rank
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
-from lockstep.parallel.tensor.slices import check_shared, split_layers
+from lockstep.parallel.tensor.slices import check_distributable, find_split_layers
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
-from lockstep.tasks.base import Build
+from lockstep.tasks.base import ModelFactory
 
 _AXES: Final = ("replicate", "pipe", "shard", "expert", "tensor", "context")
 
@@ -122,15 +122,17 @@ class Strategy:
             )
         per_rank = self._get_stages_per_rank()
         check_stages("mesh", self.schedule, per_rank, self.pipe * per_rank, self.cut)
-        check_microbatches(self._get_replicas(processes) * self.shard * self.expert, microbatches)
+        check_microbatches(self._get_num_replicas(processes) * self.shard * self.expert, microbatches)
 
-    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
+    def check_model(
+        self, build: ModelFactory, example: Inputs | None, processes: int, *, whole_blocks: bool = False
+    ) -> None:
         """Raise UsageError if the model that `build` returns can't be split into these stages or chunks."""
         if self.expert > 1:
             check_experts(build, self.expert, "mesh")
             return
         blank = build_on_meta(build)
-        check_shared(split_layers(blank), self.tensor)
+        check_distributable(find_split_layers(blank), self.tensor)
         if self.sequence_parallel:
             check_sequence_parallel(blank, example)
         if self.pipe > 1:
@@ -139,27 +141,27 @@ class Strategy:
     def mesh(self, processes: int) -> Mesh:
         """Return the mesh. Pipelines that shard the optimizer state have different micro-batches, like replicas."""
         if self.pipe > 1:
-            pipelines = self._get_replicas(processes) * self.shard
+            pipelines = self._get_num_replicas(processes) * self.shard
             return Mesh(replicate=pipelines, pipe=self.pipe, context=self.context, tensor=self.tensor)
-        return Mesh(self._get_replicas(processes), 1, self.shard, self.expert, self.context, self.tensor)
+        return Mesh(self._get_num_replicas(processes), 1, self.shard, self.expert, self.context, self.tensor)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
         mesh = self.mesh(world.size)
         if self.pipe > 1:
-            replicas, per_rank = self._get_replicas(world.size), self._get_stages_per_rank()
-            recompute = bool(numerics.recompute)
+            replicas, per_rank = self._get_num_replicas(world.size), self._get_stages_per_rank()
+            recompute = bool(numerics.recompute_interval)
             pipe = PipelineShape(
                 self.schedule, replicas, self.shard, self.tensor, self.context, per_rank, self.cut, recompute
             )
             return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
         spread = self.sequence_parallel
-        return mesh_engine(
+        return make_mesh_engine(
             problem, make_optimizer, world, numerics, mesh, bucket_mib=self.bucket_mib, sequence_parallel=spread
         )
 
     def _get_stages_per_rank(self) -> int:
         return resolve_stages_per_rank(self.schedule, self.stages_per_rank)
 
-    def _get_replicas(self, processes: int) -> int:
+    def _get_num_replicas(self, processes: int) -> int:
         return self.replicate or processes // (self.pipe * self.shard * self.expert * self.tensor * self.context)

@@ -16,7 +16,7 @@ from lockstep.core.work import check_microbatches
 from lockstep.parallel.asynchronous import AsynchronousEngine
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.parameter_server import Server, make_parameter_server_layout
-from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.mesh_engine import make_mesh_engine
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
 
 
@@ -65,7 +65,7 @@ class Strategy:
             return AsynchronousEngine(problem, make_optimizer, world, numerics)
         mesh = self.mesh(world.size)
         if world.size == 1:
-            return mesh_engine(problem, make_optimizer, world, numerics, mesh)
+            return make_mesh_engine(problem, make_optimizer, world, numerics, mesh)
         server = Server(world.size, world.timeout_s)
         calls = Rpc(world, server.push, server.pull)
         make_layout = make_parameter_server_layout(world, server, calls, int(self.bucket_mib * 2**20))

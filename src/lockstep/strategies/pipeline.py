@@ -15,7 +15,7 @@ from lockstep.parallel.pipeline.engine import PipelineEngine
 from lockstep.parallel.pipeline.placement import PipelineShape
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, resolve_stages_per_rank
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
-from lockstep.tasks.base import Build
+from lockstep.tasks.base import ModelFactory
 
 
 @final
@@ -59,7 +59,7 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if options conflict, or don't match the number of processes or micro-batches."""
         per_rank = self._get_stages_per_rank()
-        pipelines = self._pipelines
+        pipelines = self._num_pipelines
         options = " x ".join(
             f"{name}={number}" for name, number in (("replicate", self.replicate), ("shard", self.shard)) if number > 1
         )
@@ -71,18 +71,20 @@ class Strategy:
             )
         check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
 
-    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
+    def check_model(
+        self, build: ModelFactory, example: Inputs | None, processes: int, *, whole_blocks: bool = False
+    ) -> None:
         """Raise UsageError if the model that `build` returns can't be split into the stages for these processes.
 
         The model is built on the meta device, or on the CPU if that fails. `example` contains the inputs of the model.
         If `whole_blocks` is set, the model is never split within a block.
         """
-        stages = processes // self._pipelines * self._get_stages_per_rank()
+        stages = processes // self._num_pipelines * self._get_stages_per_rank()
         find_cut(build_on_meta(build), stages, example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
         """Return a mesh of pipelines. All ranks of a pipeline have the same micro-batches."""
-        return Mesh(replicate=self._pipelines, pipe=processes // self._pipelines)
+        return Mesh(replicate=self._num_pipelines, pipe=processes // self._num_pipelines)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
@@ -93,7 +95,7 @@ class Strategy:
         return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
 
     @property
-    def _pipelines(self) -> int:
+    def _num_pipelines(self) -> int:
         return self.replicate * self.shard
 
     def _get_stages_per_rank(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from lockstep.errors import UsageError
-from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.mesh_engine import make_mesh_engine
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
 
@@ -35,4 +35,4 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
-        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size))
+        return make_mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size))

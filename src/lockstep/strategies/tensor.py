@@ -10,11 +10,11 @@ from typing import final
 
 from lockstep.core.work import check_divides, check_microbatches
 from lockstep.device.meta import build_on_meta
-from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.mesh_engine import make_mesh_engine
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
-from lockstep.parallel.tensor.slices import check_shared, split_layers
+from lockstep.parallel.tensor.slices import check_distributable, find_split_layers
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
-from lockstep.tasks.base import Build
+from lockstep.tasks.base import ModelFactory
 
 
 @final
@@ -54,10 +54,12 @@ class Strategy:
         check_divides(f"strategy tensor: replicate={self.replicate}", self.replicate, processes)
         check_microbatches(self.replicate, microbatches)
 
-    def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
+    def check_model(
+        self, build: ModelFactory, example: Inputs | None, processes: int, *, whole_blocks: bool = False
+    ) -> None:
         """Raise UsageError if these processes can't share the chunks of the model that `build` returns."""
         blank = build_on_meta(build)
-        check_shared(split_layers(blank), self.mesh(processes).tensor)
+        check_distributable(find_split_layers(blank), self.mesh(processes).tensor)
         if self.sequence_parallel:
             check_sequence_parallel(blank, example)
 
@@ -68,6 +70,6 @@ class Strategy:
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
         mesh, spread = self.mesh(world.size), self.sequence_parallel
-        return mesh_engine(
+        return make_mesh_engine(
             problem, make_optimizer, world, numerics, mesh, bucket_mib=self.bucket_mib, sequence_parallel=spread
         )

@@ -46,5 +46,5 @@ class Strategy:
         """Return the engine of this rank."""
         mesh = self.mesh(world.size)
         bucket_bytes, chunks = int(self.bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
-        make_layout = make_row_layout(world, mesh, bucket_bytes, offload=self.offload, chunks=chunks)
+        make_layout = make_row_layout(world, mesh, bucket_bytes, offload=self.offload, num_chunks=chunks)
         return DataParallelEngine(problem, make_optimizer, world, numerics, mesh, make_layout)

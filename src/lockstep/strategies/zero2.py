@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from lockstep.core.work import check_microbatches, check_multiple_processes
-from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.mesh_engine import make_mesh_engine
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
 
@@ -44,4 +44,6 @@ class Strategy:
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
         mesh = self.mesh(world.size)
-        return mesh_engine(problem, make_optimizer, world, numerics, mesh, keep_gathered=True, offload=self.offload)
+        return make_mesh_engine(
+            problem, make_optimizer, world, numerics, mesh, keep_gathered=True, offload=self.offload
+        )

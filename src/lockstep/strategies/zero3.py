@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from lockstep.core.work import check_microbatches, check_multiple_processes
-from lockstep.parallel.mesh_engine import mesh_engine
+from lockstep.parallel.mesh_engine import make_mesh_engine
 from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 
 
@@ -42,4 +42,4 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
-        return mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), offload=self.offload)
+        return make_mesh_engine(problem, make_optimizer, world, numerics, self.mesh(world.size), offload=self.offload)

@@ -10,10 +10,10 @@ from lockstep.core.batch import Batch, Inputs
 from lockstep.core.several_losses import Loss, Weight
 from lockstep.errors import UsageError
 
-Build = Callable[[], nn.Module]  # builds a model
+ModelFactory = Callable[[], nn.Module]  # builds a model
 TensorRecorder = Callable[[str, Tensor], None]  # records a tensor under a description
-Figures = dict[str, float]
-Report = dict[str, Any]  # must be JSON-serializable
+MetricValues = dict[str, float]
+TaskReport = dict[str, Any]  # must be JSON-serializable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class MicroBatch:
 
     index: int
     batch: Batch
-    samples: int
+    num_samples: int
     weight: int
-    dummy: bool = False
-    note: TensorRecorder | None = field(default=None, compare=False)
+    is_dummy: bool = False
+    record_tensor: TensorRecorder | None = field(default=None, compare=False)
     weights: Mapping[str, int] | None = None
 
 
@@ -99,7 +99,7 @@ class Task(Protocol):
         Integers are summed exactly, as int64. All other values are summed as float64.
         """
 
-    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+    def figures(self, sums: Mapping[str, Tensor]) -> MetricValues:
         """Compute the metrics from the sums over all batches, which are on the CPU.
 
         `sums` also contains `loss`, `weight` and `samples`. By default, the reported loss is `loss` / `weight`. To
@@ -110,7 +110,7 @@ class Task(Protocol):
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return additional sums for the last evaluation of a run, such as a confusion matrix."""
 
-    def report(self, sums: Mapping[str, Tensor]) -> Report:
+    def report(self, sums: Mapping[str, Tensor]) -> TaskReport:
         """Compute detailed results from the sums of the last evaluation. Unless empty, they are saved to a file."""
 
     def check(self, outputs: Any, batch: Batch) -> None:
@@ -128,7 +128,7 @@ class ChunkableTask(Task, Protocol):
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task. Such a task has a single loss."""
 
-    def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
+    def chunk(self, batch: Batch, index: int, num_chunks: int) -> Batch:
         """Split each sequence into `num_chunks` equal chunks, and return the chunks at `index` as a batch of this task.
 
         The first input of the chunk is a tensor of shape [n, positions]. The losses and weights of all chunks add up to
@@ -147,7 +147,7 @@ class Problem:
     """
 
     optional_task: Task | None
-    build_model: Build
+    build_model: ModelFactory
     name: str = "model"
     example: Inputs | None = None
 

@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from lockstep.common.type_name import type_name
+from lockstep.common.type_name import describe_type
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 
@@ -46,7 +46,7 @@ def get_targets(batch: Batch) -> Tensor:
     return targets
 
 
-def targets_or_batch(batch: Batch) -> Any:
+def get_targets_or_batch(batch: Batch) -> Any:
     """Return the targets of a batch, or the batch itself if it has no targets."""
     try:
         return split_batch(batch).targets
@@ -74,5 +74,5 @@ def get_predictions(outputs: Any, model: str = "model") -> Tensor:
 
 def _describe_type(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{type_name(value)} with {', '.join(map(str, value)) or 'no items'}"
-    return type_name(value)
+        return f"{describe_type(value)} with {', '.join(map(str, value)) or 'no items'}"
+    return describe_type(value)

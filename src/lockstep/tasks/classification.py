@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from lockstep.common.own_code import UserCode
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
-from lockstep.tasks.base import Figures, Monitor, Report
+from lockstep.tasks.base import MetricValues, Monitor, TaskReport
 from lockstep.tasks.batches import get_predictions, get_targets, split_batch
-from lockstep.tasks.own_loss import PATH_MARK, Loss, check_is_sum, find_own_loss, sum_loss
+from lockstep.tasks.own_loss import PATH_MARK, Loss, check_is_sum, import_custom_loss, sum_loss
 
 SKIPPED: Final = -100  # target of an unreadable sample; the default ignore_index of F.cross_entropy
 _TOLERANCE: Final = 1e-2  # tolerance for the sum of mixture weights, which may be rounded to bfloat16
@@ -35,7 +35,7 @@ class Classification:
     is multiplied by the weight of its class in `class_weights`.
     """
 
-    own_loss: Loss | None = None
+    custom_loss: Loss | None = None
     label_smoothing: float = 0.0
     topk: tuple[int, ...] = (1, 5)
     model_name: str = "model"
@@ -48,12 +48,12 @@ class Classification:
     )
 
     def __post_init__(self) -> None:
-        if self.own_loss is not None and self.label_smoothing:
+        if self.custom_loss is not None and self.label_smoothing:
             raise UsageError(
                 f"recipe.loss.label_smoothing: {self.label_smoothing} is not supported with a custom loss; remove "
                 f"it and smooth the labels in your function, or use cross_entropy"
             )
-        if self.own_loss is not None and self.class_weights:
+        if self.custom_loss is not None and self.class_weights:
             raise UsageError(
                 "recipe.task.weights: not supported with a custom loss; remove it, and weight the classes in your "
                 "function"
@@ -93,8 +93,8 @@ class Classification:
 
         If a custom loss returns a value for each sample, the values are summed. A 0-dim value is already the sum.
         """
-        if self.own_loss is not None:
-            return sum_loss(self.own_loss(outputs, targets), outputs)
+        if self.custom_loss is not None:
+            return sum_loss(self.custom_loss(outputs, targets), outputs)
         with UserCode(f"{self.model_name}: cross entropy of the outputs"):
             return sum_cross_entropy(outputs, targets, self.label_smoothing, self._get_device_weights(outputs))
 
@@ -103,14 +103,14 @@ class Classification:
 
         All values are 0-dim int64 tensors. For a mixture of classes, the class with the largest weight is correct.
         """
-        truth, counted = target_classes(get_targets(batch))
+        truth, counted = get_target_classes(get_targets(batch))
         scores = get_predictions(outputs, self.model_name)
         guesses = scores.topk(min(max(self.topk, default=1), scores.shape[1]), dim=1).indices
         hits = (guesses == truth[:, None]) & counted[:, None]
         correct = {f"correct{k}": hits[:, :k].sum() for k in self.topk}
         return {**correct, "counted": counted.sum()}
 
-    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+    def figures(self, sums: Mapping[str, Tensor]) -> MetricValues:
         """Return the mean loss and the top-k accuracies over the samples that aren't ignored."""
         counted = max(int(sums["counted"]), 1)
         accuracies = {f"top{k}": int(sums[f"correct{k}"]) / counted for k in self.topk}
@@ -118,11 +118,11 @@ class Classification:
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the confusion matrix as `confusion`: int64 of shape [classes (target), classes (prediction)]."""
-        truth, counted = target_classes(get_targets(batch))
+        truth, counted = get_target_classes(get_targets(batch))
         scores = get_predictions(outputs, self.model_name)
         return {"confusion": compute_confusion(truth, scores.argmax(1), scores.shape[1], counted)}
 
-    def report(self, sums: Mapping[str, Tensor]) -> Report:
+    def report(self, sums: Mapping[str, Tensor]) -> TaskReport:
         """Return the confusion matrix, and the accuracy of each class, which is None for classes without samples."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
@@ -135,8 +135,8 @@ class Classification:
         targets = get_targets(batch)
         scores, name = get_predictions(outputs, self.model_name), self.model_name.removeprefix("model ")
         check_outputs(name, len(self.classes), scores, len(targets))
-        if self.own_loss is not None:
-            check_loss(self.own_loss, len(self.classes), targets)
+        if self.custom_loss is not None:
+            check_loss(self.custom_loss, len(self.classes), targets)
 
     def _get_device_weights(self, outputs: Tensor) -> Tensor | None:
         """Return the class weights on the device of `outputs`. The tensor is cached."""
@@ -150,14 +150,14 @@ class Classification:
         return self._weight_cache[outputs.device, dtype]
 
 
-def compute_confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Tensor:
+def compute_confusion(targets: Tensor, predictions: Tensor, num_classes: int, is_counted: Tensor) -> Tensor:
     """Return the confusion matrix, int64 of shape [num_classes (target), num_classes (prediction)].
 
     Items outside the mask `is_counted` are added to an extra cell, which is dropped at the end. This avoids boolean
     indexing and torch.bincount, which would synchronize with the device.
     """
-    size = classes**2 + 1
-    cells = torch.where(counted, truth * classes + guess, size - 1).flatten()
+    size = num_classes**2 + 1
+    cells = torch.where(is_counted, targets * num_classes + predictions, size - 1).flatten()
     # Count in several copies of the matrix, and sum the copies at the end. A single matrix would be slow, because
     # CUDA's deterministic scatter_add_ uses one warp per cell, and most pixels are in few cells. Limit the number of
     # copies, so that they have about as many cells as there are predictions.
@@ -165,10 +165,10 @@ def compute_confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tenso
     positions = cells + size * (torch.arange(len(cells), device=cells.device) % copies)
     sums = torch.zeros(copies * size, dtype=torch.int64, device=cells.device)
     sums.scatter_add_(0, positions, torch.ones_like(positions))
-    return sums.reshape(copies, size).sum(0)[:-1].reshape(classes, classes)
+    return sums.reshape(copies, size).sum(0)[:-1].reshape(num_classes, num_classes)
 
 
-def target_classes(targets: Tensor) -> tuple[Tensor, Tensor]:
+def get_target_classes(targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the class of each sample, int64 of shape [n], and a mask of samples to count, bool of shape [n].
 
     The class of a mixture is the class with the largest weight.
@@ -191,46 +191,46 @@ def find_loss(name: str) -> Loss | None:
         return None
     if PATH_MARK not in name:
         raise UsageError(f"loss {name}: no such loss; use cross_entropy or package.module:function")
-    return find_own_loss(name)
+    return import_custom_loss(name)
 
 
-def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
+def check_loss(loss: Loss, num_classes: int, targets: Tensor) -> None:
     """Raise UsageError if `loss` returns neither a sum nor a value for each sample.
 
     The loss is tested with two identical samples, whose target is the first target in `targets` that isn't ignored.
     """
-    counted = target_classes(targets)[1]
+    counted = get_target_classes(targets)[1]
     target = targets[counted][:1] if counted.any() else targets[:1]
-    check_is_sum(loss, torch.linspace(-1.0, 1.0, classes)[None], target)
+    check_is_sum(loss, torch.linspace(-1.0, 1.0, num_classes)[None], target)
 
 
-def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: int) -> None:
+def check_targets(label: str, targets: Tensor, sample_indices: Sequence[int], num_classes: int) -> None:
     """Raise UsageError if a target isn't valid for Classification.
 
     The message contains `label`, the name of the dataset, and the index of the sample from `sample_indices`.
     """
     floating = targets.is_floating_point()
-    if targets.shape[1:] != ((classes,) if floating else ()):
+    if targets.shape[1:] != ((num_classes,) if floating else ()):
         problem = f"target has shape {list(targets.shape[1:])} and {targets.dtype}"
-        raise UsageError(f"{label} sample {samples[0]}: {problem}; {_describe_valid_targets(classes)}")
+        raise UsageError(f"{label} sample {sample_indices[0]}: {problem}; {_describe_valid_targets(num_classes)}")
     if floating:
         has_wrong_sum = ((targets.sum(1) - 1).abs() > _TOLERANCE) & (targets != 0).any(1)
         invalid = (targets < 0).any(1) | ~targets.isfinite().all(1) | has_wrong_sum
     else:
-        invalid = ((targets < 0) | (targets >= classes)) & (targets != SKIPPED)
+        invalid = ((targets < 0) | (targets >= num_classes)) & (targets != SKIPPED)
     if invalid.any():
         index = int(invalid.nonzero()[0])
         problem = f"target is {_format_target(targets[index])}"
-        raise UsageError(f"{label} sample {samples[index]}: {problem}; {_describe_valid_targets(classes)}")
+        raise UsageError(f"{label} sample {sample_indices[index]}: {problem}; {_describe_valid_targets(num_classes)}")
 
 
-def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> None:
+def check_outputs(name: str, num_classes: int, outputs: Tensor, num_samples: int) -> None:
     """Raise UsageError if the outputs of the model `name` aren't floats of shape [num_samples, num_classes]."""
-    if outputs.shape != (samples, classes):
+    if outputs.shape != (num_samples, num_classes):
         raise UsageError(
-            f"model {name}: expected outputs of shape {(samples, classes)} for {samples} samples and {classes} "
-            f"classes, got {tuple(outputs.shape)}; set the number of classes of the model to {classes} (your own "
-            f"function gets it as num_classes if it has that parameter)"
+            f"model {name}: expected outputs of shape {(num_samples, num_classes)} for {num_samples} samples and "
+            f"{num_classes} classes, got {tuple(outputs.shape)}; set the number of classes of the model to "
+            f"{num_classes} (your own function gets it as num_classes if it has that parameter)"
         )
     if not outputs.is_floating_point():
         raise UsageError(f"model {name}: expected float outputs, got {outputs.dtype}; return one float per class")
@@ -254,10 +254,10 @@ def sum_cross_entropy(
     )
 
 
-def _describe_valid_targets(classes: int) -> str:
+def _describe_valid_targets(num_classes: int) -> str:
     return (
-        f"for classification with {classes} classes, use an integer from 0 to {classes - 1}, or {classes} non-negative "
-        f"floats with a sum of 1"
+        f"for classification with {num_classes} classes, use an integer from 0 to {num_classes - 1}, or {num_classes} "
+        "non-negative floats with a sum of 1"
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
-from lockstep.tasks.base import LOSS, Figures, Monitor, Report
+from lockstep.tasks.base import LOSS, MetricValues, Monitor, TaskReport
 from lockstep.tasks.language import LABELS
 
 IDS: Final = "input_ids"
@@ -58,16 +58,16 @@ class Dpo:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        rewards = self._rewards(outputs)
+        rewards = self._compute_rewards(outputs)
         return -F.logsigmoid(rewards[:, 0] - rewards[:, 1]).sum()
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the number of pairs whose chosen answer has the higher reward, and the sum of the reward margins."""
-        rewards = self._rewards(outputs).detach()
+        rewards = self._compute_rewards(outputs).detach()
         margins = rewards[:, 0] - rewards[:, 1]
         return {"correct": (margins > 0).sum(), "margins": margins.double().sum()}
 
-    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+    def figures(self, sums: Mapping[str, Tensor]) -> MetricValues:
         """Return the fraction of pairs whose chosen answer has the higher reward, and the mean reward margin."""
         pairs = max(int(sums["samples"]), 1)
         return {"reward_accuracy": int(sums["correct"]) / pairs, "reward_margin": float(sums["margins"]) / pairs}
@@ -76,7 +76,7 @@ class Dpo:
         """See Task."""
         return {}
 
-    def report(self, sums: Mapping[str, Tensor]) -> Report:
+    def report(self, sums: Mapping[str, Tensor]) -> TaskReport:
         """See Task."""
         return {}
 
@@ -90,7 +90,7 @@ class Dpo:
                 f"model that takes token ids"
             )
 
-    def _rewards(self, outputs: Mapping[str, Tensor]) -> Tensor:
+    def _compute_rewards(self, outputs: Mapping[str, Tensor]) -> Tensor:
         """Return the rewards of both answers, up to a constant per prompt, with shape [n, 2]."""
         return self.beta * (outputs[POLICY] - outputs[REFERENCE])
 
@@ -100,7 +100,7 @@ def dpo(model: str, beta: Beta = 0.1) -> Dpo:
     return Dpo(beta, model)
 
 
-def answer_log_probs(logits: Tensor, answers: Tensor) -> Tensor:
+def compute_answer_log_probs(logits: Tensor, answers: Tensor) -> Tensor:
     """Return the log-probability of each answer, summed over its tokens, in at least float32 with shape [n].
 
     `logits` has shape [n, t, vocabulary]. `answers` has shape [n, t], and is -100 for tokens outside the answer.

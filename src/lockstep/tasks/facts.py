@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.common.type_name import type_name
+from lockstep.common.type_name import describe_type
 from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import check_targets, compute_skip_mask
@@ -24,7 +24,7 @@ _MAX_CLASSES: Final = 1 << 24
 _SCALE_LIMIT: Final = 1_000
 
 
-def make_dataset_properties(
+def make_dataset_info(
     classes: Sequence[str],
     shape: Sequence[int],
     mean: Sequence[float] | None = None,
@@ -55,13 +55,13 @@ def find_class_names(label: str, option: Any, train: Any) -> list[str]:
     if option is not None:
         raise UsageError(
             f"{label}: recipe.data.options.{NAMES}: expected the number of classes or a list of their names, got "
-            f"{type_name(option)}"
+            f"{describe_type(option)}"
         )
     targets = getattr(train, "targets", None)
     return [] if targets is None else [str(number) for number in range(_count_classes(targets))]
 
 
-def infer_target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
+def infer_target_info(batch: Batch, class_names: Sequence[str]) -> dict[str, Any]:
     """Infer the target properties of a dataset from a batch and the class names.
 
     Returns a dict with these keys:
@@ -69,43 +69,43 @@ def infer_target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
     - `pixels`: True if each pixel has its own class.
     - `outputs`: The number of values per target, if targets are floats and there are no classes.
     """
-    entries: dict[str, Any] = {NAMES: list(names)} if names else {}
+    entries: dict[str, Any] = {NAMES: list(class_names)} if class_names else {}
     if is_pair(batch):
         targets = batch[1]
-        if names and targets.ndim > 2 and not targets.is_floating_point():
+        if class_names and targets.ndim > 2 and not targets.is_floating_point():
             entries["pixels"] = True
-        if not names and targets.is_floating_point():
+        if not class_names and targets.is_floating_point():
             entries["outputs"] = targets[0].numel()
     return entries
 
 
-def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence[str]) -> None:
+def check_pair(label: str, batch: Batch, sample_indices: Sequence[int], class_names: Sequence[str]) -> None:
     """Raise UsageError if the targets in a batch (inputs, targets) aren't valid classes.
 
     The message contains `label`, the name of the dataset, and the index of the sample from `sample_indices`. Targets
     with a class per pixel are checked by the task instead.
     """
-    targets = batch[1] if names and isinstance(batch, tuple) and len(batch) == 2 else None
+    targets = batch[1] if class_names and isinstance(batch, tuple) and len(batch) == 2 else None
     if isinstance(targets, Tensor) and (targets.ndim < 3 or targets.is_floating_point()):
-        check_targets(label, targets, numbers, len(names))
+        check_targets(label, targets, sample_indices, len(class_names))
 
 
-def find_skip_mask(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tensor] | None:
+def find_skip_mask(batch: Batch, class_names: Sequence[str]) -> Callable[[Batch], Tensor] | None:
     """Return a function that computes the mask of skipped samples, or None if targets can't mark skipped samples."""
-    return compute_skip_mask if names and is_pair(batch) else None
+    return compute_skip_mask if class_names and is_pair(batch) else None
 
 
-def count_sample_classes(data_facts: Mapping[str, Any]) -> int | None:
+def count_sample_classes(dataset_info: Mapping[str, Any]) -> int | None:
     """Return the number of classes if each sample has a single class, and None otherwise."""
-    return None if NAMES not in data_facts or data_facts.get("pixels") else len(data_facts[NAMES])
+    return None if NAMES not in dataset_info or dataset_info.get("pixels") else len(dataset_info[NAMES])
 
 
-def find_scale_warnings(data_facts: Mapping[str, Any]) -> Iterator[str]:
+def find_scale_warnings(dataset_info: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each target whose scale is too far from 1 for common learning rates.
 
     The warnings don't apply to models that scale their outputs, such as `mlp`.
     """
-    for name, (mean, std) in zip(data_facts.get("targets", ()), data_facts.get("target_scale", ()), strict=False):
+    for name, (mean, std) in zip(dataset_info.get("targets", ()), dataset_info.get("target_scale", ()), strict=False):
         if max(abs(mean), std) > _SCALE_LIMIT or std < 1 / _SCALE_LIMIT:
             yield (
                 f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, so a model that does not scale "

@@ -17,7 +17,7 @@ from lockstep.tasks.batches import split_batch
 from lockstep.tasks.classification import Classification, find_loss
 from lockstep.tasks.dpo import dpo
 from lockstep.tasks.language import language
-from lockstep.tasks.own import OwnTask
+from lockstep.tasks.own import CustomTask
 from lockstep.tasks.regression import LOSSES, regression
 from lockstep.tasks.segmentation import segmentation
 from lockstep.tasks.sft import sft
@@ -26,17 +26,17 @@ AUTO: Final = "auto"
 NAMES: Final = ("classification", "regression", "language", "segmentation", "sft", "dpo")
 _CROSS_ENTROPY: Final = "cross_entropy"
 
-Facts = Mapping[str, Any]
+DatasetInfo = Mapping[str, Any]
 
 
 class TaskChoice(NamedTuple):
     """A task, and a description with its name and the reason for the choice, which is shown to the user."""
 
     task: Task
-    line: str
+    description: str
 
 
-def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batch) -> TaskChoice:
+def find_task(recipe: Mapping[str, Any], model: str, dataset_info: DatasetInfo, example: Batch) -> TaskChoice:
     """Return the task of a recipe.
 
     - `recipe`: The recipe as plain values.
@@ -50,9 +50,9 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
     options = dict(recipe["task"])
     name, reason = options.pop("name"), ""
     if name == AUTO:
-        name, reason = _infer_task(facts, example)
+        name, reason = _infer_task(dataset_info, example)
     if ":" in name:
-        return TaskChoice(_import_task(name, options, facts), f"task {name}")
+        return TaskChoice(_import_task(name, options, dataset_info), f"task {name}")
     check_task_name(name)
     loss = recipe["loss"]
     if (loss_name := loss["name"]) in LOSSES:
@@ -65,7 +65,7 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
     task: Task
     match name:
         case "classification":
-            classes = _get_required_names(name, facts, "classes")
+            classes = _get_required_columns(name, dataset_info, "classes")
             topk = tuple(k for k in recipe["topk"] if k < len(classes)) or (1,)
             own_loss = find_loss(loss["name"])
 
@@ -76,31 +76,31 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
         case "regression":
             task = _build_task(regression, options, {"model": model})
         case "language":
-            task = _build_task(language, options, {"model": model, "vocabulary": facts.get("vocabulary")})
+            task = _build_task(language, options, {"model": model, "vocabulary": dataset_info.get("vocabulary")})
         case "sft":
-            task = _build_task(sft, options, {"model": model, "vocabulary": facts.get("vocabulary")})
+            task = _build_task(sft, options, {"model": model, "vocabulary": dataset_info.get("vocabulary")})
         case "dpo":
             task = _build_task(dpo, options, {"model": model})
         case _:
             task = _build_task(
-                segmentation, options, {"model": model, "classes": _get_required_names(name, facts, "classes")}
+                segmentation, options, {"model": model, "classes": _get_required_columns(name, dataset_info, "classes")}
             )
     return TaskChoice(task, f"task {name}{reason}")
 
 
-def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
+def _infer_task(dataset_info: DatasetInfo, example: Batch) -> tuple[str, str]:
     """Infer the task from the data. Return the name of the task, and the reason to show to the user."""
-    if "classes" in facts and facts.get("pixels"):
-        return "segmentation", f": the data has {len(facts['classes'])} classes, and each pixel has one"
-    if "classes" in facts:
-        return "classification", f": the data has {len(facts['classes'])} classes"
-    if facts.get("rows") == "conversations":
+    if "classes" in dataset_info and dataset_info.get("pixels"):
+        return "segmentation", f": the data has {len(dataset_info['classes'])} classes, and each pixel has one"
+    if "classes" in dataset_info:
+        return "classification", f": the data has {len(dataset_info['classes'])} classes"
+    if dataset_info.get("rows") == "conversations":
         return "sft", ": the data has conversations"
-    if facts.get("rows") == "pairs":
+    if dataset_info.get("rows") == "pairs":
         raise UsageError("recipe.task: auto does not support preference pairs; set recipe.task=dpo")
-    if "vocabulary" in facts:
-        return "language", f": the data has a vocabulary of {facts['vocabulary']} tokens"
-    if "outputs" in facts or _has_float_targets(example):
+    if "vocabulary" in dataset_info:
+        return "language", f": the data has a vocabulary of {dataset_info['vocabulary']} tokens"
+    if "outputs" in dataset_info or _has_float_targets(example):
         return "regression", ": the targets are floats, and the data has no classes"
     raise UsageError(
         f"recipe.task: auto requires data with classes, a vocabulary or float targets; set the number of classes with "
@@ -116,13 +116,13 @@ def _has_float_targets(example: Batch) -> bool:
     return isinstance(targets, Tensor) and targets.is_floating_point()
 
 
-def _get_required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
-    if fact not in facts:
+def _get_required_columns(task: str, dataset_info: DatasetInfo, option: str) -> tuple[str, ...]:
+    if option not in dataset_info:
         raise UsageError(
-            f"recipe.task: {task} requires data with {fact}, but the dataset only has {', '.join(facts) or 'none'}; "
-            f"choose another task, or set recipe.data.options.{fact}"
+            f"recipe.task: {task} requires data with {option}, but the dataset only has "
+            f"{', '.join(dataset_info) or 'none'}; choose another task, or set recipe.data.options.{option}"
         )
-    return tuple(map(str, facts[fact]))
+    return tuple(map(str, dataset_info[option]))
 
 
 def check_task_name(name: str) -> None:
@@ -135,26 +135,26 @@ def check_task_name(name: str) -> None:
         )
 
 
-def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
+def _import_task(path: str, options: Mapping[str, Any], dataset_info: DatasetInfo) -> CustomTask:
     """Create a custom task by calling the class or function at `path` with the options.
 
-    If it has a parameter named `facts`, the dataset properties are passed too.
+    If it has a parameter named `dataset_info`, the dataset properties are passed too.
     """
     factory = import_callable(path, "task", "a class")
     with UserCode(f"task {path}"):
         parameters = inspect.signature(factory).parameters
-        arguments = {**options, "facts": dict(facts)} if "facts" in parameters else dict(options)
+        arguments = {**options, "facts": dict(dataset_info)} if "facts" in parameters else dict(options)
         accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        _check_names(path, arguments if not accepts_any else {}, parameters)
-        return OwnTask(f"task {path}", factory(**arguments))
+        _check_option_names(path, arguments if not accepts_any else {}, parameters)
+        return CustomTask(f"task {path}", factory(**arguments))
 
 
-def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
+def _build_task(function: Callable[..., Any], options: Mapping[str, Any], derived_arguments: DatasetInfo) -> Any:
     """Create a built-in task by calling `function` with the validated options and `derived_arguments`."""
-    valid = [name for name in inspect.signature(function).parameters if name not in facts]
-    _check_names(function.__name__, options, valid)
+    valid = [name for name in inspect.signature(function).parameters if name not in derived_arguments]
+    _check_option_names(function.__name__, options, valid)
     try:
-        return validate_call(function)(**{**facts, **options})
+        return validate_call(function)(**{**derived_arguments, **options})
     except ValidationError as error:
         lines = [
             f"recipe.task.{'.'.join(map(str, detail['loc']))}: {detail['msg'].lower()}, got {str(detail['input'])[:60]}"
@@ -163,8 +163,12 @@ def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts:
         raise UsageError("\n".join(lines)) from None
 
 
-def _check_names(task: str, options: Mapping[str, Any], valid: Any) -> None:
+def _check_option_names(task_name: str, options: Mapping[str, Any], valid_names: Any) -> None:
     for key in options:
-        if key not in valid:
-            advice = format_choices(key, valid) if len(list(valid)) else "; remove it, since the task has no options"
-            raise UsageError(f"recipe.task.{key}: task {task} has no such option{advice}")
+        if key not in valid_names:
+            advice = (
+                format_choices(key, valid_names)
+                if len(list(valid_names))
+                else "; remove it, since the task has no options"
+            )
+            raise UsageError(f"recipe.task.{key}: task {task_name} has no such option{advice}")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.common.type_name import type_name
+from lockstep.common.type_name import describe_type
 from lockstep.core.batch import Batch, Inputs
-from lockstep.core.work import divisors
+from lockstep.core.work import find_divisors
 from lockstep.errors import UsageError
-from lockstep.tasks.base import LOSS, Figures, Monitor, Report
+from lockstep.tasks.base import LOSS, MetricValues, Monitor, TaskReport
 from lockstep.tasks.batches import get_predictions
 
 LABELS: Final = "labels"
@@ -28,7 +28,7 @@ SumLosses = Callable[[Tensor, Tensor, int], Tensor]
 
 def sum_cross_entropy(logits: Tensor, targets: Tensor, ignore: int) -> Tensor:
     """Return the cross entropy summed over the targets that aren't `ignore`, computed in at least float32."""
-    return F.cross_entropy(_widen(logits), targets, ignore_index=ignore, reduction="sum")
+    return F.cross_entropy(_to_at_least_float32(logits), targets, ignore_index=ignore, reduction="sum")
 
 
 class NextTokenBatch(NamedTuple):
@@ -84,7 +84,7 @@ class Language:
         The loss of an ignored target is 0.
         """
         parsed = self._to_next_token_batch(batch)
-        logits = _widen(self._flatten_logits(outputs, parsed))
+        logits = _to_at_least_float32(self._flatten_logits(outputs, parsed))
         losses = F.cross_entropy(logits, parsed.targets.reshape(-1), ignore_index=self.ignore, reduction="none")
         return losses.reshape(parsed.targets.shape), parsed.targets != self.ignore
 
@@ -92,7 +92,7 @@ class Language:
         """Return an empty dict, because the perplexity depends only on the loss and the weight."""
         return {}
 
-    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+    def figures(self, sums: Mapping[str, Tensor]) -> MetricValues:
         """Return the perplexity, which is infinity if it overflows a float."""
         loss = float(sums["loss"]) / max(int(sums["weight"]), 1)
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
@@ -101,7 +101,7 @@ class Language:
         """See Task."""
         return {}
 
-    def report(self, sums: Mapping[str, Tensor]) -> Report:
+    def report(self, sums: Mapping[str, Tensor]) -> TaskReport:
         """See Task."""
         return {}
 
@@ -127,7 +127,7 @@ class Language:
                 f"{logits.shape[2] - 1}; use {self.ignore} (recipe.task.ignore) for positions that don't count"
             )
 
-    def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
+    def chunk(self, batch: Batch, index: int, num_chunks: int) -> Batch:
         """See ChunkableTask. The target at the last position of a chunk is the first token of the next chunk."""
         inputs, targets, tail = self._to_next_token_batch(batch)
         [*names], [*values] = (inputs.keys(), inputs.values()) if isinstance(inputs, Mapping) else ((), inputs)
@@ -137,16 +137,16 @@ class Language:
                 f"{', '.join(names) or f'{len(values)} inputs'}; use sequences of the same length without padding or "
                 f"{_POSITIONS}, or remove the key"
             )
-        positions = _get_chunk_slice(values[0].shape[1], number, chunks)
+        positions = _get_chunk_slice(values[0].shape[1], index, num_chunks)
         targets = F.pad(targets, (0, tail), value=self.ignore)[:, positions]
         ids = values[0][:, positions]
         return NextTokenBatch({_IDS: ids} if names else (ids,), targets, 0)
 
-    def _flatten_logits(self, outputs: Any, parts: NextTokenBatch) -> Tensor:
+    def _flatten_logits(self, outputs: Any, next_token_batch: NextTokenBatch) -> Tensor:
         """Return the logits of the positions that have a target, with shape [n * t, vocabulary]."""
         logits = get_predictions(outputs, self.model_name)
-        if parts.tail:
-            logits = logits[:, : -parts.tail]
+        if next_token_batch.tail:
+            logits = logits[:, : -next_token_batch.tail]
         return logits.reshape(-1, logits.shape[-1])
 
     def _to_next_token_batch(self, batch: Batch) -> NextTokenBatch:
@@ -162,7 +162,7 @@ class Language:
         ):
             raise UsageError(
                 f"batch: expected tokens of shape [n, t], (inputs, targets), or a mapping with {_IDS}, got "
-                f"{type_name(batch)}"
+                f"{describe_type(batch)}"
             )
         _check_tokens("targets", batch[1])
         return NextTokenBatch((batch[0],), batch[1].long(), 0)
@@ -192,24 +192,24 @@ def language(model: str, vocabulary: int | None = None, ignore: int = -100) -> L
     return Language(ignore, vocabulary, model)
 
 
-def _widen(logits: Tensor) -> Tensor:
+def _to_at_least_float32(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-def _get_chunk_slice(length: int, number: int, chunks: int) -> slice:
+def _get_chunk_slice(length: int, index: int, num_chunks: int) -> slice:
     """Return the slice of the positions in the chunk at `index` of a sequence.
 
     Raises UsageError if the chunks would have different lengths, or a length of 1, for which Lockstep can't check that
     the model is causal.
     """
-    if length % chunks or (chunks > 1 and length == chunks):
-        valid_counts = ", ".join(str(count) for count in divisors(length) if count < length or length == 1)
+    if length % num_chunks or (num_chunks > 1 and length == num_chunks):
+        valid_counts = ", ".join(str(count) for count in find_divisors(length) if count < length or length == 1)
         raise UsageError(
-            f"recipe.model.sequence_chunks: sequences of {length} tokens cannot be split into {chunks} equal chunks of "
-            f"at least 2; use {valid_counts}, or sequences of another length"
+            f"recipe.model.sequence_chunks: sequences of {length} tokens cannot be split into {num_chunks} equal "
+            f"chunks of at least 2; use {valid_counts}, or sequences of another length"
         )
-    size = length // chunks
-    return slice(number * size, (number + 1) * size)
+    size = length // num_chunks
+    return slice(index * size, (index + 1) * size)
 
 
 def _check_tokens(label: str, tokens: Tensor) -> None:

@@ -15,21 +15,21 @@ from torch import Tensor
 
 from lockstep.common.importing import import_callable
 from lockstep.common.own_code import UserCode
-from lockstep.common.reserved_metrics import RESERVED_IN_TRAINING, first_reserved
-from lockstep.core.batch import Batch, Inputs, get_batch_size, map_tensors, tensors_of
+from lockstep.common.reserved_metrics import RESERVED_IN_TRAINING, find_reserved_name
+from lockstep.core.batch import Batch, Inputs, get_batch_size, get_tensors, map_tensors
 from lockstep.core.several_losses import (
     Loss,
     Weight,
+    add_losses,
     add_total,
     check_same_names,
     check_weights,
+    compute_loss_means,
     is_reserved,
-    loss_means,
-    loss_sums,
-    sum_of_losses,
+    make_loss_sums,
 )
 from lockstep.errors import UsageError
-from lockstep.tasks.base import LOSS, Figures, Monitor, Report, Task
+from lockstep.tasks.base import LOSS, MetricValues, Monitor, Task, TaskReport
 from lockstep.tasks.batches import split_batch
 from lockstep.tasks.own_loss import is_mean
 
@@ -44,7 +44,7 @@ _MEMBERS: Final = (
 
 
 @final
-class OwnTask:
+class CustomTask:
     """Wraps a custom `task`, which only needs a method `loss`. `name` is the name of the task for error messages.
 
     Missing members have these defaults:
@@ -75,7 +75,7 @@ class OwnTask:
         """See Task."""
         if self._members["inputs"] is None:
             return split_batch(batch).inputs
-        result = self._call("inputs", batch)
+        result = self._call_member("inputs", batch)
         if isinstance(result, Tensor):
             return (result,)
         if isinstance(result, Mapping | tuple):
@@ -89,16 +89,16 @@ class OwnTask:
         """See Task."""
         if self._members["weight"] is None:
             return get_batch_size(batch)
-        weight = self._call("weight", batch)
+        weight = self._call_member("weight", batch)
         if isinstance(weight, Mapping):
             weights = check_weights(f"{self._name}: weight", weight)
-            return {name: self._to_weight(value, f" for {name}") for name, value in weights.items()}
-        return self._to_weight(weight, "")
+            return {name: self._validate_weight(value, f" for {name}") for name, value in weights.items()}
+        return self._validate_weight(weight, "")
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """See Task."""
-        loss = self._call("loss", outputs, batch)
-        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(outputs))
+        loss = self._call_member("loss", outputs, batch)
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in get_tensors(outputs))
         if isinstance(loss, Mapping):
             return {str(name): self._check_loss(value, f" for {name}", learns) for name, value in loss.items()}
         return self._check_loss(loss, "", learns)
@@ -107,10 +107,10 @@ class OwnTask:
         """See Task."""
         return self._call_for_tensors("sums", outputs, batch) | compute_metric_sums(self._metrics, outputs, batch)
 
-    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+    def figures(self, sums: Mapping[str, Tensor]) -> MetricValues:
         """See Task."""
         results = self._call_for_mapping("figures", sums)
-        reserved_name = first_reserved(map(str, results), RESERVED_IN_TRAINING) or next(
+        reserved_name = find_reserved_name(map(str, results), RESERVED_IN_TRAINING) or next(
             filter(is_reserved, map(str, results)), None
         )
         if reserved_name is not None:
@@ -126,11 +126,11 @@ class OwnTask:
         """See Task."""
         return self._call_for_tensors("details", outputs, batch)
 
-    def report(self, sums: Mapping[str, Tensor]) -> Report:
+    def report(self, sums: Mapping[str, Tensor]) -> TaskReport:
         """See Task."""
         return dict(self._call_for_mapping("report", sums))
 
-    def _to_weight(self, weight: Any, of_loss: str) -> int:
+    def _validate_weight(self, weight: Any, loss_suffix: str) -> int:
         """Validate the weight of a batch, and return it as an integer.
 
         If there are several losses, `loss_suffix` names the loss in the error message.
@@ -139,12 +139,12 @@ class OwnTask:
             weight = int(weight)
         if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
             raise UsageError(
-                f"{self._name}: weight returned {str(weight)[:60]} of type {type(weight).__name__}{of_loss}; return an "
-                f"integer of at least 0, such as the number of tokens that count"
+                f"{self._name}: weight returned {str(weight)[:60]} of type {type(weight).__name__}{loss_suffix}; "
+                "return an integer of at least 0, such as the number of tokens that count"
             )
         return weight
 
-    def _check_loss(self, loss: Any, of_loss: str, learns: bool) -> Tensor:
+    def _check_loss(self, loss: Any, loss_suffix: str, needs_gradient: bool) -> Tensor:
         """Validate and return the loss.
 
         Raises UsageError if it isn't a 0-dim float tensor, or if `needs_gradient` is True and it doesn't require a
@@ -155,13 +155,13 @@ class OwnTask:
                 f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             )
             raise UsageError(
-                f"{self._name}: loss returned {description}{of_loss}; return the sum over the batch as a 0-dim float "
-                f"tensor"
+                f"{self._name}: loss returned {description}{loss_suffix}; return the sum over the batch as a 0-dim "
+                "float tensor"
             )
-        if learns and not loss.requires_grad:
+        if needs_gradient and not loss.requires_grad:
             raise UsageError(
-                f"{self._name}: the loss{of_loss} has no gradient; compute it from the outputs with torch functions "
-                f"only, without detach() or item()"
+                f"{self._name}: the loss{loss_suffix} has no gradient; compute it from the outputs with torch "
+                "functions only, without detach() or item()"
             )
         return loss
 
@@ -171,7 +171,7 @@ class OwnTask:
         If `outputs` are on the meta device, the task is tested with arbitrary values instead.
         """
         if self._members["check"] is not None:
-            self._call("check", outputs, batch)
+            self._call_member("check", outputs, batch)
         check_metrics(self._metrics, outputs, batch)
         values = map_tensors(_copy_with_values, outputs)
         samples = get_batch_size(batch)
@@ -180,9 +180,9 @@ class OwnTask:
         loss = self.loss(map_tensors(lambda tensor: tensor.requires_grad_(tensor.is_floating_point()), values), batch)
         weight = self.weight(batch)
         check_same_names(loss, weight, self._name)
-        if not sum_of_losses(loss).isfinite():
+        if not add_losses(loss).isfinite():
             return  # arbitrary outputs may be invalid, as for a logarithm; the first step checks actual outputs
-        losses = {name: value.detach().double() for name, value in loss_sums(loss, weight).items()}
+        losses = {name: value.detach().double() for name, value in make_loss_sums(loss, weight).items()}
         counts = {**add_total(losses), "samples": torch.tensor(samples)}
         sums = {**self.sums(values, batch), **self.details(values, batch)}
         if (reserved_name := next(filter(is_reserved, sums), None)) is not None:
@@ -190,7 +190,7 @@ class OwnTask:
                 f"{self._name}: sums or details returned {reserved_name}, a name that Lockstep uses for several "
                 f"losses; choose a different name"
             )
-        figures = {**loss_means(counts), **self.figures({**counts, **sums})}
+        figures = {**compute_loss_means(counts), **self.figures({**counts, **sums})}
         with self._user_code("report"):
             json.dumps(self.report({**counts, **sums}))
         if self.monitor.name not in (*figures, LOSS.name):
@@ -199,12 +199,12 @@ class OwnTask:
                 f"set monitor to one of these metrics, or to loss"
             )
 
-    def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
+    def _check_sum(self, outputs: Any, batch: Batch, num_samples: int) -> None:
         """Raise UsageError if the loss is a mean, that is, if two identical samples have the same loss as one."""
 
         def select(rows: list[int], values: Any) -> Any:
             return map_tensors(
-                lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == samples else tensor, values
+                lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == num_samples else tensor, values
             )
 
         with torch.no_grad():
@@ -215,14 +215,16 @@ class OwnTask:
         if isinstance(pair_loss, Mapping) and isinstance(single_loss, Mapping):
             for name, loss in pair_loss.items():
                 weight_pair = tuple(weight[name] for weight in weights if isinstance(weight, Mapping))
-                self._check_one_sum(loss, single_loss[name], weight_pair, f" for {name}")
+                self._check_loss_is_sum(loss, single_loss[name], weight_pair, f" for {name}")
         elif isinstance(pair_loss, Tensor) and isinstance(single_loss, Tensor):
-            self._check_one_sum(pair_loss, single_loss, weights, "")
+            self._check_loss_is_sum(pair_loss, single_loss, weights, "")
 
-    def _check_one_sum(self, pair_loss: Tensor, single_loss: Tensor, weights: tuple[Any, ...], of_loss: str) -> None:
+    def _check_loss_is_sum(
+        self, pair_loss: Tensor, single_loss: Tensor, weights: tuple[Any, ...], loss_suffix: str
+    ) -> None:
         if weights[0] != weights[1] and is_mean(single_loss, pair_loss):
             raise UsageError(
-                f"{self._name}: loss returned {pair_loss.item():.6g}{of_loss} for two identical samples and "
+                f"{self._name}: loss returned {pair_loss.item():.6g}{loss_suffix} for two identical samples and "
                 f"{single_loss.item():.6g} for one, so it is a mean; return the sum (reduction='sum'), and let weight "
                 f"return the divisor"
             )
@@ -234,31 +236,31 @@ class OwnTask:
             f'{self._name}: monitor is {value!r}; set a metric, and whether higher is better, such as ("loss", False)'
         )
 
-    def _call_for_tensors(self, member: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        results = self._call_for_mapping(member, outputs, batch)
+    def _call_for_tensors(self, member_name: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        results = self._call_for_mapping(member_name, outputs, batch)
         invalid = next((name for name, value in results.items() if not isinstance(value, Tensor)), None)
         if invalid is not None:
             raise UsageError(
-                f"{self._name}: {member} returned {invalid} of type {type(results[invalid]).__name__}; return tensors, "
-                f"which are summed over batches"
+                f"{self._name}: {member_name} returned {invalid} of type {type(results[invalid]).__name__}; return "
+                "tensors, which are summed over batches"
             )
         return {str(name): value.detach() for name, value in results.items()}
 
-    def _call_for_mapping(self, member: str, *arguments: Any) -> Mapping[str, Any]:
-        if self._members[member] is None:
+    def _call_for_mapping(self, member_name: str, *arguments: Any) -> Mapping[str, Any]:
+        if self._members[member_name] is None:
             return {}
-        result = self._call(member, *arguments)
+        result = self._call_member(member_name, *arguments)
         if not isinstance(result, Mapping):
-            raise UsageError(f"{self._name}: {member} returned {type(result).__name__}; return a mapping by name")
+            raise UsageError(f"{self._name}: {member_name} returned {type(result).__name__}; return a mapping by name")
         return result
 
-    def _call(self, member: str, *arguments: Any) -> Any:
-        function: Callable[..., Any] = self._members[member]
-        with self._user_code(member):
+    def _call_member(self, member_name: str, *arguments: Any) -> Any:
+        function: Callable[..., Any] = self._members[member_name]
+        with self._user_code(member_name):
             return function(*arguments)
 
-    def _get_member(self, member: str, default: Any) -> Any:
-        return default if self._members[member] is None else self._members[member]
+    def _get_member(self, member_name: str, default: Any) -> Any:
+        return default if self._members[member_name] is None else self._members[member_name]
 
     def _user_code(self, member: str) -> UserCode:
         return UserCode(f"{self._name}: {member}")
@@ -266,7 +268,7 @@ class OwnTask:
 
 def add_metrics(task: Task, paths: Sequence[str]) -> Task:
     """Return a task that also reports the metrics at the import paths. Raises UsageError if one isn't a function."""
-    return OwnTask("task", task, find_metrics(paths)) if paths else task
+    return CustomTask("task", task, find_metrics(paths)) if paths else task
 
 
 def find_metrics(paths: Sequence[str]) -> dict[str, Metric]:
@@ -283,13 +285,13 @@ def compute_metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[st
     }
 
 
-def compute_metric_values(metrics: Metrics, sums: Mapping[str, Tensor], task_metrics: Figures) -> Figures:
+def compute_metric_values(metrics: Metrics, sums: Mapping[str, Tensor], task_metrics: MetricValues) -> MetricValues:
     """Divide each sum by the total weight, or by the number of samples if the task has several losses.
 
     `task_metrics` contains the metrics of the task itself. Raises UsageError if two metrics have the same name.
     """
     weight = max(int(sums.get("weight", sums.get("samples", 1))), 1)
-    metric_values: Figures = {}
+    metric_values: MetricValues = {}
     for key, value in sums.items():
         path, _, name = key.rpartition("/")
         if path not in metrics:
@@ -324,23 +326,26 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
             )
 
 
-def _call_metric(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-    with UserCode(f"metric {path}"):
+def _call_metric(import_path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+    with UserCode(f"metric {import_path}"):
         result = metric(outputs, batch)
         if not isinstance(result, Mapping):
-            raise UsageError(f"metric {path}: returned {type(result).__name__}; return a mapping of names to sums")
+            raise UsageError(
+                f"metric {import_path}: returned {type(result).__name__}; return a mapping of names to sums"
+            )
         # Metrics need no gradients.
         sums = {str(name): torch.as_tensor(value).detach() for name, value in result.items()}
-    if (reserved_name := first_reserved(sums, RESERVED_IN_TRAINING)) is not None:
+    if (reserved_name := find_reserved_name(sums, RESERVED_IN_TRAINING)) is not None:
         raise UsageError(
-            f"metric {path}: {reserved_name} is a name that Lockstep uses for evaluations; choose a different name "
-            f"({_CONTRACT})"
+            f"metric {import_path}: {reserved_name} is a name that Lockstep uses for evaluations; choose a different "
+            f"name ({_CONTRACT})"
         )
     for name, value in sums.items():
-        if value.ndim or value.is_complex() or "/" in name:
+        if "/" in name:
+            raise UsageError(f"metric {import_path}: name {name!r} contains '/'; choose a name without it")
+        if value.ndim or value.is_complex():
             raise UsageError(
-                f"metric {path}: {name} has shape {tuple(value.shape)} and {value.dtype}; return real 0-dim sums, with "
-                f"names without '/'"
+                f"metric {import_path}: {name} has shape {tuple(value.shape)} and {value.dtype}; return real 0-dim sums"
             )
     return sums
 

@@ -15,7 +15,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 PATH_MARK: Final = ":"  # a loss name that contains this character is an import path
 
 
-def find_own_loss(path: str) -> Loss:
+def import_custom_loss(path: str) -> Loss:
     """Import the loss function at `path`. Errors in the function are reported with their file and line."""
     loss = import_callable(path, "loss", "a function of outputs and targets")
     code = UserCode(f"loss {path}")
@@ -71,6 +71,6 @@ def check_is_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
         )
 
 
-def is_mean(single: Tensor, pair: Tensor) -> bool:
+def is_mean(single_loss: Tensor, pair_loss: Tensor) -> bool:
     """Return whether a loss is a mean, that is, whether two identical samples have the same loss as one sample."""
-    return bool(single != 0 and torch.isclose(pair, single))
+    return bool(single_loss != 0 and torch.isclose(pair_loss, single_loss))

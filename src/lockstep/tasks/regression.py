@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from lockstep.common.names import format_choices
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
-from lockstep.tasks.base import LOSS, Figures, Monitor, Report
+from lockstep.tasks.base import LOSS, MetricValues, Monitor, TaskReport
 from lockstep.tasks.batches import get_predictions, get_targets, split_batch
-from lockstep.tasks.own_loss import PATH_MARK, Loss, find_own_loss, sum_loss
+from lockstep.tasks.own_loss import PATH_MARK, Loss, import_custom_loss, sum_loss
 
 LOSSES: Final = ("mse", "mae", "huber")
 
@@ -32,7 +32,7 @@ class Regression:
 
     loss_name: str = "mse"
     delta: float = 1.0
-    own_loss: Loss | None = None
+    custom_loss: Loss | None = None
     model_name: str = "model"
     counts_samples: ClassVar[bool] = True
     unit: ClassVar[str] = "samples"
@@ -50,8 +50,8 @@ class Regression:
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
         prediction, targets = match_shapes(self.model_name, outputs, batch)
-        if self.own_loss is not None:
-            return sum_loss(self.own_loss(prediction, targets), prediction)
+        if self.custom_loss is not None:
+            return sum_loss(self.custom_loss(prediction, targets), prediction)
         values_per_sample = max(targets.numel() // max(len(targets), 1), 1)
         losses: dict[str, Callable[..., Tensor]]
         losses = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": partial(F.huber_loss, delta=self.delta)}
@@ -61,7 +61,7 @@ class Regression:
         """Return float64 sums of the errors, the targets and their squares for each output, and the sample count."""
         prediction, targets = (
             tensor.detach().double().flatten(1)
-            for tensor in match_shapes(self.model_name, outputs, batch, columns=True)
+            for tensor in match_shapes(self.model_name, outputs, batch, at_least_2d=True)
         )
         errors = prediction - targets
         return {
@@ -72,10 +72,10 @@ class Regression:
             "counted": torch.tensor(len(targets)),
         }
 
-    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+    def figures(self, sums: Mapping[str, Tensor]) -> MetricValues:
         """Return the root mean squared error, the mean absolute error, and R2 averaged over the outputs."""
         counted = max(int(sums["counted"]), 1)
-        r2 = [_compute_r2(*column) for column in zip(*_to_columns(sums), strict=True)]
+        r2 = [_compute_r2(*column) for column in zip(*_list_sums_by_output(sums), strict=True)]
         return {
             "rmse": math.sqrt(float(sums["squared"].mean()) / counted),
             "mae": float(sums["absolute"].mean()) / counted,
@@ -86,13 +86,13 @@ class Regression:
         """See Task."""
         return {}
 
-    def report(self, sums: Mapping[str, Tensor]) -> Report:
+    def report(self, sums: Mapping[str, Tensor]) -> TaskReport:
         """Return R2 and the errors of each output, or an empty dict if there is only one output."""
         counted = max(int(sums["counted"]), 1)
         if len(sums["squared"]) < 2:
             return {}
         return {
-            "r2": [_compute_r2(*column) for column in zip(*_to_columns(sums), strict=True)],
+            "r2": [_compute_r2(*column) for column in zip(*_list_sums_by_output(sums), strict=True)],
             "rmse": (sums["squared"] / counted).sqrt().tolist(),
             "mae": (sums["absolute"] / counted).tolist(),
         }
@@ -112,7 +112,7 @@ class Regression:
 def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
     """Create the task from recipe options. `loss` is mse, mae, huber or package.module:function."""
     if PATH_MARK in loss:
-        return Regression(own_loss=find_own_loss(loss), model_name=model)
+        return Regression(custom_loss=import_custom_loss(loss), model_name=model)
     if loss not in LOSSES:
         suggestions = format_choices(loss, (*LOSSES, "package.module:function"))
         raise UsageError(f"recipe.task.loss: {loss} is not a loss for regression{suggestions}")
@@ -121,7 +121,7 @@ def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
     return Regression(loss, delta, model_name=model)
 
 
-def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
+def match_shapes(model: str, outputs: Any, batch: Batch, at_least_2d: bool = False) -> tuple[Tensor, Tensor]:
     """Return predictions and targets with the same shape and dtype, which is at least float32.
 
     If `at_least_2d` is True, both have at least two dims. Raises UsageError if the shapes don't match.
@@ -140,10 +140,10 @@ def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) 
     if prediction.dtype in (torch.float16, torch.bfloat16):
         prediction = prediction.float()
     targets = targets.to(prediction.dtype)
-    return (prediction[:, None], targets[:, None]) if columns and prediction.ndim == 1 else (prediction, targets)
+    return (prediction[:, None], targets[:, None]) if at_least_2d and prediction.ndim == 1 else (prediction, targets)
 
 
-def _to_columns(sums: Mapping[str, Tensor]) -> list[list[float]]:
+def _list_sums_by_output(sums: Mapping[str, Tensor]) -> list[list[float]]:
     counted = [float(sums["counted"])] * len(sums["squared"])
     return [*(sums[name].tolist() for name in ("squared", "targets", "targets_squared")), counted]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
-from lockstep.tasks.base import Figures, Monitor, Report
+from lockstep.tasks.base import MetricValues, Monitor, TaskReport
 from lockstep.tasks.batches import get_predictions, get_targets, split_batch
 from lockstep.tasks.classification import SKIPPED, compute_confusion, sum_cross_entropy
 
@@ -55,7 +55,7 @@ class Segmentation:
         targets, scores = self._get_targets(batch), get_predictions(outputs, self.model_name)
         return {"confusion": compute_confusion(targets, scores.argmax(1), scores.shape[1], targets != SKIPPED)}
 
-    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+    def figures(self, sums: Mapping[str, Tensor]) -> MetricValues:
         """Return the mean intersection over union of the classes that occur, and the pixel accuracy."""
         matrix = sums["confusion"]
         overlaps = [overlap for overlap in _compute_iou(matrix) if overlap is not None]
@@ -68,7 +68,7 @@ class Segmentation:
         """See Task."""
         return {}
 
-    def report(self, sums: Mapping[str, Tensor]) -> Report:
+    def report(self, sums: Mapping[str, Tensor]) -> TaskReport:
         """Return the confusion matrix, and the intersection over union of each class, which is None if undefined."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))

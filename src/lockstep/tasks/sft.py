@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
-from lockstep.tasks.base import LOSS, Figures, Monitor, Report
+from lockstep.tasks.base import LOSS, MetricValues, Monitor, TaskReport
 from lockstep.tasks.batches import get_predictions
 from lockstep.tasks.language import LABELS, Language, SumLosses, sum_cross_entropy
 
@@ -41,12 +41,12 @@ class Sft:
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
-        ids = _rows(batch)[_IDS]
+        ids = _check_batch(batch)[_IDS]
         return {_IDS: ids, POSITIONS: batch[POSITIONS]} if POSITIONS in batch else (ids,)
 
     def weight(self, batch: Batch) -> int:
         """See Task."""
-        return self._language.weight(_rows(batch))
+        return self._language.weight(_check_batch(batch))
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
@@ -58,7 +58,7 @@ class Sft:
         predictions = get_predictions(outputs, self.model_name)[:, :-1].argmax(2)
         return {"correct": ((predictions == targets) & (targets != self._language.ignore)).sum()}
 
-    def figures(self, sums: Mapping[str, Tensor]) -> Figures:
+    def figures(self, sums: Mapping[str, Tensor]) -> MetricValues:
         """Return the perplexity, and the fraction of targets to which the model assigns the highest probability."""
         weight = max(int(sums["weight"]), 1)
         loss = float(sums["loss"]) / weight
@@ -71,7 +71,7 @@ class Sft:
         """See Task."""
         return {}
 
-    def report(self, sums: Mapping[str, Tensor]) -> Report:
+    def report(self, sums: Mapping[str, Tensor]) -> TaskReport:
         """See Task."""
         return {}
 
@@ -85,7 +85,7 @@ def sft(model: str, vocabulary: int | None = None) -> Sft:
     return Sft(vocabulary, model)
 
 
-def _rows(batch: Batch) -> Mapping[str, Tensor]:
+def _check_batch(batch: Batch) -> Mapping[str, Tensor]:
     if not isinstance(batch, Mapping) or not {_IDS, LABELS} <= batch.keys():
         raise UsageError(
             f"recipe.task: sft requires batches with {_IDS} and {LABELS}; use recipe.data.name=chat, or a dataset "

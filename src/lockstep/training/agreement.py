@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.comm.world import World
 from lockstep.common.patterns import list_some
 from lockstep.core.majority import find_minority
-from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor, unsharded_tensors
+from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, get_local_tensor, get_unsharded_tensors
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
@@ -34,7 +34,7 @@ class Disagreement:
     """
 
     names: tuple[str, ...]
-    odd_ranks: tuple[int, ...] | None
+    minority_ranks: tuple[int, ...] | None
     hosts: tuple[str, ...]
 
     @property
@@ -45,11 +45,11 @@ class Disagreement:
     @property
     def verdict(self) -> str:
         """A message that names the ranks that differ from the majority, or says that there is no majority."""
-        if self.odd_ranks is None:
+        if self.minority_ranks is None:
             ranks = "the two ranks" if len(self.hosts) == 2 else "the ranks"
             return f"{ranks} disagree without a majority, so the wrong rank is unknown"
-        ranks = ", ".join(f"{rank} ({self.hosts[rank]})" for rank in self.odd_ranks)
-        return f"rank {ranks} {'has' if len(self.odd_ranks) == 1 else 'have'} different values than the majority"
+        ranks = ", ".join(f"{rank} ({self.hosts[rank]})" for rank in self.minority_ranks)
+        return f"rank {ranks} {'has' if len(self.minority_ranks) == 1 else 'have'} different values than the majority"
 
 
 def check_initial_weights(world: World, model: nn.Module, advice: str) -> nn.Module:
@@ -63,7 +63,7 @@ def check_initial_weights(world: World, model: nn.Module, advice: str) -> nn.Mod
     return model
 
 
-def find_disagreement(world: World, model: NamedTensors, weights: str = "") -> Disagreement | None:
+def find_disagreement(world: World, model: NamedTensors, weights_sha256: str = "") -> Disagreement | None:
     """Compare the tensors of a model across ranks. Return the differing tensors, or None if all ranks agree.
 
     All ranks must call it, and all ranks get the same result. `weights_sha256` is the SHA-256 of the unsharded tensors.
@@ -72,8 +72,10 @@ def find_disagreement(world: World, model: NamedTensors, weights: str = "") -> D
     if world.size == 1:
         return None
     shards = {name: value for name, value in model.items() if isinstance(value, Shard)}
-    layout = hashlib.sha256(json.dumps([(name, *_rows(shards[name])) for name in sorted(shards)]).encode()).digest()
-    own_digests = [weights or store.weights_sha256(unsharded_tensors(model)), store.weights_sha256(shards)]
+    layout = hashlib.sha256(
+        json.dumps([(name, *_describe_rows(shards[name])) for name in sorted(shards)]).encode()
+    ).digest()
+    own_digests = [weights_sha256 or store.weights_sha256(get_unsharded_tensors(model)), store.weights_sha256(shards)]
     digests = world.all_gather_bytes(layout + b"".join(map(bytes.fromhex, own_digests)))
     whole_digests = {digest[32:64] for digest in digests}
     if len(whole_digests) == 1 and len({digest[:32] for digest in digests}) == len(
@@ -86,7 +88,7 @@ def find_disagreement(world: World, model: NamedTensors, weights: str = "") -> D
 def _compare_tensors(world: World, model: NamedTensors) -> Disagreement | None:
     names = sorted(model)
     host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
-    answers = world.all_gather_bytes(host + b"".join(_digest(model[name]) for name in names))
+    answers = world.all_gather_bytes(host + b"".join(_digest_tensor(model[name]) for name in names))
     differing_names, minority = [], set[int]()
     has_majority = True
     for number, name in enumerate(names):
@@ -104,11 +106,11 @@ def _compare_tensors(world: World, model: NamedTensors) -> Disagreement | None:
     return Disagreement(tuple(dict.fromkeys(differing_names)), tuple(sorted(minority)) if has_majority else None, hosts)
 
 
-def _digest(value: MaybeSharded) -> bytes:
+def _digest_tensor(value: MaybeSharded) -> bytes:
     """Return the digest of the row range that this rank holds, followed by the digest of its values."""
-    rows = hashlib.sha256(json.dumps(_rows(value)).encode()).digest()[:_DIGEST_BYTES]
-    return rows + hashlib.sha256(tensorfile.to_bytes(local_tensor(value))).digest()[:_DIGEST_BYTES]
+    rows = hashlib.sha256(json.dumps(_describe_rows(value)).encode()).digest()[:_DIGEST_BYTES]
+    return rows + hashlib.sha256(tensorfile.to_bytes(get_local_tensor(value))).digest()[:_DIGEST_BYTES]
 
 
-def _rows(value: MaybeSharded) -> list[int]:
+def _describe_rows(value: MaybeSharded) -> list[int]:
     return [value.first, *value.tensor.shape] if isinstance(value, Shard) else []

@@ -25,7 +25,7 @@ from lockstep.core.digest import Digests
 from lockstep.core.shard import NamedTensors, Shard
 
 MAX_TIME_FRACTION: Final = 0.005  # maximum fraction of the step time that digests may take
-_DIGESTS_PER_MESSAGE: Final = 64  # number of pending digests at which a report sums them over the ranks
+_MAX_PENDING_DIGESTS: Final = 64  # once this many digests are pending, the next report sums them over the ranks
 _TIMED_DIGESTS: Final = 8  # number of digests that are timed before the interval is chosen
 _MAX_INTERVAL: Final = 1 << 12
 
@@ -35,7 +35,7 @@ class Digest(NamedTuple):
 
     step: int
     value: int  # unsigned, 64 bits
-    weights: bool = False
+    is_weights: bool = False
 
 
 @final
@@ -53,7 +53,7 @@ class StepDigests:
     world: World
     gradients: Callable[[], NamedTensors]
     write: Callable[[Sequence[Digest]], None]
-    every: int | None = None
+    interval: int | None = None
     report: Callable[[str], object] = str
 
     def __post_init__(self) -> None:
@@ -66,42 +66,42 @@ class StepDigests:
 
     def add(self, step: int) -> None:
         """Add the digest of the gradient of `step`, counted from 1, if a digest is due."""
-        if self.every is None:
+        if self.interval is None:
             now = time.perf_counter()
             self._step_seconds.append(now - self._last_added)
             self._last_added = now
-        if step % (self.every or 1):
+        if step % (self.interval or 1):
             return
-        self._add_digest(step, self.gradients(), weights=False)
-        if self.every is None:
+        self._add_digest(step, self.gradients(), is_weights=False)
+        if self.interval is None:
             if self.world.device.type == "cuda":  # the elapsed time is known only after the kernels have run
                 torch.cuda.synchronize(self.world.device)
             self._digest_seconds.append(time.perf_counter() - now)
 
     def add_weights(self, step: int, weights: NamedTensors) -> None:
         """Add the digest of the weights after `step` updates."""
-        self._add_digest(step, weights, weights=True)
+        self._add_digest(step, weights, is_weights=True)
 
     def collect(self, *, only_if_enough: bool = False) -> None:
         """Sum the pending digests over all ranks, and write them on rank 0.
 
         If `only_if_enough` is set and only a few digests are pending, they are kept for a later call.
         """
-        threshold = 1 if not only_if_enough else _TIMED_DIGESTS if self.every is None else _DIGESTS_PER_MESSAGE
+        threshold = 1 if not only_if_enough else _TIMED_DIGESTS if self.interval is None else _MAX_PENDING_DIGESTS
         if len(self._pending) < threshold:
             return
         pending, self._pending = self._pending, []
         table = torch.stack([part.to(self.world.device) for *_, part in pending] + [self._choose_interval()])
         *values, every = self.world.add_(table).tolist()
         if every:
-            self.every = every
+            self.interval = every
             self.report(f"digests: one every {every} steps, to take at most {MAX_TIME_FRACTION:.1%} of the time\n")
         if self.world.rank == 0:
             summed = zip(pending, values, strict=True)
             self.write([Digest(step, value % (1 << 64), weights) for (step, weights, _), value in summed])
 
-    def _add_digest(self, step: int, tensors: NamedTensors, weights: bool) -> None:
-        self._pending.append((step, weights, self._digests.digest_model(tensors, self._assigned_names(tensors))))
+    def _add_digest(self, step: int, tensors: NamedTensors, is_weights: bool) -> None:
+        self._pending.append((step, is_weights, self._digests.digest_model(tensors, self._assigned_names(tensors))))
 
     def _assigned_names(self, tensors: NamedTensors) -> frozenset[str]:
         """Return the names of the unsharded tensors whose digests are computed on this rank only."""
@@ -123,7 +123,7 @@ class StepDigests:
         Returns 0 if too few digests have been timed, and on all ranks except rank 0.
         """
         every = 0
-        if self.world.rank == 0 and self.every is None and len(self._digest_seconds) == _TIMED_DIGESTS:
+        if self.world.rank == 0 and self.interval is None and len(self._digest_seconds) == _TIMED_DIGESTS:
             target_interval = median(self._digest_seconds) / (MAX_TIME_FRACTION * median(self._step_seconds))
             every = 1
             while every < min(target_interval, _MAX_INTERVAL):

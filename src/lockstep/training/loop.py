@@ -10,11 +10,11 @@ from lockstep.ranks.signals import STOP_LEVELS
 from lockstep.tasks.base import MicroBatches
 from lockstep.training.events import Evaluated, Event, Saved, Stopped
 from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 from lockstep.training.turn import TrainingStep
 
 
-class Stop(Protocol):
+class StopSource(Protocol):
     """The source of stop requests. `level` is 0 if no stop is requested, or else a level of ranks/signals.py."""
 
     @property
@@ -33,14 +33,14 @@ def run_training_step(
     training_step.record_update(lr, sums, engine.update(lr, recipe.clip_norm))
 
 
-def train(engine: StepEngine, reports: StepReports, items: Iterable[TrainingStep | Event]) -> Iterator[Event]:
+def train(engine: StepEngine, reports: StepReporter, items: Iterable[TrainingStep | Event]) -> Iterator[Event]:
     """Run each step in `items` on an engine, at the learning rate of the plan, and yield the events in `items`."""
     plan = reports.plan
     assert plan.rate is not None
     assert plan.recipe is not None
     for item in items:
         if isinstance(item, TrainingStep):
-            observe = plan.figures is not None and plan.reports(item.step)
+            observe = plan.compute_metrics is not None and plan.should_report(item.step)
             run_training_step(
                 engine, plan.recipe, item, plan.rate.compute_rate(item.step.samples_seen), observe=observe
             )
@@ -50,12 +50,12 @@ def train(engine: StepEngine, reports: StepReports, items: Iterable[TrainingStep
 
 def iterate_training_steps(
     batches: Batches,
-    reports: StepReports,
+    reports: StepReporter,
     *,
     save: Callable[[Progress], Iterable[Saved]],
     evaluate: Callable[[Progress], Evaluated] | None = None,
-    stop: Stop | None = None,
-    preempted: Callable[[], bool] | None = None,
+    stop: StopSource | None = None,
+    is_preempted: Callable[[], bool] | None = None,
 ) -> Iterator[TrainingStep | Event]:
     """Yield the remaining steps of the plan and the events after each step, until the plan ends or the ranks stop.
 
@@ -93,7 +93,7 @@ def iterate_training_steps(
                 evaluated = evaluate(progress)
                 progress.record_evaluation(evaluated, plan.monitor)
                 yield evaluated
-        at_risk = preempted is not None and plan.reports(step) and preempted()
+        at_risk = is_preempted is not None and plan.should_report(step) and is_preempted()
         if is_last or level or at_risk or plan.save.falls_on(step):
             with reports.paused():
                 yield from save(progress)

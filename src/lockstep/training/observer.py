@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.core.batch import Batch, map_tensors, tensors_of
-from lockstep.core.several_losses import Loss, sum_of_losses
+from lockstep.core.batch import Batch, get_tensors, map_tensors
+from lockstep.core.several_losses import Loss, add_losses
 from lockstep.tasks.base import MicroBatch
 
 LOSS: Final = "the loss"
@@ -31,7 +31,7 @@ _COLLECTIVE_PREFIXES: Final = ("c10d::", "_c10d_functional::", "fsdp::")
 class TensorObserver(Protocol):
     """Receives the tensors of a step, in the order in which they were computed."""
 
-    def add(self, part: str, module: str, name: str, tensor: Tensor) -> None:
+    def add(self, phase: str, module: str, name: str, tensor: Tensor) -> None:
         """Record the current values of a tensor."""
 
 
@@ -81,15 +81,15 @@ class StepObservations:
     """
 
     losses: list[SampleLoss] = field(default_factory=list)
-    microbatches: dict[int, float] = field(default_factory=dict)
+    microbatch_losses: dict[int, float] = field(default_factory=dict)
     activations: dict[str, float] = field(default_factory=dict)
     nonfinite: NonFinite | None = None
 
-    def record_activation(self, name: str, largest: float) -> None:
+    def record_activation(self, name: str, max_abs: float) -> None:
         """Record the largest absolute value in the output of a module. NaN counts as the largest value."""
         previous = self.activations.get(name, 0.0)
         self.activations[name] = (
-            largest if math.isnan(largest) else previous if math.isnan(previous) else max(previous, largest)
+            max_abs if math.isnan(max_abs) else previous if math.isnan(previous) else max(previous, max_abs)
         )
 
 
@@ -119,12 +119,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         If `loss` returns several losses, their sum is recorded.
         """
-        samples = self._microbatch.samples
+        samples = self._microbatch.num_samples
         with torch.no_grad(), self.paused():
             for sample in range(samples):
                 select = partial(map_tensors, partial(_select_sample, sample, samples))
                 try:  # raises an exception if the loss needs the full batch, or if the output type is custom
-                    value = float(sum_of_losses(loss(select(outputs), select(batch))))
+                    value = float(add_losses(loss(select(outputs), select(batch))))
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     value = math.nan
                 self._observations.losses.append(SampleLoss(self._microbatch.index, sample, value))
@@ -150,18 +150,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as hooks:
             for path, module in model.named_modules():
                 name = path or type(module).__name__
-                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
-                hooks.enter_context(module.register_forward_hook(partial(self._leave, name)))
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter_module, name)))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave_module, name)))
             yield
 
-    def _enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
+    def _enter_module(self, name: str, _module: nn.Module, _inputs: Any) -> None:
         self._modules.append(name)
 
-    def _leave(self, name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+    def _leave_module(self, name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
         self._modules.pop()
         with self.paused():
             self._record_tensors("forward", name, "the module's output", outputs)
-            for tensor in tensors_of(outputs):
+            for tensor in get_tensors(outputs):
                 if tensor.is_floating_point() and tensor.numel():
                     self._observations.record_activation(name, float(tensor.detach().abs().amax()))
                 if tensor.grad_fn is not None:
@@ -177,7 +177,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         # Inspect the inputs before the operation runs, because it may write its result into them.
         is_checked = self._observations.nonfinite is None and not name.startswith(_FILL_OPS)
-        input_kinds = [*map(_find_nan_and_inf, tensors_of((args, kwargs)))] if is_checked else []
+        input_kinds = [*map(_find_nan_and_inf, get_tensors((args, kwargs)))] if is_checked else []
         outputs = func(*args, **kwargs)
         with self.paused():
             self._check_outputs(
@@ -186,48 +186,48 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def _check_outputs(
-        self, name: str, input_kinds: Sequence[tuple[bool, bool]] | None, outputs: Any, node: str | None
+        self, name: str, input_nan_and_inf: Sequence[tuple[bool, bool]] | None, outputs: Any, node_name: str | None
     ) -> None:
-        phase: Literal["forward", "backward"] = "forward" if node is None else "backward"
-        module = (self._modules[-1] if self._modules else LOSS) if node is None else self._backward_module
-        operation = name if node is None else f"{name} of {node}"
+        phase: Literal["forward", "backward"] = "forward" if node_name is None else "backward"
+        module = (self._modules[-1] if self._modules else LOSS) if node_name is None else self._backward_module
+        operation = name if node_name is None else f"{name} of {node_name}"
         if not name.startswith(_UNINITIALIZED_OPS):
             self._record_tensors(phase, module, operation, outputs)
-        if input_kinds is None:
+        if input_nan_and_inf is None:
             return
-        output_kinds = [*map(_find_nan_and_inf, tensors_of(outputs))]
+        output_kinds = [*map(_find_nan_and_inf, get_tensors(outputs))]
         for kind, position in (("NaN", 0), ("inf", 1)):
             if any(kinds[position] for kinds in output_kinds) and not any(
-                kinds[position] or kinds[0] for kinds in input_kinds
+                kinds[position] or kinds[0] for kinds in input_nan_and_inf
             ):
-                sample = self._find_sample(tensors_of(outputs))
+                sample = self._find_sample(get_tensors(outputs))
                 self._observations.nonfinite = NonFinite(kind, module, operation, phase, self._microbatch.index, sample)  # type: ignore[arg-type]
                 return
 
     def _check_batch(self) -> None:
         """Record a NaN in the samples. Infinities are ignored, because a mask may contain them on purpose."""
-        tensors = tensors_of(self._microbatch.batch)
+        tensors = get_tensors(self._microbatch.batch)
         if self._observations.nonfinite is None and any(nan for nan, _ in map(_find_nan_and_inf, tensors)):
             index = self._microbatch.index
             self._observations.nonfinite = NonFinite("NaN", BATCH, "", "forward", index, self._find_sample(tensors))
 
-    def _record_tensors(self, phase: str, module: str, name: str, outputs: Any) -> None:
+    def _record_tensors(self, phase: str, module_name: str, tensor_name: str, outputs: Any) -> None:
         if self._tensors is not None:
-            for tensor in tensors_of(outputs):
-                self._tensors.add(f"micro-batch {self._microbatch.index}, {phase}", module, name, tensor)
+            for tensor in get_tensors(outputs):
+                self._tensors.add(f"micro-batch {self._microbatch.index}, {phase}", module_name, tensor_name, tensor)
 
     def _find_sample(self, outputs: Sequence[Tensor]) -> int:
         """Return the index of the first sample with a non-finite value, or -1 if no output has one row per sample."""
         for tensor in outputs:
-            if tensor.ndim and len(tensor) == self._microbatch.samples and tensor.is_floating_point():
+            if tensor.ndim and len(tensor) == self._microbatch.num_samples and tensor.is_floating_point():
                 rows = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero()
                 if len(rows):
                     return int(rows[0])
         return -1
 
 
-def _select_sample(index: int, samples: int, tensor: Tensor) -> Tensor:
-    return tensor[index : index + 1] if tensor.ndim and len(tensor) == samples else tensor
+def _select_sample(index: int, num_samples: int, tensor: Tensor) -> Tensor:
+    return tensor[index : index + 1] if tensor.ndim and len(tensor) == num_samples else tensor
 
 
 def _node_metadata(node: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lockstep.core.engine_recipe import EngineRecipe
 from lockstep.core.order import Step, Steps
-from lockstep.core.rate import Rate
-from lockstep.tasks.base import LOSS, Figures, Monitor
+from lockstep.core.rate import RateSchedule
+from lockstep.tasks.base import LOSS, MetricValues, Monitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,11 @@ class Plan:
     """The plan of a training loop: its steps, learning rates, and intervals of reports, evaluations and saves."""
 
     steps: Steps
-    rate: Rate | None  # None if the caller of the loop sets the learning rate
+    rate: RateSchedule | None  # None if the caller of the loop sets the learning rate
     monitor: Monitor = LOSS
-    figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # computes the metrics of a step from its sums
+    compute_metrics: Callable[[Mapping[str, Tensor]], MetricValues] | None = (
+        None  # computes the metrics of a step from its sums
+    )
     # Whether weights and sample counts differ. If so, reports also contain the speed in weight per second.
     has_weights: bool = False
     recipe: EngineRecipe | None = None
@@ -45,6 +47,6 @@ class Plan:
     evaluate: Interval | None = Interval(epochs=1)  # None if there is no validation split
     save: Interval = Interval(epochs=1)
 
-    def reports(self, step: Step) -> bool:
+    def should_report(self, step: Step) -> bool:
         """Return whether `step` is reported. The last step always is."""
         return step.number + 1 == self.steps.total or self.log.falls_on(step)

@@ -34,18 +34,20 @@ class Progress:
         """The progress as keyword arguments for an event: `step`, `epoch` and `samples`."""
         return {"step": self.step, "epoch": self.epoch, "samples": self.samples}
 
-    def record_evaluation(self, evaluated: Evaluated, monitor: Monitor) -> None:
+    def record_evaluation(self, evaluation_result: Evaluated, monitor: Monitor) -> None:
         """Record the metrics of an evaluation, and whether it is the best evaluation so far.
 
         Evaluations are compared by the monitored metric and, if it is equal, by the loss.
         """
-        self.figures = evaluated.figures
-        if _sort_key(evaluated.figures, evaluated.loss, monitor) > _sort_key(self.best, self.best_loss, monitor):
-            self.best, self.best_loss, self.best_at = evaluated.figures, evaluated.loss, self.step
+        self.figures = evaluation_result.figures
+        if _sort_key(evaluation_result.figures, evaluation_result.loss, monitor) > _sort_key(
+            self.best, self.best_loss, monitor
+        ):
+            self.best, self.best_loss, self.best_at = evaluation_result.figures, evaluation_result.loss, self.step
 
 
-def _sort_key(figures: dict[str, float], loss: float, monitor: Monitor) -> tuple[float, float]:
+def _sort_key(metrics: dict[str, float], loss: float, monitor: Monitor) -> tuple[float, float]:
     """Return a sort key that is larger for a better evaluation, and lowest without the monitored metric."""
-    value = figures.get(monitor.name, loss if monitor.name == "loss" else math.nan)
+    value = metrics.get(monitor.name, loss if monitor.name == "loss" else math.nan)
     score = value if monitor.higher else -value
     return -math.inf if math.isnan(score) else score, -loss

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.core.engine_recipe import nonfinite_advice
+from lockstep.core.engine_recipe import make_nonfinite_advice
 from lockstep.core.order import Step
-from lockstep.core.several_losses import add_total, loss_means, loss_sums
-from lockstep.device.meter import Meter
+from lockstep.core.several_losses import add_total, compute_loss_means, make_loss_sums
+from lockstep.device.meter import SpeedMeter
 from lockstep.parallel.engine import Sums
 from lockstep.tasks.base import LOSS
 from lockstep.training.digests import StepDigests
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @final
-class StepReports:
+class StepReporter:
     """Makes the step reports of a training loop. All ranks must make the same calls."""
 
     def __init__(self, world: World, plan: Plan, progress: Progress, digests: StepDigests | None = None) -> None:
@@ -33,8 +33,10 @@ class StepReports:
         self.plan = plan
         self.progress = progress
         self.digests = digests
-        self._nonfinite_check = NonFiniteCheck(world, plan.stop_on_nonfinite, nonfinite_advice(plan.recipe), digests)
-        self._meter = Meter(world.device)
+        self._nonfinite_check = NonFiniteCheck(
+            world, plan.stop_on_nonfinite, make_nonfinite_advice(plan.recipe), digests
+        )
+        self._meter = SpeedMeter(world.device)
         self._last_step = -1  # number of the last step; keeping the step itself would keep its batch in memory
 
     def report(self, training_step: TrainingStep) -> Sequence[Stepped]:
@@ -45,8 +47,8 @@ class StepReports:
         assert training_step.sums is not None
         assert training_step.update is not None
         self._nonfinite_check.add(training_step.step, training_step.lr, training_step.sums)
-        self._meter.add(training_step.step.samples, training_step.sums.weight)
-        if not self.plan.reports(training_step.step):
+        self._meter.add_step(training_step.step.samples, training_step.sums.weight)
+        if not self.plan.should_report(training_step.step):
             return ()
         if self.digests is not None:
             self.digests.collect(only_if_enough=True)
@@ -62,14 +64,14 @@ class StepReports:
             samples_per_s=speed.samples_per_s,
             weight_per_s=speed.weight_per_s if self.plan.has_weights and training_step.step.weights is None else None,
             data_s=speed.data_s,
-            peak_bytes=self._meter.peak_bytes(),
-            figures=self._figures(training_step.step, training_step.sums),
+            peak_bytes=self._meter.get_peak_bytes(),
+            figures=self._compute_metrics(training_step.step, training_step.sums),
         )
         return [stepped]
 
     def time_waits(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the items of `batches`, and count the time spent waiting for them as data time."""
-        return self._meter.time_waits(batches)
+        return self._meter.measure_data_waits(batches)
 
     def check(self) -> float:
         """Return the loss of the last step. Raise TrainingError if any loss since the last check isn't finite."""
@@ -82,25 +84,25 @@ class StepReports:
         yield
         self._meter.restart()
 
-    def _figures(self, step: Step, sums: Sums) -> dict[str, float]:
+    def _compute_metrics(self, step: Step, sums: Sums) -> dict[str, float]:
         """Return the metrics of the task for a step, computed with the weights before the update.
 
         The total loss isn't included. If the task has several losses, the result contains the mean of each loss.
         """
-        if self.plan.figures is None and not sums.named:
+        if self.plan.compute_metrics is None and not sums.named:
             return {}
-        losses = step_sums(sums)
-        means = loss_means(losses)
-        if self.plan.figures is None:
+        losses = compute_step_sums(sums)
+        means = compute_loss_means(losses)
+        if self.plan.compute_metrics is None:
             return means
         samples = torch.tensor(step.samples)
-        figures = self.plan.figures({**losses, "samples": samples, **sums.of_task})
+        figures = self.plan.compute_metrics({**losses, "samples": samples, **sums.of_task})
         return means | {name: figure for name, figure in figures.items() if name != LOSS.name}
 
 
-def step_sums(sums: Sums) -> Mapping[str, Tensor]:
+def compute_step_sums(sums: Sums) -> Mapping[str, Tensor]:
     """Return the sums of the losses and weights of a step, on the CPU, named as in `compute_batch_sums`."""
     if not sums.named:
         return {"loss": sums.total.double().cpu(), "weight": torch.tensor(sums.weight)}
     losses = {name: loss.total.cpu() for name, loss in sums.named.items()}
-    return add_total(loss_sums(losses, {name: loss.weight for name, loss in sums.named.items()}))
+    return add_total(make_loss_sums(losses, {name: loss.weight for name, loss in sums.named.items()}))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.batch import Batch, tensors_of
+from lockstep.core.batch import Batch, get_tensors
 from lockstep.data.base import Split
 from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import tensorfile
@@ -17,7 +17,7 @@ def _full_batch(batch: Batch) -> Batch:
     return batch
 
 
-def digest_ends(split: Split, select: Callable[[Batch], Any] = _full_batch) -> str:
+def digest_end_samples(split: Split, select: Callable[[Batch], Any] = _full_batch) -> str:
     """Return a digest of the first and last sample of a split, or "unreadable" if a sample can't be read.
 
     `select` returns the part of a batch that the digest covers.
@@ -27,7 +27,7 @@ def digest_ends(split: Split, select: Callable[[Batch], Any] = _full_batch) -> s
         batches = [split.fetch(np.array([number]), None) for number in sorted({0, len(split) - 1})]
     except TrainingError:  # the error is reported when training reads the sample
         return "unreadable"
-    samples = [tensors_of(select(batch)) for batch in batches]
+    samples = [get_tensors(select(batch)) for batch in batches]
     # Interleave the tensors of both samples, so that the digest equals those in existing checkpoints.
     tensors = [tensor for pair in zip_longest(*samples) for tensor in pair if tensor is not None]
     return hashlib.sha256(b"".join(tensorfile.to_bytes(tensor) for tensor in tensors)).hexdigest()[:16]

@@ -13,7 +13,7 @@ FullTensors = Iterable[tuple[str, Tensor]]
 
 
 def measure_update(
-    update: Callable[[], Update], gradients: FullTensors, before: FullTensors, after: FullTensors
+    apply_update: Callable[[], Update], gradients: FullTensors, weights_before: FullTensors, weights_after: FullTensors
 ) -> tuple[Update, list[ParameterNorms]]:
     """Call `apply_update`, and return its result and the norms of each trained parameter. All ranks call it.
 
@@ -21,8 +21,8 @@ def measure_update(
     Only rank 0 gets the norms of all parameters.
     """
     gradient_norms = {name: _l2_norm(gradient) for name, gradient in gradients}
-    weights = {name: weight.clone() for name, weight in before}
-    updated = update()
+    weights = {name: weight.clone() for name, weight in weights_before}
+    updated = apply_update()
     parameter_norms = [
         ParameterNorms(
             name,
@@ -31,7 +31,7 @@ def measure_update(
             gradient_norms[name] / (updated.loss_scale or 1.0),
             _l2_norm(weight.double() - weights[name].double()),
         )
-        for name, weight in after
+        for name, weight in weights_after
         if name in gradient_norms
     ]
     return updated, parameter_norms

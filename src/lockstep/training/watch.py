@@ -45,11 +45,11 @@ class NonFiniteCheck:
                         if self._digests is not None:
                             # Write the digests up to this step, so that a user can inspect them.
                             self._digests.collect()
-                        raise TrainingError(self._describe(loss, step, lr, sums))
+                        raise TrainingError(self._describe_nonfinite_loss(loss, step, lr, sums))
             self._unchecked.clear()
         return self._last_loss
 
-    def _describe(self, loss: float, step: Step, lr: float, sums: Sums) -> str:
+    def _describe_nonfinite_loss(self, loss: float, step: Step, lr: float, sums: Sums) -> str:
         nonfinite = torch.zeros(self._world.size, dtype=torch.int64)
         nonfinite[self._world.rank] = not all(bool(torch.isfinite(loss).all()) for loss in sums.local_losses)
         ranks = self._world.add_(nonfinite).nonzero().flatten().tolist()

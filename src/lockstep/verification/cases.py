@@ -18,33 +18,33 @@ from typing import Any, Final, final
 
 import torch
 
-from lockstep.common.hashing import different_hash_seed
-from lockstep.config.load import Loaded
+from lockstep.common.hashing import choose_different_hash_seed
+from lockstep.config.load import LoadedConfig
 from lockstep.config.placement import StrategyConfig
-from lockstep.core.batch import tensors_of
+from lockstep.core.batch import get_tensors
 from lockstep.core.order import Steps
-from lockstep.core.tolerance import comm_tolerance, tolerance, unit_roundoff
+from lockstep.core.tolerance import compute_comm_tolerance, compute_tolerance, compute_unit_roundoff
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, TrainingError, UsageError, UserCodeError
-from lockstep.probe.findings import ProbeResult, findings
+from lockstep.probe.findings import ProbeResult, make_findings
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Verdict, VerdictRow, Verification
-from lockstep.run.start import import_for_all, run_in_workers
-from lockstep.setup.build import Setup, evaluation_batch
-from lockstep.setup.checks import check_cut, check_placement
+from lockstep.run.start import preload_modules, run_in_workers
+from lockstep.setup.build import Setup, get_evaluation_batch_size
+from lockstep.setup.checks import check_partitioning, check_placement
 from lockstep.setup.chunk_check import check_chunks, check_sequence_chunks
 from lockstep.setup.prepare import check_config
-from lockstep.setup.resolved import ResolvedConfig, resolve
-from lockstep.setup.user_code import import_paths
-from lockstep.strategies import names
+from lockstep.setup.resolved import ResolvedConfig, resolve_config
+from lockstep.setup.user_code import get_import_paths
+from lockstep.strategies import list_strategy_names
 from lockstep.verification import trace
 from lockstep.verification.causes import EVALUATED, Diagnosis, find_cause
 from lockstep.verification.compare import (
     Difference,
-    Values,
+    ValuePair,
+    compute_max_relative_distance,
     find_differences,
     load_values,
-    max_relative_distance,
-    select_tensors,
+    make_tensor_requests,
 )
 from lockstep.verification.trace import Trace
 from lockstep.verification.traced_run import (
@@ -86,11 +86,11 @@ class VerifyCase:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """The outcome of a case: the traces of its ranks, or the error message if the case failed."""
 
     job: TraceJob
-    code: int
+    exit_code: int
     traces: list[Trace]
     message: str
 
@@ -100,8 +100,10 @@ class Outcome:
         return [replace(rank_trace, seconds=0.0, peak_bytes=0) for rank_trace in self.traces]
 
 
-def verify(loaded: Loaded, all_placements: bool, steps: int, report_progress: Callable[[str], None]) -> Verification:
-    """Compare the placement of `loaded` with a single process over `steps` steps, and return the result.
+def verify(
+    loaded: LoadedConfig, all_placements: bool, num_steps: int, report_progress: Callable[[str], None]
+) -> Verification:
+    """Compare the placement of `loaded` with a single process over `num_steps` steps, and return the result.
 
     With `all_placements`, all possible placements are compared instead. `report_progress` is called with a description
     of each run before it starts. Raises UsageError before any process starts if the recipe or placement is invalid.
@@ -114,16 +116,18 @@ def verify(loaded: Loaded, all_placements: bool, steps: int, report_progress: Ca
     if requested is None:
         cases = _make_all_cases(loaded, setup)
     else:
-        check_cut(requested, setup)
+        check_partitioning(requested, setup)
         cases = _make_default_cases(loaded, requested.processes)
-    verification = _verify_cases(setup, loaded, cases, steps, report_progress)
+    verification = _verify_cases(setup, loaded, cases, num_steps, report_progress)
     if not all_placements and (impossible := [row for row in verification.rows if row.verdict == "not possible"]):
         raise UsageError(impossible[0].reason)
     return verification
 
 
-def verify_on(loaded: Loaded, placements: Sequence[tuple[str | Mapping[str, Any], int]], steps: int) -> Verification:
-    """Compare placements with a single process over `steps` steps, and return the result.
+def verify_placements(
+    loaded: LoadedConfig, placements: Sequence[tuple[str | Mapping[str, Any], int]], num_steps: int
+) -> Verification:
+    """Compare placements with a single process over `num_steps` steps, and return the result.
 
     Each placement is a strategy, as a name or a mapping with options, and its number of processes. A placement that
     isn't possible gets the verdict "not possible".
@@ -136,10 +140,10 @@ def verify_on(loaded: Loaded, placements: Sequence[tuple[str | Mapping[str, Any]
         _check_case(_make_case(loaded, StrategyConfig.model_validate(strategy), count, {}), setup)
         for strategy, count in strategies
     ]
-    return _verify_cases(setup, loaded, cases, steps, lambda _: None)
+    return _verify_cases(setup, loaded, cases, num_steps, lambda _: None)
 
 
-def _open_and_check(loaded: Loaded) -> Setup:
+def _open_and_check(loaded: LoadedConfig) -> Setup:
     """Open the dataset, check the recipe in this process, and return its setup."""
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     setup = open_setup(loaded)
@@ -149,19 +153,23 @@ def _open_and_check(loaded: Loaded) -> Setup:
 
 
 def _verify_cases(
-    setup: Setup, loaded: Loaded, cases: Sequence[VerifyCase], steps: int, report_progress: Callable[[str], None]
+    setup: Setup,
+    loaded: LoadedConfig,
+    cases: Sequence[VerifyCase],
+    num_steps: int,
+    report_progress: Callable[[str], None],
 ) -> Verification:
     recipe = setup.recipe
     samples = 0 if setup.data.validation is None else len(setup.data.validation)
-    batch = evaluation_batch(recipe)
+    batch = get_evaluation_batch_size(recipe)
     evaluated = min(samples, _EVALUATED_BATCHES * batch + max(1, batch // 2))
     if len(cases) > 2:  # with fewer cases, importing the modules of all strategies isn't worth the time
-        import_for_all()
+        preload_modules()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        step_numbers = select_steps(setup.steps, steps)
+        step_numbers = select_steps(setup.steps, num_steps)
         single_case = _make_case(loaded, _SINGLE, 1, _NEUTRAL_SETTINGS)
         job = TraceJob(single_case.resolved, step_numbers, evaluated, Path(folder))
-        comparison = _Comparison(job, single_case, limit_validation(setup, evaluated), report_progress)
+        comparison = _CaseVerifier(job, single_case, limit_validation(setup, evaluated), report_progress)
         probed = comparison.run_probe()
         # If the probe found an operation without a deterministic kernel, no case can run.
         rows = [] if probed.missing_kernel else comparison.run_all(cases)
@@ -174,7 +182,7 @@ def _verify_cases(
         evaluated=evaluated,
         validation_samples=samples,
         rows=tuple(rows),
-        findings=tuple(findings(probed, has_mismatch)),
+        findings=tuple(make_findings(probed, has_mismatch)),
     )
 
 
@@ -199,14 +207,14 @@ def choose_save_point(job: TraceJob) -> int:
     return max(1, steps - 1 if job.resolved.recipe.compile else steps // 2)
 
 
-def _make_default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
+def _make_default_cases(loaded: LoadedConfig, count: int) -> list[VerifyCase]:
     """Return a case for a single process and a case for the requested placement, or one case if they are the same."""
     requested = _make_case(loaded, loaded.config.placement.strategy, count, {})
     single_case = _make_case(loaded, _SINGLE, 1, {})
     return [requested] if (requested.resolved.strategy_name, count) == ("single", 1) else [single_case, requested]
 
 
-def _make_all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
+def _make_all_cases(loaded: LoadedConfig, setup: Setup) -> list[VerifyCase]:
     """Return a case for each bit-exact strategy and the requested strategy, on each possible number of processes."""
     placement = loaded.config.placement
     # NCCL needs a separate device for each process.
@@ -214,7 +222,7 @@ def _make_all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
     gpus = torch.cuda.device_count() if separate_devices else 0
     sizes = range(1, min(_MAX_PROCESSES, gpus or _MAX_PROCESSES) + 1)
     requested = placement.strategy.name
-    ordered = sorted(names(), key=lambda name: (name != "single", name))
+    ordered = sorted(list_strategy_names(), key=lambda name: (name != "single", name))
     exact_names = [
         name for name in ordered if _make_strategy_case(loaded, name, 1).resolved.strategy.traits.exactness == "bits"
     ]
@@ -226,16 +234,18 @@ def _make_all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
     ]
 
 
-def _make_strategy_case(loaded: Loaded, name: str, processes: int) -> VerifyCase:
+def _make_strategy_case(loaded: LoadedConfig, name: str, processes: int) -> VerifyCase:
     """Return a case with strategy `name`. If the placement of `loaded` has this strategy, its options are kept."""
     strategy = loaded.config.placement.strategy
     return _make_case(loaded, strategy if strategy.name == name else StrategyConfig(name=name), processes, {})
 
 
-def _make_case(loaded: Loaded, strategy: StrategyConfig, processes: int, changes: Mapping[str, Any]) -> VerifyCase:
+def _make_case(
+    loaded: LoadedConfig, strategy: StrategyConfig, processes: int, changes: Mapping[str, Any]
+) -> VerifyCase:
     """Return a case for the placement of `loaded` with the given strategy, number of processes and other settings."""
     changed = loaded.replace_values("placement", {"strategy": strategy, "processes": processes, **changes})
-    return VerifyCase(resolve(changed, processes))
+    return VerifyCase(resolve_config(changed, processes))
 
 
 def _check_case(case: VerifyCase, setup: Setup) -> VerifyCase:
@@ -243,7 +253,7 @@ def _check_case(case: VerifyCase, setup: Setup) -> VerifyCase:
     try:
         check_placement(case.resolved)
         _check_exactness(case.resolved)
-        check_cut(case.resolved, setup)
+        check_partitioning(case.resolved, setup)
     except UsageError as error:
         return replace(case, reason=str(error))
     return case
@@ -259,7 +269,7 @@ def _check_exactness(resolved: ResolvedConfig) -> None:
 
 
 @final
-class _Comparison:
+class _CaseVerifier:
     """Runs cases and compares them with the reference, which uses strategy `single`.
 
     `job` contains the settings that all cases share.
@@ -281,7 +291,7 @@ class _Comparison:
         self._report_progress("data, model and loss")
         job = self._new_job(self._single, self._job)
         code, message = self._launch(probe_case, self._single, job)
-        self._require_success(Outcome(job, code, [], message))
+        self._require_success(CaseOutcome(job, code, [], message))
         self._probe_result = trace.read_json(job.folder / PROBE_RESULT_FILE, ProbeResult)
         return self._probe_result
 
@@ -290,25 +300,25 @@ class _Comparison:
         self._report_progress("the reference, single on 1")
         self._reference = self._require_success(self._run(self._single, self._job))
         rows: list[VerdictRow] = []
-        pending: tuple[int, Outcome] | None = None  # matching case whose checkpoint hasn't been resumed yet
+        pending: tuple[int, CaseOutcome] | None = None  # matching case whose checkpoint hasn't been resumed yet
         resume_cases = [self._single]
         for number, case in enumerate(cases):
-            row, outcome = self._compare(case)
+            row, outcome = self._run_and_compare(case)
             rows.append(row)
             if outcome is None:
                 continue
             if pending is not None:
-                rows[pending[0]] = self._resume(rows[pending[0]], pending[1], case)
+                rows[pending[0]] = self._resume_and_compare(rows[pending[0]], pending[1], case)
             pending = number, outcome
             resume_cases.append(case)
         if pending is not None:
             candidates = [
                 resume_case for resume_case in resume_cases if resume_case.processes != cases[pending[0]].processes
             ]
-            rows[pending[0]] = self._resume(rows[pending[0]], pending[1], (candidates or resume_cases)[0])
+            rows[pending[0]] = self._resume_and_compare(rows[pending[0]], pending[1], (candidates or resume_cases)[0])
         return rows
 
-    def _compare(self, case: VerifyCase) -> tuple[VerdictRow, Outcome | None]:
+    def _run_and_compare(self, case: VerifyCase) -> tuple[VerdictRow, CaseOutcome | None]:
         """Run a case from the beginning, and compare it with the reference.
 
         Return its row, and its outcome if the verdict is good, or None otherwise.
@@ -319,9 +329,9 @@ class _Comparison:
             return row, None
         self._report_progress(case.label)
         outcome = self._run(case, replace(self._job, save_after=self._save_point), self._choose_hash_seed(case))
-        if outcome.code != EXIT_DONE:
+        if outcome.exit_code != EXIT_DONE:
             # A placement that isn't available on this machine counts as not possible. Any other error is a failure.
-            verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
+            verdict: Verdict = "not possible" if outcome.exit_code == EXIT_USAGE else "failed"
             return replace(row, verdict=verdict, reason=outcome.message), None
         seconds, peaks = (
             max(rank_trace.seconds for rank_trace in outcome.traces),
@@ -335,12 +345,12 @@ class _Comparison:
             shutil.rmtree(outcome.job.folder)
         return row, outcome if row.good else None
 
-    def _resume(self, row: VerdictRow, saved_outcome: Outcome, resume_case: VerifyCase) -> VerdictRow:
+    def _resume_and_compare(self, row: VerdictRow, saved_outcome: CaseOutcome, resume_case: VerifyCase) -> VerdictRow:
         """Resume a case from its checkpoint on the placement of `resume_case`, and return its updated row."""
         path = checkpoint_path(saved_outcome.job.folder, self._save_point)
-        outcome = self._run(resume_case, replace(self._job, first=self._save_point, resume=path))
+        outcome = self._run(resume_case, replace(self._job, start_position=self._save_point, resume_path=path))
         row = replace(row, resumed_on=resume_case.label)
-        if outcome.code != EXIT_DONE:
+        if outcome.exit_code != EXIT_DONE:
             row = replace(row, verdict="failed", reason=f"resumed on {resume_case.label}: {outcome.message}")
         else:
             row = self._compare_traces(
@@ -349,17 +359,17 @@ class _Comparison:
         shutil.rmtree(saved_outcome.job.folder)
         return row
 
-    def _compare_traces(self, row: VerdictRow, case: VerifyCase, outcome: Outcome, resume_note: str) -> VerdictRow:
+    def _compare_traces(self, row: VerdictRow, case: VerifyCase, outcome: CaseOutcome, resume_note: str) -> VerdictRow:
         """Compare an outcome with the reference, and return the row with the verdict.
 
         If the traces differ, both cases run again to get the differing values.
         """
-        differences = find_differences(self._reference.traces[0], outcome.traces, outcome.job.first)
+        differences = find_differences(self._reference.traces[0], outcome.traces, outcome.job.start_position)
         if not differences:
             return row
         pairs, is_reproducible = self._rerun_with_values(case, outcome, differences)
         first = differences[0]
-        distance = max_relative_distance(
+        distance = compute_max_relative_distance(
             [(difference, pair_values) for difference, pair_values in pairs if pair_values is not None]
         )
         bounds = [tolerance for tolerance in (row.tolerance, self._compute_tolerance(case)) if tolerance is not None]
@@ -379,16 +389,20 @@ class _Comparison:
         All other cases keep the hash seed of this process, because a process with a different hash seed must be spawned
         and takes seconds to import all modules again.
         """
-        return different_hash_seed() if case.label == self._single.label and import_paths(self._setup.recipe) else None
+        return (
+            choose_different_hash_seed()
+            if case.label == self._single.label and get_import_paths(self._setup.recipe)
+            else None
+        )
 
     def _rerun_with_values(
-        self, case: VerifyCase, outcome: Outcome, differences: Sequence[Difference]
-    ) -> tuple[list[tuple[Difference, Values | None]], bool]:
+        self, case: VerifyCase, outcome: CaseOutcome, differences: Sequence[Difference]
+    ) -> tuple[list[tuple[Difference, ValuePair | None]], bool]:
         """Run the reference and the case again to get the values of the differing tensors.
 
         Return the values of each difference, and whether both runs reproduced their first traces.
         """
-        tensor_requests = select_tensors(differences)
+        tensor_requests = make_tensor_requests(differences)
         reference = self._require_success(self._run(self._single, replace(self._job, tensor_requests=tensor_requests)))
         rerun = self._run(
             case, replace(outcome.job, tensor_requests=tensor_requests, save_after=None), self._choose_hash_seed(case)
@@ -405,12 +419,17 @@ class _Comparison:
         return pairs, is_reproducible
 
     def _make_mismatch(
-        self, case: VerifyCase, first: Difference, pair_values: Values | None, resume_note: str, is_reproducible: bool
+        self,
+        case: VerifyCase,
+        difference: Difference,
+        pair_values: ValuePair | None,
+        resume_note: str,
+        is_reproducible: bool,
     ) -> Mismatch:
         hash_seed = not resume_note and self._choose_hash_seed(case) is not None
         distance = pair_values.distance if pair_values else None
         diagnosis = Diagnosis(
-            first,
+            difference,
             self._probe_result,
             case.label,
             bool(resume_note),
@@ -420,14 +439,14 @@ class _Comparison:
             _format_verify_command(self._job.resolved.loaded, case),
         )
         return Mismatch(
-            step=first.step,
+            step=difference.step,
             what=diagnosis.kind,
             name=diagnosis.name,
             microbatch=diagnosis.microbatch,
-            ranks=first.ranks,
+            ranks=difference.ranks,
             index=pair_values.index if pair_values else None,
-            reference=pair_values.reference if pair_values else first.reference,
-            found=pair_values.actual if pair_values else first.actual,
+            reference=pair_values.reference if pair_values else difference.reference,
+            found=pair_values.actual if pair_values else difference.actual,
             cause=find_cause(diagnosis),
             after=resume_note,
         )
@@ -437,7 +456,7 @@ class _Comparison:
         traits, steps = case.resolved.strategy.traits, len(self._job.step_numbers)
         if traits.exactness == "bits":
             return None
-        comm = comm_tolerance(unit_roundoff(traits.sent), case.processes, steps) if traits.sent else 0.0
+        comm = compute_comm_tolerance(compute_unit_roundoff(traits.sent), case.processes, steps) if traits.sent else 0.0
         return self._compute_rounding_tolerance() + comm
 
     def _compute_rounding_tolerance(self) -> float:
@@ -445,17 +464,19 @@ class _Comparison:
         model, recipe = self._setup.problem.build_model(), self._setup.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         # A forward pass uses each weight at most once for each position of a sample.
-        inputs = [tensor[0, 0].numel() for tensor in tensors_of(self._setup.problem.example) if tensor.ndim > 2]
+        inputs = [tensor[0, 0].numel() for tensor in get_tensors(self._setup.problem.example) if tensor.ndim > 2]
         positions = recipe.batch * max([1, *inputs])
         length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
-        return tolerance(unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.step_numbers))
+        return compute_tolerance(
+            compute_unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.step_numbers)
+        )
 
-    def _run(self, case: VerifyCase, job: TraceJob, hash_seed: str | None = None) -> Outcome:
+    def _run(self, case: VerifyCase, job: TraceJob, hash_seed: str | None = None) -> CaseOutcome:
         """Run a case and return its outcome. If `hash_seed` is None, the hash seed of this process is used."""
         job = self._new_job(case, job)
         code, message = self._launch(run_case, case, job, hash_seed)
         ranks = range(case.processes) if code == EXIT_DONE else ()
-        return Outcome(
+        return CaseOutcome(
             job, code, [trace.read_json(trace.trace_path(job.folder, rank), Trace) for rank in ranks], message
         )
 
@@ -468,26 +489,26 @@ class _Comparison:
 
     def _launch(
         self,
-        body: Callable[[TraceJob, Setup | None, Rendezvous], int],
+        rank_function: Callable[[TraceJob, Setup | None, Rendezvous], int],
         case: VerifyCase,
         job: TraceJob,
         hash_seed: str | None = None,
     ) -> tuple[int, str]:
         """Run a job in one process per rank. Return the exit code, and the error message if the job failed."""
-        run_rank = partial(_run_with_stderr, partial(body, job))
+        run_rank = partial(_run_with_stderr, partial(rank_function, job))
         code, text = run_in_workers(run_rank, self._setup, case.resolved.placement, case.processes, hash_seed)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
-    def _require_success(self, outcome: Outcome) -> Outcome:
+    def _require_success(self, outcome: CaseOutcome) -> CaseOutcome:
         """Return the outcome of a reference run, or raise its error if the run failed."""
-        if outcome.code == EXIT_USAGE:
+        if outcome.exit_code == EXIT_USAGE:
             raise UsageError(f"the single-process reference run failed: {outcome.message}")
-        if outcome.code != EXIT_DONE:
+        if outcome.exit_code != EXIT_DONE:
             raise TrainingError(f"the single-process reference run failed: {outcome.message}")
         return outcome
 
 
-def _format_verify_command(loaded: Loaded, case: VerifyCase) -> str:
+def _format_verify_command(loaded: LoadedConfig, case: VerifyCase) -> str:
     """Return the command that verifies only this placement."""
     strategy = f"placement.strategy={case.resolved.strategy_name}"
     command = ["lockstep", "verify", loaded.name, strategy, f"placement.processes={case.processes}"]
@@ -495,7 +516,7 @@ def _format_verify_command(loaded: Loaded, case: VerifyCase) -> str:
 
 
 def _run_with_stderr(
-    body: Callable[[Setup | None, Rendezvous], int], setup: Setup | None, rendezvous: Rendezvous
+    rank_function: Callable[[Setup | None, Rendezvous], int], setup: Setup | None, rendezvous: Rendezvous
 ) -> int:
     """Run the function of a rank in a worker, with stderr connected to the terminal.
 
@@ -503,7 +524,7 @@ def _run_with_stderr(
     """
     sys.stderr = sys.__stderr__
     try:
-        return body(setup, rendezvous)
+        return rank_function(setup, rendezvous)
     except UserCodeError as error:
         if rendezvous.info.size == 1:
             raise

@@ -6,13 +6,13 @@ from typing import Final
 from lockstep.common.hashing import SEED_VARIABLE
 from lockstep.probe.findings import (
     FOREIGN_RANDOMNESS,
-    OF_FORWARD,
+    FORWARD_CULPRITS,
     RANDOM_DATA,
     RANKED_DATA,
     UNREPEATABLE_EVALUATION,
     ProbeResult,
-    findings,
-    is_norm,
+    is_norm_buffer,
+    make_findings,
 )
 from lockstep.probe.state import SPECTRAL_NORM as SPECTRAL_KIND
 from lockstep.verification.compare import EVALUATION, Difference
@@ -80,7 +80,7 @@ def find_cause(diagnosis: Diagnosis) -> str:
     """Describe the most likely cause of the first difference."""
     if diagnosis.kind == "buffer" and diagnosis.difference.name in diagnosis.probe_result.changed_buffers:
         return _describe_buffer_cause(diagnosis)
-    suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probe_result) if finding.fault}
+    suspects = {finding.culprit: finding.text for finding in make_findings(diagnosis.probe_result) if finding.fault}
     if diagnosis.difference.kind == DATA:
         data_cause = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
         return data_cause or (
@@ -90,18 +90,20 @@ def find_cause(diagnosis: Diagnosis) -> str:
         )
     if diagnosis.difference.kind == EVALUATION and UNREPEATABLE_EVALUATION in suspects:
         return suspects[UNREPEATABLE_EVALUATION]
-    for culprit in OF_FORWARD:
+    for culprit in FORWARD_CULPRITS:
         if culprit in suspects:
             return suspects[culprit]
     if _differs_by_hash_seed(diagnosis):
         return describe_hash_seed_cause(diagnosis.probe_result.location_of("model", "loss"))
     notes = {
-        finding.culprit: finding.text for finding in findings(diagnosis.probe_result) if finding.culprit in OF_FORWARD
+        finding.culprit: finding.text
+        for finding in make_findings(diagnosis.probe_result)
+        if finding.culprit in FORWARD_CULPRITS
     }
     if notes and diagnosis.difference.kind != EVALUATION:
         if FOREIGN_RANDOMNESS in notes:
             return notes[FOREIGN_RANDOMNESS]
-        return f"possibly a note, which may only matter after more micro-batches: {next(iter(notes.values()))}"
+        return f"possibly code whose effect only shows after more micro-batches: {next(iter(notes.values()))}"
     return _describe_unexplained_cause(diagnosis)
 
 
@@ -131,9 +133,9 @@ def _describe_unexplained_cause(diagnosis: Diagnosis) -> str:
         )
     if diagnosis.resumed:
         return (
-            "the checkpoint does not contain all state that the rest of the run depends on, such as plain attributes, "
-            "buffers with persistent=False or globals, or the strategy saves or loads it incorrectly; the run itself "
-            "agreed"
+            "the uninterrupted run agreed, so the checkpoint lacks state that later steps depend on, such as plain "
+            "attributes, buffers with persistent=False or globals, or the strategy saves or loads it incorrectly; keep "
+            "such state in parameters or persistent buffers"
         )
     meaning = _CAUSES_BY_KIND.get(difference.kind, "the strategy has a different result")
     if diagnosis.probe_result.traits:
@@ -166,7 +168,7 @@ def _describe_buffer_cause(diagnosis: Diagnosis) -> str:
             f"{subject}: torch's spectral_norm updates it in each forward pass, and each process only runs the forward "
             f"passes of its own micro-batches"
         )
-    if is_norm(difference.name, kind):
+    if is_norm_buffer(difference.name, kind):
         return (
             f"{subject}: {kind} is a custom BatchNorm, and each process keeps the statistics of its own micro-batches; "
             f"derive it from torch's BatchNorm, whose running statistics Lockstep updates once per step"

@@ -45,7 +45,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Values:
+class ValuePair:
     """The two values with the largest difference, as text, and their index in the tensor.
 
     `distance` is the absolute difference. It is infinite if one of the values is NaN, and None for values that can't be
@@ -59,19 +59,21 @@ class Values:
     scale: float = 1.0  # largest magnitude in the reference
 
 
-def find_differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
+def find_differences(reference: Trace, rank_traces: Sequence[Trace], start_position: int = 0) -> list[Difference]:
     """Return the differences between a case and the reference, in order of computation.
 
     `rank_traces` are the traces of the case, whose first step is at position `start_position` of the reference.
     """
     differences: list[Difference] = []
-    for position, expected in enumerate(reference.steps[first:], first):
+    for position, expected in enumerate(reference.steps[start_position:], start_position):
         for kind in KINDS:
-            observations = {rank.rank: rank.steps[position - first].observations.get(kind, {}) for rank in ranks}
+            observations = {
+                rank.rank: rank.steps[position - start_position].observations.get(kind, {}) for rank in rank_traces
+            }
             differences += _compare_kind(
                 position, expected.number + 1, kind, expected.observations.get(kind, {}), observations
             )
-    evaluations = {rank.rank: rank.evaluation for rank in ranks}
+    evaluations = {rank.rank: rank.evaluation for rank in rank_traces}
     differences += _compare_kind(None, None, EVALUATION, reference.evaluation, evaluations)
     return differences
 
@@ -101,35 +103,35 @@ def _compare_kind(
             yield Difference(position, step, kind, name, different_ranks, value, rank_values[different_ranks[0]])
 
 
-def select_tensors(differences: Sequence[Difference]) -> frozenset[TensorRequest]:
+def make_tensor_requests(differences: Sequence[Difference]) -> frozenset[TensorRequest]:
     """Return requests for the first differing tensor, and for as many more as fit in the size budget."""
     requests: list[TensorRequest] = []
     remaining_bytes = _BUDGET_BYTES
     for difference in differences:
         if difference.request is not None:
-            remaining_bytes -= trace.digest_num_bytes(difference.reference)
+            remaining_bytes -= trace.parse_num_bytes(difference.reference)
             if requests and remaining_bytes < 0:
                 break
             requests.append(difference.request)
     return frozenset(requests)
 
 
-def load_values(difference: Difference, reference_folder: Path, actual_folder: Path) -> Values | None:
+def load_values(difference: Difference, reference_folder: Path, actual_folder: Path) -> ValuePair | None:
     """Return the two values of a difference, or None if the tensors weren't written or are equal in the second run."""
     if difference.request is None:
-        return _metric_values(difference)
+        return _parse_metric_values(difference)
     expected = trace.load_tensor(reference_folder, 0, difference.request)
     actual = trace.load_tensor(actual_folder, difference.ranks[0], difference.request)
-    return None if expected is None or actual is None else most_different_elements(expected, actual)
+    return None if expected is None or actual is None else find_largest_difference(expected, actual)
 
 
-def most_different_elements(reference: Tensor, actual: Tensor) -> Values | None:
+def find_largest_difference(reference: Tensor, actual: Tensor) -> ValuePair | None:
     """Return the pair of elements with the largest difference, or None if all elements are equal."""
     if reference.shape != actual.shape or reference.dtype != actual.dtype:
         reference_text, actual_text = (
             f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (reference, actual)
         )
-        return Values(None, reference_text, actual_text, None)
+        return ValuePair(None, reference_text, actual_text, None)
     expected, actual_values = reference.double().flatten(), actual.double().flatten()
     distance = (expected - actual_values).abs()
     equal = expected.isnan() & actual_values.isnan() | (expected == actual_values)
@@ -139,7 +141,7 @@ def most_different_elements(reference: Tensor, actual: Tensor) -> Values | None:
     position = int(distance.argmax())
     index = tuple(int(coordinate) for coordinate in torch.unravel_index(torch.tensor(position), reference.shape))
     scale = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    return Values(
+    return ValuePair(
         index,
         f"{float(expected[position]):.9g}",
         f"{float(actual_values[position]):.9g}",
@@ -148,7 +150,7 @@ def most_different_elements(reference: Tensor, actual: Tensor) -> Values | None:
     )
 
 
-def max_relative_distance(pairs: Sequence[tuple[Difference, Values]]) -> float | None:
+def compute_max_relative_distance(pairs: Sequence[tuple[Difference, ValuePair]]) -> float | None:
     """Return the largest relative difference, or None if no values can be subtracted.
 
     Each difference is relative to the largest magnitude among the differing values of the same kind in the same step.
@@ -165,14 +167,14 @@ def max_relative_distance(pairs: Sequence[tuple[Difference, Values]]) -> float |
     return max((distance / scale if scale else math.inf for distance, scale in ratios), default=None)
 
 
-def _metric_values(difference: Difference) -> Values:
+def _parse_metric_values(difference: Difference) -> ValuePair:
     """Return the two values of a difference that isn't in a tensor. Metrics are stored as hexadecimal floats."""
     expected, actual = _parse_float(difference.reference), _parse_float(difference.actual)
     if expected is None or actual is None:
         # Truncated, because the state of an engine can be long.
-        return Values(None, difference.reference[:200], difference.actual[:200], None)
+        return ValuePair(None, difference.reference[:200], difference.actual[:200], None)
     distance = abs(expected - actual)
-    return Values(None, repr(expected), repr(actual), math.inf if math.isnan(distance) else distance, abs(expected))
+    return ValuePair(None, repr(expected), repr(actual), math.inf if math.isnan(distance) else distance, abs(expected))
 
 
 def _parse_float(text: str) -> float | None:

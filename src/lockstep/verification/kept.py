@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Self, final
 import numpy as np
 from torch import Generator, Tensor, nn
 
-from lockstep.probe.state import Globals, ModelState, describe_change
+from lockstep.probe.state import GlobalState, ModelState, describe_change
 from lockstep.setup.user_code import carries_value, find_attribute_line, get_user_modules, is_used, iter_user_frames
 from lockstep.verification.held_tensors import compute_digest, find_tensors, list_values
 
@@ -55,7 +55,7 @@ class LoopState:
         modules = get_user_modules(())
         self._models = [(model, ModelState(model)) for model in models]
         scopes = [(frame.f_locals, frame.f_code) for frame in iter_user_frames()]
-        self._globals = Globals(modules, (), scopes)
+        self._globals = GlobalState(modules, (), scopes)
         self._variables: dict[str, Any] = {}
         self._scopes: dict[str, ModuleType | CodeType] = {}
         for module_name, module in modules.items():
@@ -71,10 +71,10 @@ class LoopState:
         changes: dict[str, str] = {}
         numbers: dict[str, str] = {}
         for (model, before), (_, state_after) in zip(self._models, later._models, strict=False):
-            for name, change in before.attribute_changes(state_after).items():
-                changes[f"{name}{MODEL_SUFFIX}"] = _format_change(change, _attribute_location(model, name))
-            changes |= {f"{name}{MODEL_SUFFIX}": "a buffer" for name in before.buffer_changes(state_after)}
-        for name, change in self._globals.changes(later._globals).items():
+            for name, change in before.find_attribute_changes(state_after).items():
+                changes[f"{name}{MODEL_SUFFIX}"] = _format_change(change, _find_attribute_location(model, name))
+            changes |= {f"{name}{MODEL_SUFFIX}": "a buffer" for name in before.find_buffer_changes(state_after)}
+        for name, change in self._globals.find_changes(later._globals).items():
             values = [variables[name] for variables in (self._variables, later._variables) if name in variables]
             is_same_object = len(values) == 2 and values[0] is values[1]
             if (
@@ -82,18 +82,18 @@ class LoopState:
                 or (is_same_object and ("." in name or _can_hold_state(values[1])))
                 or later._carries_tensors(name, values)
             ):
-                changes[name.removeprefix(_MAIN_PREFIX)] = _format_change(change, later._globals.source_line(name))
+                changes[name.removeprefix(_MAIN_PREFIX)] = _format_change(change, later._globals.find_source_line(name))
             elif later._carries_number(name, values):
-                numbers[name.removeprefix(_MAIN_PREFIX)] = _format_change(change, later._globals.source_line(name))
+                numbers[name.removeprefix(_MAIN_PREFIX)] = _format_change(change, later._globals.find_source_line(name))
         return changes or numbers
 
     def _carries_number(self, name: str, values: Sequence[Any]) -> bool:
-        """Return whether a variable carries a number from one step to the next that the loop does more than print."""
+        """Return whether a variable holds a number that the loop keeps between steps and doesn't only print."""
         return (
             len(values) == 2
             and all(isinstance(value, int | float) for value in values)
-            and bool(carries_value(self._scopes[name], _variable_name(name)))
-            and is_used(self._scopes[name], _variable_name(name))
+            and bool(carries_value(self._scopes[name], _get_variable_name(name)))
+            and is_used(self._scopes[name], _get_variable_name(name))
         )
 
     def _carries_tensors(self, name: str, values: Sequence[Any]) -> bool:
@@ -102,13 +102,13 @@ class LoopState:
             len(values) == 2
             and values[0] is not values[1]
             and _holds_tensors(values[1])
-            and bool(carries_value(self._scopes[name], _variable_name(name)))
+            and bool(carries_value(self._scopes[name], _get_variable_name(name)))
         )
 
     def to_texts(self) -> dict[str, str]:
         """Return the state as strings by name, so that another process can compare it with its own state."""
         texts: dict[str, str] = {}
-        excluded_ids = self._placed_object_ids()
+        excluded_ids = self._find_placed_object_ids()
         for model, state in self._models:
             for name, module in model.named_modules():
                 texts[f"{_MODE_PREFIX}{name or 'the model'}"] = "training" if module.training else "evaluation"
@@ -124,19 +124,18 @@ class LoopState:
                 texts[f"{_TENSORS_PREFIX}{name}"] = f"{type(value).__name__} {tensors}"
         return texts
 
-    def priorities(self) -> dict[str, int]:
-        """Return the priority of each variable by name. A lower number is more likely to affect later steps.
+    def compute_priorities(self) -> dict[str, int]:
+        """Return the priority of each variable by name. Variables with low numbers probably affect later steps.
 
-        A metric that the loop accumulates is probably only displayed. An accumulator that no code reads can't affect a
-        step.
+        Metrics that the loop only accumulates, and accumulators that no code reads, get high numbers.
         """
-        excluded_ids, priorities = self._placed_object_ids(), {}
+        excluded_ids, priorities = self._find_placed_object_ids(), {}
         for name, value in self._variables.items():
-            kind = _find_priority(value, excluded_ids)
+            kind = _get_priority(value, excluded_ids)
             is_unused = (
                 kind != _TENSOR
                 and isinstance(value, _ACCUMULATOR_TYPES)
-                and not is_used(self._scopes[name], _variable_name(name))
+                and not is_used(self._scopes[name], _get_variable_name(name))
             )
             priorities[name] = _UNUSED if is_unused else kind
         return priorities
@@ -144,8 +143,8 @@ class LoopState:
     def find_lost_state(self, before: Mapping[str, str], priorities: Mapping[str, int]) -> LostState:
         """Return the state that this process lost on resume.
 
-        `before` and `priorities` are the texts and priorities of the state that the stopped process had at the same
-        step.
+        `before` and `compute_priorities` are the texts and priorities of the state that the stopped process had at the
+        same step.
         """
         lost_state: dict[str, tuple[int, str]] = {}
         models = {f"{name}{MODEL_SUFFIX}": (model, name) for model, state in self._models for name in state.attributes}
@@ -157,7 +156,9 @@ class LoopState:
             # The mode of the model includes the modes of its submodules.
             if name.startswith(_MODE_PREFIX) and f"{_MODE_PREFIX}the model" in lost_state:
                 continue
-            location = _attribute_location(*models[name]) if name in models else self._globals.source_line(name)
+            location = (
+                _find_attribute_location(*models[name]) if name in models else self._globals.find_source_line(name)
+            )
             entry = priorities.get(name, _STATE), _format_change(describe_change(text_before, text_now), location)
             label = name.removeprefix(_MAIN_PREFIX)
             lost_state[label] = min(lost_state.get(label, entry), entry)
@@ -170,21 +171,21 @@ class LoopState:
             }
         if not likely_state:  # a last resort, because the positions of iterators can't be compared
             likely_state = {
-                name.removeprefix(_MAIN_PREFIX): description for name, description in self._iter_iterators()
+                name.removeprefix(_MAIN_PREFIX): description for name, description in self._find_unsaved_iterators()
             }
         return LostState(
             likely_state,
             {name: description for name, (order, description) in _sort_by_priority(lost_state) if order == _UNUSED},
         )
 
-    def _placed_object_ids(self) -> set[int]:
+    def _find_placed_object_ids(self) -> set[int]:
         tensors = [tensor for model, _ in self._models for tensor in (*model.parameters(), *model.buffers())]
         return {id(item) for item in (*tensors, *(module for model, _ in self._models for module in model.modules()))}
 
     def _is_reassigned(self, name: str) -> bool:
-        return carries_value(self._scopes[name], _variable_name(name)) is False
+        return carries_value(self._scopes[name], _get_variable_name(name)) is False
 
-    def _iter_iterators(self) -> Iterator[tuple[str, str]]:
+    def _find_unsaved_iterators(self) -> Iterator[tuple[str, str]]:
         for name, value in self._variables.items():
             code = getattr(value, "gi_code", None)
             is_lockstep = code is not None and "/lockstep/" in code.co_filename
@@ -194,10 +195,10 @@ class LoopState:
                 and not is_lockstep
                 and not self._is_reassigned(name)
             ):
-                yield name, _format_change("an iterator, which starts again", self._globals.source_line(name))
+                yield name, _format_change("an iterator, which starts again", self._globals.find_source_line(name))
 
 
-def _attribute_location(model: nn.Module, name: str) -> str:
+def _find_attribute_location(model: nn.Module, name: str) -> str:
     """Return the source line that changes an attribute of a model."""
     owner, _, attribute = name.rpartition(".")
     return find_attribute_line(type(model.get_submodule(owner)), attribute)
@@ -221,7 +222,7 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _find_priority(value: Any, excluded_ids: Collection[int]) -> int:
+def _get_priority(value: Any, excluded_ids: Collection[int]) -> int:
     if _is_metric(value):
         return _METRIC
     if find_tensors(value, excluded_ids):
@@ -246,7 +247,7 @@ def _sort_by_priority(entries: Mapping[str, tuple[int, str]]) -> list[tuple[str,
     return sorted(entries.items(), key=lambda entry: entry[1][0])
 
 
-def _variable_name(name: str) -> str:
+def _get_variable_name(name: str) -> str:
     """Return a variable's name without its module."""
     return name.rpartition(".")[2]
 

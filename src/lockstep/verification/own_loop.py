@@ -23,7 +23,7 @@ from random import Random
 from typing import Any, Final, final
 
 from lockstep.common import plainfile
-from lockstep.common.hashing import different_hash_seed
+from lockstep.common.hashing import choose_different_hash_seed
 from lockstep.common.patterns import list_some
 from lockstep.config.blame import add_key_positions
 from lockstep.config.load import load
@@ -37,12 +37,12 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.jsonl import EVENTS, JsonLines, read_events
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.verification import Verdict, format_failures
-from lockstep.run.start import can_be_spawned, import_for_all, run_in_workers
+from lockstep.run.start import can_be_spawned, preload_modules, run_in_workers
 from lockstep.runs.worker_context import VERIFYING, WORKER_CONTEXT, WorkerContext
 from lockstep.setup.user_code import get_user_modules
-from lockstep.strategies import ON_ONE_PROCESS
+from lockstep.strategies import SINGLE_PROCESS_STRATEGIES
 from lockstep.training.events import Event, Started
-from lockstep.verification.cases import verify_on
+from lockstep.verification.cases import verify_placements
 from lockstep.verification.causes import describe_hash_seed_cause
 from lockstep.verification.kept import MODEL_SUFFIX, LoopState, LostState
 
@@ -58,21 +58,21 @@ _MAX_NAMES: Final = 3  # maximum number of tensors in a message
 _RECIPE_STEPS: Final = 4  # default number of steps of a recipe, as in `lockstep verify`
 
 StrategyChoice = str | Mapping[str, Any]  # a strategy: its name, or a mapping with its name and options
-Step = tuple[int, str, dict[str, str]]  # number, loss, and digests of all tensors
+StepRecord = tuple[int, str, dict[str, str]]  # number, loss, and digests of all tensors
 # Fields of Started: the arguments of run.steps.
 _PLAN_FIELDS: Final = ("train_samples", "batch", "microbatches", "steps")
 
 
 @dataclass(frozen=True)
-class Trace:
+class LoopTrace:
     """The observations of rank 0: its steps, the arguments of each `run.steps` call, and the warnings."""
 
-    steps: list[Step]
+    steps: list[StepRecord]
     plans: list[dict[str, int]]
     warnings: list[str]
 
     @property
-    def first_run(self) -> list[Step]:
+    def first_run_steps(self) -> list[StepRecord]:
         """The steps of the first run. A function can join several runs, and each run counts its steps from 1."""
         later = [number for number, step in enumerate(self.steps) if number and step[0] <= self.steps[number - 1][0]]
         return self.steps[: later[0]] if later else self.steps
@@ -80,7 +80,7 @@ class Trace:
     @property
     def total_steps(self) -> int:
         """The number of steps of the whole training, as passed to `run.steps`, or 0 if there are several runs."""
-        return self.plans[-1]["steps"] if self.plans and len(self.first_run) == len(self.steps) else 0
+        return self.plans[-1]["steps"] if self.plans and len(self.first_run_steps) == len(self.steps) else 0
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _verify_recipe(
     """Compare placements of a recipe, and return their results. Raises VerificationError if one differs or fails."""
     loaded = load(recipe)
     with add_key_positions(loaded):
-        verification = verify_on(loaded, _list_placements(processes, strategies), steps)
+        verification = verify_placements(loaded, _list_placements(processes, strategies), steps)
     if not verification.agree:
         raise VerificationError(format_failures(verification))
     return [
@@ -194,7 +194,9 @@ def _list_placements(
     """
     single: list[tuple[StrategyChoice, int]] = [("single", 1)] if 1 in processes else []
     single_process = [
-        (strategy, 1) for strategy in strategies if _label(strategy) in ON_ONE_PROCESS and _label(strategy) != "single"
+        (strategy, 1)
+        for strategy in strategies
+        if _get_strategy_name(strategy) in SINGLE_PROCESS_STRATEGIES and _get_strategy_name(strategy) != "single"
     ]
     several = (
         (strategy, count)
@@ -221,7 +223,7 @@ def check_placements(
     can find are always raised (loop/loss_check.py). For example, a loss that is divided by a constant gives the same
     weights on every placement.
     """
-    import_for_all()
+    preload_modules()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         loop = _LoopRunner(function, steps, guarded, Path(folder))
         code, message = loop.run("single", 1, "reference")
@@ -234,14 +236,14 @@ def check_placements(
             placements = [("single", 1), *placements]
         matching: list[tuple[StrategyChoice, int]] = []
         for number, (strategy, count) in enumerate(placements):
-            if _label(strategy) == "single":
+            if _get_strategy_name(strategy) == "single":
                 rerun = _rerun_reference(loop, reference, can_be_spawned(function))
                 if rerun.verdict == "identical":
                     matching.append((strategy, count))
                 yield rerun
                 continue
             code, message = loop.run(strategy, count, str(number))
-            label = _label(strategy)
+            label = _get_strategy_name(strategy)
             if code != EXIT_DONE:  # the reference succeeded, so the error depends on the placement
                 is_unsupported = code == EXIT_USAGE and _STRATEGY_ERROR.search(message)
                 yield Checked(label, count, "not possible" if is_unsupported else "failed", reason=message)
@@ -261,34 +263,36 @@ def check_placements(
             verdict: Verdict = "differs" if mismatch else "identical"
             total = placement_trace.total_steps
             yield Checked(label, count, verdict, len(placement_trace.steps), mismatch, of=total)
-        if seed is not None and matching and not reference.warnings and len(reference.first_run) > 1:
+        if seed is not None and matching and not reference.warnings and len(reference.first_run_steps) > 1:
             yield _check_resume(loop, reference, matching, seed)
 
 
-def _label(strategy: StrategyChoice) -> str:
+def _get_strategy_name(strategy: StrategyChoice) -> str:
     return strategy if isinstance(strategy, str) else str(strategy["name"])
 
 
 def _check_resume(
-    loop: "_LoopRunner", reference: Trace, matching: Sequence[tuple[StrategyChoice, int]], seed: int
+    loop: "_LoopRunner", reference: LoopTrace, matching_placements: Sequence[tuple[StrategyChoice, int]], seed: int
 ) -> Checked:
     """Stop a run, resume it on another placement, and return the result of comparing the resumed steps.
 
     The placements are chosen from `matching_placements`, which match the reference. The step after which the run stops
     is drawn from `seed`.
     """
-    last = len(reference.first_run) - 1
-    strategy, count = matching[-1] if last > 1 else ("single", 1)
+    last = len(reference.first_run_steps) - 1
+    strategy, count = matching_placements[-1] if last > 1 else ("single", 1)
     # Several ranks need one more step to agree to stop, so they can't stop after the first step.
     stop_step = Random(seed).randint(min(count, 2), last)
-    candidates = [placement for placement in matching if placement[1] != count]
+    candidates = [placement for placement in matching_placements if placement[1] != count]
     resume_strategy, size = candidates[0] if candidates else ("single", 1)
-    resumed = f"stopped after step {stop_step} (seed {seed}) and resumed by {_label(resume_strategy)} on {size}"
-    row = Checked(_label(strategy), count, "failed", resumed=resumed)
-    code, message = loop.run(strategy, count, "stopped", stop=stop_step)
+    resumed = (
+        f"stopped after step {stop_step} (seed {seed}) and resumed by {_get_strategy_name(resume_strategy)} on {size}"
+    )
+    row = Checked(_get_strategy_name(strategy), count, "failed", resumed=resumed)
+    code, message = loop.run(strategy, count, "stopped", stop_step=stop_step)
     if code != EXIT_DONE:
         return replace(row, reason=message)
-    code, message = loop.run(resume_strategy, size, "resumed", resumes="stopped")
+    code, message = loop.run(resume_strategy, size, "resumed", stopped_run="stopped")
     if code != EXIT_DONE:
         return replace(row, reason=f"resumed: {message}")
     resumed_trace = loop.read_trace("resumed")
@@ -297,25 +301,28 @@ def _check_resume(
         return replace(row, verdict="identical", steps=len(resumed_trace.steps))
     # Stop two more runs at the same step, to exclude state that differs between any two runs, such as the time.
     codes = [
-        loop.run(strategy, count, name, stop=stop_step, diagnose=True)[0] for name in ("stopped-again", "stopped-twice")
+        loop.run(strategy, count, name, stop_step=stop_step, diagnose=True)[0]
+        for name in ("stopped-again", "stopped-twice")
     ]
     if codes == [EXIT_DONE, EXIT_DONE]:
         loop.remove_varying_state("stopped-again", "stopped-twice")
-        loop.run(resume_strategy, size, "resumed-again", resumes="stopped-again", diagnose=True)
+        loop.run(resume_strategy, size, "resumed-again", stopped_run="stopped-again", diagnose=True)
     mismatch += _describe_lost_state(loop.read_lost_state("resumed-again"))
     if not loop.has_folder("reference"):
         mismatch += "; lockstep.join has no dir=, so runs of this loop are never resumed; --no-resume skips this check"
     return replace(row, verdict="differs", steps=len(resumed_trace.steps), reason=mismatch)
 
 
-def _describe_lost_state(lost: LostState) -> str:
+def _describe_lost_state(lost_state: LostState) -> str:
     """Describe the likely cause of a difference after a resume: the state of the script that wasn't restored."""
-    if lost.likely:
+    if lost_state.likely:
         return (
-            f"; likely cause: no checkpoint contains {_format_changes(lost.likely)}; store it in run.state, or compute "
-            "it from step.number"
+            f"; likely cause: no checkpoint contains {_format_changes(lost_state.likely)}; store it in run.state, or "
+            "compute it from step.number"
         )
-    unused_text = f"; or {_format_changes(lost.unused)}, which it does not seem to read" if lost.unused else ""
+    unused_text = (
+        f"; or {_format_changes(lost_state.unused)}, which it does not seem to read" if lost_state.unused else ""
+    )
     return (
         "; likely cause: the loop depends on something that is in no checkpoint and in none of the variables that it "
         "reads: a file, the clock, the state of a library object, or a weight or buffer that NumPy changed"
@@ -328,7 +335,7 @@ def _format_changes(changes: Mapping[str, str]) -> str:
     return list_some([f"{name} ({change})" for name, change in zip(names, changes.values(), strict=True)], _MAX_NAMES)
 
 
-def _rerun_reference(loop: "_LoopRunner", reference: Trace, can_spawn: bool) -> Checked:
+def _rerun_reference(loop: "_LoopRunner", reference: LoopTrace, can_spawn: bool) -> Checked:
     """Run the reference again, and return the result of comparing both runs.
 
     If `can_spawn` is set, the second run uses a different hash seed. A warning in the reference counts as a difference:
@@ -336,7 +343,7 @@ def _rerun_reference(loop: "_LoopRunner", reference: Trace, can_spawn: bool) -> 
     """
     if reference.warnings:
         return Checked("single", 1, "differs", reason=reference.warnings[0])
-    hash_seed = different_hash_seed() if can_spawn else None
+    hash_seed = choose_different_hash_seed() if can_spawn else None
     code, message = loop.run("single", 1, "again", hash_seed)
     if code != EXIT_DONE:
         return Checked("single", 1, "failed", reason=message)
@@ -396,7 +403,7 @@ def make_script_runner(path: Path, arguments: Sequence[str]) -> Callable[[], obj
     return partial(run_script, str(path), [str(path), *arguments])
 
 
-class _EnoughSteps(BaseException):
+class _StepLimitReached(BaseException):
     """Raised to stop the user's function after the requested number of steps."""
 
 
@@ -408,7 +415,7 @@ class _LoopRunner:
     """
 
     function: Callable[[], object]
-    steps: int | None
+    max_steps: int | None
     guarded: bool
     folder: Path
 
@@ -420,8 +427,8 @@ class _LoopRunner:
         hash_seed: str | None = None,
         *,
         diagnose: bool = False,
-        stop: int | None = None,
-        resumes: str | None = None,
+        stop_step: int | None = None,
+        stopped_run: str | None = None,
     ) -> tuple[int, str]:
         """Run the function on a placement. Return the exit code, and the error message if the function failed.
 
@@ -433,8 +440,8 @@ class _LoopRunner:
         folder = self.folder / name
         folder.mkdir()
         strategy_config = strategy if isinstance(strategy, str) else dict(strategy)
-        stopped = None if resumes is None else self.folder / resumes
-        work = partial(self._run_rank, strategy_config, folder, diagnose, stop, stopped)
+        stopped = None if stopped_run is None else self.folder / stopped_run
+        work = partial(self._run_rank, strategy_config, folder, diagnose, stop_step, stopped)
         code, text = run_in_workers(work, None, Placement(), count, hash_seed)
         return code, text.partition("error: ")[2] or text
 
@@ -442,11 +449,11 @@ class _LoopRunner:
         """Return whether the function created a run folder in the run with this name."""
         return (self.folder / name / _RUN_FOLDER).exists()
 
-    def remove_varying_state(self, name: str, other: str) -> None:
+    def remove_varying_state(self, name: str, other_name: str) -> None:
         """Remove the values that differ between two stopped runs from the recorded state of the run `name`."""
         states = [
             plainfile.parse_json((self.folder / run_name / _STATE_FILE).read_text(encoding="utf-8"))
-            for run_name in (name, other)
+            for run_name in (name, other_name)
         ]
         texts, other_texts = (dict(state["texts"]) for state in states)
         states[0]["texts"] = {key: text for key, text in texts.items() if other_texts.get(key) == text}
@@ -459,7 +466,7 @@ class _LoopRunner:
             LostState(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else LostState({}, {})
         )
 
-    def read_trace(self, name: str) -> Trace:
+    def read_trace(self, name: str) -> LoopTrace:
         """Return the trace of rank 0 in the run `name`. Raise UsageError if the function ran no step."""
         path = self.folder / name / _TRACE_FILE
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -468,7 +475,7 @@ class _LoopRunner:
         steps = [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
         events = [*read_events(self.folder / name / EVENTS)]
         plans = [{key: event[key] for key in _PLAN_FIELDS} for event in events if event["event"] == "started"]
-        return Trace(steps, plans, [event["text"] for event in events if event["event"] == "warning"])
+        return LoopTrace(steps, plans, [event["text"] for event in events if event["event"] == "warning"])
 
     def rerun_for_diagnosis(
         self, strategy: StrategyChoice, count: int, name: str
@@ -496,8 +503,8 @@ class _LoopRunner:
         strategy: str | dict[str, Any],
         folder: Path,
         diagnose: bool,
-        stop: int | None,
-        resumes: Path | None,
+        stop_step: int | None,
+        stopped_folder: Path | None,
         _setup: None,
         rendezvous: Rendezvous,
     ) -> int:
@@ -510,28 +517,31 @@ class _LoopRunner:
         states: list[LoopState] = []
         traits = ModelTraits()
 
-        def observe(number: int, loss: float, digests: Mapping[str, str]) -> None:
+        def observe(step_number: int, loss: float, digests: Mapping[str, str]) -> None:
             if rank == 0:
                 with (folder / _TRACE_FILE).open("a", encoding="utf-8") as trace:
-                    trace.write(json.dumps([number, loss.hex(), dict(digests)]) + "\n")
+                    trace.write(json.dumps([step_number, loss.hex(), dict(digests)]) + "\n")
             if diagnose and states and not changes:
                 changes.update(states[0].find_changes(_capture_state(context)))
-            if self.steps is not None and number >= self.steps:
-                raise _EnoughSteps
-            if stop is None or rank or len(context.runs) > 1:
+            if self.max_steps is not None and step_number >= self.max_steps:
+                raise _StepLimitReached
+            if stop_step is None or rank or len(context.runs) > 1:
                 return
-            if diagnose and number == stop:
+            if diagnose and step_number == stop_step:
                 state_now = _capture_state(context)
-                state = {"texts": state_now.to_texts(), "priorities": state_now.priorities()}
+                state = {"texts": state_now.to_texts(), "priorities": state_now.compute_priorities()}
                 (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-            if number == stop - (rendezvous.info.size > 1):  # see World.agree_on_stop_level
+            if step_number == stop_step - (rendezvous.info.size > 1):  # see World.agree_on_stop_level
                 signal.raise_signal(signal.SIGUSR1)  # the run saves a checkpoint after the stop step, and ends
 
         sinks: list[Sink] = [JsonLines(folder / EVENTS)] if rank == 0 else []
-        if rank == 0 and diagnose and resumes is not None:
-            before = plainfile.parse_json((resumes / _STATE_FILE).read_text(encoding="utf-8"))
+        if rank == 0 and diagnose and stopped_folder is not None:
+            before = plainfile.parse_json((stopped_folder / _STATE_FILE).read_text(encoding="utf-8"))
             sinks.append(_LostStateSink(before, folder / _LOST_FILE, lambda: _capture_state(context)))
-        run_folder, keeps = (resumes or folder) / _RUN_FOLDER, stop is not None or resumes is not None
+        run_folder, keeps = (
+            (stopped_folder or folder) / _RUN_FOLDER,
+            stop_step is not None or stopped_folder is not None,
+        )
         context = WorkerContext(rendezvous, strategy, run_folder, keeps, observe, sinks, self.guarded)
         WORKER_CONTEXT.set(context)
         os.environ[VERIFYING] = "1"  # this process only runs the function
@@ -540,10 +550,10 @@ class _LoopRunner:
             try:
                 with recorded, explain_errors(context.runs):
                     self.function()
-            except _EnoughSteps:
+            except _StepLimitReached:
                 pass
             except SystemExit as end:
-                if end.code not in (None, 0) and (stop is None or end.code != EXIT_SAVED):
+                if end.code not in (None, 0) and (stop_step is None or end.code != EXIT_SAVED):
                     raise
             if not context.runs:
                 raise UsageError("the function joined no run; call lockstep.join in it")
@@ -562,10 +572,10 @@ class _LostStateSink:
     It compares the state before the first step with `stopped_state`, the state of the stopped run.
     """
 
-    def __init__(self, before: Mapping[str, Any], path: Path, state: Callable[[], LoopState]) -> None:
-        self._before = before
+    def __init__(self, stopped_state: Mapping[str, Any], path: Path, capture_state: Callable[[], LoopState]) -> None:
+        self._before = stopped_state
         self._path = path
-        self._state = state
+        self._state = capture_state
 
     def write(self, event: Event, time: float) -> None:
         """See Sink.write. The Started event arrives when the script requests its first step from `run.steps`."""
@@ -612,7 +622,7 @@ def _capture_state(context: WorkerContext) -> LoopState:
     return LoopState([run._model for run in context.runs if run._model is not None])
 
 
-def _find_mismatch(reference: Trace, actual: Trace) -> str:
+def _find_mismatch(reference: LoopTrace, actual: LoopTrace) -> str:
     """Describe the first difference between two traces. Returns an empty string if they are equal."""
     for plan, other_plan in zip(reference.plans, actual.plans, strict=False):
         if key := next((name for name in _PLAN_FIELDS if plan[name] != other_plan[name]), None):

@@ -70,7 +70,7 @@ def to_text(value: object) -> str:
     return value.hex() if isinstance(value, float) else str(value)
 
 
-def digest_num_bytes(digest: str) -> int:
+def parse_num_bytes(digest: str) -> int:
     """Return the number of bytes that were hashed for a digest of training/checkpoint/tensorfile.py."""
     return int(digest.partition(":")[2])
 
@@ -80,9 +80,9 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(asdict(content)), encoding="utf-8")
 
 
-def read_json(path: Path, kind: type[T]) -> T:
+def read_json(path: Path, cls: type[T]) -> T:
     """Read a dataclass of type `cls` from a file that `write_json` has written."""
-    return TypeAdapter(kind).validate_json(path.read_bytes())
+    return TypeAdapter(cls).validate_json(path.read_bytes())
 
 
 def trace_path(folder: Path, rank: int) -> Path:
@@ -92,15 +92,17 @@ def trace_path(folder: Path, rank: int) -> Path:
 
 def save_tensor(folder: Path, rank: int, request: TensorRequest, tensor: Tensor) -> None:
     """Write a requested tensor of a rank."""
-    safetensors.torch.save_file({"tensor": tensor.detach().cpu().contiguous()}, _tensor_path(folder, rank, request))
+    safetensors.torch.save_file(
+        {"tensor": tensor.detach().cpu().contiguous()}, _make_tensor_path(folder, rank, request)
+    )
 
 
 def load_tensor(folder: Path, rank: int, request: TensorRequest) -> Tensor | None:
     """Load a requested tensor of a rank, or return None if the rank didn't write it."""
-    path = _tensor_path(folder, rank, request)
+    path = _make_tensor_path(folder, rank, request)
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None
 
 
-def _tensor_path(folder: Path, rank: int, request: TensorRequest) -> Path:
+def _make_tensor_path(folder: Path, rank: int, request: TensorRequest) -> Path:
     # The file name contains a hash, because a tensor name may be too long for a file name.
     return folder / f"rank-{rank}-{hashlib.sha256(repr(request).encode()).hexdigest()[:32]}.safetensors"

@@ -16,22 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.comm.world import World
-from lockstep.config.load import Loaded
-from lockstep.core.batch import Batch, tensors_of
+from lockstep.config.load import LoadedConfig
+from lockstep.core.batch import Batch, get_tensors
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded
 from lockstep.data.base import Split
 from lockstep.data.loader import Loader
-from lockstep.device.meter import Meter
+from lockstep.device.meter import SpeedMeter
 from lockstep.errors import EXIT_DONE
 from lockstep.parallel.engine import Engine, Sums, Update
 from lockstep.parallel.layouts.base import iterate_full_tensors
 from lockstep.probe.probe import run_probe
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
-from lockstep.run.checkpoints import engine_state
+from lockstep.run.checkpoints import get_engine_state
 from lockstep.run.session import open_recipe_rank
-from lockstep.setup.build import Setup, evaluation_batch
+from lockstep.setup.build import Setup, get_evaluation_batch_size
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun, open_recipe_without_placement
 from lockstep.setup.resolved import ResolvedConfig
@@ -43,7 +43,7 @@ from lockstep.training.events import Saved
 from lockstep.training.loop import iterate_training_steps, train
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReports
+from lockstep.training.reports import StepReporter
 from lockstep.verification import trace
 from lockstep.verification.trace import StepTrace, TensorRequest, Trace
 
@@ -63,16 +63,16 @@ class TraceJob:
     step_numbers: tuple[int, ...]
     validation_samples: int  # number of validation samples to evaluate
     folder: Path
-    first: int = 0
-    resume: Path | None = None
+    start_position: int = 0
+    resume_path: Path | None = None
     save_after: int | None = None
     tensor_requests: frozenset[TensorRequest] = frozenset()
 
 
-def open_setup(loaded: Loaded) -> Setup:
+def open_setup(loaded: LoadedConfig) -> Setup:
     """Open the dataset, run all checks of a training run except those of the placement, and return the setup."""
     return replace(
-        open_recipe_without_placement(loaded), guarded=False
+        open_recipe_without_placement(loaded), is_guarded=False
     )  # report differences instead of rejecting code that causes them
 
 
@@ -97,8 +97,8 @@ def run_case(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
         prepared = PreparedRun(job.resolved, setup or _open_job_setup(job))
         with session.open_world() as world:
-            traced_run = _TracedRun(job, prepared, world)
-            rendezvous.status = traced_run.status
+            traced_run = _TracingEngine(job, prepared, world)
+            rendezvous.get_status = traced_run.status
             trace.write_json(trace.trace_path(job.folder, world.rank), traced_run.run())
     return EXIT_DONE
 
@@ -109,22 +109,22 @@ def _open_job_setup(job: TraceJob) -> Setup:
 
 @final
 class FirstSamples:
-    """The first `count` samples of a split."""
+    """The first `num_samples` samples of a split."""
 
-    def __init__(self, split: Split, count: int) -> None:
+    def __init__(self, split: Split, num_samples: int) -> None:
         self.in_memory = split.in_memory
         self._split = split
-        self._count = count
+        self._count = num_samples
 
     def __len__(self) -> int:
         return self._count
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
-        return self._split.fetch(indices, draw)
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> Batch:
+        return self._split.fetch(indices, random_key)
 
 
 @final
-class _TracedRun:
+class _TracingEngine:
     """Runs a rank of a case.
 
     The training loop uses this object as its engine. It forwards all calls to the real engine, and records the results.
@@ -134,7 +134,7 @@ class _TracedRun:
         self._job = job
         self._setup = prepared.setup
         self._world = world
-        self._meter = Meter(world.device)
+        self._meter = SpeedMeter(world.device)
         self._engine: Engine
         self._loader: Loader
         self._engine, self._loader = start_engine(prepared, world)
@@ -149,27 +149,27 @@ class _TracedRun:
     def run(self) -> Trace:
         """Run the steps of the job, evaluate the model, and return the trace of this rank."""
         job = self._job
-        if job.resume is not None:
-            self._engine.load(engine_state(store.read_checkpoint(job.resume)))
+        if job.resume_path is not None:
+            self._engine.load(get_engine_state(store.read_checkpoint(job.resume_path)))
         save = Interval(steps=job.step_numbers[job.save_after - 1] + 1) if job.save_after else NEVER
-        plan = self._setup.plan(log=Interval(steps=1), save=save)
-        plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), figures=None)
-        reports = StepReports(self._world, plan, self._progress)
+        plan = self._setup.make_plan(log=Interval(steps=1), save=save)
+        plan = replace(plan, steps=replace(plan.steps, steps=1 << 62, epochs=None), compute_metrics=None)
+        reports = StepReporter(self._world, plan, self._progress)
         for _ in train(self, reports, iterate_training_steps(self._batches, reports, save=self._save)):
             pass
-        peak_bytes = self._meter.peak_bytes()
+        peak_bytes = self._meter.get_peak_bytes()
         evaluation = self._evaluate()
         self._engine.close()
         return Trace(self._world.rank, self._steps, evaluation, self._seconds, peak_bytes)
 
     def _batches(self, _: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        for number in self._job.step_numbers[self._job.first :]:
+        for number in self._job.step_numbers[self._job.start_position :]:
             with closing(self._loader.iterate_steps(number)) as batches:  # type: ignore[type-var]
                 yield next(batches)
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Stepping.forward_backward. Also records the data, the losses and the gradients of the step."""
-        data = {str(microbatch.index): digest_tensors(tensors_of(microbatch.batch)) for microbatch in microbatches}
+        data = {str(microbatch.index): digest_tensors(get_tensors(microbatch.batch)) for microbatch in microbatches}
         start = time.perf_counter()
         sums = self._engine.forward_backward(microbatches, step, observe)
         loss = trace.to_text(float(sums.total))  # converting to float waits for the device
@@ -189,7 +189,7 @@ class _TracedRun:
         In a pipeline, only the last stage computes losses. The dict is also empty if sequences are split into chunks,
         because each loss then belongs to a chunk, and chunks differ between placements.
         """
-        real_microbatches = [microbatch for microbatch in microbatches if not microbatch.dummy]
+        real_microbatches = [microbatch for microbatch in microbatches if not microbatch.is_dummy]
         if self._setup.recipe.model.sequence_chunks > 1 or len(sums.local_losses) != len(real_microbatches):
             return {}
         return {
@@ -217,7 +217,7 @@ class _TracedRun:
 
         Sharded tensors are gathered in groups, and only rank 0 records their digests.
         """
-        position = self._job.first + len(self._steps) - 1
+        position = self._job.start_position + len(self._steps) - 1
         for kind, tensors in kinds.items():
             digests = {}
             for name, tensor in iterate_full_tensors(self._world, tensors):
@@ -243,7 +243,7 @@ class _TracedRun:
     def _evaluate(self) -> dict[str, str]:
         if self._setup.data.validation is None:
             return {}
-        batch = evaluation_batch(self._setup.recipe)
+        batch = get_evaluation_batch_size(self._setup.recipe)
         batches, num_batches = (
             self._loader.iterate_validation_batches(batch),
             self._loader.count_validation_batches(batch),

@@ -12,7 +12,7 @@ from lockstep.config import write
 from lockstep.config.elsewhere import pycls_networks
 from lockstep.config.elsewhere.find import ImportedConfig, import_file
 from lockstep.config.elsewhere.translation import read_key_table
-from lockstep.core.rate import Rate
+from lockstep.core.rate import RateSchedule
 from lockstep.errors import ConfigError, UsageError
 from lockstep.models.find import build_model
 
@@ -85,7 +85,7 @@ def test_rates_are_those_of_distribuuuu(tmp_path: Path, policy: str) -> None:
     values = {"MODEL": {"ARCH": "resnet18"}, "OPTIM": optim | {"WARMUP_EPOCHS": warm, "WARMUP_FACTOR": factor}}
     recipe = imported(tmp_path, values).load().config.recipe
     schedule = recipe.schedule
-    rate = Rate(
+    rate = RateSchedule(
         base=recipe.optimizer.lr.value,
         samples_per_epoch=100,
         epochs=epochs,
@@ -162,7 +162,7 @@ def test_a_vision_transformer_of_pycls_is_built_by_its_numbers(tmp_path: Path, k
     values = OF_PYCLS | {"MODEL": {"TYPE": "vit"}, "VIT": vit, "TRAIN": OF_PYCLS["TRAIN"] | {"IM_SIZE": 32}}
     model = imported(tmp_path, values).load().config.recipe.model
     network = build_model(
-        name=model.name, source=model.source, options=model.options, facts={"classes": [*"0123456789"]}
+        name=model.name, source=model.source, options=model.options, dataset_info={"classes": [*"0123456789"]}
     )
     tokens = 16 + (kind == "token")
     block = 4 * (48 * 48 + 48) + 2 * 48 * 96 + 96 + 48 + 2 * 2 * 48  # attention, the feed-forward net, two norms

@@ -32,7 +32,7 @@ def augment(images: Tensor, draws: NDArray[np.float64], padding: int, flip: bool
 
 
 def _draws(count: int, seed: int = 0) -> NDArray[np.float64]:
-    return random.uniform(random.key(random.AUGMENT, seed, 1), np.arange(count), 3)
+    return random.draw_uniform(random.make_key(random.AUGMENT, seed, 1), np.arange(count), 3)
 
 
 def _by_torchvision(image: Tensor, draws: Sequence[float], padding: int, flip: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.images.crops import NUM_DRAWS, random_crop
+from lockstep.data.images.crops import NUM_DRAWS, compute_random_crop_box
 from lockstep.data.images.pictures import CropSettings, crop_image, to_sample
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
@@ -75,10 +75,10 @@ def test_training_is_torchvisions_resized_crop(root: Path) -> None:
     indices = np.array([5, 2])
     images, targets = _open(root, (0.08, 1.0)).train.fetch(indices, 11)
     assert targets.tolist() == [1, 0]
-    drawn = random.uniform(random.key(random.AUGMENT, 11), indices, NUM_DRAWS).tolist()
+    drawn = random.draw_uniform(random.make_key(random.AUGMENT, 11), indices, NUM_DRAWS).tolist()
     for image, file, numbers in zip(images, ("dog/1.jpg", "cat/2.jpg"), drawn, strict=True):
         pixels = _pixels(root / "train" / file)
-        box = random_crop(pixels.shape[1], pixels.shape[2], (0.08, 1.0), numbers)
+        box = compute_random_crop_box(pixels.shape[1], pixels.shape[2], (0.08, 1.0), numbers)
         assert torch.equal(image, functional.resized_crop(pixels, *box, [SIZE, SIZE], antialias=True))
 
 
@@ -87,7 +87,7 @@ def test_every_box_is_resized_as_torchvision_does(height: int, width: int) -> No
     pixels = torch.from_numpy(np.array(smooth_picture(5, height, width))).permute(2, 0, 1)
     settings = CropSettings(SIZE, SIZE, (0.01, 1.0))
     for draws in np.random.default_rng(0).random((40, NUM_DRAWS)).tolist():
-        box = random_crop(height, width, (0.01, 1.0), draws)
+        box = compute_random_crop_box(height, width, (0.01, 1.0), draws)
         expected = functional.resized_crop(pixels, *box, [SIZE, SIZE], antialias=True)
         assert torch.equal(crop_image(pixels, settings, draws), expected)
 

@@ -166,7 +166,7 @@ def test_a_share_of_each_class_is_validation_s(tmp_path: Path, above: str) -> No
     counts = {"Katze klein": 30, "dog's": 14, "鸟": 5, "single": 1}
     files = [f"{above}{name}/IMG {each} (\udcff).JPG" for name, count in counts.items() for each in range(count)]
     root = _touch(tmp_path, *files)
-    found = scan_folder(root, per_class=0.1) if above else scan_folder(root)
+    found = scan_folder(root, fraction_per_class=0.1) if above else scan_folder(root)
     of_class = [[number for _, number in part].count for part in (found.train, found.validation)]
     held_out = {name: of_class[1](number) for number, name in enumerate(found.classes)}
     assert held_out == {"Katze klein": 3, "dog's": 1, "鸟": 1, "single": 0}
@@ -175,12 +175,12 @@ def test_a_share_of_each_class_is_validation_s(tmp_path: Path, above: str) -> No
     assert found.train == sorted(found.train, key=lambda each: (each[1], each[0]))
     # Where the root is, and how it is spelled, is nothing to the split.
     spelled = os.path.join(os.path.dirname(root), ".", os.path.basename(root), "")
-    assert [*map(os.path.realpath, (file for file, _ in scan_folder(spelled, per_class=0.1).validation))] == [
+    assert [*map(os.path.realpath, (file for file, _ in scan_folder(spelled, fraction_per_class=0.1).validation))] == [
         os.path.realpath(file) for file, _ in found.validation
     ]
     assert count_training_samples("folder", root, {"validation_per_class": 0.1}) == len(found.train)
-    assert scan_folder(root, per_class=0.0).validation == []
-    assert len(scan_folder(root, per_class=0.99).train) == 4
+    assert scan_folder(root, fraction_per_class=0.0).validation == []
+    assert len(scan_folder(root, fraction_per_class=0.99).train) == 4
 
 
 def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
@@ -203,6 +203,6 @@ def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> N
     with pytest.raises(UsageError, match=r"validation: not supported with the folder .*/val; remove the option$"):
         scan_folder(root, 0.1)
     with pytest.raises(UsageError, match=r"validation_per_class: not supported with the folder .*/val; remove"):
-        scan_folder(root, per_class=0.1)
+        scan_folder(root, fraction_per_class=0.1)
     with pytest.raises(UsageError, match=r"validation and validation_per_class are both set; set only one"):
         scan_folder(root, 0.1, 0.1)

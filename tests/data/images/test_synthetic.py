@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from lockstep.data.base import DataSet
 from lockstep.data.images import synthetic as module
-from lockstep.data.images.synthetic import synthetic
+from lockstep.data.images.synthetic import make_synthetic_dataset
 
 
 def _small() -> DataSet:
-    return synthetic(image_size=12, samples=90, validation_samples=30, classes=3, channels=2)
+    return make_synthetic_dataset(image_size=12, samples=90, validation_samples=30, classes=3, channels=2)
 
 
 def _everything(data: DataSet) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def test_the_bits_are_fixed() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 7), st.integers(0, 7), st.integers(1, 5), st.integers(1, 4))
 def test_every_shape(size: int, samples: int, validation_samples: int, classes: int, channels: int) -> None:
-    data = synthetic(
+    data = make_synthetic_dataset(
         image_size=size,
         samples=samples,
         validation_samples=validation_samples,
@@ -57,7 +57,7 @@ def test_noise_made_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_sample_does_not_depend_on_how_many_there_are() -> None:
-    fewer = synthetic(image_size=12, samples=10, validation_samples=5, classes=3, channels=2)
+    fewer = make_synthetic_dataset(image_size=12, samples=10, validation_samples=5, classes=3, channels=2)
     assert torch.equal(_everything(fewer)[0], _everything(_small())[0][:10])
 
 
@@ -77,7 +77,7 @@ def test_the_nearest_class_mean_of_training_classifies_validation() -> None:
 
 
 def test_figures_are_near_those_of_the_pixels() -> None:
-    data = synthetic(image_size=8, samples=400, validation_samples=0, classes=50, channels=3)
+    data = make_synthetic_dataset(image_size=8, samples=400, validation_samples=0, classes=50, channels=3)
     pixels = _everything(data)[0].double() / 255
     assert data.facts["mean"] == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=0.02)
     assert data.facts["std"] == pytest.approx(pixels.std((0, 2, 3)).tolist(), abs=0.02)

@@ -16,7 +16,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images import tar_index
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
-from lockstep.data.streams.index import FileMark
+from lockstep.data.streams.index import FileState
 from lockstep.errors import TrainingError, UsageError
 
 
@@ -71,7 +71,7 @@ def test_the_index_is_made_once_and_anew_for_another_archive(root: Path, monkeyp
     made: list[str] = []
     look = tar_index._scan_archive
 
-    def counted(archive: tarfile.TarFile, state: FileMark, label: str) -> tar_index.TarIndex:
+    def counted(archive: tarfile.TarFile, state: FileState, label: str) -> tar_index.TarIndex:
         made.append(Path(state.path).name)
         return look(archive, state, label)
 
@@ -160,7 +160,7 @@ def test_a_damaged_picture_names_archive_and_member(tmp_path: Path) -> None:
     with (tmp_path / "train.tar").open("r+b") as file:
         file.truncate(600)
     with pytest.raises(
-        TrainingError, match=r"train\.tar: changed after it was indexed, from [\d,]+ to 600 bytes; keep"
+        TrainingError, match=r"train\.tar: changed after it was indexed, from [\d,]+ to 600 bytes; start the run again"
     ):
         data.train.fetch(np.array([2]), None)
 

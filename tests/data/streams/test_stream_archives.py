@@ -80,7 +80,7 @@ def test_samples_are_those_of_an_iteration_in_any_order(name: str, files: list[s
 
 def test_a_sample_has_the_name_of_its_shard_and_key(files: list[str]) -> None:
     opened = open_stream(plain(files))
-    assert opened.name(3) == f"{files[2]}: 2/0"
+    assert opened.get_sample_name(3) == f"{files[2]}: 2/0"
     with pytest.raises(IndexError):
         opened[8]
 
@@ -119,7 +119,9 @@ def test_an_archive_that_changes_is_named(files: list[str], tmp_path: Path) -> N
     assert opened[3]["__key__"] == "2/0"
     with open(files[2], "ab") as archive:
         archive.write(bytes(512))
-    with pytest.raises(DataError, match=r"2\.tar: changed after it was indexed, from [\d,]+ to [\d,]+ bytes; keep"):
+    with pytest.raises(
+        DataError, match=r"2\.tar: changed after it was indexed, from [\d,]+ to [\d,]+ bytes; start the run again"
+    ):
         opened[3]
 
 
@@ -156,7 +158,9 @@ def test_a_file_that_a_sample_lacks_is_named_with_the_sample(tmp_path: Path) -> 
 
 def test_a_map_that_drops_a_sample_is_refused_with_what_to_write(files: list[str]) -> None:
     opened = open_stream(plain(files).map(lambda each: None))
-    with pytest.raises(UsageError, match=r"0\.tar: 0/0: the stages .* return 0 samples .*; drop samples with \.select"):
+    with pytest.raises(
+        UsageError, match=r"0\.tar: 0/0: the stages .* return 0 samples .*; to drop samples, use \.select"
+    ):
         opened[0]
 
 
@@ -201,5 +205,5 @@ def test_a_remote_shard_is_downloaded_to_the_folder_of_the_pipeline(files: list[
 
 
 def test_members_are_found_by_their_headers(files: list[str]) -> None:
-    index = open_stream(plain(files)).shards.index(0)
-    assert [name for name, _, _ in tar_members.spans(index, 1)] == ["json", "cls", "npy"]
+    index = open_stream(plain(files)).shards.index_shard(0)
+    assert [name for name, _, _ in tar_members.iterate_spans(index, 1)] == ["json", "cls", "npy"]

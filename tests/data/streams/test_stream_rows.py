@@ -15,8 +15,8 @@ from datasets.distributed import split_dataset_by_node
 from pyarrow import parquet
 
 from lockstep.data.streams.find import open_stream
-from lockstep.data.streams.index import mark_file
-from lockstep.data.streams.sequential import Part, SequentialReader
+from lockstep.data.streams.index import get_file_state
+from lockstep.data.streams.sequential import RowChunk, SequentialReader
 from lockstep.errors import DataError, UsageError
 
 # The library formats the results of a map for tensors again.
@@ -113,7 +113,7 @@ def test_the_number_of_rows_of_a_file_is_kept(tmp_path: Path, cache: Path, monke
     assert len(open_stream(of_files(tmp_path, "json"))) == 11
     assert len([*cache.iterdir()]) == 3
     with monkeypatch.context() as patched:
-        patched.setattr("lockstep.data.streams.hugging_face.Part", None)
+        patched.setattr("lockstep.data.streams.hugging_face.RowChunk", None)
         assert len(open_stream(stream(tmp_path, "json"))) == 11
     with open(tmp_path / "0.json", "a", encoding="utf-8") as file:
         file.write('{"x": 5, "y": 0}\n')
@@ -126,7 +126,9 @@ def test_a_file_that_changes_is_named(kind: str, tmp_path: Path) -> None:
     whole = (tmp_path / f"1.{kind}").read_bytes()
     (tmp_path / f"1.{kind}").write_bytes(whole + whole)
     assert opened[0]["x"] == 0
-    with pytest.raises(DataError, match=rf"1\.{kind}: changed after it was indexed, from [\d,]+ to [\d,]+ bytes; keep"):
+    with pytest.raises(
+        DataError, match=rf"1\.{kind}: changed after it was indexed, from [\d,]+ to [\d,]+ bytes; start the run again"
+    ):
         opened[4]
     os.remove(tmp_path / f"2.{kind}")
     with pytest.raises(DataError, match=rf"2\.{kind}: became unreadable after it was indexed: No such file"):
@@ -218,15 +220,15 @@ def test_what_depends_on_other_rows_is_refused_with_what_to_write(name: str) -> 
 def test_a_reader_reads_on_where_it_was_and_forgets_what_was_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = []
 
-    def parts(shard: int) -> Iterator[Part]:
+    def parts(shard: int) -> Iterator[RowChunk]:
         starts.append(shard)
-        return (Part([10 * number, 10 * number + 1], 2, 40) for number in range(4))
+        return (RowChunk([10 * number, 10 * number + 1], 2, 40) for number in range(4))
 
     reader = SequentialReader(parts, str)
     monkeypatch.setattr("lockstep.data.streams.sequential._CACHE_BYTES", 80)
 
     def row(number: int) -> int:
-        part, index = reader.row(0, number)
+        part, index = reader.read_row(0, number)
         return int(part.rows[index])
 
     assert [row(number) for number in range(8)] == [0, 1, 10, 11, 20, 21, 30, 31]
@@ -244,8 +246,8 @@ def test_a_remote_file_is_known_by_what_its_server_says() -> None:
 
     memory = fsspec.filesystem("memory")
     memory.pipe("/streams/a.json", b"12")
-    first = mark_file("memory://streams/a.json")
+    first = get_file_state("memory://streams/a.json")
     assert (first.size, first.is_local) == (2, False)
     memory.pipe("/streams/a.json", b"123")
-    assert mark_file("memory://streams/a.json") != first
-    assert mark_file("unknown://streams/a.json").size == -1
+    assert get_file_state("memory://streams/a.json") != first
+    assert get_file_state("unknown://streams/a.json").size == -1

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
-from lockstep.data.tables.columns import Category, Number, restore_column
+from lockstep.data.tables.columns import CategoricalColumn, NumericColumn, restore_column
 from lockstep.errors import UsageError
 from lockstep.tasks.facts import find_scale_warnings
 
@@ -246,8 +246,8 @@ def test_files_that_are_no_tables_are_named(root: Path) -> None:
 
 
 def test_columns_are_known_again_by_what_a_checkpoint_keeps() -> None:
-    for column in (Number("size", 2.5, 0.5, True), Category("town", ("A", "B"))):
-        assert restore_column(column.facts, True) == column
+    for column in (NumericColumn("size", 2.5, 0.5, True), CategoricalColumn("town", ("A", "B"))):
+        assert restore_column(column.saved_properties, True) == column
     for strange in ({"name": "size", "mean": "2"}, {"name": "town", "values": [1]}, {}):
         with pytest.raises(UsageError, match=r"invalid column: expected .*, got "):
             restore_column(strange, False)

@@ -11,7 +11,7 @@ from chat_files import MARKED, TEMPLATE, answer_pairs, assistant, conversations,
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
-from lockstep.data.text.packing import pack
+from lockstep.data.text.packing import pack_sequences
 from lockstep.data.text.tokenizer import tokenizer_of
 from lockstep.errors import UsageError
 
@@ -93,11 +93,11 @@ def test_a_pack_has_each_conversation_once_and_counts_its_positions_anew() -> No
 
 
 def test_bins_are_filled_by_the_longest_first() -> None:
-    assert pack([5, 4, 3, 2, 2], 8) == [[0, 2], [1, 3, 4]]
-    assert pack([8, 8], 8) == [[0], [1]]
-    assert pack([], 8) == []
+    assert pack_sequences([5, 4, 3, 2, 2], 8) == [[0, 2], [1, 3, 4]]
+    assert pack_sequences([8, 8], 8) == [[0], [1]]
+    assert pack_sequences([], 8) == []
     lengths = np.random.default_rng(0).integers(1, 50, 300).tolist()
-    bins = pack(lengths, 64)
+    bins = pack_sequences(lengths, 64)
     assert sorted(index for each in bins for index in each) == list(range(300))
     assert all(sum(lengths[index] for index in each) <= 64 for each in bins)
     assert len(bins) <= 1.05 * sum(lengths) / 64 + 1

@@ -125,4 +125,4 @@ def test_the_library_gives_the_same_tokens(by: str) -> None:
     ids = found.encode(text).ids
     assert ids == own.encode(text).tolist()
     assert found.decode(ids) == text
-    assert found.get_vocab_size() == own.vocabulary
+    assert found.get_vocab_size() == own.vocab_size

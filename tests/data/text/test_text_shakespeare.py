@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.text.shakespeare import shakespeare
+from lockstep.data.text.shakespeare import load_shakespeare
 from lockstep.errors import TrainingError
 
 
@@ -21,4 +21,4 @@ def test_another_text_is_refused(tmp_path: Path, content: bytes, found: str) -> 
     file = tmp_path / "plays.bz2"
     file.write_bytes(content)
     with pytest.raises(TrainingError, match=found):
-        shakespeare(file)
+        load_shakespeare(file)

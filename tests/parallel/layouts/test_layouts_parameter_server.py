@@ -16,7 +16,7 @@ from lockstep.parallel.layouts.parameter_server import Server
 
 
 def test_weights_are_held_back_until_their_update_is_done() -> None:
-    server = Server(ranks=3, timeout_s=5)
+    server = Server(num_ranks=3, timeout_s=5)
     early = server.pull(1)
     assert not early.done()
     server.release([torch.ones(2)])
@@ -26,7 +26,7 @@ def test_weights_are_held_back_until_their_update_is_done() -> None:
 
 
 def test_the_server_waits_for_every_worker() -> None:
-    server = Server(ranks=3, timeout_s=5)
+    server = Server(num_ranks=3, timeout_s=5)
     with ThreadPoolExecutor(1) as beside:
         found = beside.submit(server.collect, 4)
         server.push(5, {})  # of the next sum
@@ -37,7 +37,7 @@ def test_the_server_waits_for_every_worker() -> None:
 
 
 def test_a_worker_that_pushes_nothing_is_lost_in_time() -> None:
-    server = Server(ranks=3, timeout_s=0.05)
+    server = Server(num_ranks=3, timeout_s=0.05)
     server.push(1, {})
     with pytest.raises(PeerLostError, match=re.escape("got no gradient from 1 of 2 workers within 0.05 s")):
         server.collect(1)

@@ -17,7 +17,7 @@ from whole_updates import MAKERS
 
 from lockstep.comm.world import World
 from lockstep.core.shard import Shard
-from lockstep.parallel.layouts.base import Slots, Span, gather_full_tensors
+from lockstep.parallel.layouts.base import OptimizerStateLayout, RowSpan, gather_full_tensors
 from lockstep.parallel.layouts.owned import OwnedLayout
 
 pytestmark = pytest.mark.worlds
@@ -67,8 +67,8 @@ class Rows:
     def as_shard(self, name: str, tensor: Tensor) -> Any:
         return Shard(tensor, self.world.rank, torch.Size((3, 4))) if name == "weight" else tensor
 
-    def spans(self, _name: str, shape: torch.Size) -> list[Span]:
-        return [Span(rank, rank, 1, True) for rank in range(3)] if shape else []
+    def spans(self, _name: str, shape: torch.Size) -> list[RowSpan]:
+        return [RowSpan(rank, rank, 1, True) for rank in range(3)] if shape else []
 
     def collect(self) -> None:
         weight, scale = (parameter for _, parameter in self.trained)
@@ -94,16 +94,16 @@ def one_step(world: World) -> dict[str, Any]:
         "shape": tuple(weight.shape),
         "weight": weight.detach().clone(),
         "gradient": None if weight.grad is None else weight.grad.clone(),
-        "rows": owned.norms.all_rows([weight.grad, scale.grad]),  # type: ignore[list-item]
-        "unowned": [*owned.unowned] == ([] if world.rank == 0 else [weight]),
+        "rows": owned.norms.compute_row_norms([weight.grad, scale.grad]),  # type: ignore[list-item]
+        "unowned": [*owned.placeholders] == ([] if world.rank == 0 else [weight]),
     }
     optimizer = torch.optim.SGD([weight, scale], lr=1.0, momentum=0.9)
-    for each in owned.unowned:
+    for each in owned.placeholders:
         each.grad = None
     optimizer.step()
     owned.publish()
-    slots = Slots(owned.trained, owned.as_shard)
-    state, scalars = owned.optimizer_state(slots, optimizer)
+    slots = OptimizerStateLayout(owned.trained, owned.as_shard)
+    state, scalars = owned.get_optimizer_state(slots, optimizer)
     fresh = torch.optim.SGD([weight, scale], lr=1.0, momentum=0.9)
     owned.load_optimizer_state(slots, fresh, gather_full_tensors(world, state), scalars)
     loaded = {name: fresh.state[parameter].get("momentum_buffer") for name, parameter in owned.trained}

@@ -76,7 +76,7 @@ def test_an_audit_finds_nothing_in_a_sound_run(strategy: str) -> None:
 def weights(chunks: int) -> Mapping[str, Tensor]:
     with joined() as run:
         train(run, "muon", chunks)
-        return {name: tensor.clone() for name, tensor in run._require_placed().weights().items()}
+        return {name: tensor.clone() for name, tensor in run._require_placed().gather_weights().items()}
 
 
 def test_the_owner_updates_the_matrix_of_the_model_without_chunks() -> None:

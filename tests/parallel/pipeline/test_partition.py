@@ -6,27 +6,27 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lockstep.parallel.pipeline.cut import balance
+from lockstep.parallel.pipeline.cut import split_by_cost
 
 
 def test_the_dearest_part_is_as_cheap_as_it_can_be() -> None:
-    assert balance([1.0, 1.0, 1.0, 3.0], 2, range(4), [True] * 4) == [3]
-    assert balance([3.0, 1.0, 1.0, 1.0], 2, range(4), [True] * 4) == [1]
-    assert balance([1.0] * 6, 3, range(6), [True] * 6) == [2, 4]
+    assert split_by_cost([1.0, 1.0, 1.0, 3.0], 2, range(4), [True] * 4) == [3]
+    assert split_by_cost([3.0, 1.0, 1.0, 1.0], 2, range(4), [True] * 4) == [1]
+    assert split_by_cost([1.0] * 6, 3, range(6), [True] * 6) == [2, 4]
 
 
 def test_the_other_parts_are_even_too() -> None:
-    assert balance([9.0, 1.0, 1.0, 1.0, 1.0], 3, range(5), [True] * 5) == [1, 3]
+    assert split_by_cost([9.0, 1.0, 1.0, 1.0, 1.0], 3, range(5), [True] * 5) == [1, 3]
 
 
 def test_one_part_is_everything() -> None:
-    assert balance([1.0, 2.0], 1, [], [False, True]) == []
-    assert balance([1.0, 2.0], 1, [], [False, False]) is None
+    assert split_by_cost([1.0, 2.0], 1, [], [False, True]) == []
+    assert split_by_cost([1.0, 2.0], 1, [], [False, False]) is None
 
 
 @pytest.mark.parametrize(("allowed", "needed"), [([1], [True] * 4), ([0, 4], [True] * 4), ([1, 2, 3], [False] * 4)])
 def test_a_cut_that_does_not_exist_is_none(allowed: list[int], needed: list[bool]) -> None:
-    assert balance([1.0] * 4, 3, allowed, needed) is None
+    assert split_by_cost([1.0] * 4, 3, allowed, needed) is None
 
 
 # The best beginning of a part is none of the best cut's.
@@ -38,7 +38,7 @@ def test_a_cut_that_does_not_exist_is_none(allowed: list[int], needed: list[bool
 def test_no_other_cut_is_better(items: list[tuple[int, bool, bool]], parts: int) -> None:
     costs, needed = [float(cost) for cost, _, _ in items], [each for _, each, _ in items]
     allowed = [place for place, (_, _, each) in enumerate(items) if each]
-    found = balance(costs, parts, allowed, needed)
+    found = split_by_cost(costs, parts, allowed, needed)
     values = [_value(costs, needed, cut) for cut in combinations([p for p in allowed if p], parts - 1)]
     possible = [value for value in values if value is not None]
     if not possible:

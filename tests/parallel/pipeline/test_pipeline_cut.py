@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.cut import build_stage_module, find_cut, find_owners
 from lockstep.parallel.pipeline.graph_trace import PipelineCut
-from lockstep.parallel.pipeline.part import extract_part, keep_only
+from lockstep.parallel.pipeline.part import extract_local_module, keep_tensors
 
 SAMPLE = (torch.empty(2, 3, 6, 6, device="meta"),)
 
@@ -228,8 +228,8 @@ def test_a_part_keeps_names_and_order_and_the_rest_has_no_memory() -> None:
     model = pipeline_models.Skipping()
     names = [name for name, _ in model.named_parameters()]
     own = {"position", "norm.weight", "norm.running_mean", "twice.unused", "head.weight", "head.bias"}
-    keep_only(model, own, torch.device("cpu"), torch.preserve_format)
-    part = extract_part(model, own)
+    keep_tensors(model, own, torch.device("cpu"), torch.preserve_format)
+    part = extract_local_module(model, own)
     assert {name for name, tensor in model.state_dict().items() if not tensor.is_meta} == own
     assert part.state_dict().keys() == own
     assert part.head is model.head  # itself, with all it can do

@@ -11,7 +11,7 @@ from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.p2p import Values
 from lockstep.core.mesh import DataRank
 from lockstep.parallel.cooperative import CooperativeScheduler
-from lockstep.parallel.pipeline.stage import BackwardInputs, Compute, Forward, Stage
+from lockstep.parallel.pipeline.stage import BackwardInputs, Compute, ForwardPass, Stage
 
 ALONE = CanonicalSum(0, [DataRank()], None)
 
@@ -22,13 +22,13 @@ def stage_of(model: nn.Module, recompute: bool = False) -> Stage:
 
 def forward(stage: Stage, number: int, inputs: Values, compute: Compute) -> list[Tensor | int]:
     """Compute a micro-batch of three samples, which is one leaf."""
-    [outputs] = stage.forward([Forward(number, inputs, compute)], 3, nn.Module())
+    [outputs] = stage.forward([ForwardPass(number, inputs, compute)], 3, nn.Module())
     return outputs
 
 
 def backward(stage: Stage, number: int, gradients: Values, split: bool = False) -> list[Tensor | None]:
     [back] = (stage.backward_input if split else stage.backward)(number, [BackwardInputs(gradients)])
-    return back.inputs
+    return back.input_gradients
 
 
 class Uneven(nn.Module):
@@ -199,7 +199,9 @@ def test_leaves_of_a_micro_batch_are_computed_together_and_kept_apart(recompute:
         return [model(x, lambda given: together.exchange("here", lambda both: both[::-1], given))]
 
     inputs, gradients = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    work = [Forward(number, [inputs[number].clone().requires_grad_()], partial(compute, number)) for number in range(2)]
+    work = [
+        ForwardPass(number, [inputs[number].clone().requires_grad_()], partial(compute, number)) for number in range(2)
+    ]
     outputs = [each for [each] in stage.forward(work, 3, model)]
     back = stage.backward(0, [BackwardInputs([each]) for each in gradients])
 
@@ -212,8 +214,8 @@ def test_leaves_of_a_micro_batch_are_computed_together_and_kept_apart(recompute:
     torch.autograd.backward(expected, [*gradients])
     for place, found in enumerate(back):
         torch.testing.assert_close(outputs[place], expected[place].detach().requires_grad_())
-        torch.testing.assert_close(found.inputs, [entered[place].grad])
-        torch.testing.assert_close(found.borrowed, [given[place].grad])
+        torch.testing.assert_close(found.input_gradients, [entered[place].grad])
+        torch.testing.assert_close(found.borrowed_gradients, [given[place].grad])
     whole = [parameter.grad for parameter in stage.parameters]
     stage.add_gradients(2, ALONE)
     torch.testing.assert_close([parameter.grad for parameter in stage.parameters], whole)

@@ -14,15 +14,15 @@ from torch.nn import Parameter
 from lockstep.comm.world import World
 from lockstep.core.shard import Shard
 from lockstep.errors import UsageError
-from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layouts.base import Slots, gather_full_tensors
+from lockstep.parallel.layerwise import ComputeNorms
+from lockstep.parallel.layouts.base import OptimizerStateLayout, gather_full_tensors
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.parallel.optimizer_state import NamedParameter, optimizer_state
+from lockstep.parallel.optimizer_state import NamedParameter, get_optimizer_state
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 
 
 def made(
-    trained: Sequence[NamedParameter], norms: Norms, name: str, options: Mapping[str, Any]
+    trained: Sequence[NamedParameter], norms: ComputeNorms, name: str, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     return make_optimizer(trained, name=name, lr=0.1, norms=norms, options=options)
 
@@ -78,8 +78,8 @@ def names_of_all() -> OptimizerNames:
     return OptimizerNames(whole, grouped(whole))
 
 
-def slots(trained: Sequence[NamedParameter]) -> Slots:
-    return Slots(trained, lambda _, tensor: tensor)
+def slots(trained: Sequence[NamedParameter]) -> OptimizerStateLayout:
+    return OptimizerStateLayout(trained, lambda _, tensor: tensor)
 
 
 def told(world: World, held: str) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
@@ -109,7 +109,7 @@ def test_groups_that_only_some_ranks_have_keep_their_numbers(held: str) -> None:
     trained = parameters("abcd")
     optimizer = grouped(trained)
     moved(trained, optimizer, 2)
-    expected, expected_scalars = optimizer_state(trained, optimizer)
+    expected, expected_scalars = get_optimizer_state(trained, optimizer)
     assert {"group 0/step", "group 1/step"} <= expected.keys()
     answers = worlds.run(2, told, held)
     for tensors, scalars, _ in answers:

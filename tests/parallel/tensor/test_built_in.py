@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from lockstep.models.gpt import gpt
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.plan import split_into_chunks
 
 
@@ -71,7 +71,7 @@ def test_known_models(name: str) -> None:
     for count in (1, 2):
         torch.manual_seed(0)
         model = build()
-        plan = built_in_plan(model)
+        plan = get_built_in_plan(model)
         assert Counter(plan.values()) == kinds
         if count > 1:
             split_into_chunks(model, plan, count)
@@ -80,5 +80,5 @@ def test_known_models(name: str) -> None:
 
 
 def test_what_is_not_known_stays_whole() -> None:
-    assert built_in_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == {}
-    assert built_in_plan(timm.create_model("resnet18")) == {}
+    assert get_built_in_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == {}
+    assert get_built_in_plan(timm.create_model("resnet18")) == {}

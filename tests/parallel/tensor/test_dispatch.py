@@ -92,7 +92,7 @@ def test_going_on_elsewhere_gives_the_same_bits(ways: Any) -> None:
     ("case", "processes", "problem"),
     [
         (replace(NET, chunks=1), 2, "strategy expert: recipe.model.chunks is 1, so there is nothing to share; set it"),
-        (replace(NET, plan=cut_models.PLAN[:4]), 2, "strategy expert: found no known experts in the model; name them"),
+        (replace(NET, plan=cut_models.PLAN[:4]), 2, "strategy expert: found no known experts in the model; list them"),
         (NET, 3, "strategy expert: 3 processes cannot share the 4 chunks of mixture.experts; use 1, 2, 4"),
     ],
 )

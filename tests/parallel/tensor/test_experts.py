@@ -60,7 +60,9 @@ def test_a_group_is_given_its_own_pairs_in_the_order_of_the_rows() -> None:
 
 def test_rows_of_another_shape_are_refused() -> None:
     experts = grouped(cut_models.Experts(), 4)
-    with pytest.raises(UsageError, match=re.escape("experts is experts, but was called with rows of shape [2, 3, 11]")):
+    with pytest.raises(
+        UsageError, match=re.escape("experts is set to experts, but was called with rows of shape [2, 3, 11]")
+    ):
         experts(torch.empty(2, 3, 11), torch.zeros(6, 2).long(), torch.empty(6, 2))
 
 

@@ -11,14 +11,16 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.chunks import Region
-from lockstep.parallel.tensor.logits import Logits
+from lockstep.parallel.tensor.logits import ChunkedLogits
 
 ENTRIES = 65  # chunks of 17, 16, 16 and 16
 
 
-def in_chunks(whole: Tensor) -> Logits:
+def in_chunks(whole: Tensor) -> ChunkedLogits:
     chunks = Region(4, "head")
-    return Logits([whole[..., rows.start : rows.stop] for rows in chunks.row_ranges(ENTRIES)], chunks, ENTRIES)
+    return ChunkedLogits(
+        [whole[..., rows.start : rows.stop] for rows in chunks.get_row_ranges(ENTRIES)], chunks, ENTRIES
+    )
 
 
 def with_gradient(compute: Callable[[Tensor], Tensor], whole: Tensor, cut: bool) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from toys import Case
 from lockstep.comm.world import World
 from lockstep.core.shard import Shard
 from lockstep.errors import UsageError
-from lockstep.parallel.tensor.slices import check_shared, split_layers
+from lockstep.parallel.tensor.slices import check_distributable, find_split_layers
 
 NET = Case(model=cut_models.Net, chunks=4, plan=cut_models.PLAN)
 CASES = {
@@ -145,7 +145,7 @@ def test_a_rank_holds_its_chunks_alone() -> None:
     ],
 )
 def test_ranks_that_cannot_share_are_refused(chunks: int, ranks: int, problem: str) -> None:
-    layers = split_layers(toys.build(replace(NET, chunks=chunks)))
-    check_shared(layers, 1)
+    layers = find_split_layers(toys.build(replace(NET, chunks=chunks)))
+    check_distributable(layers, 1)
     with pytest.raises(UsageError, match=problem):
-        check_shared(layers, ranks)
+        check_distributable(layers, ranks)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models.gpt import gpt
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, split_by_chunk
 from lockstep.parallel.tensor.plan import split_into_chunks
@@ -44,7 +44,7 @@ def test_our_gpt(count: int, bias: bool) -> None:
     for chunks in (1, count):
         torch.manual_seed(0)
         model = gpt(vocabulary=50, context=9, layers=2, heads=6, width=36, positions="rotary", bias=bias).double()
-        results.append(gradients(model, ids, chunks, built_in_plan(model)))
+        results.append(gradients(model, ids, chunks, get_built_in_plan(model)))
     assert results[1].keys() == results[0].keys()
     assert max(largest(results[1][name], each) for name, each in results[0].items()) < 1e-10
 

@@ -68,13 +68,13 @@ def with_more(name: str, more: nn.Module | nn.Parameter) -> nn.Module:
         (Mlp, WHOLE, 5, "chunks: 5 does not divide the 12 outputs of up; use 2, 3, 4, 6, 12"),
         (Mlp, {**WHOLE, "up": "colwise:3"}, 8, "8 does not divide the 3 x 4 outputs of up; use 2, 4"),
         (Mlp, {**WHOLE, "down": "colwise", "up": "rowwise"}, 2, "2 does not divide the 5 outputs of down; use 5"),
-        (Mlp, {"up": "colwise"}, 2, "up is colwise, but its module has no rowwise layer"),
-        (Mlp, {"norm": "shared"}, 2, "norm is shared, but its module has no rowwise layer"),
+        (Mlp, {"up": "colwise"}, 2, "up is set to colwise, but its module has no rowwise layer"),
+        (Mlp, {"norm": "shared"}, 2, "norm is set to shared, but its module has no rowwise layer"),
         (
             Mlp,
             {"down": "rowwise"},
             2,
-            "down is rowwise, but no module contains both it and a colwise layer",
+            "down is set to rowwise, but no module contains both it and a colwise layer",
         ),
         (Mlp, {**WHOLE, "act": "heads:heads"}, 2, "act has no integer attribute 'heads'"),
         (Headed, WHOLE, 2, "2 does not divide the 3 heads of up; use 3"),
@@ -101,13 +101,21 @@ def test_heads_that_are_not_divided_are_named() -> None:
     ("model", "count", "problem"),
     [
         (cut_models.Mixture, 3, "3 does not divide experts.count = 8; use 2, 4, 8"),
-        (Mlp, 2, "up is experts, but its forward does not take exactly three arguments; let it take rows [n, d]"),
+        (
+            Mlp,
+            2,
+            "up is set to experts, but its forward does not take exactly three arguments; let it take rows [n, d]",
+        ),
         (
             partial(with_more, "bias", nn.Parameter(torch.zeros(3))),
             2,
             "its parameter bias has shape [3]; use one row of dim 0",
         ),
-        (partial(with_more, "norm", nn.LayerNorm(3)), 2, "experts is experts, but has submodules with parameters"),
+        (
+            partial(with_more, "norm", nn.LayerNorm(3)),
+            2,
+            "experts is set to experts, but has submodules with parameters",
+        ),
     ],
 )
 def test_what_are_no_experts_is_refused(model: Callable[[], nn.Module], count: int, problem: str) -> None:
@@ -141,7 +149,7 @@ def test_two_that_are_tied_are_cut_by_rows_together() -> None:
 @pytest.mark.parametrize(
     ("plan", "count", "problem"),
     [
-        ({"table": "vocab"}, 2, "table is vocab and shares a weight with head; set both to vocab, or untie"),
+        ({"table": "vocab"}, 2, "table is set to vocab, but shares a weight with head; set both to vocab, or untie"),
         ({"*": "vocab"}, 7, "chunks: table has 6 rows, fewer than 7 chunks; use fewer chunks, or set table to whole"),
         ({"conv": "vocab"}, 2, "conv is a Conv1d, but vocab requires an nn.Embedding, or an nn.Linear whose outputs"),
     ],
@@ -154,7 +162,7 @@ def test_what_cannot_be_cut_by_rows_is_refused(plan: dict[str, str], count: int,
 def test_a_gradient_by_the_number_of_looks_is_refused() -> None:
     model = Scorer()
     model.table.scale_grad_by_freq = True
-    with pytest.raises(UsageError, match="table is vocab, but sets scale_grad_by_freq, which requires"):
+    with pytest.raises(UsageError, match="table is set to vocab, but uses scale_grad_by_freq, which requires"):
         split_into_chunks(model, {"*": "vocab"}, 2)
 
 

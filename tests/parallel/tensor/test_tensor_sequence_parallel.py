@@ -20,11 +20,11 @@ from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
 from lockstep.models.gpt import gpt
 from lockstep.parallel.cooperative import CooperativeScheduler
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.plan import split_into_chunks
 from lockstep.parallel.tensor.sequence_parallel import SequenceForwards, check_sequence_parallel
-from lockstep.parallel.tensor.slices import split_layers
+from lockstep.parallel.tensor.slices import find_split_layers
 
 FORWARDS = 2
 
@@ -56,7 +56,7 @@ def _net(together: CooperativeScheduler, spread: bool) -> nn.Module:
     if spread:
         alone = CanonicalSum(0, [DataRank()], None)
         found = SequenceForwards(FORWARDS, 0, 1, alone, None, together, [torch.default_generator])
-        for layer in split_layers(net).values():
+        for layer in find_split_layers(net).values():
             layer.region.sequence_forwards = found
     return net
 
@@ -127,7 +127,7 @@ def test_a_rank_computes_its_own_chunks_alone_outside_of_what_is_cut() -> None:
 def _gpt(plan: dict[str, str]) -> nn.Module:
     model = gpt(vocabulary=20, context=8, layers=1, heads=4, width=16)
     split_into_chunks(
-        model, {**plan, **{name: kind for name, kind in built_in_plan(model).items() if name not in plan}}, 2
+        model, {**plan, **{name: kind for name, kind in get_built_in_plan(model).items() if name not in plan}}, 2
     )
     return model
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from toys import Case
 
 from lockstep.models.gpt import gpt
-from lockstep.parallel.tensor.built_in import built_in_plan
+from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.plan import split_into_chunks
 
 PLAN = {"*.tokens": "vocab", "head": "vocab"}
@@ -26,7 +26,7 @@ PLAN = {"*.tokens": "vocab", "head": "vocab"}
 def test_our_gpt_learns_what_it_learns_whole(tied: bool, entries: int) -> None:
     whole = gpt(vocabulary=entries, context=9, layers=1, heads=4, width=24, tied=tied).double()
     cut = copy.deepcopy(whole)
-    chunked = split_into_chunks(cut, PLAN | built_in_plan(cut), 4)
+    chunked = split_into_chunks(cut, PLAN | get_built_in_plan(cut), 4)
     ids = torch.randint(entries, (3, 10))
     for model in (whole, cut):
         F.cross_entropy(model(ids[:, :-1]).view(-1, entries), ids[:, 1:].reshape(-1), reduction="sum").backward()

@@ -162,12 +162,14 @@ def test_ranks_that_disagree_save_nothing_and_the_odd_one_is_named(tmp_path: Pat
     first, *others = worlds.run(3, refused, tmp_path, ["b"], 0, frozenset("b"))
     assert others == [first] * 2
     assert first.startswith(
-        f"after step 5, a buffer differs between ranks: b: rank 0 ({socket.gethostname()}) has different"
+        f"after step 5, a buffer differs between ranks (b), so no checkpoint was saved: rank 0 ({socket.gethostname()})"
     )
     assert "the forward pass updates buffers" in first
     both = worlds.run(3, refused, tmp_path, ["a", "b"], 2, frozenset("b"))[0]
-    assert both.startswith("after step 5, weights or buffers differ between ranks: a, b: rank 2 (")
+    assert both.startswith(
+        "after step 5, weights or buffers differ between ranks (a, b), so no checkpoint was saved: rank 2 ("
+    )
     weights = worlds.run(2, refused, tmp_path, ["a", "b"], 1, frozenset())[0]
-    assert "weights differ between ranks: a, b: the two ranks disagree without a majority" in weights
+    assert "weights differ between ranks (a, b), so no checkpoint was saved: the two ranks disagree without" in weights
     assert "placement.audit_every" in weights
     assert not tmp_path.exists() or not [*tmp_path.iterdir()]

@@ -10,7 +10,7 @@ import worlds
 
 from lockstep.comm.world import World
 from lockstep.core.order import get_subrange
-from lockstep.core.shard import Chunked, Shard
+from lockstep.core.shard import ChunkLayout, Shard
 from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import durable, shards, store
 from lockstep.training.checkpoint.store import Snapshot
@@ -41,7 +41,7 @@ def cut(world: World, tensors: dict[str, torch.Tensor], copies: int = 1) -> dict
             continue
         rows, chunked = tensor, None
         if tensor.dtype == torch.bfloat16:
-            chunked = Chunked(tuple(tensor.shape), (*tensor.shape, 1), tensor.ndim - 1)
+            chunked = ChunkLayout(tuple(tensor.shape), (*tensor.shape, 1), tensor.ndim - 1)
             rows = chunked.to_rows(tensor)
         own = get_subrange(len(rows), members, world.rank % members)
         piece = rows[own.start : own.stop]
@@ -69,7 +69,7 @@ def test_the_bytes_are_those_of_one_process(tmp_path: Path, size: int, copies: i
     assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
     for path in alone.iterdir():
         assert (together / path.name).read_bytes() == path.read_bytes(), path.name
-    assert set(digests) == {store.manifest(alone).weights_sha256}
+    assert set(digests) == {store.read_manifest(alone).weights_sha256}
     assert store.load_newest(tmp_path / "together") is not None
     assert os.readlink(tmp_path / "together" / "best") == alone.name
 

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store
-from lockstep.training.checkpoint.signing import is_signed, read_key, signature
+from lockstep.training.checkpoint.signing import is_signed, read_key, sign
 from lockstep.training.checkpoint.store import Snapshot
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -70,8 +70,8 @@ def test_one_that_another_signed_or_changed_is_refused(tmp_path: Path, changed: 
 
 def test_what_the_key_signs_for_another_purpose_is_no_manifest() -> None:
     text = b"{}\n"
-    assert signature(KEY, text) == hmac.new(KEY, b"lockstep checkpoint manifest\n" + text, "sha256").hexdigest()
-    assert is_signed(KEY, text, signature(KEY, text))
+    assert sign(KEY, text) == hmac.new(KEY, b"lockstep checkpoint manifest\n" + text, "sha256").hexdigest()
+    assert is_signed(KEY, text, sign(KEY, text))
     assert not is_signed(KEY, text, hmac.new(KEY, text, "sha256").hexdigest())
 
 

@@ -102,7 +102,7 @@ def test_the_manifest_holds_what_the_files_do(tmp_path: Path) -> None:
     for name in FILES:
         data = (path / name).read_bytes()
         assert content["files"][name] == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    assert store.manifest(path).weights_sha256 == content["weights_sha256"]
+    assert store.read_manifest(path).weights_sha256 == content["weights_sha256"]
 
 
 def test_figures_that_are_not_finite_survive(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_what_is_no_file_is_named_and_the_previous_checkpoint_used(tmp_path: Pat
 
 
 def test_more_tensors_than_could_be_read_again_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.training.checkpoint.tensorfile.LARGEST_HEADER", 100)
+    monkeypatch.setattr("lockstep.training.checkpoint.tensorfile.MAX_HEADER_BYTES", 100)
     with pytest.raises(TrainingError, match=r"a file of 2 tensors: its header of .* bytes exceeds the limit"):
         save(tmp_path, 1)
 

@@ -32,7 +32,7 @@ DTYPES = [
 
 
 def content(tensors: Mapping[str, Tensor]) -> bytes:
-    return b"".join(tensorfile.chunks(tensors))
+    return b"".join(tensorfile.iterate_chunks(tensors))
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, Final, final
 
-from lockstep.common.names import suggest
+from lockstep.common.names import format_suggestion
 from lockstep.config import write
-from lockstep.config.document import Document, KeyProblem, SourcePosition, format_key, locate, parse
+from lockstep.config.document import Document, KeyProblem, SourcePosition, find_position, format_key, parse
 from lockstep.config.elsewhere import imagenet
 from lockstep.config.elsewhere.translation import (
     KeyTable,
@@ -16,7 +16,7 @@ from lockstep.config.elsewhere.translation import (
     describe_type_mismatch,
     read_key_table,
 )
-from lockstep.config.load import Loaded, load_text, read_document
+from lockstep.config.load import LoadedConfig, load_text, read_document
 from lockstep.config.naming import drop_obsolete_values
 from lockstep.config.overrides import OVERRIDE, apply_overrides
 from lockstep.errors import ConfigError, UsageError
@@ -31,7 +31,7 @@ _FRAMEWORKS: Final[Mapping[str, Callable[[Translation, bool], None]]] = {
 }
 # Libraries whose files can't be imported, but whose keys are listed in the documentation. Any of these keys identifies
 # a file of the library.
-_DOCUMENTED: Final = {
+_DOCUMENTED_LIBRARIES: Final = {
     "Accelerate": ("distributed_type",),
     "the Trainer": ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "output_dir"),
 }
@@ -50,14 +50,14 @@ class ImportedConfig:
         """Return the translated configuration as the YAML text of a recipe."""
         return self.translated.to_yaml(f"From {self.file}, a configuration of {self.framework}.")
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedConfig:
         """Load the translated configuration as a recipe. Raises ConfigError with a list of all problems."""
         name = FilePath(self.file).stem
         loaded = load_text(self.to_yaml(), f"{self.file}, as imported", name)
         return replace(loaded, notes=[*loaded.notes, *self.translated.remarks()])
 
 
-def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
+def import_file(file: str, arguments: Sequence[str], num_gpus: int) -> ImportedConfig:
     """Translate a configuration file of a different framework.
 
     - `arguments`: The command-line arguments: pairs KEY VALUE of the framework, and Lockstep overrides `a.b=value`.
@@ -66,12 +66,12 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
     Raises UsageError if the framework is unknown or a value has no counterpart. Raises ConfigError if the file can't be
     read, or if it has unknown keys or values of a wrong type.
     """
-    overrides = [word for word in words if word.startswith(_LOCKSTEP_PREFIXES) and "=" in word]
-    file_values, places = _read_keys(read_document(file), [word for word in words if word not in overrides])
+    overrides = [word for word in arguments if word.startswith(_LOCKSTEP_PREFIXES) and "=" in word]
+    file_values, places = _read_keys(read_document(file), [word for word in arguments if word not in overrides])
     tables = [(read_key_table(name), translate) for name, translate in _FRAMEWORKS.items()]
     table, translate = next((entry for entry in tables if entry[0].matches(file_values)), (None, None))
     if table is None or translate is None:
-        for library, marks in _DOCUMENTED.items():
+        for library, marks in _DOCUMENTED_LIBRARIES.items():
             if any(key in file_values for key in marks):
                 raise UsageError(
                     f"{file}: importing a configuration of {library} is not supported; see docs/coming-from.md"
@@ -85,25 +85,25 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
         {table.renamed.get(key, key): entry for key, entry in mapping.items()} for mapping in (file_values, places)
     )
     _check_keys(table, file_values, places)
-    keys = Translation(table, file_values, gpus)
+    keys = Translation(table, file_values, num_gpus)
     keys.copy_mapped_keys()
     translate(keys, any(word.startswith("recipe.model") for word in overrides))
     return ImportedConfig(table.framework, file, _apply_overrides(keys.finish(), overrides))
 
 
-def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
+def _read_keys(document: Document, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
     """Return values and positions by dotted key, from a configuration file and from pairs KEY VALUE in `arguments`.
 
     If a key is set several times, the last pair takes precedence, as in yacs.
     """
-    if len(words) % 2:
-        raise UsageError(f"{words[-1]}: a key without a value; pass pairs of KEY VALUE, such as OPTIM.BASE_LR 0.1")
+    if len(arguments) % 2:
+        raise UsageError(f"{arguments[-1]}: a key without a value; pass pairs of KEY VALUE, such as OPTIM.BASE_LR 0.1")
     if document.problems:
         raise ConfigError([str(problem) for problem in document.problems])
     leaves = list(write.iterate_leaves(document.values))
     values = {format_key(path): value for path, value in leaves}
-    places = {format_key(path): locate(document.positions, path) for path, _ in leaves}
-    for key, text in zip(words[::2], words[1::2], strict=True):
+    places = {format_key(path): find_position(document.positions, path) for path, _ in leaves}
+    for key, text in zip(arguments[::2], arguments[1::2], strict=True):
         value = parse(text, "override")
         if value.problems:
             raise ConfigError([f"{problem.position} {key}: {problem.text}" for problem in value.problems])
@@ -116,7 +116,7 @@ def _check_keys(table: KeyTable, file_values: Mapping[str, Any], positions: Mapp
     problems = []
     for key, value in file_values.items():
         if key not in table.defaults:
-            text = f"{table.framework} has no such key{suggest(key, table.defaults)}"
+            text = f"{table.framework} has no such key{format_suggestion(key, table.defaults)}"
         elif expected := describe_type_mismatch(table.defaults[key], value):
             text = f"expected {expected}, got {write.format_value(value)}"
         else:

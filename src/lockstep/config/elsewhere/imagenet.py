@@ -8,9 +8,15 @@ from lockstep.errors import UsageError
 
 _MAX_EPOCHS: Final = 10_000  # maximum number of epochs for policy `exp`, which has a milestone after each epoch
 _CURVES: Final = {"cos": "cosine", "lin": "linear"}
-_TORCHVISION: Final = ("resnet", "resnext", "wide_resnet", "densenet", "alexnet")  # networks that Distribuuuu copied
+_TORCHVISION_PREFIXES: Final = (
+    "resnet",
+    "resnext",
+    "wide_resnet",
+    "densenet",
+    "alexnet",
+)  # networks that Distribuuuu copied
 _CROP_SIZE: Final = 224  # crop size of validation images in Distribuuuu, regardless of TRAIN.IM_SIZE
-_ROOT: Final = "pycls/datasets/data/imagenet"  # relative to the folder that contains pycls
+_PYCLS_DATA_ROOT: Final = "pycls/datasets/data/imagenet"  # relative to the folder that contains pycls
 
 
 def translate_distribuuuu(keys: Translation, has_model_override: bool) -> None:
@@ -18,8 +24,8 @@ def translate_distribuuuu(keys: Translation, has_model_override: bool) -> None:
 
     In Distribuuuu, TRAIN.BATCH_SIZE is the batch size per GPU.
     """
-    arch, gpus = keys["MODEL.ARCH"], keys.gpus
-    source = "lockstep" if arch == "botnet50" else "torchvision" if arch.startswith(_TORCHVISION) else "timm"
+    arch, gpus = keys["MODEL.ARCH"], keys.num_gpus
+    source = "lockstep" if arch == "botnet50" else "torchvision" if arch.startswith(_TORCHVISION_PREFIXES) else "timm"
     keys.set("recipe.model.source", source, "where Distribuuuu gets the network from")
     if keys["MODEL.WEIGHTS"]:
         keys.skip("only weights are loaded, and a run starts at epoch 1", "TRAIN.LOAD_OPT")
@@ -66,7 +72,7 @@ def translate_pycls(keys: Translation, has_model_override: bool) -> None:
     if keys["TRAIN.DATASET"] != "imagenet":
         raise UsageError(f"TRAIN.DATASET: dataset {keys['TRAIN.DATASET']!r} cannot be imported; use imagenet")
     keys.set("recipe.data.name", "folder", "TRAIN.DATASET")
-    keys.set("recipe.data.root", _ROOT, "the default location in pycls")
+    keys.set("recipe.data.root", _PYCLS_DATA_ROOT, "the default location in pycls")
     _translate_crops(keys)
     gpus = keys["NUM_GPUS"]
     keys.set("recipe.microbatches", gpus, "NUM_GPUS, because BatchNorm normalizes per GPU")

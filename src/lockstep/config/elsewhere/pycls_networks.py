@@ -6,13 +6,19 @@ from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
 _DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
-_PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # bottleneck ratios and group widths of ResNets, which have one group
-_GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # bottleneck ratios and group widths of ResNeXts, which have 32 groups
+_RESNET_SHAPE: Final = (
+    [0.25] * 4,
+    [64, 128, 256, 512],
+)  # bottleneck ratios and group widths of ResNets, which have one group
+_RESNEXT_SHAPE: Final = (
+    [0.5] * 4,
+    [4, 8, 16, 32],
+)  # bottleneck ratios and group widths of ResNeXts, which have 32 groups
 # The ResNets and ResNeXts that torchvision has. Only timm has the ResNeXt in _TIMM_RESNEXT.
 _RESNETS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d")
 _TIMM_RESNEXT: Final = "resnext101_32x4d"
 # The strides, kernel sizes and expansion ratios of the seven stages of every EfficientNet.
-_STAGES: Final = ([1, 2, 2, 2, 1, 2, 1], [3, 3, 5, 3, 5, 5, 3], [1, 6, 6, 6, 6, 6, 6])
+_EFFICIENTNET_STAGES: Final = ([1, 2, 2, 2, 1, 2, 1], [3, 3, 5, 3, 5, 5, 3], [1, 6, 6, 6, 6, 6, 6])
 # The width of the stem, the depths and widths of the stages, and the width of the head.
 _EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {
     "efficientnet_b0": (32, [1, 2, 2, 3, 3, 4, 1], [16, 24, 40, 80, 112, 192, 320], 1280),
@@ -43,7 +49,7 @@ def find_network(keys: Translation) -> tuple[str, str]:
     elif kind == "anynet" and keys["ANYNET.STEM_TYPE"] == "res_stem_in" and not keys["ANYNET.SE_ON"]:
         depth = _DEPTHS.get(tuple(keys["ANYNET.DEPTHS"]), 0)
         shape = (keys["ANYNET.BOT_MULS"], keys["ANYNET.GROUP_WS"])
-        names = {str(_PLAIN): f"resnet{depth}", str(_GROUPED): f"resnext{depth}_32x4d"}
+        names = {str(_RESNET_SHAPE): f"resnet{depth}", str(_RESNEXT_SHAPE): f"resnext{depth}_32x4d"}
         if keys["ANYNET.WIDTHS"] == [256, 512, 1024, 2048]:
             library_and_name = _find_resnet(names.get(str(shape), ""))
     elif kind in by_dimensions:
@@ -78,7 +84,11 @@ def _find_efficientnet(keys: Translation) -> tuple[str, str] | None:
     """Return the EfficientNet in timm with the same dimensions, or None."""
     stages = tuple(keys[f"EN.{name}"] for name in ("STRIDES", "KERNELS", "EXP_RATIOS"))
     dimensions = tuple(keys[f"EN.{name}"] for name in ("STEM_W", "DEPTHS", "WIDTHS", "HEAD_W"))
-    if stages != _STAGES or keys["EN.SE_R"] != 0.25 or keys["MODEL.ACTIVATION_FUN"] not in ("silu", "swish"):
+    if (
+        stages != _EFFICIENTNET_STAGES
+        or keys["EN.SE_R"] != 0.25
+        or keys["MODEL.ACTIVATION_FUN"] not in ("silu", "swish")
+    ):
         return None
     name = next((name for name, known_dimensions in _EFFICIENTNETS.items() if known_dimensions == dimensions), None)
     if name is None:

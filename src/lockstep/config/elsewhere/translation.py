@@ -13,7 +13,7 @@ from lockstep.config import write
 from lockstep.config.document import format_key, parse
 from lockstep.errors import UsageError
 
-_WIDTH: Final = 120
+_MAX_LINE_LENGTH: Final = 120
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,11 @@ def describe_type_mismatch(default: Any, value: Any) -> str:
 
 def _wrap_comment(text: str) -> list[str]:
     return textwrap.wrap(
-        write.to_printable(text), _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
+        write.to_printable(text),
+        _MAX_LINE_LENGTH,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_on_hyphens=False,
     )
 
 
@@ -116,19 +120,19 @@ class Translation:
     written for. If neither the table nor the code handles a key, `finish` raises AssertionError.
     """
 
-    def __init__(self, table: KeyTable, file_values: Mapping[str, Any], gpus: int) -> None:
-        self.gpus = gpus
+    def __init__(self, table: KeyTable, file_values: Mapping[str, Any], num_gpus: int) -> None:
+        self.num_gpus = num_gpus
         self._table = table
         self._file_values = file_values
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         self._unmapped: dict[str, str] = {}
         self._notes: list[str] = []
-        self._used: set[str] = set()
+        self._handled_keys: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
         """Return the value or the default of a framework key. Raises UsageError if the value has the wrong type."""
-        self._used.add(key)
+        self._handled_keys.add(key)
         default = self._table.defaults.get(key)
         value = self._file_values.get(key)
         if value is None:
@@ -157,14 +161,13 @@ class Translation:
         self.set(path, self[key], key)
 
     def skip(self, reason: str, *keys: str) -> None:
-        """Record the reason why framework keys or key patterns have no counterpart.
+        """Record why keys of the other framework, or key patterns, have no corresponding Lockstep key.
 
-        If a key has several reasons, the first one is kept. If the key also appears in the origin of a value, it has a
-        counterpart after all, and `finish` ignores the reason.
+        The first reason for a key is kept. `finish` ignores it if a Lockstep value was derived from the key after all.
         """
         for key in {**self._table.defaults, **self._file_values}:
             if any(fnmatchcase(key, pattern) for pattern in keys):
-                self._used.add(key)
+                self._handled_keys.add(key)
                 self._unmapped.setdefault(key, reason)
 
     def add_note(self, text: str) -> None:
@@ -187,7 +190,7 @@ class Translation:
         """Return the translated configuration. Reasons for keys without a counterpart are added from the table."""
         for reason, keys in self._table.unmapped.items():
             self.skip(reason, *keys)
-        unused = [key for key in {**self._table.defaults, **self._file_values} if key not in self._used]
+        unused = [key for key in {**self._table.defaults, **self._file_values} if key not in self._handled_keys]
         if unused:
             raise AssertionError(f"keys without a translation: {', '.join(unused)}")
         mapped = {word.strip(",") for origin in self._origins.values() for word in origin.split()}

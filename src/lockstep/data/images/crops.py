@@ -21,7 +21,7 @@ class Box(NamedTuple):
     width: int
 
 
-def random_crop(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
+def compute_random_crop_box(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
     """Return a random crop box as in torchvision's RandomResizedCrop (Szegedy et al. 2015, section 6).
 
     `draws` contains NUM_DRAWS random numbers in [0, 1). The area of the crop, as a fraction of the image, is uniformly
@@ -47,13 +47,13 @@ def _fit_center_box(height: int, width: int) -> Box:
     return Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
 
 
-def resize_short_side(height: int, width: int, size: int) -> tuple[int, int]:
+def compute_resized_shape(height: int, width: int, size: int) -> tuple[int, int]:
     """Return the height and width after resizing the short side to `size`, rounded as in torchvision's Resize."""
     if height < width:
         return size, int(size * width / height)
     return int(size * height / width), size
 
 
-def center_crop(height: int, width: int, size: int) -> Box:
+def compute_center_crop_box(height: int, width: int, size: int) -> Box:
     """Return the box of the center crop with `size` x `size` pixels, rounded as in torchvision's CenterCrop."""
     return Box(round((height - size) / 2), round((width - size) / 2), size, size)

@@ -117,15 +117,15 @@ def _is_plain_jpeg(content: bytearray) -> bool:
     return False
 
 
-def _is_plain_frame(body: bytearray) -> bool:
-    if len(body) < _JPEG_FRAME.size:
+def _is_plain_frame(frame_header: bytearray) -> bool:
+    if len(frame_header) < _JPEG_FRAME.size:
         return False
-    bits, height, width, components = _JPEG_FRAME.unpack_from(body)
+    bits, height, width, components = _JPEG_FRAME.unpack_from(frame_header)
     limit = Image.MAX_IMAGE_PIXELS
     return (
         bits == 8
         and components in (1, 3)
-        and len(body) == _JPEG_FRAME.size + 3 * components
+        and len(frame_header) == _JPEG_FRAME.size + 3 * components
         and height * width > 0
         and (limit is None or height * width <= limit)
     )
@@ -138,8 +138,8 @@ def _find_jpeg_operator() -> Callable[..., Any] | None:
     return operator
 
 
-def _decode_jpeg(operator: Callable[..., Any], content: bytearray) -> Tensor:
-    pixels: Tensor = operator(torch.frombuffer(content, dtype=torch.uint8), _RGB, False)
+def _decode_jpeg(decode_operator: Callable[..., Any], content: bytearray) -> Tensor:
+    pixels: Tensor = decode_operator(torch.frombuffer(content, dtype=torch.uint8), _RGB, False)
     return pixels
 
 

@@ -22,15 +22,15 @@ from lockstep.tasks.facts import count_sample_classes
 
 _DRAWS: Final = 3  # random numbers per sample: row, column, flip
 _MIN_LOOP_SIZE: Final = 1 << 16  # number of values per image from which a CPU flips images faster in a loop
-_MIN_SPLIT_SIZE: Final = 1 << 22  # number of values from which a float32 batch exceeds the CPU cache
-_PART_SIZE: Final = 1 << 19  # number of values in each chunk of such a batch
+_MIN_CHUNKED_SIZE: Final = 1 << 22  # number of values from which a float32 batch exceeds the CPU cache
+_CHUNK_SIZE: Final = 1 << 19  # number of values in each chunk of such a batch
 
 
 @dataclass(frozen=True)
 class ImageTransforms:
     """Transforms batches of (inputs, targets) on the device. If `mean` is None, inputs aren't normalized."""
 
-    classes: int
+    num_classes: int
     seed: int = 0
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
@@ -72,9 +72,9 @@ class ImageTransforms:
 
     def prepare(self, batch: Batch, request: Request) -> Batch:
         """See DeviceTransforms. Adds the crop positions for `crop_and_flip` to the batch."""
-        if not (self.crop_padding or self.flip) or request.draw is None:
+        if not (self.crop_padding or self.flip) or request.random_key is None:
             return batch
-        draws = random.uniform(random.key(random.AUGMENT, request.draw, 1), request.indices, _DRAWS)
+        draws = random.draw_uniform(random.make_key(random.AUGMENT, request.random_key, 1), request.indices, _DRAWS)
         return *batch, compute_crop_positions(draws, batch[0].shape, self.crop_padding, self.flip)
 
     def transform_training_batch(self, batch: Batch, step: int, index: int) -> Batch:
@@ -84,9 +84,9 @@ class ImageTransforms:
             inputs = crop_and_flip(inputs, position, self.crop_padding, self.flip)
         inputs = self._normalize_inputs(inputs)
         if self.mixup or self.cutmix:
-            key = random.key(random.MIX, self.seed, step, index)
+            key = random.make_key(random.MIX, self.seed, step, index)
             inputs, targets = mix_samples(
-                inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key
+                inputs, targets, self.num_classes, self.mixup, self.cutmix, self.mix_probability, key
             )
         return inputs, targets
 
@@ -107,22 +107,22 @@ class ImageTransforms:
         return {}
 
 
-def make_device_transforms(recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> ImageTransforms | None:
+def make_device_transforms(recipe: Mapping[str, Any], dataset_info: Mapping[str, Any]) -> ImageTransforms | None:
     """Return the device transforms for a recipe and a dataset, or None if there are no transforms.
 
     `recipe` is the recipe as plain values, and `dataset_info` contains the dataset properties. Raises UsageError if the
     samples don't support the transforms.
     """
     augment, mixing = recipe["data"]["augment"], recipe["mix"]
-    mean, std = (recipe["data"].get(name) or facts.get(name) for name in ("mean", "std"))
+    mean, std = (recipe["data"].get(name) or dataset_info.get(name) for name in ("mean", "std"))
     mixes = mixing["mixup"] or mixing["cutmix"]
     if not (mean or std or augment["crop_padding"] or augment["flip"] or mixes):
         return None
-    classes = count_sample_classes(facts)
+    classes = count_sample_classes(dataset_info)
     if mixes and classes is None:
         raise UsageError("recipe.mix: mixup and cutmix require a class for each sample; remove mixup and cutmix")
     transforms = ImageTransforms(
-        classes=classes or 0,
+        num_classes=classes or 0,
         seed=recipe["seed"],
         mean=mean,
         std=std,
@@ -132,7 +132,7 @@ def make_device_transforms(recipe: Mapping[str, Any], facts: Mapping[str, Any]) 
         cutmix=mixing["cutmix"],
         mix_probability=mixing["probability"],
     )
-    transforms.check_shape(tuple(facts.get("shape", ())))
+    transforms.check_shape(tuple(dataset_info.get("shape", ())))
     return transforms
 
 
@@ -197,11 +197,11 @@ def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     `scale` and `shift` are the results of `compute_normalization_constants`.
     """
     # Use two operations that round separately. A fused multiply-add would return different bits.
-    if images.device.type != "cpu" or images.numel() < _MIN_SPLIT_SIZE:
+    if images.device.type != "cpu" or images.numel() < _MIN_CHUNKED_SIZE:
         return images.to(torch.float32).mul_(scale).add_(shift)
     # On a CPU, normalize the batch in chunks that fit in the cache.
     normalized = torch.empty_like(images, dtype=torch.float32)
-    count = max(_PART_SIZE // images[0].numel(), 1)
+    count = max(_CHUNK_SIZE // images[0].numel(), 1)
     for start in range(0, len(images), count):
         chunk = slice(start, start + count)
         normalized[chunk].copy_(images[chunk]).mul_(scale).add_(shift)
@@ -209,7 +209,7 @@ def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def mix_samples(
-    inputs: Tensor, targets: Tensor, classes: int, mixup: float, cutmix: float, probability: float, key: int
+    inputs: Tensor, targets: Tensor, num_classes: int, mixup: float, cutmix: float, probability: float, key: int
 ) -> tuple[Tensor, Tensor]:
     """Mix each sample with its neighbor in the micro-batch. Return inputs and class weights of shape [n, num_classes].
 
@@ -220,7 +220,7 @@ def mix_samples(
     """
     generator = np.random.Generator(np.random.Philox(key=key))
     # Don't use F.one_hot, which synchronizes with the device to check the targets. The row of a skipped sample is zero.
-    weights = (targets[:, None] == torch.arange(classes, device=targets.device)).float()
+    weights = (targets[:, None] == torch.arange(num_classes, device=targets.device)).float()
     is_mixed, prefers_cutmix = generator.random() < probability, generator.random() < 0.5
     uses_cutmix = cutmix > 0 and (mixup == 0 or prefers_cutmix)
     beta = cutmix if uses_cutmix else mixup
@@ -245,9 +245,9 @@ def _compute_plane_offsets(
     return ((numbers * size[0] + tops[:, None]) * size[1] + lefts[:, None]).ravel()
 
 
-def _paste_box(inputs: Tensor, share: float, generator: np.random.Generator) -> tuple[Tensor, float]:
+def _paste_box(inputs: Tensor, lam: float, generator: np.random.Generator) -> tuple[Tensor, float]:
     height, width = inputs.shape[-2:]
-    side = (1.0 - share) ** 0.5
+    side = (1.0 - lam) ** 0.5
     top, bottom = _draw_span(height, side, generator)
     left, right = _draw_span(width, side, generator)
     mixed = inputs.clone()
@@ -255,6 +255,6 @@ def _paste_box(inputs: Tensor, share: float, generator: np.random.Generator) -> 
     return mixed, 1.0 - (bottom - top) * (right - left) / (height * width)
 
 
-def _draw_span(length: int, side: float, generator: np.random.Generator) -> tuple[int, int]:
-    center, half = generator.integers(length), int(length * side) // 2
+def _draw_span(length: int, relative_size: float, generator: np.random.Generator) -> tuple[int, int]:
+    center, half = generator.integers(length), int(length * relative_size) // 2
     return max(int(center) - half, 0), min(int(center) + half, length)

@@ -10,7 +10,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
-from lockstep.tasks.facts import make_dataset_properties
+from lockstep.tasks.facts import make_dataset_info
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
 _MEAN: Final = 0.3061  # pixel mean of the training split
@@ -22,10 +22,10 @@ Options = NoOptions
 
 def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """See Source."""
-    return digits()
+    return load_digits()
 
 
-def digits() -> DataSet:
+def load_digits() -> DataSet:
     """Return the dataset with 1,437 training images and 360 validation images.
 
     The first image and every fifth image after it are validation images.
@@ -36,5 +36,5 @@ def digits() -> DataSet:
     return DataSet(
         train=TensorSplit(images[~validation], targets[~validation]),
         validation=TensorSplit(images[validation], targets[validation]),
-        facts=make_dataset_properties([str(digit) for digit in range(10)], (1, 8, 8), (_MEAN,), (_STD,)),
+        facts=make_dataset_info([str(digit) for digit in range(10)], (1, 8, 8), (_MEAN,), (_STD,)),
     )

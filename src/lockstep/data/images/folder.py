@@ -16,7 +16,7 @@ from lockstep.common.text import printable_line
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import make_image_dataset
 from lockstep.data.images.scan import IMAGE_SUFFIXES, OTHER_IMAGE_SUFFIXES, is_hidden, scan_folder
-from lockstep.data.options import Share
+from lockstep.data.options import Fraction
 from lockstep.data.request import DataRequest
 from lockstep.errors import DataError
 
@@ -31,8 +31,8 @@ class Options:
     - `validation_per_class`: The fraction of images in each class. Defaults to 0.1 if there is no folder train/.
     """
 
-    validation: Share | None = None
-    validation_per_class: Share | None = None
+    validation: Fraction | None = None
+    validation_per_class: Fraction | None = None
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
@@ -73,14 +73,14 @@ class ImageFiles:
         self._ends = np.cumsum([len(name) for name in names])
         self.targets = torch.tensor([target for _, target in files])
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         """Return the path of an image."""
         start = self._ends[index - 1] if index else 0
         return os.fsdecode(self._names[start : self._ends[index]].tobytes())
 
     def read_bytes(self, index: int) -> bytearray:
         """See ImageSource."""
-        file = self.name(index)
+        file = self.get_name(index)
         # Raise this error even with on_error=skip, because the disk or the network may have failed.
         try:
             with plainfile.open_reader(Path(file), links=True) as stream:

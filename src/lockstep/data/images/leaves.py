@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lockstep.common.type_name import type_name
+from lockstep.common.type_name import describe_type
 
 
 def to_tensor(value: Any) -> Tensor:
@@ -27,7 +27,7 @@ def to_tensor(value: Any) -> Tensor:
         mode = {"1": "L", "P": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}.get(value.mode, value.mode)
         value = np.array(value.convert(mode) if mode != value.mode else value)
     if not isinstance(value, np.ndarray | np.generic | int | float):
-        raise TypeError(f"expected an image, an array, a tensor or a number, got {type_name(value)}")
+        raise TypeError(f"expected an image, an array, a tensor or a number, got {describe_type(value)}")
     array = np.array(value)  # copies the array, because torch warns if a tensor shares read-only memory
     if array.dtype.kind not in "biuf":
         raise TypeError(f"expected numbers, got an array of {array.dtype}")

@@ -12,12 +12,17 @@ from torch import Tensor
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.images.crops import NUM_DRAWS, center_crop, random_crop, resize_short_side
+from lockstep.data.images.crops import (
+    NUM_DRAWS,
+    compute_center_crop_box,
+    compute_random_crop_box,
+    compute_resized_shape,
+)
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.request import FILES_SIZE, DataRequest
 from lockstep.errors import DataError
 from lockstep.tasks.classification import SKIPPED, compute_skip_mask
-from lockstep.tasks.facts import make_dataset_properties
+from lockstep.tasks.facts import make_dataset_info
 
 _MEAN: Final = (0.485, 0.456, 0.406)  # ImageNet mean of each channel
 _STD: Final = (0.229, 0.224, 0.225)  # ImageNet standard deviation of each channel
@@ -28,7 +33,7 @@ class ImageSource(Protocol):
 
     targets: Tensor  # class indices, int64 of shape [n]
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         """Return the name of an image for error messages, such as its path."""
 
     def read_bytes(self, index: int) -> bytearray:
@@ -59,9 +64,9 @@ def make_image_dataset(
     return DataSet(
         train=ImageSplit(train, replace(settings, scale=scale)),
         validation=None if validation is None else ImageSplit(validation, settings),
-        files=(train.name, (validation or train).name),
+        files=(train.get_name, (validation or train).get_name),
         skipped=compute_skip_mask,
-        facts=make_dataset_properties(classes, (3, settings.size, settings.size), _MEAN, _STD),
+        facts=make_dataset_info(classes, (3, settings.size, settings.size), _MEAN, _STD),
     )
 
 
@@ -98,11 +103,11 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self._source.targets)
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         """Return the name of an image for error messages, such as its path."""
-        return self._source.name(index)
+        return self._source.get_name(index)
 
-    def target(self, index: int) -> int:
+    def get_target(self, index: int) -> int:
         """Return the class of an image."""
         return int(self._source.targets[index])
 
@@ -117,15 +122,15 @@ class ImageSplit:
             if self._settings.skip_damaged:
                 return None
             raise DataError(
-                f"{self._source.name(index)}: cannot be read as an image: {error}; convert or remove it, or set "
+                f"{self._source.get_name(index)}: cannot be read as an image: {error}; convert or remove it, or set "
                 f"recipe.data.on_error=skip"
             ) from error
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> tuple[Tensor, Tensor]:
         images = torch.empty(len(indices), 3, self._settings.size, self._settings.size, dtype=torch.uint8)
         targets = self._source.targets[torch.tensor(indices)]
         rows = images.numpy()
-        draws = self._draw_crop_numbers(indices, draw)
+        draws = self._draw_crop_numbers(indices, random_key)
         for row, index in enumerate(indices.tolist()):
             pixels = self.load_image(index)
             if pixels is None:
@@ -136,10 +141,12 @@ class ImageSplit:
                 rows[row] = crop_image(pixels, self._settings, draws[row] if draws else None).numpy()
         return images, targets
 
-    def _draw_crop_numbers(self, indices: NDArray[np.int64], draw: int | None) -> list[list[float]] | None:
-        if draw is None or self._settings.scale is None:
+    def _draw_crop_numbers(self, indices: NDArray[np.int64], random_key: int | None) -> list[list[float]] | None:
+        if random_key is None or self._settings.scale is None:
             return None
-        values: list[list[float]] = random.uniform(random.key(random.AUGMENT, draw), indices, NUM_DRAWS).tolist()
+        values: list[list[float]] = random.draw_uniform(
+            random.make_key(random.AUGMENT, random_key), indices, NUM_DRAWS
+        ).tolist()
         return values
 
 
@@ -150,10 +157,10 @@ def crop_image(pixels: Tensor, settings: CropSettings, draws: Sequence[float] | 
     """
     _, height, width = pixels.shape
     if draws is None or settings.scale is None:
-        rows, columns = resize_short_side(height, width, settings.resize)
-        top, left, _, _ = center_crop(rows, columns, settings.size)
+        rows, columns = compute_resized_shape(height, width, settings.resize)
+        top, left, _, _ = compute_center_crop_box(rows, columns, settings.size)
         return resize_image(pixels, rows, columns)[:, top : top + settings.size, left : left + settings.size]
-    top, left, rows, columns = random_crop(height, width, settings.scale, draws)
+    top, left, rows, columns = compute_random_crop_box(height, width, settings.scale, draws)
     # Copy the box, because torch resizes a view more slowly if there are gaps between its rows.
     box = pixels.permute(1, 2, 0)[top : top + rows, left : left + columns].contiguous()
     return resize_image(box.permute(2, 0, 1), settings.size, settings.size)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.common.patterns import list_some
-from lockstep.data.shares import is_in_share, select_share
+from lockstep.data.shares import is_held_out, select_held_out
 from lockstep.errors import UsageError
 
 IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -45,7 +45,7 @@ class _Listing:
     ignored: list[str]
 
 
-def scan_folder(root: str, share: float | None = None, per_class: float | None = None) -> ScanResult:
+def scan_folder(root: str, fraction: float | None = None, fraction_per_class: float | None = None) -> ScanResult:
     """Find the images in `root/train/<class>/` and `root/val/<class>/`, at any depth under a class folder.
 
     - If there is no folder val/, the images in train/ are split into training and validation. In this case, you must
@@ -57,26 +57,26 @@ def scan_folder(root: str, share: float | None = None, per_class: float | None =
     Images are assigned to a split by a hash of their relative path. Names are sorted by code points, so the order is
     the same on every machine. Hidden folders are ignored. Raises UsageError with a line for each problem.
     """
-    if share is not None and per_class is not None:
+    if fraction is not None and fraction_per_class is not None:
         raise UsageError(
             "dataset folder: recipe.data.options: validation and validation_per_class are both set; set only one of "
             "them"
         )
-    if share is not None:
-        return _split_images(root, share)
-    if per_class is not None:
-        return _split_classes(root, per_class)
+    if fraction is not None:
+        return _split_images(root, fraction)
+    if fraction_per_class is not None:
+        return _split_classes(root, fraction_per_class)
     if os.path.isdir(root) and not any(os.path.isdir(os.path.join(root, split)) for split in ("train", "val")):
         return _split_classes(root, None)
     splits = {"train": _list_split(root, "train"), "val": _list_split(root, "val")}
     images = {split: listing.images for split, listing in splits.items()}
-    _raise_problems([*_find_class_mismatches(root, images), *_find_empty_classes(root, images)])
+    _raise_on_problems([*_find_class_mismatches(root, images), *_find_empty_classes(root, images)])
     classes = sorted(images["train"])
     ignored = [file for listing in splits.values() for file in listing.ignored]
     return ScanResult(classes, _label_files(images["train"], classes), _label_files(images["val"], classes), ignored)
 
 
-def _split_images(root: str, share: float) -> ScanResult:
+def _split_images(root: str, fraction: float) -> ScanResult:
     """Split all images by the hash of their path. An image stays in its split if other images are added later."""
     folder, listing = _list_single_split(root, "validation")
     prefix = os.path.join(root, folder.name if folder != Path(root) else "", "")  # root as the user wrote it
@@ -84,29 +84,29 @@ def _split_images(root: str, share: float) -> ScanResult:
     train: list[tuple[str, int]] = []
     validation: list[tuple[str, int]] = []
     for file, number in _label_files(listing.images, classes):
-        split = validation if is_in_share(file.removeprefix(prefix), share) else train
+        split = validation if is_held_out(file.removeprefix(prefix), fraction) else train
         split.append((file, number))
-    if len({number for _, number in train}) < len(classes) or (share and not validation):
+    if len({number for _, number in train}) < len(classes) or (fraction and not validation):
         raise UsageError(
-            f"dataset folder: recipe.data.options.validation: {share} of the {len(train) + len(validation):,} images "
-            f"in {folder} leaves a class or the validation split without images; use a different fraction, or set "
-            f"recipe.data.options.validation_per_class instead"
+            f"dataset folder: recipe.data.options.validation: {fraction} of the {len(train) + len(validation):,} "
+            f"images in {folder} leaves a class or the validation split without images; use a different fraction, or "
+            "set recipe.data.options.validation_per_class instead"
         )
     return ScanResult(classes, train, validation, listing.ignored)
 
 
-def _split_classes(root: str, share: float | None) -> ScanResult:
+def _split_classes(root: str, fraction: float | None) -> ScanResult:
     """Split the images of each class. If `fraction` is None, check the layout, and use the default fraction."""
     folder, listing = _list_single_split(root, "validation_per_class")
-    if share is None:
-        share = VALIDATION_PER_CLASS
+    if fraction is None:
+        fraction = VALIDATION_PER_CLASS
         _check_layout(folder, listing.images)
     prefix = f"{folder}{os.sep}"
     classes = sorted(listing.images)
     held_out: set[str] = set()
     for files in listing.images.values():
-        held_out |= {prefix + name for name in select_share([file.removeprefix(prefix) for file in files], share)}
-    if share and not held_out:
+        held_out |= {prefix + name for name in select_held_out([file.removeprefix(prefix) for file in files], fraction)}
+    if fraction and not held_out:
         raise UsageError(
             f"dataset folder: each class in {folder} has a single image, so no image is left for validation; add "
             f"images, or set recipe.data.options.validation_per_class=0"
@@ -130,7 +130,7 @@ def _list_single_split(root: str, option: str) -> tuple[Path, _Listing]:
         )
     split = "train" if (Path(root) / "train").is_dir() else ""
     listing = _list_split(root, split)
-    _raise_problems(list(_find_empty_classes(root, {split: listing.images})))
+    _raise_on_problems(list(_find_empty_classes(root, {split: listing.images})))
     return Path(root) / split, listing
 
 
@@ -149,19 +149,19 @@ def _check_layout(root: Path, images: dict[str, list[str]]) -> None:
         )
 
 
-def _raise_problems(problems: list[str]) -> None:
+def _raise_on_problems(problems: list[str]) -> None:
     if problems:
         raise UsageError("\n".join(f"dataset folder: {problem}" for problem in problems))
 
 
-def _list_split(root: str, split: str) -> _Listing:
-    folder = Path(root) / split
+def _list_split(root: str, split_name: str) -> _Listing:
+    folder = Path(root) / split_name
     if not folder.is_dir():
         missing = folder if os.path.isdir(root) else Path(root)
         problem = "not a folder" if missing.exists() else "no such folder"
         raise UsageError(
             f"dataset folder: {missing}: {problem}; set recipe.data.root to a folder with the images of each class in "
-            f"train/<class>/ and val/<class>/{_SHARE_ADVICE if split == 'val' else _CLASSES_ADVICE}"
+            f"train/<class>/ and val/<class>/{_SHARE_ADVICE if split_name == 'val' else _CLASSES_ADVICE}"
         )
     with os.scandir(folder) as entries:
         children = [(entry.name, entry.is_dir()) for entry in entries]
@@ -183,17 +183,17 @@ def _list_split(root: str, split: str) -> _Listing:
     return _Listing(images, ignored)
 
 
-def _find_class_mismatches(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+def _find_class_mismatches(root: str, files_by_split: dict[str, dict[str, list[str]]]) -> Iterator[str]:
     for split, other_split in (("train", "val"), ("val", "train")):
-        if names := sorted(splits[split].keys() - splits[other_split].keys()):
+        if names := sorted(files_by_split[split].keys() - files_by_split[other_split].keys()):
             yield (
                 f"{_format_classes(names)} of {Path(root) / split} {'is' if len(names) == 1 else 'are'} missing in "
                 f"{Path(root) / other_split}; use the same classes in both"
             )
 
 
-def _find_empty_classes(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
-    for split, images in splits.items():
+def _find_empty_classes(root: str, files_by_split: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+    for split, images in files_by_split.items():
         if names := [name for name, files in images.items() if not files]:
             location = f"{_format_classes(names)} of {Path(root) / split}"
             yield f"no images in {location}; add files that end in {', '.join(IMAGE_SUFFIXES)}, or remove the folder"
@@ -204,8 +204,8 @@ def _format_classes(names: list[str]) -> str:
     return f"{'class' if len(names) == 1 else f'{len(names)} classes:'} {listing}"
 
 
-def _label_files(images: dict[str, list[str]], classes: list[str]) -> list[tuple[str, int]]:
-    return [(file, number) for number, name in enumerate(classes) for file in images[name]]
+def _label_files(files_by_class: dict[str, list[str]], class_names: list[str]) -> list[tuple[str, int]]:
+    return [(file, number) for number, name in enumerate(class_names) for file in files_by_class[name]]
 
 
 def iterate_images(folder: str) -> Iterator[str]:
@@ -213,8 +213,8 @@ def iterate_images(folder: str) -> Iterator[str]:
     return (file for file in _walk_files(folder) if _is_image(file, IMAGE_SUFFIXES + OTHER_IMAGE_SUFFIXES))
 
 
-def _is_image(file: str, suffixes: tuple[str, ...]) -> bool:
-    return file.lower().endswith(suffixes) and not is_hidden(os.path.basename(file))
+def _is_image(file_name: str, suffixes: tuple[str, ...]) -> bool:
+    return file_name.lower().endswith(suffixes) and not is_hidden(os.path.basename(file_name))
 
 
 def _walk_files(folder: str) -> Iterator[str]:
@@ -227,11 +227,11 @@ def _walk_files(folder: str) -> Iterator[str]:
         return
     ancestors = (*Path(os.path.abspath(folder)).parents, *Path(os.path.realpath(folder)).parents)
     visited = {_get_file_id(ancestor) for ancestor in ancestors}
-    if not _is_new(folder, visited):
+    if not _is_first_visit(folder, visited):
         return
     for parent, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [
-            sub for sub in sorted(folders) if not is_hidden(sub) and _is_new(f"{parent}{os.sep}{sub}", visited)
+            sub for sub in sorted(folders) if not is_hidden(sub) and _is_first_visit(f"{parent}{os.sep}{sub}", visited)
         ]
         yield from (f"{parent}{os.sep}{file}" for file in sorted(files))
 
@@ -241,11 +241,11 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _is_new(folder: str, visited: set[tuple[int, int]]) -> bool:
+def _is_first_visit(folder: str, visited_ids: set[tuple[int, int]]) -> bool:
     """Return whether a folder hasn't been visited yet, and mark it as visited."""
     identity = _get_file_id(folder)
-    is_new = identity not in visited
-    visited.add(identity)
+    is_new = identity not in visited_ids
+    visited_ids.add(identity)
     return is_new
 
 

@@ -13,11 +13,11 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import Count
 from lockstep.data.request import SYNTHETIC, DataRequest
-from lockstep.tasks.facts import make_dataset_properties
+from lockstep.tasks.facts import make_dataset_info
 
-_TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
-_TRAIN: Final = random.key(random.SYNTHETIC, 1)
-_VALIDATION: Final = random.key(random.SYNTHETIC, 2)
+_TEMPLATES: Final = random.make_key(random.SYNTHETIC, 0)
+_TRAIN: Final = random.make_key(random.SYNTHETIC, 1)
+_VALIDATION: Final = random.make_key(random.SYNTHETIC, 2)
 _SIZE: Final = 32  # default side length of images in pixels
 _GRID: Final = 4  # side length of the random grid from which a template is upsampled
 _BLOCK_BYTES: Final = 1 << 23  # bytes of noise that are generated at a time, to limit the memory for the counters
@@ -37,10 +37,12 @@ class Options:
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """See Source."""
-    return synthetic(image_size=request.image_size or _SIZE, **asdict(options))
+    return make_synthetic_dataset(image_size=request.image_size or _SIZE, **asdict(options))
 
 
-def synthetic(*, image_size: int, samples: int, validation_samples: int, classes: int, channels: int) -> DataSet:
+def make_synthetic_dataset(
+    *, image_size: int, samples: int, validation_samples: int, classes: int, channels: int
+) -> DataSet:
     """Return a dataset of images with shape [channels, image_size, image_size], bit-identical on every machine.
 
     The class of sample i is i mod `classes`. Each pixel is 1/4 of the class template plus 3/4 of noise.
@@ -52,27 +54,27 @@ def synthetic(*, image_size: int, samples: int, validation_samples: int, classes
     return DataSet(
         train=_make_split(_TRAIN, templates, samples),
         validation=_make_split(_VALIDATION, templates, validation_samples),
-        facts=make_dataset_properties(
-            names, (channels, image_size, image_size), (0.5,) * channels, (deviation,) * channels
-        ),
+        facts=make_dataset_info(names, (channels, image_size, image_size), (0.5,) * channels, (deviation,) * channels),
     )
 
 
-def _make_templates(classes: int, channels: int, size: int) -> Bytes:
-    grids = _generate_bytes(_TEMPLATES, range(classes * channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
+def _make_templates(num_classes: int, num_channels: int, image_size: int) -> Bytes:
+    grids = _generate_bytes(_TEMPLATES, range(num_classes * num_channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
     # Pillow resizes uint8 images with integer arithmetic, so the result is bit-identical on every CPU.
-    enlarged = [Image.fromarray(grid).resize((size, size), Image.Resampling.BICUBIC) for grid in grids]
-    return np.stack([np.asarray(image) for image in enlarged]).reshape(classes, channels, size, size)
+    enlarged = [Image.fromarray(grid).resize((image_size, image_size), Image.Resampling.BICUBIC) for grid in grids]
+    return np.stack([np.asarray(image) for image in enlarged]).reshape(
+        num_classes, num_channels, image_size, image_size
+    )
 
 
-def _make_split(key: int, templates: Bytes, samples: int) -> TensorSplit:
-    targets = np.arange(samples) % len(templates)
-    images = np.empty((samples, *templates.shape[1:]), np.uint8)
+def _make_split(rng_key: int, templates: Bytes, num_samples: int) -> TensorSplit:
+    targets = np.arange(num_samples) % len(templates)
+    images = np.empty((num_samples, *templates.shape[1:]), np.uint8)
     pixels = templates[0].size
     count = max(1, _BLOCK_BYTES // pixels)
-    for start in range(0, samples, count):
-        numbers = range(start, min(start + count, samples))
-        noise = _generate_bytes(key, numbers, pixels).reshape(-1, *templates.shape[1:])
+    for start in range(0, num_samples, count):
+        numbers = range(start, min(start + count, num_samples))
+        noise = _generate_bytes(rng_key, numbers, pixels).reshape(-1, *templates.shape[1:])
         images[start : numbers.stop] = templates[targets[start : numbers.stop]] // 4 + noise // 4 * 3
     return TensorSplit(torch.from_numpy(images), torch.from_numpy(targets))
 

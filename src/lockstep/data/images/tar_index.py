@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from lockstep.common import plainfile
 from lockstep.data.images.scan import IMAGE_SUFFIXES
-from lockstep.data.streams.index import FileMark
-from lockstep.errors import UsageError, error_as
+from lockstep.data.streams.index import FileState
+from lockstep.errors import UsageError, convert_error
 
 _VERSION: Final = 1
 _MAX_CLASSES: Final = 1 << 24  # limits the memory for the class names
@@ -29,7 +29,7 @@ class TarIndex(NamedTuple):
     """
 
     file: str
-    mark: FileMark
+    file_state: FileState
     names: NDArray[np.str_]
     spans: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -48,7 +48,7 @@ def load_index(file: Path, label: str) -> TarIndex:
         tarfile.TarError,
     )  # tarfile raises OverflowError if a header contains a very large number
     problem = f"dataset webdataset: cannot read {file} as a tar archive"
-    read_errors = error_as(UsageError, error_types, problem, "; use a complete archive without compression")
+    read_errors = convert_error(UsageError, error_types, problem, "; use a complete archive without compression")
     with read_errors, plainfile.open_reader(file, links=True) as stream:
         status = os.fstat(stream.fileno())
         mark = np.array([_VERSION, status.st_size, status.st_mtime_ns])
@@ -56,7 +56,7 @@ def load_index(file: Path, label: str) -> TarIndex:
         index = None if cache is None else _read_cached(cache, file, mark)
         if index is None:
             with tarfile.open(fileobj=stream, mode="r:") as archive:
-                state = FileMark(str(file), status.st_size, str(status.st_mtime_ns))
+                state = FileState(str(file), status.st_size, str(status.st_mtime_ns))
                 index = _scan_archive(archive, state, label)
                 _check_end(stream, archive.offset, file)
             if cache is not None:
@@ -64,27 +64,27 @@ def load_index(file: Path, label: str) -> TarIndex:
         return index
 
 
-def _read_cached(cache: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
+def _read_cached(cache_file: Path, file: Path, archive_fingerprint: NDArray[np.int64]) -> TarIndex | None:
     """Return the cached index, or None if there is no cache or the archive has changed."""
     try:
-        with plainfile.open_reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
-            if not np.array_equal(arrays["mark"], mark):
+        with plainfile.open_reader(cache_file) as stream, np.load(stream, allow_pickle=False) as arrays:
+            if not np.array_equal(arrays["mark"], archive_fingerprint):
                 return None
-            state = FileMark(str(file), int(mark[1]), str(mark[2]))
+            state = FileState(str(file), int(archive_fingerprint[1]), str(archive_fingerprint[2]))
             index = TarIndex(str(file), state, arrays["names"], arrays["spans"], arrays["targets"])
     except Exception:  # NumPy and zipfile may raise any exception for invalid bytes
         return None
     return index if len(index.names) == len(index.spans) == len(index.targets) else None
 
 
-def _write_cache(cache: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
+def _write_cache(cache_file: Path, index: TarIndex, archive_fingerprint: NDArray[np.int64]) -> None:
     # All ranks may write the cache at the same time. Each rank writes the same content to its own temporary file, and
     # then replaces the cache atomically.
-    new = cache.with_name(f"{cache.name}.{os.getpid()}.new")
+    new = cache_file.with_name(f"{cache_file.name}.{os.getpid()}.new")
     with suppress(OSError):  # if the folder isn't writable, the archive is scanned at each start
         with open(new, "xb") as stream:
-            np.savez(stream, mark=mark, names=index.names, spans=index.spans, targets=index.targets)
-        os.replace(new, cache)
+            np.savez(stream, mark=archive_fingerprint, names=index.names, spans=index.spans, targets=index.targets)
+        os.replace(new, cache_file)
 
 
 def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
@@ -92,13 +92,13 @@ def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
     stream.seek(offset)
     if stream.read(_BLOCK) != bytes(_BLOCK):
         raise UsageError(
-            f"dataset webdataset: {file} is truncated or damaged at byte {offset:,}, where it is expected to end; copy "
-            f"it again"
+            f"dataset webdataset: {file} is truncated or damaged at byte {offset:,}, where its end marker is missing; "
+            f"copy it again"
         )
 
 
-def _scan_archive(archive: tarfile.TarFile, state: FileMark, label: str) -> TarIndex:
-    file = state.path
+def _scan_archive(archive: tarfile.TarFile, file_state: FileState, label: str) -> TarIndex:
+    file = file_state.path
     names, spans, targets = [], [], []
     for name, members in _group_members(archive):
         image = next((member for suffix, member in members.items() if f".{suffix.lower()}" in IMAGE_SUFFIXES), None)
@@ -109,7 +109,7 @@ def _scan_archive(archive: tarfile.TarFile, state: FileMark, label: str) -> TarI
         targets.append(_read_target(archive, f"{file}: {name}", members, label))
     if not names:
         raise UsageError(f"dataset webdataset: {file} has no images; add files that end in {', '.join(IMAGE_SUFFIXES)}")
-    return TarIndex(file, state, np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
+    return TarIndex(file, file_state, np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
 
 
 def _group_members(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
@@ -134,21 +134,22 @@ def _group_members(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, ta
         yield sample, members
 
 
-def _read_target(archive: tarfile.TarFile, location: str, parts: dict[str, tarfile.TarInfo], label: str) -> int:
-    member = parts.get(label) or parts.get("json")
+def _read_target(archive: tarfile.TarFile, location: str, members: dict[str, tarfile.TarInfo], label_key: str) -> int:
+    member = members.get(label_key) or members.get("json")
     if member is None:
         raise UsageError(
-            f"dataset webdataset: {location} has neither a .{label} nor a .json file; correct recipe.data.options.label"
+            f"dataset webdataset: {location} has neither a .{label_key} nor a .json file; correct "
+            "recipe.data.options.label"
         )
     stream = archive.extractfile(member)
     content = stream.read(_MAX_LABEL_BYTES) if stream is not None else b""
     try:
         content_value: Any = plainfile.parse_json(content)
-        value = content_value[label] if isinstance(content_value, dict) else content_value
+        value = content_value[label_key] if isinstance(content_value, dict) else content_value
     except (ValueError, KeyError) as error:
         raise UsageError(
-            f"dataset webdataset: {location}: {member.name} has no integer '{label}': {error!r}; correct the file or "
-            f"recipe.data.options.label"
+            f"dataset webdataset: {location}: {member.name} has no integer '{label_key}': {error!r}; correct the file "
+            "or recipe.data.options.label"
         ) from error
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_CLASSES:
         raise UsageError(

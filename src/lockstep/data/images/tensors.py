@@ -21,7 +21,7 @@ class TensorSplit:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> tuple[Tensor, Tensor]:
         # Copy read-only indices, because torch warns if a tensor shares memory with a read-only array.
         positions = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
         return self.images.index_select(0, positions), self.targets.index_select(0, positions)

@@ -16,11 +16,11 @@ from lockstep.common import plainfile
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import make_image_dataset
 from lockstep.data.images.tar_index import TarIndex, load_index
-from lockstep.data.options import Count, Names, Share, Text
+from lockstep.data.options import Count, Fraction, Names, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.shares import is_in_share
-from lockstep.data.streams.index import FileMark, check_unchanged
-from lockstep.errors import DataError, UsageError, os_error_as
+from lockstep.data.shares import is_held_out
+from lockstep.data.streams.index import FileState, check_unchanged
+from lockstep.errors import DataError, UsageError, convert_os_error
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Options:
 
     label: Text = "cls"
     classes: Count | Names | None = None
-    validation: Share | None = None
+    validation: Fraction | None = None
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
@@ -78,7 +78,7 @@ class Archives:
         # File descriptors by archive index. Forked processes can share them, because pread ignores the file position.
         self._descriptors: dict[int, int] = {}
 
-    def name(self, index: int) -> str:
+    def get_name(self, index: int) -> str:
         """See ImageSource."""
         archive, position = self._locate(index)
         return f"{self._archives[archive].file}: {self._archives[archive].names[position]}"
@@ -88,20 +88,22 @@ class Archives:
         number, position = self._locate(index)
         archive = self._archives[number]
         offset, size = archive.spans[position].tolist()
-        with os_error_as(DataError, f"{archive.file}: cannot be read", "; check the disk it is on"):
+        with convert_os_error(DataError, f"{archive.file}: cannot be read", "; check the disk it is on"):
             if number not in self._descriptors:
                 self._descriptors[number] = plainfile.open_descriptor(Path(archive.file), links=True)
             status = os.fstat(self._descriptors[number])
-            check_unchanged(archive.mark, FileMark(archive.file, status.st_size, str(status.st_mtime_ns)))
+            check_unchanged(archive.file_state, FileState(archive.file, status.st_size, str(status.st_mtime_ns)))
             content = bytearray(size)
             if os.preadv(self._descriptors[number], [content], offset) != size:
-                raise DataError(f"{self.name(index)}: the archive was truncated while in use; copy it again")
+                raise DataError(f"{self.get_name(index)}: the archive was truncated while in use; copy it again")
         return content
 
-    def split_by_name(self, share: float) -> tuple[Self, Self]:
+    def split_by_name(self, validation_fraction: float) -> tuple[Self, Self]:
         """Split the images into training and validation images by a hash of their names."""
-        is_held_out = [is_in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
-        train, validation = ([n for n, flag in enumerate(is_held_out) if flag is value] for value in (False, True))
+        flags = [
+            is_held_out(name, validation_fraction) for archive in self._archives for name in archive.names.tolist()
+        ]
+        train, validation = ([n for n, flag in enumerate(flags) if flag is value] for value in (False, True))
         return Archives(self._archives, train), Archives(self._archives, validation)
 
     def _locate(self, index: int) -> tuple[int, int]:
@@ -110,8 +112,8 @@ class Archives:
         return archive, position - int(self._firsts[archive])
 
 
-def _find_archives(root: Path, part: str) -> list[Path]:
-    return [*sorted(root.glob(f"{part}*.tar")), *sorted((root / part).glob("*.tar"))]
+def _find_archives(root: Path, split_name: str) -> list[Path]:
+    return [*sorted(root.glob(f"{split_name}*.tar")), *sorted((root / split_name).glob("*.tar"))]
 
 
 def _make_class_names(classes: int | list[str] | None, targets: list[int]) -> list[str]:

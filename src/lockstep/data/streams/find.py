@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from lockstep.data.streams.hugging_face import hugging_face_shards
-from lockstep.data.streams.sharded import Sharded, Shards
-from lockstep.data.streams.webdataset import webdataset_shards
+from lockstep.data.streams.hugging_face import open_hugging_face_shards
+from lockstep.data.streams.sharded import ShardedDataset, Shards
+from lockstep.data.streams.webdataset import open_webdataset_shards
 
 
 def find_shards(dataset: Any) -> Shards | None:
@@ -12,7 +12,7 @@ def find_shards(dataset: Any) -> Shards | None:
 
     Raises UsageError if the dataset has a stage whose result for a sample depends on other samples.
     """
-    return hugging_face_shards(dataset) or webdataset_shards(dataset)
+    return open_hugging_face_shards(dataset) or open_webdataset_shards(dataset)
 
 
 def open_stream(dataset: Any) -> Any:
@@ -23,4 +23,4 @@ def open_stream(dataset: Any) -> Any:
     shards = find_shards(dataset)
     if shards is None:
         return dataset
-    return Sharded(shards, [shards.index(number) for number in range(len(shards.names))], dataset)
+    return ShardedDataset(shards, [shards.index_shard(number) for number in range(len(shards.names))], dataset)

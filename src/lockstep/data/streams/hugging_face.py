@@ -15,18 +15,18 @@ from typing import Any, Final, final
 import numpy as np
 
 from lockstep.common.own_code import UserCode, describe_error
-from lockstep.data.streams.index import FileMark, ShardIndex, check_unchanged, load_or_scan, mark_file
+from lockstep.data.streams.index import FileState, ShardIndex, check_unchanged, get_file_state, load_or_scan
 from lockstep.data.streams.rows import RowStages, copy_dataset
-from lockstep.data.streams.sequential import Part, SequentialReader
-from lockstep.data.streams.sharded import only_sample
+from lockstep.data.streams.sequential import RowChunk, SequentialReader
+from lockstep.data.streams.sharded import get_only_sample
 from lockstep.data.streams.stages import SourceShard, split_shards, split_windows
-from lockstep.errors import DataError, LockstepError, UsageError, UserCodeError, error_as
+from lockstep.errors import DataError, LockstepError, UsageError, UserCodeError, convert_error
 
 _TABLE_FORMATS: Final = ("arrow", "pandas", "polars")
-_ROWS_PER_PART: Final = 64  # number of rows per chunk, for a shard that is read row by row
+_ROWS_PER_CHUNK: Final = 64  # number of rows per chunk, for a shard that is read row by row
 
 
-def hugging_face_shards(dataset: Any) -> "HuggingFaceShards | None":
+def open_hugging_face_shards(dataset: Any) -> "HuggingFaceShards | None":
     """Return the shards of a Hugging Face IterableDataset, or None if `dataset` is any other object.
 
     Raises UsageError if the dataset has a stage that Lockstep can't apply to one row at a time.
@@ -40,7 +40,7 @@ def hugging_face_shards(dataset: Any) -> "HuggingFaceShards | None":
 class HuggingFaceShards:
     """The shards of an IterableDataset. See Shards. A sample is a dict from column name to value."""
 
-    unordered: Sequence[str] = ()
+    ignored_positions: Sequence[str] = ()
 
     def __init__(self, dataset: Any) -> None:
         self.label = "dataset IterableDataset"
@@ -56,55 +56,55 @@ class HuggingFaceShards:
             )
         self._windows, inner = split_windows(self.label, dataset._ex_iterable)
         self._shards = split_shards(self.label, inner)
-        self.names: Sequence[str] = [_shard_name(number, shard) for number, shard in enumerate(self._shards)]
+        self.names: Sequence[str] = [_get_shard_name(number, shard) for number, shard in enumerate(self._shards)]
         self._dataset = copy_dataset(dataset)
         self._dataset._epoch = 0  # set_epoch changes the order of the shards
         self._dataset._starting_state_dict = None
-        self._reader = SequentialReader(self._parts, self.names.__getitem__)
-        self._marks: dict[int, Sequence[FileMark]] = {}  # the state of each shard's files when it was indexed
+        self._reader = SequentialReader(self._iterate_chunks, self.names.__getitem__)
+        self._file_states: dict[int, Sequence[FileState]] = {}  # the state of each shard's files when it was indexed
         self._tables: dict[int, Any] = {}
         self._stages: dict[tuple[Any, ...], RowStages] = {}
 
-    def window(self, samples: int) -> range:
+    def select_window(self, num_samples: int) -> range:
         """See Shards."""
-        window = range(samples)
+        window = range(num_samples)
         for stage in self._windows:
             window = window[stage.n :] if type(stage).__name__.startswith("Skip") else window[: stage.n]
         return window
 
-    def index(self, shard: int) -> ShardIndex:
+    def index_shard(self, shard: int) -> ShardIndex:
         """See Shards. For shards in files, the number of rows is cached. Filters are applied each time."""
         source = self._shards[shard]
-        with error_as(UsageError, OSError, f"{self.label}: {self.names[shard]}", "; check that the file exists"):
-            files = [mark_file(path) for path in source.files]
+        with convert_error(UsageError, OSError, f"{self.label}: {self.names[shard]}", "; check that the file exists"):
+            files = [get_file_state(path) for path in source.files]
         if source.filters:
-            kept = np.array([*self._kept_rows(shard)], np.int64)
+            kept = np.array([*self._iterate_kept_rows(shard)], np.int64)
             return ShardIndex(len(kept), files, {"rows": kept})
         if source.table is not None:
             return ShardIndex(len(source.table), files)
 
         def scan() -> ShardIndex:
-            return ShardIndex(sum(part.size for part in self._parts(shard, UsageError)), files)
+            return ShardIndex(sum(part.num_rows for part in self._iterate_chunks(shard, UsageError)), files)
 
-        return load_or_scan(self._cache(source, files), files, scan)
+        return load_or_scan(self._get_cache_path(source, files), files, scan)
 
-    def read(self, shard: int, index: ShardIndex, offset: int) -> Any:
+    def read_sample(self, shard: int, index: ShardIndex, offset: int) -> Any:
         """See Shards."""
-        source, row = self._shards[shard], _row_number(index, offset)
-        self._marks.setdefault(shard, index.files)
+        source, row = self._shards[shard], _get_row_index(index, offset)
+        self._file_states.setdefault(shard, index.files)
         key = (type(source.source), *map(id, source.stages))
         if key not in self._stages:
             self._stages[key] = RowStages(self._dataset, source, source.stages)
-        content = self._row(shard, row)
+        content = self._read_row(shard, row)
         with UserCode(f"{self.names[shard]}: row {row}"):
             samples = self._stages[key].run(content)
-        return only_sample(samples, f"{self.names[shard]}: row {row}", "row", "filter")
+        return get_only_sample(samples, f"{self.names[shard]}: row {row}", "row", "filter")
 
-    def sample_name(self, shard: int, index: ShardIndex, offset: int) -> str:
+    def get_sample_name(self, shard: int, index: ShardIndex, offset: int) -> str:
         """See Shards."""
-        return f"{self.names[shard]}: row {_row_number(index, offset)}"
+        return f"{self.names[shard]}: row {_get_row_index(index, offset)}"
 
-    def _kept_rows(self, shard: int) -> Iterator[int]:
+    def _iterate_kept_rows(self, shard: int) -> Iterator[int]:
         """Yield the indices of the rows that pass the filters.
 
         Raises UserCodeError if a stage fails, or if it returns several samples for a row.
@@ -112,7 +112,7 @@ class HuggingFaceShards:
         stages = RowStages(self._dataset, self._shards[shard], self._shards[shard].filters)
         name, previous = f"{self.label}: {self.names[shard]}", -1
         try:
-            for row in stages.kept(self._rows(shard)):
+            for row in stages.iterate_kept_rows(self._iterate_rows(shard)):
                 if row == previous:
                     raise UserCodeError(
                         f"{name}: row {row}: a stage returned several samples for this row; use functions that return "
@@ -123,42 +123,44 @@ class HuggingFaceShards:
         except LockstepError:
             raise
         except Exception as error:  # user functions may raise any exception
-            raise UserCodeError(f"{name}: row {stages.current}: {describe_error(error)}") from error
+            raise UserCodeError(f"{name}: row {stages.current_row}: {describe_error(error)}") from error
 
-    def _rows(self, shard: int) -> Iterator[Any]:
+    def _iterate_rows(self, shard: int) -> Iterator[Any]:
         """Yield all rows of a shard."""
         source = self._shards[shard]
         if source.table is not None:
-            yield from (self._row(shard, row) for row in range(len(source.table)))
+            yield from (self._read_row(shard, row) for row in range(len(source.table)))
             return
-        for part in self._parts(shard, UsageError):
-            yield from (_row_of_part(part, row) for row in range(part.size))
+        for part in self._iterate_chunks(shard, UsageError):
+            yield from (_select_row(part, row) for row in range(part.num_rows))
 
-    def _row(self, shard: int, row: int) -> Any:
+    def _read_row(self, shard: int, row: int) -> Any:
         """Return a row in the format of the shard's source: a table with a single row, or a dict."""
         source = self._shards[shard]
         if source.table is None:
-            return _row_of_part(*self._reader.row(shard, row))
+            return _select_row(*self._reader.read_row(shard, row))
         if shard not in self._tables:
             self._tables[shard] = source.table.with_format("arrow")
         return self._tables[shard][row : row + 1]
 
-    def _parts(self, shard: int, kind: type[LockstepError] = DataError) -> Iterator[Part]:
+    def _iterate_chunks(self, shard: int, error_type: type[LockstepError] = DataError) -> Iterator[RowChunk]:
         """Yield the rows of a shard in chunks, as tables or lists. Raises an `error_type` if reading fails."""
         source = self._shards[shard]
-        for mark in self._marks.get(shard, ()):
+        for mark in self._file_states.get(shard, ()):
             check_unchanged(mark)
         arguments = copy.deepcopy(source.arguments)
-        with error_as(kind, Exception, f"{self.label}: cannot read {self.names[shard]}", "; check or replace it"):
+        with convert_error(
+            error_type, Exception, f"{self.label}: cannot read {self.names[shard]}", "; check or replace it"
+        ):
             if source.has_tables:
                 for _, table in source.generate(**arguments):
-                    yield Part(table, len(table), table.nbytes)
+                    yield RowChunk(table, len(table), table.nbytes)
                 return
             rows = (row for _, row in source.generate(**arguments))
-            while chunk := [*islice(rows, _ROWS_PER_PART)]:
-                yield Part(chunk, len(chunk), _bytes(chunk))
+            while chunk := [*islice(rows, _ROWS_PER_CHUNK)]:
+                yield RowChunk(chunk, len(chunk), _estimate_bytes(chunk))
 
-    def _cache(self, source: SourceShard, files: Sequence[FileMark]) -> Path | None:
+    def _get_cache_path(self, source: SourceShard, files: Sequence[FileState]) -> Path | None:
         """Return the path at which the number of rows of a shard is cached, or None if it can't be cached."""
         if not files or any(mark.size < 0 for mark in files):
             return None
@@ -181,25 +183,25 @@ class HuggingFaceShards:
         return hashes
 
 
-def _shard_name(number: int, shard: SourceShard) -> str:
+def _get_shard_name(shard_number: int, shard: SourceShard) -> str:
     files = [] if shard.table is not None else shard.files
-    return files[0] if files else f"shard {number}"
+    return files[0] if files else f"shard {shard_number}"
 
 
-def _row_number(index: ShardIndex, offset: int) -> int:
-    return int(index.positions["rows"][offset]) if "rows" in index.positions else offset
+def _get_row_index(shard_index: ShardIndex, sample_offset: int) -> int:
+    return int(shard_index.positions["rows"][sample_offset]) if "rows" in shard_index.positions else sample_offset
 
 
-def _row_of_part(part: Part, row: int) -> Any:
-    return part.rows[row] if isinstance(part.rows, list) else part.rows.slice(row, 1)
+def _select_row(chunk: RowChunk, row: int) -> Any:
+    return chunk.rows[row] if isinstance(chunk.rows, list) else chunk.rows.slice(row, 1)
 
 
-def _bytes(value: Any) -> int:
+def _estimate_bytes(value: Any) -> int:
     """Return the approximate memory of a value in bytes."""
     if isinstance(value, Mapping):
-        return sum(map(_bytes, value.values()))
+        return sum(map(_estimate_bytes, value.values()))
     if isinstance(value, list | tuple):
-        return sum(map(_bytes, value))
+        return sum(map(_estimate_bytes, value))
     if isinstance(value, bytes | str):
         return len(value)
     return int(getattr(value, "nbytes", 0)) or sys.getsizeof(value)

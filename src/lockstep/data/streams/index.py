@@ -18,10 +18,10 @@ from lockstep.errors import DataError
 
 _VERSION: Final = 1
 _REMOTE_VERSIONS: Final = ("ETag", "etag", "blob_id", "mtime", "last_modified", "LastModified", "created")
-_COPY_AGAIN: Final = "start the run again, and don't change the shards while it is running"
+_RESTART_ADVICE: Final = "start the run again, and don't change the shards while it is running"
 
 
-class FileMark(NamedTuple):
+class FileState(NamedTuple):
     """The state of a file: its size in bytes, and its modification time or the version that a server reports."""
 
     path: str
@@ -44,8 +44,8 @@ class ShardIndex:
     - `names`: The names in the shard, such as sample keys. The lists depend on the type of shard.
     """
 
-    samples: int
-    files: Sequence[FileMark] = ()
+    num_samples: int
+    files: Sequence[FileState] = ()
     positions: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -53,7 +53,7 @@ class ShardIndex:
         """Return the index as JSON-serializable values."""
         positions = {name: array.tolist() for name, array in self.positions.items()}
         names = {name: [*values] for name, values in self.names.items()}
-        return {"samples": self.samples, "files": [[*mark] for mark in self.files], "positions": positions} | {
+        return {"samples": self.num_samples, "files": [[*mark] for mark in self.files], "positions": positions} | {
             "names": names
         }
 
@@ -61,55 +61,56 @@ class ShardIndex:
     def from_json(value: Mapping[str, Any]) -> "ShardIndex":
         """Restore an index from the result of `to_json`."""
         positions = {name: np.array(array, np.int64) for name, array in value["positions"].items()}
-        return ShardIndex(value["samples"], [FileMark(*mark) for mark in value["files"]], positions, value["names"])
+        return ShardIndex(value["samples"], [FileState(*mark) for mark in value["files"]], positions, value["names"])
 
-    def digest(self, ignored: Iterable[str] = ()) -> str:
+    def compute_digest(self, ignored: Iterable[str] = ()) -> str:
         """Return a digest of the samples, which doesn't depend on the paths of the files or on `ignored` positions."""
         positions = {name: array.tolist() for name, array in self.positions.items() if name not in ignored}
         names = {name: [*values] for name, values in self.names.items()}
-        return hashlib.sha256(json.dumps([self.samples, positions, names]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.num_samples, positions, names]).encode()).hexdigest()
 
 
-def mark_file(path: str) -> FileMark:
+def get_file_state(path: str) -> FileState:
     """Return the current state of a file. Raises OSError if a local file doesn't exist.
 
     If the state of a remote file is unknown, its size is -1.
     """
     if "://" not in path:
         status = os.stat(path)
-        return FileMark(path, status.st_size, str(status.st_mtime_ns))
+        return FileState(path, status.st_size, str(status.st_mtime_ns))
     try:
         import fsspec  # a dependency of datasets
 
         system, name = fsspec.core.url_to_fs(path)
         info = system.info(name)
     except Exception:  # file systems of fsspec may raise any exception
-        return FileMark(path, -1, "")
+        return FileState(path, -1, "")
     versions = [str(info[key]) for key in _REMOTE_VERSIONS if info.get(key)]
-    return FileMark(path, int(info.get("size") or -1), " ".join(versions))
+    return FileState(path, int(info.get("size") or -1), " ".join(versions))
 
 
-def check_unchanged(mark: FileMark, current: FileMark | None = None) -> None:
+def check_unchanged(indexed_state: FileState, current: FileState | None = None) -> None:
     """Raise DataError if a file has changed since it was indexed. If `current` is None, its current state is read."""
     if current is None:
         try:
-            current = mark_file(mark.path)
+            current = get_file_state(indexed_state.path)
         except OSError as error:
             raise DataError(
-                f"{mark.path}: became unreadable after it was indexed: {error.strerror}; {_COPY_AGAIN}"
+                f"{indexed_state.path}: became unreadable after it was indexed: {error.strerror}; {_RESTART_ADVICE}"
             ) from error
-    if current.size != mark.size:
+    if current.size != indexed_state.size:
         raise DataError(
-            f"{mark.path}: changed after it was indexed, from {mark.size:,} to {current.size:,} bytes; {_COPY_AGAIN}"
+            f"{indexed_state.path}: changed after it was indexed, from {indexed_state.size:,} to {current.size:,} "
+            f"bytes; {_RESTART_ADVICE}"
         )
-    if current.version != mark.version:
+    if current.version != indexed_state.version:
         raise DataError(
-            f"{mark.path}: changed after it was indexed: it still has {mark.size:,} bytes, but was written again; "
-            f"{_COPY_AGAIN}"
+            f"{indexed_state.path}: changed after it was indexed: it still has {indexed_state.size:,} bytes, but was "
+            f"written again; {_RESTART_ADVICE}"
         )
 
 
-def load_or_scan(cache: Path | None, files: Sequence[FileMark], scan: Callable[[], ShardIndex]) -> ShardIndex:
+def load_or_scan(cache: Path | None, files: Sequence[FileState], scan: Callable[[], ShardIndex]) -> ShardIndex:
     """Return the cached index of a shard, or scan the shard if there is no cache or `files` have changed.
 
     The new index is then cached. If the index can't be cached, pass None as `cache`.
@@ -123,16 +124,16 @@ def load_or_scan(cache: Path | None, files: Sequence[FileMark], scan: Callable[[
     return index
 
 
-def describe(files: Sequence[FileMark]) -> str:
+def format_paths(files: Sequence[FileState]) -> str:
     """Return the paths of files for messages."""
     return list_some([mark.path for mark in files], 3)
 
 
-def _read_cached(cache: Path, files: Sequence[FileMark]) -> ShardIndex | None:
+def _read_cached(cache: Path, files: Sequence[FileState]) -> ShardIndex | None:
     """Return the cached index, or None if it doesn't exist or the files have changed."""
     try:
         with plainfile.open_reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
-            if str(arrays["mark"]) != _mark_text(files):
+            if str(arrays["mark"]) != _serialize_file_states(files):
                 return None
             texts = plainfile.parse_json(str(arrays["names"]))
             positions = {name.removeprefix("at_"): arrays[name] for name in arrays if name.startswith("at_")}
@@ -155,13 +156,13 @@ def _write_cache(cache: Path, index: ShardIndex) -> None:
         with open(new, "xb") as stream:
             np.savez(
                 stream,
-                mark=np.array(_mark_text(index.files)),
-                samples=np.array(index.samples),
+                mark=np.array(_serialize_file_states(index.files)),
+                samples=np.array(index.num_samples),
                 names=np.array(names),
                 **positions,  # type: ignore[arg-type]
             )
         os.replace(new, cache)
 
 
-def _mark_text(files: Sequence[FileMark]) -> str:
+def _serialize_file_states(files: Sequence[FileState]) -> str:
     return json.dumps([_VERSION, *([*mark] for mark in files)])

@@ -95,20 +95,22 @@ def parse_pipeline(label: str, dataset: Any) -> Pipeline:
         )
     first, *stages = map(_parse_stage, dataset.pipeline)
     if first.name != _SHARD_LIST or first.run.seed is not None:
-        raise _refusal(label, first, _REMEDIES.get(first.name, "pass webdataset.WebDataset(urls, shardshuffle=False)"))
+        raise _make_stage_error(
+            label, first, _REMEDIES.get(first.name, "pass webdataset.WebDataset(urls, shardshuffle=False)")
+        )
     for stage in stages:
         _check_errors_are_raised(label, stage)
-    stages = [stage for stage in stages if not _is_dropped(stage)]
-    opener = _take(stages, _OPENERS)
-    expander = _take(stages, {"tar_file_expander", _ARCHIVE_STAGES})
+    stages = [stage for stage in stages if not _can_be_dropped(stage)]
+    opener = _pop_stage(stages, _OPENERS)
+    expander = _pop_stage(stages, {"tar_file_expander", _ARCHIVE_STAGES})
     if expander is None:
-        raise UsageError(_no_archives(label, stages))
-    grouper = expander if expander.name == _ARCHIVE_STAGES else _take(stages, {"group_by_keys"})
+        raise UsageError(_format_no_archives_error(label, stages))
+    grouper = expander if expander.name == _ARCHIVE_STAGES else _pop_stage(stages, {"group_by_keys"})
     if grouper is None:
-        raise UsageError(_no_archives(label, stages))
+        raise UsageError(_format_no_archives_error(label, stages))
     for stage in stages:
-        if stage.name not in _PER_SAMPLE or not _is_of_library(stage):
-            raise _refusal(label, stage, _REMEDIES.get(stage.name, _OTHER_STAGE_ADVICE))
+        if stage.name not in _PER_SAMPLE or not _is_from_webdataset(stage):
+            raise _make_stage_error(label, stage, _REMEDIES.get(stage.name, _OTHER_STAGE_ADVICE))
     group: Any = sys.modules["webdataset.tariterators"].group_by_keys if grouper is expander else grouper
     pipeline = Pipeline(
         [*first.run.urls],
@@ -120,7 +122,7 @@ def parse_pipeline(label: str, dataset: Any) -> Pipeline:
         opener is not None and opener.name != "url_opener",
         stages,
     )
-    _check_local(label, pipeline)
+    _check_shards_are_local(label, pipeline)
     return pipeline
 
 
@@ -140,23 +142,23 @@ def _parse_stage(stage: Any) -> Stage:
     return Stage(stage, name, stage.__module__, (), {})
 
 
-def _take(stages: list[Stage], names: Iterable[str]) -> Stage | None:
+def _pop_stage(stages: list[Stage], names: Iterable[str]) -> Stage | None:
     """Remove and return the first stage if it is a webdataset stage in `names`. Otherwise, return None."""
-    if stages and stages[0].name in names and _is_of_library(stages[0]):
+    if stages and stages[0].name in names and _is_from_webdataset(stages[0]):
         return stages.pop(0)
     return None
 
 
-def _is_of_library(stage: Stage) -> bool:
+def _is_from_webdataset(stage: Stage) -> bool:
     return stage.module.partition(".")[0] == "webdataset"
 
 
-def _is_dropped(stage: Stage) -> bool:
+def _can_be_dropped(stage: Stage) -> bool:
     """Return whether a stage can be dropped: it only distributes or checks shards, or its shuffle buffer is too small.
 
     A shuffle with a buffer of at most one sample has no effect.
     """
-    if not _is_of_library(stage):
+    if not _is_from_webdataset(stage):
         return False
     if stage.name in ("shuffle", "detshuffle"):
         size = stage.args[0] if stage.args else stage.options.get("bufsize", getattr(stage.run, "bufsize", 2))
@@ -177,7 +179,7 @@ def _check_errors_are_raised(label: str, stage: Stage) -> None:
     )
 
 
-def _check_local(label: str, pipeline: Pipeline) -> None:
+def _check_shards_are_local(label: str, pipeline: Pipeline) -> None:
     remote = [url for url in pipeline.urls if not is_local(url)]
     if remote and pipeline.download is None:
         raise UsageError(
@@ -186,15 +188,15 @@ def _check_local(label: str, pipeline: Pipeline) -> None:
         )
 
 
-def _no_archives(label: str, stages: Sequence[Stage]) -> str:
+def _format_no_archives_error(label: str, stages: Sequence[Stage]) -> str:
     """Return the error message for a pipeline that doesn't begin with the stages that read archives."""
     if not stages:
         return f"{label}: the pipeline doesn't read archives; use webdataset.WebDataset(urls, shardshuffle=False)"
     advice = _REMEDIES.get(stages[0].name, _SPLITTER_ADVICE)
-    return str(_refusal(label, stages[0], advice))
+    return str(_make_stage_error(label, stages[0], advice))
 
 
-def _refusal(label: str, stage: Stage, advice: str) -> UsageError:
+def _make_stage_error(label: str, stage: Stage, advice: str) -> UsageError:
     return UsageError(
         f"{label}: the stage {stage.name} of the pipeline can't be applied to one sample at a time; {advice}"
     )

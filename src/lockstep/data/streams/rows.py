@@ -26,13 +26,13 @@ class RowStages:
         self._is_one_to_one = is_one_to_one(stages)
         self._queue: deque[Any] = deque()
         self._samples: Iterator[dict[str, Any]] | None = None
-        self.current = -1  # the index of the row that `iterate_kept_rows` has read most recently
+        self.current_row = -1  # the index of the row that `iterate_kept_rows` has read most recently
 
     def run(self, row: Any) -> list[dict[str, Any]]:
         """Return the samples for a row, which is a table with a single row, or a dict."""
         self._queue.clear()  # a stage that failed may have left a row in the queue
         self._queue.append(row)
-        samples, self._samples = self._samples or self._run(self._rows()), None
+        samples, self._samples = self._samples or self._apply_stages(self._iterate_queue()), None
         results = []
         for sample in samples:
             results.append(sample)
@@ -41,20 +41,20 @@ class RowStages:
                 break
         return results
 
-    def kept(self, rows: Iterable[Any]) -> Iterator[int]:
+    def iterate_kept_rows(self, rows: Iterable[Any]) -> Iterator[int]:
         """Apply the stages to all rows of a shard, and yield the row index of each sample."""
-        for _ in self._run(self._number(rows)):
-            yield self.current
+        for _ in self._apply_stages(self._enumerate_rows(rows)):
+            yield self.current_row
 
-    def _number(self, rows: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        for self.current, row in enumerate(rows):
-            yield self.current, row
+    def _enumerate_rows(self, rows: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        for self.current_row, row in enumerate(rows):
+            yield self.current_row, row
 
-    def _rows(self) -> Iterator[tuple[int, Any]]:
+    def _iterate_queue(self) -> Iterator[tuple[int, Any]]:
         while self._queue:
             yield 0, self._queue.popleft()
 
-    def _run(self, rows: Iterator[tuple[int, Any]]) -> Iterator[dict[str, Any]]:
+    def _apply_stages(self, rows: Iterator[tuple[int, Any]]) -> Iterator[dict[str, Any]]:
         node = self._source(lambda: rows, {})
         for stage in self._stages:
             node = replace_input(stage, node)

@@ -12,64 +12,64 @@ _CACHE_BYTES: Final = 256 << 20  # maximum size of the cache, per dataset and pr
 _MAX_OPEN: Final = 8  # maximum number of open shards
 
 
-class Part(NamedTuple):
+class RowChunk(NamedTuple):
     """Consecutive rows of a shard, as a table or a list, with their number and memory size."""
 
     rows: Any
-    size: int
-    bytes: int
+    num_rows: int
+    num_bytes: int
 
 
 @final
 class SequentialReader:
     """Reads rows of shards by index.
 
-    `open_shard` returns an iterator over the chunks of a shard, and `name` returns its display name. If a row comes
-    after the position of an open shard, reading continues from there. To read an earlier row that isn't cached, the
-    shard is opened again and read from the start.
+    `open_shard` returns an iterator over the chunks of a shard, and `get_shard_name` returns its display name. If a row
+    comes after the position of an open shard, reading continues from there. To read an earlier row that isn't cached,
+    the shard is opened again and read from the start.
     """
 
-    def __init__(self, open_shard: Callable[[int], Iterator[Part]], name: Callable[[int], str]) -> None:
+    def __init__(self, open_shard: Callable[[int], Iterator[RowChunk]], get_shard_name: Callable[[int], str]) -> None:
         self._open_shard = open_shard
-        self._name = name
+        self._name = get_shard_name
         self._ends: dict[int, list[int]] = {}  # by shard, the number of rows up to the end of each known chunk
-        self._parts: OrderedDict[tuple[int, int], Part] = OrderedDict()
-        self._bytes = 0
+        self._chunks: OrderedDict[tuple[int, int], RowChunk] = OrderedDict()
+        self._num_bytes = 0
         # The iterator of each open shard, and the index of its next chunk. A forked process can't reuse an iterator,
         # because both processes would share its file position.
-        self._open: OrderedDict[int, tuple[Iterator[Part], int]] = OrderedDict()
+        self._open: OrderedDict[int, tuple[Iterator[RowChunk], int]] = OrderedDict()
         self._pid = os.getpid()
 
-    def row(self, shard: int, row: int) -> tuple[Part, int]:
+    def read_row(self, shard: int, row: int) -> tuple[RowChunk, int]:
         """Return the chunk that contains a row, and the index of the row in this chunk.
 
         Raises DataError if the row is missing, or if the chunks differ from those read earlier.
         """
         ends = self._ends.setdefault(shard, [])
         number = bisect_right(ends, row)
-        part = self._parts.get((shard, number))
+        part = self._chunks.get((shard, number))
         if part is None:
-            part = self._read(shard, row, number, ends)
+            part = self._read_chunk(shard, row, number, ends)
             number = bisect_right(ends, row)  # the chunk may come after other chunks that weren't known yet
-        self._parts.move_to_end((shard, number))
+        self._chunks.move_to_end((shard, number))
         return part, row - (ends[number - 1] if number else 0)
 
-    def _read(self, shard: int, row: int, number: int, ends: list[int]) -> Part:
+    def _read_chunk(self, shard: int, row: int, chunk_index: int, chunk_ends: list[int]) -> RowChunk:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._open.clear()
         parts, position = self._open.pop(shard, (None, 0))
-        if parts is None or position > number:
+        if parts is None or position > chunk_index:
             parts, position = self._open_shard(shard), 0
         for part in parts:
-            start = ends[position - 1] if position else 0
-            if position == len(ends):
-                ends.append(start + part.size)
-            elif ends[position] != start + part.size:
+            start = chunk_ends[position - 1] if position else 0
+            if position == len(chunk_ends):
+                chunk_ends.append(start + part.num_rows)
+            elif chunk_ends[position] != start + part.num_rows:
                 break
-            self._keep((shard, position), part)
+            self._add_to_cache((shard, position), part)
             position += 1
-            if row < ends[position - 1]:
+            if row < chunk_ends[position - 1]:
                 self._open[shard] = parts, position
                 if len(self._open) > _MAX_OPEN:
                     self._open.popitem(last=False)
@@ -79,10 +79,10 @@ class SequentialReader:
             f"don't change the shards while it is running"
         )
 
-    def _keep(self, key: tuple[int, int], part: Part) -> None:
-        if key in self._parts:
+    def _add_to_cache(self, key: tuple[int, int], chunk: RowChunk) -> None:
+        if key in self._chunks:
             return
-        self._parts[key] = part
-        self._bytes += part.bytes
-        while self._bytes > _CACHE_BYTES and len(self._parts) > 1:
-            self._bytes -= self._parts.popitem(last=False)[1].bytes
+        self._chunks[key] = chunk
+        self._num_bytes += chunk.num_bytes
+        while self._num_bytes > _CACHE_BYTES and len(self._chunks) > 1:
+            self._num_bytes -= self._chunks.popitem(last=False)[1].num_bytes

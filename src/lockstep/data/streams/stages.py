@@ -75,7 +75,7 @@ class SourceShard:
         """The files of the shard, or an empty list for a shard that a user function generates."""
         if self.table is not None:
             return [entry["filename"] for entry in self.table.cache_files]
-        return [*dict.fromkeys(path for value in self.arguments.values() for path in _paths(value))]
+        return [*dict.fromkeys(path for value in self.arguments.values() for path in _iterate_paths(value))]
 
     @property
     def filters(self) -> Sequence[Any]:
@@ -116,7 +116,7 @@ def split_shards(label: str, node: Any) -> list[SourceShard]:
     if kind == _CONCATENATION:
         return [shard for inner in node.ex_iterables for shard in split_shards(label, inner)]
     if kind in _PER_ROW:
-        _check_function(label, node)
+        _check_stage_function(label, node)
         shards = split_shards(label, node.ex_iterable)
         return [SourceShard(shard.source, shard.arguments, (*shard.stages, node)) for shard in shards]
     if kind in _WINDOWS:
@@ -140,7 +140,7 @@ def is_one_to_one(stages: Sequence[Any]) -> bool:
     return not any(type(stage).__name__ in _FUNCTIONS and stage.batched for stage in stages)
 
 
-def _check_function(label: str, stage: Any) -> None:
+def _check_stage_function(label: str, stage: Any) -> None:
     if type(stage).__name__ not in _FUNCTIONS:
         return
     method = "filter" if type(stage).__name__ == _FILTER else "map"
@@ -162,11 +162,11 @@ def _check_function(label: str, stage: Any) -> None:
         raise UsageError(f"{label}: {problem} can't be applied to one row at a time; {advice}")
 
 
-def _paths(value: Any) -> Iterator[str]:
+def _iterate_paths(value: Any) -> Iterator[str]:
     """Yield the files in the arguments of a shard."""
     if isinstance(value, str):
         if "://" in value or os.path.isfile(value):
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _paths(item)
+            yield from _iterate_paths(item)

@@ -11,13 +11,13 @@ import numpy as np
 
 from lockstep.common import plainfile
 from lockstep.common.own_code import UserCode
-from lockstep.data.streams.index import FileMark, ShardIndex
+from lockstep.data.streams.index import FileState, ShardIndex
 from lockstep.data.streams.pipeline import Pipeline
 from lockstep.errors import LockstepError, UsageError
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _METADATA: Final = re.compile(r"__[^/]*__($|/)")  # members that webdataset skips
-_COPY_AGAIN: Final = "use a complete tar archive without compression"
+_ARCHIVE_ADVICE: Final = "use a complete tar archive without compression"
 LOCAL_PATH: Final = "__local_path__"  # newer versions of webdataset add the path of the archive to each sample
 
 
@@ -30,20 +30,20 @@ def scan_members(label: str, path: str, pipeline: Pipeline) -> ShardIndex:
     try:
         with plainfile.open_reader(Path(path), links=True) as stream:
             status = os.fstat(stream.fileno())
-            mark = FileMark(path, status.st_size, str(status.st_mtime_ns))
+            mark = FileState(path, status.st_size, str(status.st_mtime_ns))
             with tarfile.open(fileobj=stream, mode="r:") as archive:
-                samples = [*pipeline.group(_members(label, archive, path, pipeline))]
+                samples = [*pipeline.group(_iterate_members(label, archive, path, pipeline))]
                 _check_end(label, stream, archive.offset, path)
     except LockstepError:
         raise
     except (OSError, ValueError, OverflowError, tarfile.TarError) as error:
         # webdataset appends objects to the arguments of an exception. The first argument is the message.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else (error.args or (error,))[0]
-        raise UsageError(f"{label}: cannot read {path} as a tar archive: {reason}; {_COPY_AGAIN}") from error
-    return _index(samples, mark)
+        raise UsageError(f"{label}: cannot read {path} as a tar archive: {reason}; {_ARCHIVE_ADVICE}") from error
+    return _build_index(samples, mark)
 
 
-def _members(label: str, archive: tarfile.TarFile, path: str, pipeline: Pipeline) -> Iterator[dict[str, Any]]:
+def _iterate_members(label: str, archive: tarfile.TarFile, path: str, pipeline: Pipeline) -> Iterator[dict[str, Any]]:
     """Yield the regular members of an archive like webdataset's tar_file_expander, with positions instead of data."""
     local_path = {LOCAL_PATH: path} if pipeline.has_local_path else {}
     for member in archive:
@@ -68,11 +68,12 @@ def _check_end(label: str, stream: BinaryIO, offset: int, path: str) -> None:
     stream.seek(offset)
     if stream.read(_BLOCK) != bytes(_BLOCK):
         raise UsageError(
-            f"{label}: {path} is truncated or damaged at byte {offset:,}, where it is expected to end; copy it again"
+            f"{label}: {path} is truncated or damaged at byte {offset:,}, where its end marker is missing; copy it "
+            f"again"
         )
 
 
-def _index(samples: list[dict[str, Any]], mark: FileMark) -> ShardIndex:
+def _build_index(samples: list[dict[str, Any]], file_state: FileState) -> ShardIndex:
     suffixes: dict[str, int] = {}
     members = [
         (number, suffixes.setdefault(suffix, len(suffixes)), *position)
@@ -84,7 +85,7 @@ def _index(samples: list[dict[str, Any]], mark: FileMark) -> ShardIndex:
     firsts = np.searchsorted(table[:, 0], np.arange(len(samples) + 1))
     return ShardIndex(
         len(samples),
-        [mark],
+        [file_state],
         {"firsts": firsts, "suffixes": table[:, 1], "offsets": table[:, 2], "sizes": table[:, 3]},
         {
             "keys": [sample["__key__"] for sample in samples],
@@ -94,7 +95,7 @@ def _index(samples: list[dict[str, Any]], mark: FileMark) -> ShardIndex:
     )
 
 
-def spans(index: ShardIndex, sample: int) -> Iterator[tuple[str, int, int]]:
+def iterate_spans(index: ShardIndex, sample: int) -> Iterator[tuple[str, int, int]]:
     """Yield the suffix of each file in a sample, and its offset and size in bytes."""
     first, end = index.positions["firsts"][sample : sample + 2].tolist()
     columns = (index.positions[name][first:end].tolist() for name in ("suffixes", "offsets", "sizes"))
@@ -102,13 +103,13 @@ def spans(index: ShardIndex, sample: int) -> Iterator[tuple[str, int, int]]:
         yield index.names["suffixes"][suffix], offset, size
 
 
-def select_samples(index: ShardIndex, kept: list[int]) -> ShardIndex:
-    """Return an index that contains only the samples `kept` of a shard."""
+def select_samples(index: ShardIndex, kept_indices: list[int]) -> ShardIndex:
+    """Return an index that contains only the samples `kept_indices` of a shard."""
     firsts = index.positions["firsts"]
-    ranges = [np.arange(firsts[sample], firsts[sample + 1]) for sample in kept]
+    ranges = [np.arange(firsts[sample], firsts[sample + 1]) for sample in kept_indices]
     rows = np.concatenate([*ranges, np.arange(0)])
     positions = {name: array[rows] for name, array in index.positions.items() if name != "firsts"}
     positions["firsts"] = np.cumsum([0, *(len(sample_rows) for sample_rows in ranges)])
     keys = index.names["keys"]
-    names = {**index.names, "keys": [keys[sample] for sample in kept]}
-    return ShardIndex(len(kept), index.files, positions, names)
+    names = {**index.names, "keys": [keys[sample] for sample in kept_indices]}
+    return ShardIndex(len(kept_indices), index.files, positions, names)

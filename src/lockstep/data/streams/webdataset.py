@@ -11,16 +11,16 @@ from urllib.parse import urlparse
 
 from lockstep.common import plainfile
 from lockstep.common.own_code import UserCode
-from lockstep.data.streams.index import FileMark, ShardIndex, check_unchanged, load_or_scan, mark_file
+from lockstep.data.streams.index import FileState, ShardIndex, check_unchanged, get_file_state, load_or_scan
 from lockstep.data.streams.pipeline import Stage, is_local, parse_pipeline
-from lockstep.data.streams.sharded import only_sample
-from lockstep.data.streams.tar_members import LOCAL_PATH, scan_members, select_samples, spans
-from lockstep.errors import DataError, UsageError, error_as, os_error_as
+from lockstep.data.streams.sharded import get_only_sample
+from lockstep.data.streams.tar_members import LOCAL_PATH, iterate_spans, scan_members, select_samples
+from lockstep.errors import DataError, UsageError, convert_error, convert_os_error
 
 _MAX_OPEN: Final = 128  # maximum number of open archives
 
 
-def webdataset_shards(dataset: Any) -> "WebDatasetShards | None":
+def open_webdataset_shards(dataset: Any) -> "WebDatasetShards | None":
     """Return the shards of a WebDataset pipeline, or None if `dataset` is any other object.
 
     Raises UsageError if the pipeline has a stage that Lockstep can't apply to one sample at a time.
@@ -36,7 +36,7 @@ class WebDatasetShards:
     An archive is a local file, or a file that the pipeline downloads to its `cache_dir`.
     """
 
-    unordered: Sequence[str] = ("offsets",)
+    ignored_positions: Sequence[str] = ("offsets",)
 
     def __init__(self, dataset: Any) -> None:
         self.label = f"dataset {type(dataset).__name__}"
@@ -47,38 +47,40 @@ class WebDatasetShards:
         # The descriptors of open archives. Forked processes share them, because pread doesn't use the file position.
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
-    def window(self, samples: int) -> range:
+    def select_window(self, num_samples: int) -> range:
         """See Shards."""
-        return range(samples)
+        return range(num_samples)
 
-    def index(self, shard: int) -> ShardIndex:
+    def index_shard(self, shard: int) -> ShardIndex:
         """See Shards. The index of all samples is cached next to the archive. `select` stages are applied each time."""
-        path = self._path(shard)
-        with os_error_as(UsageError, f"{self.label}: cannot read {path}", "; pass the paths of existing archives"):
-            mark = mark_file(path)
-        index = load_or_scan(self._cache(path), [mark], lambda: scan_members(self.label, path, self._pipeline))
+        path = self._get_local_path(shard)
+        with convert_os_error(UsageError, f"{self.label}: cannot read {path}", "; pass the paths of existing archives"):
+            mark = get_file_state(path)
+        index = load_or_scan(self._get_cache_path(path), [mark], lambda: scan_members(self.label, path, self._pipeline))
         if not self._filters:
             return index
-        return select_samples(index, [sample for sample in range(index.samples) if self._keeps(shard, index, sample)])
+        return select_samples(
+            index, [sample for sample in range(index.num_samples) if self._passes_filters(shard, index, sample)]
+        )
 
-    def read(self, shard: int, index: ShardIndex, offset: int) -> Any:
+    def read_sample(self, shard: int, index: ShardIndex, offset: int) -> Any:
         """See Shards."""
-        samples = self._run(self._pipeline.stages, shard, index, offset)
-        return only_sample(samples, self.sample_name(shard, index, offset), "sample", ".select")
+        samples = self._apply_stages(self._pipeline.stages, shard, index, offset)
+        return get_only_sample(samples, self.get_sample_name(shard, index, offset), "sample", ".select")
 
-    def sample_name(self, shard: int, index: ShardIndex, offset: int) -> str:
+    def get_sample_name(self, shard: int, index: ShardIndex, offset: int) -> str:
         """See Shards."""
         return f"{self.names[shard]}: {index.names['keys'][offset]}"
 
-    def _keeps(self, shard: int, index: ShardIndex, sample: int) -> bool:
-        with error_as(UsageError, DataError, self.label):
-            return bool(self._run(self._filters, shard, index, sample))
+    def _passes_filters(self, shard: int, shard_index: ShardIndex, sample_index: int) -> bool:
+        with convert_error(UsageError, DataError, self.label):
+            return bool(self._apply_stages(self._filters, shard, shard_index, sample_index))
 
-    def _run(self, stages: Sequence[Stage], shard: int, index: ShardIndex, offset: int) -> list[Any]:
+    def _apply_stages(self, stages: Sequence[Stage], shard: int, index: ShardIndex, offset: int) -> list[Any]:
         """Apply stages to a sample of a shard, and return the results."""
-        name, [mark] = self.sample_name(shard, index, offset), index.files
+        name, [mark] = self.get_sample_name(shard, index, offset), index.files
         sample: dict[str, Any] = {"__key__": index.names["keys"][offset], "__url__": self.names[shard]}
-        sample |= {suffix: self._content(name, mark, *span) for suffix, *span in spans(index, offset)}
+        sample |= {suffix: self._read_content(name, mark, *span) for suffix, *span in iterate_spans(index, offset)}
         if LOCAL_PATH in index.names["extras"]:
             sample[LOCAL_PATH] = mark.path
         with UserCode(name):
@@ -87,17 +89,17 @@ class WebDatasetShards:
                 samples = stage(samples)
             return [*samples]
 
-    def _content(self, name: str, mark: FileMark, offset: int, size: int) -> bytes:
-        with os_error_as(DataError, f"{mark.path}: cannot be read", "; check the disk it is on"):
-            descriptor = self._descriptor(mark.path)
+    def _read_content(self, name: str, file_state: FileState, offset: int, size: int) -> bytes:
+        with convert_os_error(DataError, f"{file_state.path}: cannot be read", "; check the disk it is on"):
+            descriptor = self._open_archive(file_state.path)
             status = os.fstat(descriptor)
-            check_unchanged(mark, FileMark(mark.path, status.st_size, str(status.st_mtime_ns)))
+            check_unchanged(file_state, FileState(file_state.path, status.st_size, str(status.st_mtime_ns)))
             content = os.pread(descriptor, size, offset)
         if len(content) != size:
             raise DataError(f"{name}: the archive was truncated while in use; copy it again")
         return content
 
-    def _descriptor(self, path: str) -> int:
+    def _open_archive(self, path: str) -> int:
         if path not in self._descriptors:
             self._descriptors[path] = plainfile.open_descriptor(Path(path), links=True)
         self._descriptors.move_to_end(path)
@@ -105,15 +107,15 @@ class WebDatasetShards:
             os.close(self._descriptors.popitem(last=False)[1])
         return self._descriptors[path]
 
-    def _path(self, shard: int) -> str:
+    def _get_local_path(self, shard: int) -> str:
         """Return the path of an archive, after downloading it if it is remote."""
         url = self.names[shard]
         if is_local(url) or self._pipeline.download is None:
             return urlparse(url).path
-        with error_as(UsageError, Exception, f"{self.label}: cannot download {url}", "; check the address"):
+        with convert_error(UsageError, Exception, f"{self.label}: cannot download {url}", "; check the address"):
             return self._pipeline.download(url)
 
-    def _cache(self, path: str) -> Path | None:
+    def _get_cache_path(self, path: str) -> Path | None:
         """Return the path of the cached index, or None if the index depends on user functions or on chosen keys."""
         pipeline = self._pipeline
         options = {name: value for name, value in pipeline.group_options.items() if name in ("lcase", "suffixes")}

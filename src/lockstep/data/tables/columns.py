@@ -19,30 +19,30 @@ _MAX_VALUES: Final = 10_000
 
 @final
 @dataclass(frozen=True)
-class Number:
+class NumericColumn:
     """A numeric column. Values are standardized with the mean and standard deviation of the training split."""
 
     name: str
     mean: float
     std: float
-    means: bool  # whether missing values are replaced with the mean
+    fill_missing: bool  # whether missing values are replaced with the mean
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def saved_properties(self) -> dict[str, Any]:
         """The properties of the column that are saved in a checkpoint."""
         return {"name": self.name, "mean": self.mean, "std": self.std}
 
     def encode(self, column: Any) -> NDArray[Any]:
         """Return the encoded column as float32 of shape [rows]."""
         values = _to_floats(self.name, column)
-        if self.means:
+        if self.fill_missing:
             values = np.where(np.isnan(values), self.mean, values)
         return np.asarray((values - self.mean) / self.std, np.float32)
 
 
 @final
 @dataclass(frozen=True)
-class Category:
+class CategoricalColumn:
     """A categorical column. Values are encoded as their index in `values`, the values of the training split.
 
     Values that don't occur in the training split are encoded as `len(values)`.
@@ -52,7 +52,7 @@ class Category:
     values: tuple[str, ...]
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def saved_properties(self) -> dict[str, Any]:
         """The properties of the column that are saved in a checkpoint."""
         return {"name": self.name, "values": list(self.values)}
 
@@ -75,7 +75,7 @@ def get_column_kind(column: Any) -> Literal["number", "name", "other"]:
     return "name" if is_name else "other"
 
 
-def check_input_column(name: str, column: Any, means: bool) -> None:
+def check_input_column(name: str, column: Any, fill_missing: bool) -> None:
     """Raise UsageError if an input column isn't supported.
 
     Pass the column of the full file, so that the row numbers in error messages match the file.
@@ -84,18 +84,19 @@ def check_input_column(name: str, column: Any, means: bool) -> None:
 
     reject_mixed_column(name, column, "or add the column to recipe.data.options.categories")
     if get_column_kind(column) == "number" or types.is_null(column.type):  # all values are missing
-        check_numeric_column(name, column, means)
+        check_numeric_column(name, column, fill_missing)
 
 
-def check_numeric_column(name: str, column: Any, means: bool) -> None:
+def check_numeric_column(name: str, column: Any, fill_missing: bool) -> None:
     """Raise UsageError if a numeric column has infinite values or, unless `fill_missing` is True, missing values."""
     values = _to_floats(name, column)
-    invalid = np.isinf(values) if means else ~np.isfinite(values)
+    invalid = np.isinf(values) if fill_missing else ~np.isfinite(values)
     if invalid.any():
-        fill = "" if means else ", or set recipe.data.options.missing=mean for missing values"
+        fill = "" if fill_missing else ", or set recipe.data.options.missing=mean for missing values"
         raise UsageError(
-            f"dataset table: column '{name}' has {int(invalid.sum()):,} {'' if means else 'missing or '}infinite "
-            f"values, the first in 0-based row {int(invalid.argmax()):,}; remove such rows{fill}"
+            f"dataset table: column '{name}' has {int(invalid.sum()):,} "
+            f"{'' if fill_missing else 'missing or '}infinite values, the first in 0-based row "
+            f"{int(invalid.argmax()):,}; remove such rows{fill}"
         )
 
 
@@ -115,14 +116,14 @@ def reject_mixed_column(name: str, column: Any, advice: str) -> None:
         )
 
 
-def fit_column(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
+def fit_column(name: str, column: Any, is_category: bool, fill_missing: bool) -> NumericColumn | CategoricalColumn:
     """Create the encoding of a column from its values in the training split.
 
     Text and boolean columns are always categorical. All other columns are categorical only if `is_category` is True.
     """
     kind = get_column_kind(column)
     if kind == "number" and not is_category:
-        return _fit_number(name, column, means)
+        return _fit_numeric_column(name, column, fill_missing)
     if kind == "other" and not is_category:
         raise UsageError(
             f"dataset table: column '{name}' has type {column.type}, but only numbers and text are supported; add it "
@@ -134,28 +135,28 @@ def fit_column(name: str, column: Any, is_category: bool, means: bool) -> Number
             f"dataset table: column '{name}' has {len(values):,} distinct values, but at most {_MAX_VALUES:,} are "
             f"supported; add it to recipe.data.options.ignore"
         )
-    return Category(name, tuple(values))
+    return CategoricalColumn(name, tuple(values))
 
 
-def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
+def restore_column(saved_properties: Mapping[str, Any], fill_missing: bool) -> NumericColumn | CategoricalColumn:
     """Restore the encoding of a column from a checkpoint. Raises UsageError if its saved properties are invalid."""
-    match facts:
+    match saved_properties:
         case {"name": str(name), "mean": float(mean), "std": float(std)}:
-            return Number(name, mean, std, means)
+            return NumericColumn(name, mean, std, fill_missing)
         case {"name": str(name), "values": list(values)} if all(isinstance(value, str) for value in values):
-            return Category(name, tuple(values))
+            return CategoricalColumn(name, tuple(values))
     raise UsageError(
         f"dataset table: the checkpoint has an invalid column: expected name, mean and std, or name and values, got "
-        f"{', '.join(facts) or 'nothing'}; restore the checkpoint"
+        f"{', '.join(saved_properties) or 'nothing'}; restore the checkpoint"
     )
 
 
-def _fit_number(name: str, column: Any, means: bool) -> Number:
+def _fit_numeric_column(name: str, column: Any, fill_missing: bool) -> NumericColumn:
     values = _to_floats(name, column)
     finite = values[np.isfinite(values)]
     # Compute the statistics in float64 over all rows in file order, so that they are bit-identical on all ranks.
     mean, std = (float(finite.mean()), float(finite.std())) if len(finite) else (0.0, 0.0)
-    return Number(name, mean, std or 1.0, means)
+    return NumericColumn(name, mean, std or 1.0, fill_missing)
 
 
 def _to_floats(name: str, column: Any) -> NDArray[np.float64]:

@@ -13,9 +13,9 @@ from lockstep.common.importing import import_extra
 from lockstep.common.names import format_choices
 from lockstep.data.base import DataSet
 from lockstep.data.imported import import_collate, wrap_map_style
-from lockstep.data.options import Names, Share, Text
+from lockstep.data.options import Fraction, Names, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.shares import rows_in_share
+from lockstep.data.shares import make_held_out_mask
 from lockstep.errors import UsageError
 
 
@@ -36,7 +36,7 @@ class Options:
     target: Text | None = None
     train: Text = "train"
     held_out: Text = "validation"
-    validation: Share = 0.1
+    validation: Fraction = 0.1
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
@@ -44,7 +44,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     train, held_out = _load_splits(request.root, options)
     numbers = np.arange(len(train))
     if held_out is None:
-        is_held_out = rows_in_share(len(train), options.validation)
+        is_held_out = make_held_out_mask(len(train), options.validation)
         numbers, held_out_numbers = numbers[~is_held_out], numbers[is_held_out]
         validation = _select_columns(train, held_out_numbers, options) if len(held_out_numbers) else None
     else:

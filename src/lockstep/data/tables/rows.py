@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.batch import Batch
-from lockstep.data.tables.columns import Category, Number
+from lockstep.data.tables.columns import CategoricalColumn, NumericColumn
 
 
 @final
-class Rows:
+class TableSplit:
     """A split whose batches are (inputs, targets).
 
     Inputs are float32 of shape [n, features]. The features are the numeric columns, followed by the one-hot encoding of
@@ -24,10 +24,12 @@ class Rows:
 
     in_memory: bool = True
 
-    def __init__(self, columns: Sequence[Number | Category], table: Any, targets: Tensor, codes: bool) -> None:
+    def __init__(
+        self, columns: Sequence[NumericColumn | CategoricalColumn], table: Any, targets: Tensor, codes: bool
+    ) -> None:
         encoded = [(column, column.encode(table[column.name])) for column in columns]
-        numbers = [values for column, values in encoded if isinstance(column, Number)]
-        categories = [(column, values) for column, values in encoded if isinstance(column, Category)]
+        numbers = [values for column, values in encoded if isinstance(column, NumericColumn)]
+        categories = [(column, values) for column, values in encoded if isinstance(column, CategoricalColumn)]
         rows = len(targets)
         self._numbers = _stack_columns(numbers, rows, torch.float32)
         self._categories = _stack_columns([values for _, values in categories], rows, torch.int64)
@@ -43,7 +45,7 @@ class Rows:
         """The input shape of a sample. If `codes` is True, this is the shape of `numbers`."""
         return [self._numbers.shape[1] + (0 if self._codes else sum(self._sizes))]
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> Batch:
         """See Split."""
         positions = torch.from_numpy(np.array(indices))
         numbers, categories = self._numbers[positions], self._categories[positions]
@@ -57,7 +59,7 @@ class Rows:
         return torch.cat([numbers, *one_hot], dim=1), self._targets[positions]
 
 
-def _stack_columns(columns: Sequence[NDArray[Any]], rows: int, dtype: torch.dtype) -> Tensor:
+def _stack_columns(columns: Sequence[NDArray[Any]], num_rows: int, dtype: torch.dtype) -> Tensor:
     if not columns:
-        return torch.empty(rows, 0, dtype=dtype)
+        return torch.empty(num_rows, 0, dtype=dtype)
     return torch.from_numpy(np.stack(columns, axis=1))

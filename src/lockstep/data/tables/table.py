@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from lockstep.common.names import format_choices
 from lockstep.data.base import DataSet
-from lockstep.data.options import Names, Share, Text
+from lockstep.data.options import Fraction, Names, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.shares import rows_in_share
+from lockstep.data.shares import make_held_out_mask
 from lockstep.data.tables.columns import check_input_column, fit_column, get_column_kind, reject_mixed_column
 from lockstep.data.tables.files import read_table, select_same_columns
-from lockstep.data.tables.rows import Rows
+from lockstep.data.tables.rows import TableSplit
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import compute_skip_mask
 
@@ -53,7 +53,7 @@ class Options:
     ignore: Names | None = None
     missing: Literal["refuse", "mean"] = "refuse"
     codes: bool = False
-    validation: Share = 0.1
+    validation: Fraction = 0.1
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
@@ -64,7 +64,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     files = _read_files(Path(request.root))
     targets = [options.target] if isinstance(options.target, str) else options.target
     categories, ignored = options.categories or (), options.ignore or ()
-    _check_names(files[0], [*targets, *categories, *ignored])
+    _check_columns_exist(files[0], [*targets, *categories, *ignored])
     input_names = [name for name in files[0].column_names if name not in {*targets, *ignored}]
     if not input_names:
         raise UsageError(
@@ -82,11 +82,14 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     classes = _find_classes(train, targets, options.kind)
     question = "" if options.kind or classes is None else _ask_about_kind(train, targets[0], classes)
     splits = [
-        Rows(columns, table, _encode_targets(table, targets, classes, question), options.codes)
+        TableSplit(columns, table, _encode_targets(table, targets, classes, question), options.codes)
         for table in (train, validation)
         if table is not None
     ]
-    dataset_info: dict[str, Any] = {"shape": splits[0].shape, "columns": [column.facts for column in columns]}
+    dataset_info: dict[str, Any] = {
+        "shape": splits[0].shape,
+        "columns": [column.saved_properties for column in columns],
+    }
     scales = [] if classes is not None else [_measure_target_scale(name, train) for name in targets]
     if classes is None:
         dataset_info |= {
@@ -132,24 +135,24 @@ def _read_files(root: Path) -> list[pyarrow.Table]:
 
 
 def _split_rows(
-    files: Sequence[pyarrow.Table], share: float
+    files: Sequence[pyarrow.Table], fraction: float
 ) -> tuple[pyarrow.Table, pyarrow.Table | None, list[NDArray[np.int64]]]:
     """Return the training rows, the validation rows or None, and the row indices in the file for both splits."""
     if len(files) > 1:
         return files[0], files[1], [np.arange(len(file)) for file in files]
     table = files[0]
-    is_held_out = rows_in_share(len(table), share)
-    if share and (not is_held_out.any() or is_held_out.all()):
+    is_held_out = make_held_out_mask(len(table), fraction)
+    if fraction and (not is_held_out.any() or is_held_out.all()):
         raise UsageError(
-            f"dataset table: recipe.data.options.validation: {share} of {len(table):,} rows leaves the training or "
+            f"dataset table: recipe.data.options.validation: {fraction} of {len(table):,} rows leaves the training or "
             f"validation split without rows; use a different fraction, or 0"
         )
     rows = [np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)]
-    return table.filter(~is_held_out), table.filter(is_held_out) if share else None, rows
+    return table.filter(~is_held_out), table.filter(is_held_out) if fraction else None, rows
 
 
-def _check_names(table: pyarrow.Table, names: list[str]) -> None:
-    for name in names:
+def _check_columns_exist(table: pyarrow.Table, column_names: list[str]) -> None:
+    for name in column_names:
         if name not in table.column_names:
             raise UsageError(f"dataset table: no column '{name}'{format_choices(name, table.column_names)}")
 
@@ -197,8 +200,8 @@ def _format_kind_question(table: pyarrow.Table, target: str, classes: list[Any])
     )
 
 
-def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> None:
-    for name in names:
+def _check_targets(table: pyarrow.Table, target_names: list[str], kind: str | None) -> None:
+    for name in target_names:
         column = table[name]
         problem = f"dataset table: recipe.data.options.target: '{name}'"
         if column.null_count:
@@ -212,15 +215,17 @@ def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> 
             )
 
 
-def _encode_targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, question: str) -> torch.Tensor:
+def _encode_targets(
+    table: pyarrow.Table, target_names: list[str], classes: list[Any] | None, kind_question: str
+) -> torch.Tensor:
     if classes is None:
-        return torch.from_numpy(np.stack([_to_floats(name, table[name]) for name in names], axis=1))
+        return torch.from_numpy(np.stack([_to_floats(name, table[name]) for name in target_names], axis=1))
     codes = {value: number for number, value in enumerate(classes)}
-    numbers = [codes.get(value, -1) for value in table[names[0]].to_pylist()]
+    numbers = [codes.get(value, -1) for value in table[target_names[0]].to_pylist()]
     if -1 in numbers:
-        unknown_class = table[names[0]][numbers.index(-1)].as_py()
+        unknown_class = table[target_names[0]][numbers.index(-1)].as_py()
         problem = f"validation has the class {unknown_class!r}, which does not occur in training; remove such rows"
-        raise UsageError(question or f"dataset table: recipe.data.options.target: {problem}")
+        raise UsageError(kind_question or f"dataset table: recipe.data.options.target: {problem}")
     return torch.tensor(numbers)
 
 

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from lockstep.common import plainfile
 from lockstep.data.base import DataSet, Split
-from lockstep.data.options import Count, Share, Text
+from lockstep.data.options import Count, Fraction, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.shares import rows_in_share
-from lockstep.data.text.chat_rows import Kind, Pair, check_pair, kind_of_row, parse_conversation, parse_pair
-from lockstep.data.text.chat_template import ChatTokenizer, RowError, Tokens, read_format
-from lockstep.data.text.packing import pack
+from lockstep.data.shares import make_held_out_mask
+from lockstep.data.text.chat_rows import Kind, PreferencePair, check_pair, get_row_kind, parse_conversation, parse_pair
+from lockstep.data.text.chat_template import ChatTokenizer, RowError, Tokens, read_chat_format
+from lockstep.data.text.packing import pack_sequences
 from lockstep.data.text.windows import IGNORED
 from lockstep.errors import UsageError
 
 _MAX_SHOWN: Final = 3  # maximum number of rows in a message
 
-Item = Tokens | Pair
+Item = Tokens | PreferencePair
 Variables = Annotated[dict[str, Any], Field(description="a mapping")]
 
 
@@ -47,7 +47,7 @@ class Options:
     template_options: Variables | None = None
     pack: bool = False
     truncate: bool = False
-    validation: Share = 0.1
+    validation: Fraction = 0.1
 
 
 class _Rows(NamedTuple):
@@ -55,15 +55,15 @@ class _Rows(NamedTuple):
 
     kind: Kind
     items: list[Item]
-    lines: list[int]
-    problems: dict[int, str]
+    line_numbers: list[int]
+    errors: dict[int, str]
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Open the rows at `root`, which is a JSON Lines file, or a folder with train.jsonl and optionally val.jsonl."""
     root = Path(request.root)
     train_file, validation_file = (root / "train.jsonl", root / "val.jsonl") if root.is_dir() else (root, None)
-    chat = read_format(Path(options.tokenizer), options.chat_template, options.template_options or {})
+    chat = read_chat_format(Path(options.tokenizer), options.chat_template, options.template_options or {})
     tokenizer = ChatTokenizer(options.tokenizer, chat)
     rows = _read_rows(train_file, tokenizer, options)
     files = [(train_file, rows)]
@@ -74,23 +74,23 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
                 f"dataset chat: {train_file} has {rows.kind}, but {validation_file} has {files[1][1].kind}; use the "
                 f"same kind of rows in both files"
             )
-    warnings = tuple(_report_problems(files, skip=request.on_error == "skip"))
-    held_out = rows_in_share(len(rows.items), options.validation if len(files) == 1 else 0.0)
+    warnings = tuple(_report_invalid_rows(files, skip_invalid=request.on_error == "skip"))
+    held_out = make_held_out_mask(len(rows.items), options.validation if len(files) == 1 else 0.0)
     if rows.kind == "pairs" and options.pack:
         raise UsageError("dataset chat: recipe.data.options.pack: preference pairs cannot be packed; remove it")
     numbers = np.flatnonzero(~held_out)
-    bins = _bins(rows, numbers, options)
+    bins = _assign_rows(rows, numbers, options)
     validation = files[1][1] if len(files) > 1 else rows
-    validation_bins = _bins(validation, np.flatnonzero(held_out) if len(files) == 1 else None, options)
+    validation_bins = _assign_rows(validation, np.flatnonzero(held_out) if len(files) == 1 else None, options)
     if not bins:
         raise UsageError(
             f"dataset chat: {train_file}: no rows are left for training; add rows, or set "
             f"recipe.data.options.validation=0"
         )
-    split = _split_class(rows.kind, options.pack)
+    split = _get_split_class(rows.kind, options.pack)
 
     def sample_name(number: int) -> str:
-        shown = [rows.lines[index] for index in bins[number][:_MAX_SHOWN]]
+        shown = [rows.line_numbers[index] for index in bins[number][:_MAX_SHOWN]]
         more = ", ..." if len(bins[number]) > _MAX_SHOWN else ""
         return f"in line {', '.join(map(str, shown))}{more} of {train_file.name}"
 
@@ -98,8 +98,8 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         train=split(rows.items, bins),
         validation=split(validation.items, validation_bins) if validation_bins else None,
         facts={
-            "vocabulary": tokenizer.vocabulary,
-            "tokenizer": tokenizer.facts,
+            "vocabulary": tokenizer.vocab_size,
+            "tokenizer": tokenizer.saved_properties,
             "template": chat.sha256,
             "context": options.context,
             "rows": rows.kind,
@@ -129,12 +129,12 @@ class ConversationSplit:
     def __len__(self) -> int:
         return len(self._bins)
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> dict[str, Tensor]:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> dict[str, Tensor]:
         """See Split."""
         rows = [[self._items[number] for number in self._bins[index]] for index in indices.tolist()]
-        batch = _padded([_joined(tokens) for tokens in rows])
+        batch = _pad([_concatenate(tokens) for tokens in rows])
         if self._packed:
-            batch["position_ids"] = _positions(rows, batch["input_ids"].shape[1])
+            batch["position_ids"] = _compute_position_ids(rows, batch["input_ids"].shape[1])
         return batch
 
 
@@ -147,51 +147,53 @@ class PairSplit:
 
     in_memory: bool = True
 
-    def __init__(self, items: Sequence[Pair], bins: Sequence[Sequence[int]]) -> None:
+    def __init__(self, items: Sequence[PreferencePair], bins: Sequence[Sequence[int]]) -> None:
         self._items = items
         self._bins = bins
 
     def __len__(self) -> int:
         return len(self._bins)
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> dict[str, Tensor]:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> dict[str, Tensor]:
         """See Split."""
         pairs = [self._items[self._bins[index][0]] for index in indices.tolist()]
-        batch = _padded([tokens for pair in pairs for tokens in pair])
+        batch = _pad([tokens for pair in pairs for tokens in pair])
         return {name: tensor.view(len(pairs), 2, tensor.shape[1]) for name, tensor in batch.items()}
 
 
-def _split_class(kind: Kind, packed: bool) -> Callable[[Any, Sequence[Sequence[int]]], Split]:
+def _get_split_class(kind: Kind, packed: bool) -> Callable[[Any, Sequence[Sequence[int]]], Split]:
     if kind == "pairs":
         return PairSplit
     return lambda items, bins: ConversationSplit(items, bins, packed)
 
 
-def _bins(rows: _Rows, numbers: NDArray[np.int64] | None, options: Options) -> list[list[int]]:
+def _assign_rows(rows: _Rows, row_indices: NDArray[np.int64] | None, options: Options) -> list[list[int]]:
     """Return the row indices of each sample. `row_indices` contains the rows to use, or is None to use all rows."""
-    selected = list(range(len(rows.items))) if numbers is None else numbers.tolist()
+    selected = list(range(len(rows.items))) if row_indices is None else row_indices.tolist()
     if not options.pack:
         return [[number] for number in selected]
     lengths = [len(rows.items[number][0]) for number in selected]
-    return [[selected[index] for index in indices] for indices in pack(lengths, options.context)]
+    return [[selected[index] for index in indices] for indices in pack_sequences(lengths, options.context)]
 
 
-def _joined(rows: Sequence[Tokens]) -> Tokens:
-    return Tokens(np.concatenate([tokens.ids for tokens in rows]), np.concatenate([tokens.counted for tokens in rows]))
+def _concatenate(rows: Sequence[Tokens]) -> Tokens:
+    return Tokens(
+        np.concatenate([tokens.ids for tokens in rows]), np.concatenate([tokens.is_target for tokens in rows])
+    )
 
 
-def _padded(rows: Sequence[Tokens]) -> dict[str, Tensor]:
+def _pad(rows: Sequence[Tokens]) -> dict[str, Tensor]:
     """Pad sequences on the right, and return their tokens and labels. A causal model needs no mask for the padding."""
     width = max((len(tokens.ids) for tokens in rows), default=1)
     ids = np.zeros((len(rows), width), np.int64)
     labels = np.full((len(rows), width), IGNORED, np.int64)
     for row, tokens in enumerate(rows):
         ids[row, : len(tokens.ids)] = tokens.ids
-        labels[row, : len(tokens.ids)] = np.where(tokens.counted, tokens.ids, IGNORED)
+        labels[row, : len(tokens.ids)] = np.where(tokens.is_target, tokens.ids, IGNORED)
     return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
-def _positions(rows: Sequence[Sequence[Tokens]], width: int) -> Tensor:
+def _compute_position_ids(rows: Sequence[Sequence[Tokens]], width: int) -> Tensor:
     """Return the position of each token in its conversation. Padding tokens continue the last conversation."""
     positions = torch.arange(width).repeat(len(rows), 1)
     for row, tokens in enumerate(rows):
@@ -210,11 +212,11 @@ def _read_rows(file: Path, tokenizer: ChatTokenizer, options: Options) -> _Rows:
     for line, text in _read_lines(file):
         try:
             row = _parse_json(text)
-            kind = kind or kind_of_row(row)
-            if kind_of_row(row) != kind:
+            kind = kind or get_row_kind(row)
+            if get_row_kind(row) != kind:
                 raise RowError(f"has a different kind than the rows before, which are {kind}; use a separate file")
             parse = parse_conversation if kind == "conversations" else parse_pair
-            items.append(_fit(parse(row, tokenizer), options))
+            items.append(_fit_to_context(parse(row, tokenizer), options))
             lines.append(line)
         except RowError as error:
             problems[line] = str(error)
@@ -223,12 +225,12 @@ def _read_rows(file: Path, tokenizer: ChatTokenizer, options: Options) -> _Rows:
     return _Rows(kind or "conversations", items, lines, problems)
 
 
-def _fit(item: Item, options: Options) -> Item:
+def _fit_to_context(item: Item, options: Options) -> Item:
     """Truncate an item to `context` tokens if this is enabled.
 
     Raises RowError if the item is too long and truncation is disabled, or if the truncated item has no targets.
     """
-    longest = max(len(tokens.ids) for tokens in (item if isinstance(item, Pair) else [item]))
+    longest = max(len(tokens.ids) for tokens in (item if isinstance(item, PreferencePair) else [item]))
     if longest <= options.context:
         return item
     if not options.truncate:
@@ -236,18 +238,18 @@ def _fit(item: Item, options: Options) -> Item:
             f"has {longest:,} tokens, more than context={options.context:,}; set recipe.data.options.context={longest} "
             f"or recipe.data.options.truncate=true"
         )
-    if isinstance(item, Pair):
-        pair = Pair(*(_first_tokens(tokens, options.context) for tokens in item))
+    if isinstance(item, PreferencePair):
+        pair = PreferencePair(*(_truncate(tokens, options.context) for tokens in item))
         check_pair(pair)
         return pair
-    tokens = _first_tokens(item, options.context)
-    if not tokens.counted.any():
+    tokens = _truncate(item, options.context)
+    if not tokens.is_target.any():
         raise RowError(f"has no tokens of the assistant among the first {options.context:,}; set a larger context")
     return tokens
 
 
-def _first_tokens(tokens: Tokens, count: int) -> Tokens:
-    return Tokens(tokens.ids[:count], tokens.counted[:count])
+def _truncate(tokens: Tokens, max_tokens: int) -> Tokens:
+    return Tokens(tokens.ids[:max_tokens], tokens.is_target[:max_tokens])
 
 
 def _read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -270,19 +272,19 @@ def _parse_json(line: bytes) -> Any:
         raise RowError(f"not valid JSON: {error}") from None
 
 
-def _report_problems(files: Sequence[tuple[Path, _Rows]], *, skip: bool) -> Iterator[str]:
+def _report_invalid_rows(files: Sequence[tuple[Path, _Rows]], *, skip_invalid: bool) -> Iterator[str]:
     """Yield a warning for each file with invalid rows, which are skipped.
 
     Raises UsageError instead if `skip_invalid` is False, or if a file has no valid rows.
     """
     for file, rows in files:
-        if not rows.problems:
+        if not rows.errors:
             continue
-        shown = "".join(f"\n  line {line}: {problem}" for line, problem in [*rows.problems.items()][:_MAX_SHOWN])
-        total = len(rows.items) + len(rows.problems)
-        if not rows.items or not skip:
-            advice = "" if skip else "\nCorrect them, or set recipe.data.on_error=skip to train without them"
+        shown = "".join(f"\n  line {line}: {problem}" for line, problem in [*rows.errors.items()][:_MAX_SHOWN])
+        total = len(rows.items) + len(rows.errors)
+        if not rows.items or not skip_invalid:
+            advice = "" if skip_invalid else "\nCorrect them, or set recipe.data.on_error=skip to train without them"
             raise UsageError(
-                f"dataset chat: {file}: {len(rows.problems):,} of {total:,} rows cannot be used:{shown}{advice}"
+                f"dataset chat: {file}: {len(rows.errors):,} of {total:,} rows cannot be used:{shown}{advice}"
             )
-        yield f"dataset chat: {file}: skipped {len(rows.problems):,} of {total:,} rows:{shown}"
+        yield f"dataset chat: {file}: skipped {len(rows.errors):,} of {total:,} rows:{shown}"

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from lockstep.common.names import format_choices
-from lockstep.common.type_name import type_name
+from lockstep.common.type_name import describe_type
 from lockstep.data.text.chat_template import ASSISTANT, ChatTokenizer, Message, RowError, Tokens
 
 Kind = Literal["conversations", "pairs"]
@@ -15,17 +15,17 @@ _ROLES: Final = ("system", "developer", "user", ASSISTANT, "tool")
 _KEYS: Final = "messages, prompt and completion, or chosen and rejected"
 
 
-class Pair(NamedTuple):
+class PreferencePair(NamedTuple):
     """A chosen and a rejected answer to the same prompt. Both include the prompt."""
 
     chosen: Tokens
     rejected: Tokens
 
 
-def kind_of_row(row: Any) -> Kind:
+def get_row_kind(row: Any) -> Kind:
     """Return the kind of a row. Raises RowError if the kind can't be determined from its keys."""
     if not isinstance(row, Mapping):
-        raise RowError(f"expected an object with {_KEYS}, got {type_name(row)}")
+        raise RowError(f"expected an object with {_KEYS}, got {describe_type(row)}")
     if "chosen" in row and "rejected" in row:
         return "pairs"
     if "messages" in row or ("prompt" in row and "completion" in row):
@@ -36,15 +36,15 @@ def kind_of_row(row: Any) -> Kind:
 def parse_conversation(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Tokens:
     """Encode a conversation, or a prompt and its completion. Raises RowError if it has no targets."""
     if "messages" in row:
-        tokens = tokenizer.encode_messages(_messages("messages", row["messages"]), 0, row.get("tools"))
+        tokens = tokenizer.encode_messages(_check_messages("messages", row["messages"]), 0, row.get("tools"))
     else:
-        tokens = _completion(row, "completion", row["prompt"], row["completion"], tokenizer)
-    if not tokens.counted.any():
+        tokens = _encode_completion(row, "completion", row["prompt"], row["completion"], tokenizer)
+    if not tokens.is_target.any():
         raise RowError("no assistant message, so there is nothing to learn; add one, or remove the row")
     return tokens
 
 
-def parse_pair(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Pair:
+def parse_pair(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> PreferencePair:
     """Encode the chosen and the rejected answer, both including the prompt. Raises RowError if they are equal.
 
     If the row has no `prompt`, the prompt consists of the messages that both answers begin with.
@@ -53,54 +53,55 @@ def parse_pair(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Pair:
     if "prompt" in row:
         prompt = row["prompt"]
     else:
-        chosen, rejected = _messages("chosen", chosen), _messages("rejected", rejected)
+        chosen, rejected = _check_messages("chosen", chosen), _check_messages("rejected", rejected)
         length = next((i for i, two in enumerate(zip(chosen, rejected, strict=False)) if two[0] != two[1]), None)
         if length is None:
             raise RowError("chosen and rejected are equal, so there is nothing to learn; remove the row")
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
-    pair = Pair(
-        _completion(row, "chosen", prompt, chosen, tokenizer), _completion(row, "rejected", prompt, rejected, tokenizer)
+    pair = PreferencePair(
+        _encode_completion(row, "chosen", prompt, chosen, tokenizer),
+        _encode_completion(row, "rejected", prompt, rejected, tokenizer),
     )
     check_pair(pair)
     return pair
 
 
-def check_pair(pair: Pair) -> None:
+def check_pair(pair: PreferencePair) -> None:
     """Raise RowError if the answers are equal, or if an answer has no tokens."""
     for name, tokens in pair._asdict().items():
-        if not tokens.counted.any():
+        if not tokens.is_target.any():
             raise RowError(f"{name}: has no tokens of the assistant; add an answer, or remove the row")
     if np.array_equal(pair.chosen.ids, pair.rejected.ids):
         raise RowError("chosen and rejected are equal, so there is nothing to learn; remove the row")
 
 
-def _completion(row: Mapping[str, Any], key: str, prompt: Any, answer: Any, tokenizer: ChatTokenizer) -> Tokens:
+def _encode_completion(row: Mapping[str, Any], key: str, prompt: Any, answer: Any, tokenizer: ChatTokenizer) -> Tokens:
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer:
             raise RowError(f"{key}: is empty; add an answer, or remove the row")
         return tokenizer.encode_texts(prompt, answer)
     if isinstance(prompt, str) != isinstance(answer, str):
         raise RowError(
-            f"prompt is {type_name(prompt)}, but {key} is {type_name(answer)}; use strings for both, or lists of "
-            f"messages for both"
+            f"prompt is {describe_type(prompt)}, but {key} is {describe_type(answer)}; use strings for both, or lists "
+            "of messages for both"
         )
-    messages = [*_messages("prompt", prompt), *_messages(key, answer)]
+    messages = [*_check_messages("prompt", prompt), *_check_messages(key, answer)]
     return tokenizer.encode_messages(messages, len(prompt), row.get("tools"))
 
 
-def _messages(key: str, value: Any) -> list[Message]:
+def _check_messages(key: str, value: Any) -> list[Message]:
     """Validate a list of messages, and return it without null values. Raises RowError if a message is invalid."""
     if not isinstance(value, list) or not value:
-        raise RowError(f"{key}: expected a list of messages, got {type_name(value)}")
+        raise RowError(f"{key}: expected a list of messages, got {describe_type(value)}")
     messages: list[Message] = []
     for number, message in enumerate(value):
         location = f"{key}[{number}]"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(f"{location}: expected an object with role and content, got {type_name(message)}")
+            raise RowError(f"{location}: expected an object with role and content, got {describe_type(message)}")
         role, content = message["role"], message.get("content")
         if role not in _ROLES:
             raise RowError(f"{location}.role: unknown role {role!r}{format_choices(role, _ROLES)}")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise RowError(f"{location}.content: expected a string, got {type_name(content)}")
+            raise RowError(f"{location}.content: expected a string, got {describe_type(content)}")
         messages.append({name: item for name, item in message.items() if item is not None})
     return messages

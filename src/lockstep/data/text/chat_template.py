@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
 from lockstep.data.text.tokenizer import FileTokenizer
-from lockstep.errors import UsageError, error_as, os_error_as
+from lockstep.errors import UsageError, convert_error, convert_os_error
 
 ASSISTANT: Final = "assistant"
 _MAX_FILE_BYTES: Final = 1 << 24
@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
     """The token IDs of a text, and a mask of the tokens that are targets. Both have shape [length]."""
 
     ids: NDArray[np.int64]
-    counted: NDArray[np.bool_]
+    is_target: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -49,62 +49,66 @@ class ChatFormat:
     """
 
     template: str | None
-    special: Mapping[str, str]
+    special_tokens: Mapping[str, str]
     variables: Mapping[str, Any]
 
     @property
     def sha256(self) -> str:
         """The hash of the template, the special tokens and the variables."""
-        parts = [self.template, dict(self.special), dict(self.variables)]
+        parts = [self.template, dict(self.special_tokens), dict(self.variables)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def read_format(tokenizer: Path, template: str | None, variables: Mapping[str, Any]) -> ChatFormat:
+def read_chat_format(tokenizer_file: Path, template_file: str | None, variables: Mapping[str, Any]) -> ChatFormat:
     """Read the chat template and the special tokens from the files next to a tokenizer file.
 
     If `template_file` is set, this file contains the Jinja template, which replaces the template of the tokenizer.
     """
-    config = _read_config(tokenizer.parent / _CONFIG)
-    special = {name: text for name, value in config.items() if name.endswith("_token") and (text := _token_text(value))}
-    default_file = tokenizer.parent / _TEMPLATE
-    if template is not None:
-        return ChatFormat(_read(Path(template)).decode(), special, variables)
+    config = _read_config(tokenizer_file.parent / _CONFIG)
+    special = {
+        name: text for name, value in config.items() if name.endswith("_token") and (text := _get_token_text(value))
+    }
+    default_file = tokenizer_file.parent / _TEMPLATE
+    if template_file is not None:
+        return ChatFormat(_read(Path(template_file)).decode(), special, variables)
     if default_file.is_file():
         return ChatFormat(_read(default_file).decode(), special, variables)
-    return ChatFormat(_template_text(config.get("chat_template")), special, variables)
+    return ChatFormat(_get_template_text(config.get("chat_template")), special, variables)
 
 
 @final
 class ChatTokenizer:
     """Encodes conversations, and texts that consist of a prompt and a completion."""
 
-    def __init__(self, file: str, chat: ChatFormat) -> None:
+    def __init__(self, file: str, chat_format: ChatFormat) -> None:
         tokenizer = FileTokenizer(file)
-        self.vocabulary = tokenizer.vocabulary
-        self.facts = tokenizer.facts
+        self.vocab_size = tokenizer.vocab_size
+        self.saved_properties = tokenizer.saved_properties
         self._library: Any = tokenizer.library
         # A tokenizer.json can contain settings that truncate or pad each text.
         self._library.no_truncation()
         self._library.no_padding()
         self._file = file
-        self._chat = chat
-        self._marks_assistant = chat.template is not None and bool(_GENERATION.search(chat.template))
+        self._chat = chat_format
+        self._marks_assistant = chat_format.template is not None and bool(_GENERATION.search(chat_format.template))
 
     def encode_messages(self, messages: Sequence[Message], first: int = 0, tools: Any = None) -> Tokens:
         """Encode a conversation. The targets are the tokens of assistant messages, from message `first` on.
 
         Raises RowError if the template rejects the conversation, or if the tokens of the assistant can't be found.
         """
-        text, marked = self._render(messages, tools, marked=self._marks_assistant)
+        text, marked = self._render(messages, tools, return_spans=self._marks_assistant)
         if self._marks_assistant:
-            start = 0 if not first else len(self._prefix(text, messages[:first], tools, prompt=False))
+            start = (
+                0 if not first else len(self._render_prefix(text, messages[:first], tools, add_generation_prompt=False))
+            )
             spans: Spans = [(begin, end) for begin, end in marked if begin >= start]
         else:
             numbers = [number for number in range(first, len(messages)) if messages[number]["role"] == ASSISTANT]
             spans = [
                 (
-                    len(self._prefix(text, messages[:number], tools, prompt=True)),
-                    len(self._prefix(text, messages[: number + 1], tools, prompt=False)),
+                    len(self._render_prefix(text, messages[:number], tools, add_generation_prompt=True)),
+                    len(self._render_prefix(text, messages[: number + 1], tools, add_generation_prompt=False)),
                 )
                 for number in numbers
             ]
@@ -112,7 +116,7 @@ class ChatTokenizer:
 
     def encode_texts(self, prompt: str, completion: str) -> Tokens:
         """Encode a prompt and its completion without a template. The completion and `eos_token` are targets."""
-        if (end := self._chat.special.get("eos_token")) is None:
+        if (end := self._chat.special_tokens.get("eos_token")) is None:
             raise UsageError(
                 f"dataset chat: {self._file}: the tokenizer has no eos_token, so a model would not learn where a "
                 f"completion ends; set eos_token in {_CONFIG} next to it, or use messages and a chat template"
@@ -120,9 +124,9 @@ class ChatTokenizer:
         text = prompt + completion + end
         return self._encode(text, [(len(prompt), len(text))], add_special_tokens=True)
 
-    def _prefix(self, text: str, messages: Sequence[Message], tools: Any, *, prompt: bool) -> str:
+    def _render_prefix(self, text: str, messages: Sequence[Message], tools: Any, *, add_generation_prompt: bool) -> str:
         """Render the first messages of a conversation. Raises RowError if the result isn't a prefix of `text`."""
-        prefix, _ = self._render(messages, tools, prompt=prompt)
+        prefix, _ = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
         if not text.startswith(prefix):
             raise RowError(
                 f"the chat template renders the first {len(messages)} messages differently if more messages follow, so "
@@ -132,7 +136,12 @@ class ChatTokenizer:
         return prefix
 
     def _render(
-        self, messages: Sequence[Message], tools: Any, *, marked: bool = False, prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        *,
+        return_spans: bool = False,
+        add_generation_prompt: bool = False,
     ) -> tuple[str, Spans]:
         """Render a conversation. Return its text and, if `return_spans` is True, the spans that the template marks."""
         if self._chat.template is None:
@@ -143,14 +152,14 @@ class ChatTokenizer:
             )
         rendering = import_extra("transformers.utils.chat_template_utils", "transformers", "dataset chat")
         # The data must not depend on the date of the run. Replace the function with a string, so that calls fail.
-        variables = {**self._chat.special, _TODAY: "", **self._chat.variables}
+        variables = {**self._chat.special_tokens, _TODAY: "", **self._chat.variables}
         try:
             texts, spans = rendering.render_jinja_template(
                 [list(messages)],
                 tools=tools,
                 chat_template=self._chat.template,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=return_spans,
+                add_generation_prompt=add_generation_prompt,
                 **variables,
             )
         except ImportError as error:
@@ -163,7 +172,7 @@ class ChatTokenizer:
                     f"day to day; set the date in recipe.data.options.template_options, such as date_string"
                 ) from error
             raise RowError(f"the chat template rejects the conversation: {message}") from error
-        return texts[0], spans[0] if marked else ()
+        return texts[0], spans[0] if return_spans else ()
 
     def _encode(self, text: str, spans: Spans, *, add_special_tokens: bool) -> Tokens:
         encoding = self._library.encode(text, add_special_tokens=add_special_tokens)
@@ -180,7 +189,7 @@ class ChatTokenizer:
 def _read(path: Path) -> bytes:
     advice = "; set recipe.data.options.chat_template to a readable file"
     with (
-        os_error_as(UsageError, f"dataset chat: {path}: cannot be read", advice),
+        convert_os_error(UsageError, f"dataset chat: {path}: cannot be read", advice),
         plainfile.open_reader(path, links=True) as file,
     ):
         return file.read(_MAX_FILE_BYTES)
@@ -189,18 +198,18 @@ def _read(path: Path) -> bytes:
 def _read_config(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
-    with error_as(UsageError, ValueError, f"dataset chat: {path}: not valid JSON", "; correct the file"):
+    with convert_error(UsageError, ValueError, f"dataset chat: {path}: not valid JSON", "; correct the file"):
         config = plainfile.parse_json(_read(path))
     return config if isinstance(config, dict) else {}
 
 
-def _token_text(value: Any) -> str | None:
+def _get_token_text(value: Any) -> str | None:
     """Return the text of a special token, which is a string, or an object with the key `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
 
-def _template_text(value: Any) -> str | None:
+def _get_template_text(value: Any) -> str | None:
     """Return the chat template of a tokenizer config, or the template named `default` if there are several."""
     if isinstance(value, list):
         templates = {item.get("name"): item.get("template") for item in value if isinstance(item, Mapping)}

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lockstep.common import plainfile
 from lockstep.data.base import DataSet
-from lockstep.data.options import Count, Share, Text
+from lockstep.data.options import Count, Fraction, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, build_char_tokenizer
 from lockstep.data.text.windows import TokenArray, make_window_dataset
@@ -29,7 +29,7 @@ class Options:
     stride: Count | None = None
     by: Literal["character", "byte"] = "character"
     tokenizer: Text | None = None
-    validation: Share = 0.1
+    validation: Fraction = 0.1
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
@@ -46,31 +46,34 @@ def make_text_dataset(name: str, train: str, validation: str, options: Options) 
     tokenizer = _make_tokenizer(train, validation, options)
     train_tokens = TokenArray(tokenizer.encode(train))
     validation_tokens = TokenArray(tokenizer.encode(validation)) if validation else None
-    facts = {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.facts}
+    facts = {"vocabulary": tokenizer.vocab_size, "tokenizer": tokenizer.saved_properties}
     return make_window_dataset(
         name, train_tokens, validation_tokens, options.context, options.stride, facts, tokenizer.decode
     )
 
 
-def split_text(text: str, share: float) -> tuple[str, str]:
-    """Split a text into a training and a validation text. The fraction `share` at the end is for validation."""
-    end = int(len(text) * (1 - share))
+def split_text(text: str, validation_fraction: float) -> tuple[str, str]:
+    """Split a text into a training and a validation text.
+
+    The fraction `validation_fraction` at the end is for validation.
+    """
+    end = int(len(text) * (1 - validation_fraction))
     return text[:end], text[end:]
 
 
-def _make_tokenizer(train: str, validation: str, options: Options) -> Tokenizer:
+def _make_tokenizer(train_text: str, validation_text: str, options: Options) -> Tokenizer:
     if options.tokenizer is not None:
         return FileTokenizer(options.tokenizer)
-    return ByteTokenizer() if options.by == "byte" else build_char_tokenizer(train + validation)
+    return ByteTokenizer() if options.by == "byte" else build_char_tokenizer(train_text + validation_text)
 
 
-def _read_splits(root: Path, share: float) -> tuple[str, str]:
+def _read_splits(root: Path, validation_fraction: float) -> tuple[str, str]:
     if not root.is_dir():
-        return split_text(_read_file(root), share)
+        return split_text(_read_file(root), validation_fraction)
     for train, validation in ((root / "train", root / "val"), (root / "train.txt", root / "val.txt")):
         if train.exists() and validation.exists():
             return _read_text(train), _read_text(validation)
-    return split_text(_read_text(root), share)
+    return split_text(_read_text(root), validation_fraction)
 
 
 def _read_text(path: Path) -> str:

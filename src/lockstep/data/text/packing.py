@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 
-def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
+def pack_sequences(lengths: Sequence[int], bin_size: int) -> list[list[int]]:
     """Return the indices of the sequences in each bin, by best-fit decreasing.
 
     In the order of decreasing length, each sequence is placed in the fullest bin with enough space (Johnson 1973). Ties
@@ -15,7 +15,7 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         position = bisect_left(spaces, (lengths[index], -1))
         if position == len(spaces):
-            number, space = len(bins), size
+            number, space = len(bins), bin_size
             bins.append([])
         else:
             space, number = spaces.pop(position)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
-from lockstep.errors import UsageError, error_as, os_error_as
+from lockstep.errors import UsageError, convert_error, convert_os_error
 
 _MAX_BYTES: Final = 1 << 28  # maximum size of a tokenizer file
 
@@ -21,11 +21,11 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer, which encodes text as tokens and decodes tokens to text."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """The vocabulary size. Token IDs are integers from 0 to `vocab_size` - 1."""
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def saved_properties(self) -> dict[str, Any]:
         """The properties that are saved in checkpoints. `tokenizer_of` restores the tokenizer from them."""
 
     @property
@@ -43,10 +43,10 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """A tokenizer whose tokens are the UTF-8 bytes of the text."""
 
-    vocabulary: int = 256
+    vocab_size: int = 256
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def saved_properties(self) -> dict[str, Any]:
         """See Tokenizer."""
         return {"by": "byte"}
 
@@ -77,12 +77,12 @@ class CharTokenizer:
     characters: str
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """See Tokenizer."""
         return len(self.characters)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def saved_properties(self) -> dict[str, Any]:
         """See Tokenizer."""
         return {"by": "character", "characters": self.characters}
 
@@ -123,21 +123,21 @@ class FileTokenizer:
 
     def __init__(self, file: str) -> None:
         tokenizers = _import_tokenizers(f"tokenizer {file}")
-        read_errors = os_error_as(UsageError, f"tokenizer {file}: cannot be read", "; pass a tokenizer file")
+        read_errors = convert_os_error(UsageError, f"tokenizer {file}: cannot be read", "; pass a tokenizer file")
         with read_errors, plainfile.open_reader(Path(file), links=True) as stream:
             content = stream.read(_MAX_BYTES)
         # If the file is invalid, the library raises a plain Exception.
-        with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
+        with convert_error(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
             self.library = tokenizers.Tokenizer.from_str(content.decode())
-        self.vocabulary: int = self.library.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = self.library.get_vocab_size(with_added_tokens=True)
         # The file can have several megabytes, so only its hash is saved. To decode tokens later, the user must pass the
         # file again.
-        self.facts = {"by": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
+        self.saved_properties = {"by": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
 
     def encode(self, text: str) -> NDArray[Any]:
         """See Tokenizer. Adds no special tokens before or after the text."""
         ids = self.library.encode(text, add_special_tokens=False).ids
-        return np.array(ids, np.min_scalar_type(self.vocabulary))
+        return np.array(ids, np.min_scalar_type(self.vocab_size))
 
     def decode(self, tokens: NDArray[Any]) -> str:
         """See Tokenizer."""
@@ -155,10 +155,10 @@ def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
     if facts["by"] == "character":
         return CharTokenizer(facts["characters"])
     tokenizer = FileTokenizer(file)
-    if tokenizer.facts != facts:
+    if tokenizer.saved_properties != facts:
         advice = "pass the tokenizer file of the run"
         raise UsageError(
-            f"tokenizer {file}: expected sha256 {facts['sha256']}, got {tokenizer.facts['sha256']}; {advice}"
+            f"tokenizer {file}: expected sha256 {facts['sha256']}, got {tokenizer.saved_properties['sha256']}; {advice}"
         )
     return tokenizer
 

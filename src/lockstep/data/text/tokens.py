@@ -14,7 +14,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.options import Count
 from lockstep.data.request import DataRequest
 from lockstep.data.text.windows import make_window_dataset
-from lockstep.errors import DataError, TrainingError, UsageError, error_as, os_error_as
+from lockstep.errors import DataError, TrainingError, UsageError, convert_error, convert_os_error
 
 _MAX_META_BYTES: Final = 1 << 26  # maximum size of meta.json
 _CHECKS: Final = 16  # number of positions that are checked when a file is opened
@@ -80,7 +80,7 @@ class TokenFile:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._vocabulary = vocabulary
         advice = "; set recipe.data.root to the folder of train.bin"
-        with os_error_as(UsageError, f"dataset tokens: cannot read {file}", advice):
+        with convert_os_error(UsageError, f"dataset tokens: cannot read {file}", advice):
             self._descriptor = plainfile.open_descriptor(file, links=True)
         size = os.fstat(self._descriptor).st_size
         if size % self._dtype.itemsize:
@@ -98,7 +98,7 @@ class TokenFile:
         """
         length = min(_CHECK_LENGTH, self._length)
         starts = np.linspace(0, self._length - length, min(_CHECKS, self._length)).astype(np.int64)
-        with error_as(UsageError, TrainingError, "dataset tokens"):
+        with convert_error(UsageError, TrainingError, "dataset tokens"):
             self.get_windows(np.unique(starts), length)
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class TokenFile:
         """See TokenSequence. Raises TrainingError if the file can't be read or a token is outside the vocabulary."""
         tokens = np.empty((len(starts), length), self._dtype)
         for row, start in zip(tokens, starts.tolist(), strict=True):
-            self._read(row, start)
+            self._read_tokens(row, start)
         if tokens.size and tokens.max() >= self._vocabulary:
             position = int((starts[:, None] + np.arange(length))[tokens >= self._vocabulary][0])
             raise DataError(
@@ -117,11 +117,11 @@ class TokenFile:
             )
         return tokens.astype(np.int64)
 
-    def _read(self, row: NDArray[Any], start: int) -> None:
-        offset = start * self._dtype.itemsize
-        with os_error_as(DataError, f"{self._file}: cannot be read", "; check the disk it is on"):
-            read = os.preadv(self._descriptor, [row.view(np.uint8).data], offset)
-        if read != row.nbytes:
+    def _read_tokens(self, output: NDArray[Any], first_token: int) -> None:
+        offset = first_token * self._dtype.itemsize
+        with convert_os_error(DataError, f"{self._file}: cannot be read", "; check the disk it is on"):
+            read = os.preadv(self._descriptor, [output.view(np.uint8).data], offset)
+        if read != output.nbytes:
             raise DataError(f"{self._file}: truncated while in use, at byte {offset + read:,}; copy it again")
 
 
@@ -129,9 +129,9 @@ def _read_meta(file: Path) -> Mapping[str, Any]:
     if not os.path.lexists(file):
         return {}
     label = f"dataset tokens: {file}"
-    with os_error_as(UsageError, f"{label}: cannot be read"), plainfile.open_reader(file, links=True) as stream:
+    with convert_os_error(UsageError, f"{label}: cannot be read"), plainfile.open_reader(file, links=True) as stream:
         content = stream.read(_MAX_META_BYTES)
-    with error_as(UsageError, ValueError, f"{label}: not valid JSON", "; correct the file"):
+    with convert_error(UsageError, ValueError, f"{label}: not valid JSON", "; correct the file"):
         meta = plainfile.parse_json(content)
     if not isinstance(meta, dict):
         raise UsageError(f"{label}: expected an object with vocab_size, got {type(meta).__name__}; correct the file")

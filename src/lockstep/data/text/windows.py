@@ -61,7 +61,7 @@ class TrainingWindows:
     def __len__(self) -> int:
         return (len(self._tokens) - self._context - 1) // self._stride + 1
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> tuple[Tensor, Tensor]:
         """See Split."""
         windows = torch.from_numpy(self._tokens.get_windows(indices * self._stride, self._context + 1))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
@@ -82,24 +82,29 @@ class ValidationWindows:
     def __len__(self) -> int:
         return math.ceil((len(self._tokens) - 1) / self._context)
 
-    def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: NDArray[np.int64], random_key: int | None) -> tuple[Tensor, Tensor]:
         """See Split."""
         inputs = torch.zeros(len(indices), self._context, dtype=torch.int64)
         targets = torch.full((len(indices), self._context), IGNORED)
         starts = indices * self._context
         is_full = starts + self._context < len(self._tokens)
-        self._fill(inputs, targets, is_full, starts, self._context)
-        self._fill(inputs, targets, ~is_full, starts, (len(self._tokens) - 1) % self._context)
+        self._fill_windows(inputs, targets, is_full, starts, self._context)
+        self._fill_windows(inputs, targets, ~is_full, starts, (len(self._tokens) - 1) % self._context)
         return inputs, targets
 
-    def _fill(
-        self, inputs: Tensor, targets: Tensor, rows: NDArray[np.bool_], starts: NDArray[np.int64], length: int
+    def _fill_windows(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        row_mask: NDArray[np.bool_],
+        window_starts: NDArray[np.int64],
+        window_length: int,
     ) -> None:
-        if rows.any():
-            windows = torch.from_numpy(self._tokens.get_windows(starts[rows], length + 1))
-            mask = torch.from_numpy(rows)
-            inputs[mask, :length] = windows[:, :-1]
-            targets[mask, :length] = windows[:, 1:]
+        if row_mask.any():
+            windows = torch.from_numpy(self._tokens.get_windows(window_starts[row_mask], window_length + 1))
+            mask = torch.from_numpy(row_mask)
+            inputs[mask, :window_length] = windows[:, :-1]
+            targets[mask, :window_length] = windows[:, 1:]
 
 
 def make_window_dataset(
@@ -108,7 +113,7 @@ def make_window_dataset(
     validation: TokenSequence | None,
     context: int,
     stride: int | None,
-    facts: dict[str, Any],
+    dataset_info: dict[str, Any],
     decode: Callable[[NDArray[Any]], str] | None = None,
 ) -> DataSet:
     """Return a dataset of windows. Raises UsageError if a split has too few tokens.
@@ -140,6 +145,6 @@ def make_window_dataset(
     return DataSet(
         train=TrainingWindows(train, context, step),
         validation=None if validation is None else ValidationWindows(validation, context),
-        facts={**facts, "context": context},
+        facts={**dataset_info, "context": context},
         name=format_sample_name,
     )

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lockstep.core.work import divisors
+from lockstep.core.work import find_divisors
 from lockstep.errors import UsageError
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.cooperative import CooperativeScheduler
@@ -28,15 +28,15 @@ class SequenceAttention(TorchFunctionMode):
     """A context manager for the forward pass of one chunk, in which attention covers the full sequence.
 
     - `exchange`: Exchanges tensors between the chunks.
-    - `cooperative`: Runs the forward passes of all chunks interleaved.
+    - `scheduler`: Runs the forward passes of all chunks interleaved.
     - `calls`: The number of calls to scaled_dot_product_attention so far.
     """
 
-    def __init__(self, exchange: Exchange, cooperative: CooperativeScheduler) -> None:
+    def __init__(self, exchange: Exchange, scheduler: CooperativeScheduler) -> None:
         super().__init__()
         self.calls = 0
         self._exchange = exchange
-        self._cooperative = cooperative
+        self._cooperative = scheduler
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.multi_head_attention_forward:
@@ -91,7 +91,7 @@ class SequenceAttention(TorchFunctionMode):
         return output
 
 
-def _check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunks: int) -> None:
+def _check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, num_chunks: int) -> None:
     if mask is not None:
         raise UsageError(
             f"{KEY}: the model passes a mask to torch's attention, but the mask only covers one chunk; use causal "
@@ -105,10 +105,12 @@ def _check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
             f"one chunk, got shapes {shapes}; change the model's calls of attention, or remove this key"
         )
     counts = {tensor.shape[1] for tensor in (query, key, value)}
-    if any(count % chunks for count in counts):
-        options = [str(divisor) for divisor in divisors(min(counts)) if not any(count % divisor for count in counts)]
+    if any(count % num_chunks for count in counts):
+        options = [
+            str(divisor) for divisor in find_divisors(min(counts)) if not any(count % divisor for count in counts)
+        ]
         raise UsageError(
-            f"{KEY}: {chunks} does not divide the {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
+            f"{KEY}: {num_chunks} does not divide the {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
             f"queries, keys and values; use {', '.join(options)} (if recipe.model.chunks splits attention, these are "
             f"the heads of one model chunk; with fewer model chunks, each has more heads)"
         )

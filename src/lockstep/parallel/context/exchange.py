@@ -16,9 +16,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.comm.canonical import move
+from lockstep.comm.canonical import transfer_tensors
 from lockstep.comm.carrier import Carrier
-from lockstep.parallel.linear_map import linear_map
+from lockstep.parallel.linear_map import apply_linear_map
 
 
 @final
@@ -28,16 +28,16 @@ class Exchange:
     The chunks are distributed in order over the ranks, with the same number of chunks on each rank. All ranks must
     make the same calls in the same order.
 
-    - `chunks`: The number of chunks over all ranks. Must be a multiple of `ranks`.
-    - `rank`, `ranks`: The index of this rank, and the number of ranks.
+    - `num_chunks`: The number of chunks over all ranks. Must be a multiple of `num_ranks`.
+    - `rank`, `num_ranks`: The index of this rank, and the number of ranks.
     - `carrier`: Sends tensors between ranks. Not needed for a single rank.
     """
 
-    def __init__(self, chunks: int, rank: int = 0, ranks: int = 1, carrier: Carrier | None = None) -> None:
-        self.chunks = chunks
+    def __init__(self, num_chunks: int, rank: int = 0, num_ranks: int = 1, carrier: Carrier | None = None) -> None:
+        self.chunks = num_chunks
         self._rank = rank
-        self._ranks = ranks
-        self._local_count = chunks // ranks
+        self._ranks = num_ranks
+        self._local_count = num_chunks // num_ranks
         self._carrier = carrier
 
     def __call__(self, inputs: Sequence[Sequence[Tensor]], split_dim: int, concat_dim: int) -> list[tuple[Tensor, ...]]:
@@ -50,7 +50,7 @@ class Exchange:
             partial(self.exchange_flat, split_dim=split_dim, concat_dim=concat_dim),
             partial(self.exchange_flat, split_dim=concat_dim, concat_dim=split_dim),
         )
-        parts = linear_map(forward, backward, [tensor for tensors in inputs for tensor in tensors])
+        parts = apply_linear_map(forward, backward, [tensor for tensors in inputs for tensor in tensors])
         count = len(inputs[0])
         return [parts[first : first + count] for first in range(0, len(parts), count)]
 
@@ -103,7 +103,7 @@ class Exchange:
         ]
         arrived = {rank: torch.empty_like(tensor) for tensor, rank in sent}
         if self._carrier is not None:
-            move(self._carrier, sent, [(tensor, rank) for rank, tensor in arrived.items()])
+            transfer_tensors(self._carrier, sent, [(tensor, rank) for rank, tensor in arrived.items()])
         return arrived
 
     def _first_chunk(self, rank: int) -> int:

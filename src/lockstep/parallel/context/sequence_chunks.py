@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.world import World
-from lockstep.core.batch import Inputs, call_model, tensors_of
+from lockstep.core.batch import Inputs, call_model, get_tensors
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import get_subrange
 from lockstep.errors import UsageError
@@ -37,34 +37,36 @@ class SequenceChunks:
     """Work units that each contain one chunk of the sequences of a micro-batch. Implements WorkUnits.
 
     - `task`: Extracts a chunk from a batch.
-    - `arguments`: The argument names of the model's forward method, in order.
+    - `argument_names`: The argument names of the model's forward method, in order.
     - `local_chunks`: The indices of the chunks on this rank.
     - `exchange`: Exchanges tensors between the chunks in attention.
-    - `cooperative`: Runs the forward passes of the chunks interleaved.
+    - `scheduler`: Runs the forward passes of the chunks interleaved.
     """
 
     def __init__(
         self,
         task: ChunkableTask,
-        arguments: Sequence[str],
+        argument_names: Sequence[str],
         local_chunks: range,
         exchange: Exchange,
-        cooperative: CooperativeScheduler,
+        scheduler: CooperativeScheduler,
     ) -> None:
         self.count = exchange.chunks
         self._task = task
-        self._arguments = arguments
+        self._arguments = argument_names
         self._local_chunks = local_chunks
         self._exchange = exchange
-        self._cooperative = cooperative
+        self._cooperative = scheduler
         self._microbatches = 1
 
-    def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
+    def units_for(self, microbatch: MicroBatch, num_microbatches: int) -> MicroBatches:
         """See WorkUnits. Each chunk has the weight of the full micro-batch."""
-        self._microbatches = microbatches
+        self._microbatches = num_microbatches
         first, batch = microbatch.index, microbatch.batch
         return [
-            replace(microbatch, index=chunk * microbatches + first, batch=self._task.chunk(batch, chunk, self.count))
+            replace(
+                microbatch, index=chunk * num_microbatches + first, batch=self._task.chunk(batch, chunk, self.count)
+            )
             for chunk in self._local_chunks
         ]
 
@@ -84,7 +86,7 @@ class SequenceChunks:
         """See WorkUnits."""
         return add_position_ids(inputs, self._arguments)
 
-    def call(self, model: nn.Module, unit: MicroBatch) -> Any:
+    def run_model(self, model: nn.Module, unit: MicroBatch) -> Any:
         """Run the full model on one chunk and return its outputs.
 
         Raises UsageError if the model doesn't call scaled_dot_product_attention.
@@ -97,33 +99,33 @@ class SequenceChunks:
 
 def add_position_ids(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> Inputs:
     """Return `inputs` by argument name, together with the position IDs of chunk number `chunk`."""
-    ids = tensors_of(inputs)[0]
+    ids = get_tensors(inputs)[0]
     first = chunk * ids.shape[1]
     positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
     named = inputs if isinstance(inputs, Mapping) else dict(zip(arguments, inputs, strict=False))
     return {**named, POSITIONS: positions}
 
 
-def argument_names(model: nn.Module) -> Sequence[str]:
+def get_argument_names(model: nn.Module) -> Sequence[str]:
     """Return the argument names of the model's forward method, in order."""
     return [*inspect.signature(model.forward).parameters]
 
 
 def make_work_units(
-    problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: CooperativeScheduler
+    problem: Problem, model: nn.Module, num_chunks: int, world: World, mesh: Mesh, scheduler: CooperativeScheduler
 ) -> WorkUnits:
-    """Return the work units of this rank, with each sequence split into `chunks` chunks.
+    """Return the work units of this rank, with each sequence split into `num_chunks` chunks.
 
     All ranks must call this function with the same arguments.
     """
-    if chunks == 1:
+    if num_chunks == 1:
         return WholeMicroBatches(problem)
     rank, ranks = mesh.get_coordinates(world.rank).context, mesh.context
     carrier = world.make_carrier(mesh, "context", side_stream=False) if ranks > 1 else None
-    exchange = Exchange(chunks, rank, ranks, carrier)
-    local_chunks = get_subrange(chunks, ranks, rank)
+    exchange = Exchange(num_chunks, rank, ranks, carrier)
+    local_chunks = get_subrange(num_chunks, ranks, rank)
     return SequenceChunks(
-        require_sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative
+        require_sequence_task(problem.task), get_argument_names(model), local_chunks, exchange, scheduler
     )
 
 

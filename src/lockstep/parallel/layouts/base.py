@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
-from lockstep.core.norm import norm_of_rows, row_norms
-from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor, select_rows
+from lockstep.core.norm import compute_row_norms, compute_total_norm
+from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, get_local_tensor, select_rows
 from lockstep.errors import UsageError
-from lockstep.parallel.layerwise import full_norms
+from lockstep.parallel.layerwise import compute_full_norms
 from lockstep.parallel.offloaded import group_by_size
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.tasks.base import MicroBatch, MicroBatches
@@ -32,8 +32,8 @@ _GATHERED_BYTES: Final = 32 << 20  # maximum total size of the sharded tensors t
 class GradientSum(Protocol):
     """Sums gradients over the micro-batches and ranks of a step, in the order of the reduction tree (core/tree.py)."""
 
-    def begin(self, leaves: int, microbatches: MicroBatches) -> None:
-        """Start a step with `leaves` micro-batches over all ranks, of which this rank computes `microbatches`.
+    def begin(self, num_microbatches: int, microbatches: MicroBatches) -> None:
+        """Start a step of `num_microbatches` micro-batches over all ranks, of which this rank computes `microbatches`.
 
         If micro-batches are split into work units, each unit counts as a micro-batch.
         """
@@ -70,15 +70,15 @@ class ShardsGradientSums(Protocol):
         """Return the rows of the full gradient sum that this rank keeps, and the rows that the next rank keeps."""
 
 
-class Span(NamedTuple):
-    """The rows of a tensor that `rank` holds: `height` rows, starting at row `first`.
+class RowSpan(NamedTuple):
+    """The rows of a tensor that `rank` holds: `num_rows` rows, starting at row `first`.
 
     If several ranks hold the same rows, `primary` is set on one of them.
     """
 
     rank: int
     first: int
-    height: int
+    num_rows: int
     primary: bool
 
 
@@ -86,23 +86,23 @@ class Span(NamedTuple):
 class HasRowSpans(Protocol):
     """The additional interface of layouts that shard tensors by rows."""
 
-    def spans(self, name: str, shape: torch.Size) -> Sequence[Span]:
+    def spans(self, name: str, shape: torch.Size) -> Sequence[RowSpan]:
         """Return the rows of parameter `name` on each rank, given its full shape, or [] if it is replicated."""
 
 
-class Norms(NamedTuple):
+class NormFunctions(NamedTuple):
     """Functions that compute norms of full tensors, and combine flags across ranks. All ranks must make the same calls.
 
-    - `all_rows` returns the L2 norm of each row of all trained tensors, as float64 of shape [total number of rows].
-      Pass one tensor for each item of `Layout.trained`, in the same order. The result is the same on every rank.
-    - `of_tensors` returns L2 norms of full tensors, as float64 of shape [len(tensors)]. Pass a map from trained tensors
-      to this rank's rows of the tensors to measure, e.g. of the updates.
-    - `agree_` sets 0-dim flags in place to a nonzero value on all ranks if they are nonzero on any rank.
+    - `compute_row_norms` returns the L2 norm of each row of all trained tensors, as float64 of shape [total number of
+      rows]. Pass one tensor for each item of `Layout.trained`, in the same order. The result is the same on every rank.
+    - `compute_norms` returns L2 norms of full tensors, as float64 of shape [len(tensors)]. Pass a map from trained
+      tensors to this rank's rows of the tensors to measure, e.g. of the updates.
+    - `sync_flags_` sets 0-dim flags in place to a nonzero value on all ranks if they are nonzero on any rank.
     """
 
-    all_rows: Callable[[Sequence[Tensor]], Tensor]
-    of_tensors: Callable[[Mapping[Tensor, Tensor]], Tensor]
-    agree_: Callable[[Sequence[Tensor]], None]
+    compute_row_norms: Callable[[Sequence[Tensor]], Tensor]
+    compute_norms: Callable[[Mapping[Tensor, Tensor]], Tensor]
+    sync_flags_: Callable[[Sequence[Tensor]], None]
 
 
 class Layout(Protocol):
@@ -113,7 +113,7 @@ class Layout(Protocol):
         """The tensors that this rank's optimizer updates, in model order."""
 
     @property
-    def norms(self) -> Norms:
+    def norms(self) -> NormFunctions:
         """The norms of the trained tensors."""
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
@@ -149,53 +149,59 @@ MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout,
 
 # The norms of layouts in which each rank has all trained tensors. All ranks have the same gradients and flags, so no
 # communication is necessary.
-REPLICATED_NORMS: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), full_norms, lambda flags: None)
+REPLICATED_NORMS: Final = NormFunctions(
+    lambda tensors: torch.cat(compute_row_norms(tensors)), compute_full_norms, lambda flags: None
+)
 
 
-def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable[Tensor] | None = None) -> Norms:
+def make_sharded_norms(
+    world: World, shards: Mapping[Tensor, Shard], trained: Iterable[Tensor] | None = None
+) -> NormFunctions:
     """Return the norms for trained tensors that are sharded by rows. Each rank computes the norms of its own rows.
 
-    `parts` maps each trained tensor of the full model to this rank's rows, in model order. `trained` contains the
+    `shards` maps each trained tensor of the full model to this rank's rows, in model order. `trained` contains the
     trained tensors that this rank has, which defaults to all of them. Norms are computed on the device of the world,
     because a CPU and a GPU add in different orders. Tensors in CPU memory are moved to the device in groups.
     """
-    parameters, device = list(parts if trained is None else trained), world.device
+    parameters, device = list(shards if trained is None else trained), world.device
 
     def heights(tensors: Iterable[Tensor]) -> list[int]:
-        shapes = [parts[parameter].shape for parameter in tensors]
+        shapes = [shards[parameter].shape for parameter in tensors]
         return [shape[0] if shape else 1 for shape in shapes]
 
     def of_rows(tensors: Mapping[Tensor, Tensor]) -> Tensor:
         table = torch.zeros(sum(heights(tensors)), dtype=torch.float64, device=device)
         starts = accumulate(heights(tensors), initial=0)
-        offsets = {parameter: start + parts[parameter].first for parameter, start in zip(tensors, starts, strict=False)}
+        offsets = {
+            parameter: start + shards[parameter].first for parameter, start in zip(tensors, starts, strict=False)
+        }
         local_parameters = [
-            parameter for parameter, tensor in tensors.items() if parts[parameter].primary and tensor.numel()
+            parameter for parameter, tensor in tensors.items() if shards[parameter].primary and tensor.numel()
         ]
         for piece in group_by_size((parameter, tensors[parameter].nbytes) for parameter in local_parameters):
             for parameter, norms in zip(
-                piece, row_norms([tensors[parameter].to(device) for parameter in piece]), strict=True
+                piece, compute_row_norms([tensors[parameter].to(device) for parameter in piece]), strict=True
             ):
                 table[offsets[parameter] : offsets[parameter] + len(norms)] = norms
         return world.add_(table)
 
     def all_rows(tensors: Sequence[Tensor]) -> Tensor:
         by_parameter = dict(zip(parameters, tensors, strict=True))
-        return of_rows({parameter: by_parameter.get(parameter, part.tensor) for parameter, part in parts.items()})
+        return of_rows({parameter: by_parameter.get(parameter, part.tensor) for parameter, part in shards.items()})
 
     def of_tensors(tensors: Mapping[Tensor, Tensor]) -> Tensor:
         rows = torch.split(of_rows(tensors), heights(tensors))
-        return torch.stack([norm_of_rows(row) for row in rows])
+        return torch.stack([compute_total_norm(row) for row in rows])
 
     def agree_(flags: Sequence[Tensor]) -> None:
         for flag in flags:
             world.add_(flag)
 
-    return Norms(all_rows, of_tensors, agree_)
+    return NormFunctions(all_rows, of_tensors, agree_)
 
 
 @final
-class Slots:
+class OptimizerStateLayout:
     """The layout of the optimizer state. A slot with the same shape as its parameter is sharded like the parameter."""
 
     def __init__(self, trained: Sequence[NamedParameter], as_shard: Callable[[str, Tensor], MaybeSharded]) -> None:
@@ -211,7 +217,7 @@ class Slots:
         has_same_shape = parameter is not None and tensor.ndim > 0 and tensor.shape == parameter.shape
         return self._as_shard(owner, tensor) if has_same_shape else tensor
 
-    def local_part(self, name: str, full: Tensor) -> Tensor:
+    def select_local_rows(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's rows [r, ...] of the full tensor in slot `name`, or the full tensor if replicated."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
@@ -222,7 +228,7 @@ class Slots:
 
 
 @torch.no_grad()
-def load_local_parts(source: NamedTensors, target: NamedTensors, names: Iterable[str] | None = None) -> None:
+def load_local_rows(source: NamedTensors, target: NamedTensors, names: Iterable[str] | None = None) -> None:
     """Copy this rank's rows of the full tensors in `source` to the tensors in `target`, in place.
 
     Raises UsageError unless `source` has exactly the names in `target`. If `target` contains only some tensors of the
@@ -235,10 +241,10 @@ def load_local_parts(source: NamedTensors, target: NamedTensors, names: Iterable
             f"this model"
         )
     for name, tensor in target.items():
-        local_tensor(tensor).copy_(select_rows(local_tensor(source[name]), tensor))
+        get_local_tensor(tensor).copy_(select_rows(get_local_tensor(source[name]), tensor))
 
 
-def trainable_parameters(model: nn.Module) -> list[NamedParameter]:
+def get_trainable_parameters(model: nn.Module) -> list[NamedParameter]:
     """Return the named parameters that require a gradient, in model order. Shared parameters have their first name."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -267,7 +273,7 @@ def gather_full_tensors(world: World, tensors: NamedTensors) -> dict[str, Tensor
         world.add_(table)
     starts = dict(zip(shards, ends, strict=False))
     return {
-        name: _full_tensor(table, starts[name], tensor) if isinstance(tensor, Shard) else tensor.detach()
+        name: _extract_full_tensor(table, starts[name], tensor) if isinstance(tensor, Shard) else tensor.detach()
         for name, tensor in tensors.items()
     }
 
@@ -286,8 +292,8 @@ def iterate_full_tensors(world: World, tensors: NamedTensors) -> Iterator[tuple[
             yield from whole.items()
 
 
-def _full_tensor(table: Tensor, start: int, shard: Shard) -> Tensor:
-    data = table[start : start + shard.shape.numel() * shard.tensor.element_size()]
+def _extract_full_tensor(byte_buffer: Tensor, byte_offset: int, shard: Shard) -> Tensor:
+    data = byte_buffer[byte_offset : byte_offset + shard.shape.numel() * shard.tensor.element_size()]
     return data.view(shard.tensor.dtype).reshape(shard.shape)
 
 

@@ -29,11 +29,18 @@ from lockstep.comm.rpc import Rpc
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard, shard_like
-from lockstep.core.tree import LeafBlock, total
+from lockstep.core.tree import LeafBlock, sum_pieces
 from lockstep.errors import UsageError
-from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows, trainable_parameters
-from lockstep.parallel.weights import Weights
+from lockstep.parallel.gradients import BucketedGradientSum
+from lockstep.parallel.layouts.base import (
+    GradientSum,
+    Layout,
+    MakeLayout,
+    RowSpan,
+    get_trainable_parameters,
+    make_sharded_norms,
+)
+from lockstep.parallel.weights import ReplicatedLayout
 
 Pieces = Mapping[LeafBlock, Tensor]
 
@@ -42,10 +49,10 @@ def make_parameter_server_layout(world: World, server: "Server", rpc: Rpc, bucke
     """Return a function that creates the layout. Workers call the `server` on rank 0 through `rpc`."""
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        layout = ServedLayout(model, world, server, rpc, dtype)
-        pushed_sum = PushedSum(world.rank == 0, server, rpc)
-        return layout, Gradients(
-            trainable_parameters(model), pushed_sum, stream, single_process=False, bucket_bytes=bucket_bytes
+        layout = ParameterServerLayout(model, world, server, rpc, dtype)
+        pushed_sum = ServerSum(world.rank == 0, server, rpc)
+        return layout, BucketedGradientSum(
+            get_trainable_parameters(model), pushed_sum, stream, single_process=False, bucket_bytes=bucket_bytes
         )
 
     return make_layout
@@ -55,8 +62,8 @@ def make_parameter_server_layout(world: World, server: "Server", rpc: Rpc, bucke
 class Server:
     """The server on rank 0. Stores the partial sums that workers push, and the weights of the last update."""
 
-    def __init__(self, ranks: int, timeout_s: float) -> None:
-        self._workers = ranks - 1
+    def __init__(self, num_ranks: int, timeout_s: float) -> None:
+        self._workers = num_ranks - 1
         self._timeout_s = timeout_s
         self._condition = Condition()
         self._pushed: defaultdict[int, list[Pieces]] = defaultdict(list)
@@ -104,7 +111,7 @@ class Server:
 
 
 @final
-class PushedSum:
+class ServerSum:
     """Sums over all ranks on the server. Workers push their partial sums, and get an uninitialized tensor."""
 
     def __init__(self, is_server: bool, server: Server, rpc: Rpc) -> None:
@@ -113,7 +120,7 @@ class PushedSum:
         self._rpc = rpc
         self._number = 0  # number of the current sum, which is the same on all ranks
 
-    def __call__(self, pieces: Pieces, leaves: int, like: Tensor) -> Tensor:
+    def __call__(self, pieces: Pieces, num_leaves: int, like: Tensor) -> Tensor:
         """See Sum."""
         self._number += 1
         if not self._is_server:
@@ -122,11 +129,11 @@ class PushedSum:
         all_pieces = dict(pieces)
         for pushed in self._server.collect(self._number):
             all_pieces |= {block: piece.to(like.device) for block, piece in pushed.items()}
-        return total(all_pieces, leaves, add_)
+        return sum_pieces(all_pieces, num_leaves, add_)
 
 
 @final
-class ServedLayout:
+class ParameterServerLayout:
     """A layout in which each rank has the full model, but only rank 0, the server, updates the weights."""
 
     def __init__(self, model: nn.Module, world: World, server: Server, rpc: Rpc, dtype: torch.dtype | None) -> None:
@@ -134,7 +141,7 @@ class ServedLayout:
         self._rpc = rpc
         self._ranks = world.size
         self._is_server = world.rank == 0
-        self._weights = Weights(model, dtype)
+        self._weights = ReplicatedLayout(model, dtype)
         self.state, self.reload = self._weights.state, self._weights.publish
         self._full_weights = self._weights.trained
         scalars = [name for name, weight in self._full_weights if not weight.ndim]
@@ -155,15 +162,15 @@ class ServedLayout:
         )
         self._updates = 0
         parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
-        self.norms = norms_of_rows(world, parts)
+        self.norms = make_sharded_norms(world, parts)
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
         return shard_like(tensor, self._shards[name])
 
-    def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
+    def spans(self, _name: str, shape: torch.Size) -> Sequence[RowSpan]:
         """See HasRowSpans."""
-        return [Span(rank, 0, 0 if rank else shape[0], primary=not rank) for rank in range(self._ranks)]
+        return [RowSpan(rank, 0, 0 if rank else shape[0], primary=not rank) for rank in range(self._ranks)]
 
     def collect(self) -> None:
         """See Layout."""

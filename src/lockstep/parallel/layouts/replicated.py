@@ -7,9 +7,9 @@ from lockstep.comm.canonical import HalfPrecisionSum
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
-from lockstep.parallel.weights import Weights
+from lockstep.parallel.gradients import BucketedGradientSum
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, get_trainable_parameters
+from lockstep.parallel.weights import ReplicatedLayout
 
 
 def replicated(
@@ -22,10 +22,10 @@ def replicated(
     """
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)  # before Gradients, because this can change the dtype of parameters
-        canonical = world.canonical(mesh, "replicate", "context", chunks=chunks)
+        weights = ReplicatedLayout(model, dtype)  # before Gradients, because this can change the dtype of parameters
+        canonical = world.make_canonical_sum(mesh, "replicate", "context", num_chunks=chunks)
         among = canonical if sent is None else HalfPrecisionSum(canonical, sent)
-        gradients = Gradients(trainable_parameters(model), among, stream, world.size == 1, bucket_bytes)
+        gradients = BucketedGradientSum(get_trainable_parameters(model), among, stream, world.size == 1, bucket_bytes)
         return weights, gradients
 
     return make_layout

@@ -18,23 +18,32 @@ from lockstep.core.mesh import Mesh
 from lockstep.core.order import get_subrange
 from lockstep.core.shard import MaybeSharded, Shard, shard_like
 from lockstep.device.memory import empty_host_tensor
-from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows, trainable_parameters
-from lockstep.parallel.weights import Weights
+from lockstep.parallel.gradients import BucketedGradientSum
+from lockstep.parallel.layouts.base import (
+    GradientSum,
+    Layout,
+    MakeLayout,
+    RowSpan,
+    get_trainable_parameters,
+    make_sharded_norms,
+)
+from lockstep.parallel.weights import ReplicatedLayout
 
 _PACKED_BYTES: Final = 64 << 10  # pack smaller parameters, because sending a message takes as long as copying this many
 
 
-def make_row_layout(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int = 1) -> MakeLayout:
+def make_row_layout(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, num_chunks: int = 1) -> MakeLayout:
     """Return a function that creates the layout, in which each rank updates an equal share of the rows.
 
-    If `offload` is set, these rows and their optimizer state are in CPU memory (parallel/offloaded.py). `chunks` is the
-    number of chunks that sequences are split into.
+    If `offload` is set, these rows and their optimizer state are in CPU memory (parallel/offloaded.py). `num_chunks` is
+    the number of chunks that sequences are split into.
     """
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        canonical = world.canonical(mesh, "replicate", chunks=chunks)
-        gradients = Gradients(trainable_parameters(model), canonical, stream, world.size == 1, bucket_bytes)
+        canonical = world.make_canonical_sum(mesh, "replicate", num_chunks=num_chunks)
+        gradients = BucketedGradientSum(
+            get_trainable_parameters(model), canonical, stream, world.size == 1, bucket_bytes
+        )
         return RowLayout(model, world, offload, dtype), gradients
 
     return make_layout
@@ -51,16 +60,18 @@ class RowLayout:
     def __init__(self, model: nn.Module, world: World, offload: bool, dtype: torch.dtype | None) -> None:
         self._model = model
         self._world = world
-        self._parameters = trainable_parameters(model)
-        self._weights = Weights(model, dtype)
-        self._shards = {name: self._own_shard(parameter) for name, parameter in self._parameters}
+        self._parameters = get_trainable_parameters(model)
+        self._weights = ReplicatedLayout(model, dtype)
+        self._shards = {name: self._select_own_rows(parameter) for name, parameter in self._parameters}
         self._copies = dtype is not None
         self._offload = offload
         self._has_separate_memory = offload or self._copies  # whether trained rows aren't views of the model's weights
-        self.trained = [(name, nn.Parameter(self._trained_rows(parameter))) for name, parameter in self._parameters]
+        self.trained = [
+            (name, nn.Parameter(self._make_trained_rows(parameter))) for name, parameter in self._parameters
+        ]
         self._weights.release_weights()
         parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
-        self.norms = norms_of_rows(world, parts)
+        self.norms = make_sharded_norms(world, parts)
         self._exchanges = self._make_exchanges()
         self._keeps_full_gradients = False
         self._sums: list[Tensor] = []  # the full gradient sums of a step in the order of `trained`, if they are kept
@@ -100,11 +111,11 @@ class RowLayout:
                 self._sums.append(parameter.grad)
             parameter.grad = None
 
-    def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
+    def spans(self, _name: str, shape: torch.Size) -> Sequence[RowSpan]:
         """See HasRowSpans."""
         size = self._world.size
         rows = [get_subrange(shape[0], size, rank) for rank in range(size)] if shape else []
-        return [Span(rank, rank_rows.start, len(rank_rows), primary=True) for rank, rank_rows in enumerate(rows)]
+        return [RowSpan(rank, rank_rows.start, len(rank_rows), primary=True) for rank, rank_rows in enumerate(rows)]
 
     def keep_full_gradients(self) -> None:
         """See ShardsGradientSums."""
@@ -116,7 +127,7 @@ class RowLayout:
             (name, gradient) for (name, _), gradient in zip(self.trained, self._sums, strict=True) if gradient.ndim
         ]
         ranks = (self._world.rank, (self._world.rank + 1) % self._world.size)
-        return [{name: self._rows_of(gradient, rank) for name, gradient in named_sums} for rank in ranks]
+        return [{name: self._select_rows(gradient, rank) for name, gradient in named_sums} for rank in ranks]
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -128,17 +139,17 @@ class RowLayout:
         for rows in self._exchanges:
             rows.exchange()
 
-    def _own_shard(self, parameter: Tensor) -> Shard:
+    def _select_own_rows(self, parameter: Tensor) -> Shard:
         if not parameter.ndim:
             return Shard(parameter.detach(), 0, parameter.shape, primary=self._world.rank == 0)
-        return self._rows_of(parameter.detach(), self._world.rank)
+        return self._select_rows(parameter.detach(), self._world.rank)
 
-    def _rows_of(self, tensor: Tensor, rank: int) -> Shard:
+    def _select_rows(self, tensor: Tensor, rank: int) -> Shard:
         rows = get_subrange(len(tensor), self._world.size, rank)
         return Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)
 
-    def _trained_rows(self, parameter: nn.Parameter) -> Tensor:
-        rows = self._own_shard(self._weights.weight_of(parameter)).tensor
+    def _make_trained_rows(self, parameter: nn.Parameter) -> Tensor:
+        rows = self._select_own_rows(self._weights.get_master_weight(parameter)).tensor
         return self._copy_rows(rows) if self._has_separate_memory else rows
 
     def _copy_rows(self, rows: Tensor) -> Tensor:
@@ -156,20 +167,25 @@ class RowLayout:
             )
         ranks = range(self._world.size)
         return [
-            _RowExchange(self._world, [[self._rows_of(p, rank).tensor for p in tensors] for rank in ranks], bool(dtype))
+            _RowExchange(
+                self._world, [[self._select_rows(p, rank).tensor for p in tensors] for rank in ranks], bool(dtype)
+            )
             for dtype, tensors in tensors_by_dtype.items()
         ]
 
 
 @final
 class _RowExchange:
-    """All-gathers the rows of several parameters. If `packed` is set, each rank's rows are sent as a single tensor."""
+    """All-gathers the rows of several parameters.
 
-    def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:
+    If `is_packed` is set, each rank's rows are sent as a single tensor.
+    """
+
+    def __init__(self, world: World, rows_by_rank: Sequence[Sequence[Tensor]], is_packed: bool) -> None:
         self._world = world
-        self._own_rows = by_rank[world.rank]
-        self._peer_rows = {rank: rows for rank, rows in enumerate(by_rank) if rank != world.rank}
-        self._packed = packed
+        self._own_rows = rows_by_rank[world.rank]
+        self._peer_rows = {rank: rows for rank, rows in enumerate(rows_by_rank) if rank != world.rank}
+        self._packed = is_packed
 
     def exchange(self) -> None:
         if not self._packed or not self._peer_rows:

@@ -14,30 +14,30 @@ from torch import nn
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.parallel.gradients import Gradients
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
-from lockstep.parallel.tensor.slices import split_layers
-from lockstep.parallel.weights import Weights
+from lockstep.parallel.gradients import BucketedGradientSum
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, get_trainable_parameters
+from lockstep.parallel.tensor.slices import find_split_layers
+from lockstep.parallel.weights import ReplicatedLayout
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
 
-def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks: int) -> MakeLayout:
-    """Return a function that creates the layout. `chunks` is the number of chunks that sequences are split into."""
+def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, num_chunks: int) -> MakeLayout:
+    """Return a function that creates the layout. `num_chunks` is the number of chunks that sequences are split into."""
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)
+        weights = ReplicatedLayout(model, dtype)
         split_parameters = {
-            getattr(layer.module, key) for layer in split_layers(model).values() for key in layer.parameters
+            getattr(layer.module, key) for layer in find_split_layers(model).values() for key in layer.parameters
         }
 
-        def make_sum(sum_mesh: Mesh, is_split: bool) -> Gradients:
+        def make_sum(sum_mesh: Mesh, is_split: bool) -> BucketedGradientSum:
             selected = [
                 (name, parameter)
-                for name, parameter in trainable_parameters(model)
+                for name, parameter in get_trainable_parameters(model)
                 if (parameter in split_parameters) == is_split
             ]
-            canonical = world.canonical(sum_mesh, "replicate", "context", chunks=chunks)
-            return Gradients(selected, canonical, stream, False, bucket_bytes)
+            canonical = world.make_canonical_sum(sum_mesh, "replicate", "context", num_chunks=num_chunks)
+            return BucketedGradientSum(selected, canonical, stream, False, bucket_bytes)
 
         return weights, SequenceParallelGradients(
             make_sum(mesh.sequence_mesh, is_split=False), make_sum(mesh, is_split=True)
@@ -48,26 +48,26 @@ def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, c
 
 @final
 class SequenceParallelGradients:
-    """Two gradient sums: `unsplit` only adds this rank's own chunks, and `split` adds all chunks, including dummies."""
+    """Two gradient sums: `unsplit_sum` adds this rank's own chunks, and `split_sum` adds all chunks, with dummies."""
 
-    def __init__(self, unsplit: GradientSum, split: GradientSum) -> None:
-        self._unsplit = unsplit
-        self._split = split
+    def __init__(self, unsplit_sum: GradientSum, split_sum: GradientSum) -> None:
+        self._unsplit = unsplit_sum
+        self._split = split_sum
 
-    def begin(self, leaves: int, microbatches: MicroBatches) -> None:
+    def begin(self, num_microbatches: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
-        self._unsplit.begin(leaves, microbatches)
-        self._split.begin(leaves, [_as_counted(microbatch) for microbatch in microbatches])
+        self._unsplit.begin(num_microbatches, microbatches)
+        self._split.begin(num_microbatches, [_clear_dummy(microbatch) for microbatch in microbatches])
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
         self._unsplit.before_backward(microbatch)
-        self._split.before_backward(_as_counted(microbatch))
+        self._split.before_backward(_clear_dummy(microbatch))
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
         self._unsplit.after_backward(microbatch)
-        self._split.after_backward(_as_counted(microbatch))
+        self._split.after_backward(_clear_dummy(microbatch))
 
     def finish(self) -> None:
         """See GradientSum."""
@@ -75,5 +75,5 @@ class SequenceParallelGradients:
         self._split.finish()
 
 
-def _as_counted(microbatch: MicroBatch) -> MicroBatch:
-    return replace(microbatch, dummy=False)
+def _clear_dummy(microbatch: MicroBatch) -> MicroBatch:
+    return replace(microbatch, is_dummy=False)

@@ -25,18 +25,18 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
-from lockstep.comm.fsdp import GatherDtype, ShardedModel, local_gradient, rows_per_member
-from lockstep.comm.stream import CommStream, InlineStream, Pending
+from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_parts
+from lockstep.comm.fsdp import GatherDtype, ShardedModel, compute_rows_per_member, get_local_gradient
+from lockstep.comm.stream import CommStream, InlineStream, PendingResult
 from lockstep.comm.world import World
 from lockstep.common.own_code import make_refusal
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import MaybeSharded, shard_like
-from lockstep.core.tree import Counter
+from lockstep.core.tree import BinaryCounter
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import find_units
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows
-from lockstep.parallel.weights import fp32_parameters
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowSpan, make_sharded_norms
+from lockstep.parallel.weights import find_fp32_parameters
 from lockstep.tasks.base import MicroBatch, MicroBatches, TensorRecorder
 
 # The maximum number of pending communications during the backward pass. These are about two units, whose full gradients
@@ -47,19 +47,21 @@ _MAX_PENDING: Final = 4
 _MAX_WAIT_S: Final = 10.0
 
 
-def make_sharded_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
+def make_sharded_layout(
+    world: World, mesh: Mesh, keep_gathered: bool, offload: bool, num_chunks: int = 1
+) -> MakeLayout:
     """Return a function that creates the layout, in which the model is sharded over the members of a replica.
 
     If `keep_gathered` is set, weights stay gathered between the forward and the backward pass. If `offload` is set, the
-    rows are in CPU memory except during use (parallel/offloaded.py). `chunks` is the number of chunks that sequences
-    are split into. Each rank computes one chunk.
+    rows are in CPU memory except during use (parallel/offloaded.py). `num_chunks` is the number of chunks that
+    sequences are split into. Each rank computes one chunk.
     """
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         # On GPUs, communicate on this thread: NCCL calls are asynchronous, and fully_shard's buffers only support a
         # single stream.
         stream = InlineStream() if world.on_gpu else stream
-        layout = ShardedLayout(model, world, mesh, keep_gathered, offload, stream, dtype, chunks)
+        layout = ShardedLayout(model, world, mesh, keep_gathered, offload, stream, dtype, num_chunks)
         return layout, layout.gradients
 
     return make_layout
@@ -81,33 +83,33 @@ class ShardedLayout:
         offload: bool,
         stream: CommStream,
         dtype: torch.dtype | None,
-        chunks: int = 1,
+        num_chunks: int = 1,
     ) -> None:
         _check_parameters(model)
         self._world, self._mesh = world, mesh
-        rank = mesh.data_rank(world.rank)
+        rank = mesh.get_data_rank(world.rank)
         self._primary = not (rank.replica or rank.sequence_index)
-        units = find_units(model)
+        units = find_blocks(model)
         _check_dtypes(model, units)
         paths = {module: path for path, module in model.named_modules()}
         names = [*(paths[unit] for unit in units), "the rest of the model"]
-        exchange = partial(all_to_all_rows, world.make_carrier(mesh, "shard"), rank.member, rank.members)
-        across = world.canonical(mesh, "replicate", "context", chunks=chunks)
-        self.gradients = sums = _ShardSums(rank, exchange, across, stream, names, chunks)
+        exchange = partial(all_to_all_parts, world.make_carrier(mesh, "shard"), rank.member, rank.num_members)
+        across = world.make_canonical_sum(mesh, "replicate", "context", num_chunks=num_chunks)
+        self.gradients = sums = _ShardedGradientSum(rank, exchange, across, stream, names, num_chunks)
         _check_memory_formats_in_forward(model)
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard doesn't support other memory formats
                 parameter.data = parameter.data.contiguous()
-        gather_dtype = None if dtype is None else GatherDtype(dtype, fp32_parameters(model, dtype))
+        gather_dtype = None if dtype is None else GatherDtype(dtype, find_fp32_parameters(model, dtype))
         members = world.make_device_mesh(mesh, "shard")
         self._sharded = ShardedModel(model, units, names, members, sums.receive, keep_gathered, offload, gather_dtype)
         sums.model = self._sharded
-        self.reload, self.gathered_shards = self._sharded.reshard_all, self._sharded.gathered_tensors
-        parts = self._sharded.trained_shards(self._primary)
+        self.reload, self.gathered_shards = self._sharded.reshard_all, self._sharded.get_gathered_parameters
+        parts = self._sharded.get_trained_shards(self._primary)
         self._shards = {name: shard for name, (shard, _) in parts.items()}
         self.trained = [(name, nn.Parameter(shard.tensor)) for name, shard in self._shards.items()]
-        self.norms = norms_of_rows(world, {parameter: self._shards[name] for name, parameter in self.trained})
-        self._gradients = [(parameter, partial(local_gradient, parts[name][1])) for name, parameter in self.trained]
+        self.norms = make_sharded_norms(world, {parameter: self._shards[name] for name, parameter in self.trained})
+        self._gradients = [(parameter, partial(get_local_gradient, parts[name][1])) for name, parameter in self.trained]
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -117,15 +119,15 @@ class ShardedLayout:
         """See Layout."""
         return shard_like(tensor, self._shards[name])
 
-    def spans(self, _name: str, shape: torch.Size) -> Sequence[Span]:
+    def spans(self, _name: str, shape: torch.Size) -> Sequence[RowSpan]:
         """See HasRowSpans."""
         row_spans = []
         for number in range(self._world.size):
-            rank = self._mesh.data_rank(number)
-            height = rows_per_member(shape, rank.members)
+            rank = self._mesh.get_data_rank(number)
+            height = compute_rows_per_member(shape, rank.num_members)
             first = min(rank.member * height, shape[0])
             length = min(height, shape[0] - first)
-            row_spans.append(Span(number, first, length, primary=not (rank.replica or rank.sequence_index)))
+            row_spans.append(RowSpan(number, first, length, primary=not (rank.replica or rank.sequence_index)))
         return row_spans
 
     def collect(self) -> None:
@@ -141,7 +143,7 @@ class ShardedLayout:
 
 @final
 @dataclass(eq=False)
-class _ShardSums:
+class _ShardedGradientSum:
     """Sums the gradients that fully_shard's backward pass computes. Each member only sums its own rows.
 
     These operations run concurrently:
@@ -156,55 +158,58 @@ class _ShardSums:
     """
 
     rank: DataRank
-    scatter_rows: Callable[[Tensor, int], list[Tensor]]  # calls all_to_all_rows among the members
-    across: CanonicalSum
+    exchange_rows: Callable[[Tensor, int], list[Tensor]]  # calls all_to_all_parts among the members
+    replica_sum: CanonicalSum
     stream: CommStream
     units: Sequence[str]
-    chunks: int
+    num_chunks: int
     model: ShardedModel = field(init=False)  # calls `receive`
     _note: TensorRecorder | None = field(default=None, init=False)
-    _last: MicroBatch | None = field(default=None, init=False)
+    _last_microbatch: MicroBatch | None = field(default=None, init=False)
     _incomplete: deque[int] = field(default_factory=deque, init=False)
-    _leaves: int = field(default=0, init=False)
+    _num_microbatches: int = field(default=0, init=False)
     _first: int = field(default=0, init=False)  # the leaf index of this rank's chunk of micro-batch 0
     _rounds: Iterator[tuple[int, int]] = field(default_factory=lambda: iter(()), init=False)
     _round: tuple[int, int] = field(default=(0, 0), init=False)  # (0, 0) is a round without micro-batches
-    _remaining: int = field(default=0, init=False)
-    _pending: deque[Pending[None]] = field(default_factory=deque, init=False)
+    _num_remaining: int = field(default=0, init=False)
+    _pending: deque[PendingResult[None]] = field(default_factory=deque, init=False)
     _may_block: bool = field(default=True, init=False)
     _outputs: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in self.units]
+        self._counters: list[BinaryCounter[Tensor]] = [BinaryCounter(add_) for _ in self.units]
         last = len(self.units) - 1
         self._order = [*reversed(range(last)), last]  # the usual backward order, then the rest of the model
 
-    def begin(self, leaves: int, microbatches: MicroBatches) -> None:
+    def begin(self, num_microbatches: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self.model.begin_step()
-        self._last = microbatches[-1]
-        microbatches_over_all = leaves // self.chunks
-        rounds, self._first = self.rank.rounds(microbatches_over_all), self.rank.sequence_index * microbatches_over_all
-        self._leaves, self._remaining = leaves, len(rounds)
+        self._last_microbatch = microbatches[-1]
+        microbatches_over_all = num_microbatches // self.num_chunks
+        rounds, self._first = (
+            self.rank.get_rounds(microbatches_over_all),
+            self.rank.sequence_index * microbatches_over_all,
+        )
+        self._num_microbatches, self._num_remaining = num_microbatches, len(rounds)
         self._incomplete = deque(self._order)
         self._rounds = iter(rounds)
         self._round = next(self._rounds)
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        self._note = microbatch.note
-        self.model.begin_round(last=microbatch is self._last)
+        self._note = microbatch.record_tensor
+        self.model.begin_round(is_last=microbatch is self._last_microbatch)
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
         self.model.end_backward()
-        self._remaining -= 1
+        self._num_remaining -= 1
         self._round = next(self._rounds, (0, 0))
-        if microbatch is not self._last:
+        if microbatch is not self._last_microbatch:
             self.model.end_round()
 
     def receive(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
-        """Receive the gradients of a unit, [M * N] (comm/fsdp.py). The last round stores the sum in `output`, [N]."""
+        """Receive a unit's gradients of the M members, [M * N]. The last round stores their sum, [N], in `output`."""
         if self._note is not None:
             self._note(f"gradient of {self.units[unit]}", gradients)
         while may_wait and self._may_block and len(self._pending) >= _MAX_PENDING:
@@ -213,34 +218,34 @@ class _ShardSums:
                 self._pending.popleft()
             except TimeoutError:
                 self._may_block = False
-        self._pending.append(self.stream.submit(partial(self._push, unit, *self._round, gradients)))
-        if self._remaining == 1:
+        self._pending.append(self.stream.submit(partial(self._push_gradients, unit, *self._round, gradients)))
+        if self._num_remaining == 1:
             self._outputs[unit] = output
-            self._complete_ready(everything=False)
+            self._complete_ready(complete_all=False)
 
     def finish(self) -> None:
         """See GradientSum."""
-        self._complete_ready(everything=True)
+        self._complete_ready(complete_all=True)
         while self._pending:
             self._pending.popleft()()
 
-    def _complete_ready(self, everything: bool) -> None:
+    def _complete_ready(self, complete_all: bool) -> None:
         # Complete units during the backward pass, so that the partial sums and the sums of all units aren't in memory
         # at the same time. All replicas must sum the units in the same order, even if the order of units in their
         # backward passes differs.
-        while self._incomplete and (everything or self._incomplete[0] in self._outputs):
+        while self._incomplete and (complete_all or self._incomplete[0] in self._outputs):
             unit = self._incomplete.popleft()
             if unit in self._outputs:
-                job = partial(self._complete, unit, self._outputs.pop(unit))
+                job = partial(self._complete_unit, unit, self._outputs.pop(unit))
                 self._pending.append(self.stream.submit(job))
 
-    def _push(self, unit: int, first: int, holders: int, gradients: Tensor) -> None:
-        for number, part in enumerate(self.scatter_rows(gradients, holders)):
-            self._counters[unit].push(self._first + first + number, part)
+    def _push_gradients(self, unit: int, first_leaf: int, num_holders: int, gradients: Tensor) -> None:
+        for number, part in enumerate(self.exchange_rows(gradients, num_holders)):
+            self._counters[unit].push(self._first + first_leaf + number, part)
 
-    def _complete(self, unit: int, output: Tensor) -> None:
-        pieces = self._counters[unit].pieces()
-        output.copy_(self.across(pieces, self._leaves, output))
+    def _complete_unit(self, unit: int, output: Tensor) -> None:
+        pieces = self._counters[unit].pop_pieces()
+        output.copy_(self.replica_sum(pieces, self._num_microbatches, output))
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -250,7 +255,7 @@ def _check_parameters(model: nn.Module) -> None:
             f"whose forward method calls its submodules, or use strategy ddp or zero1"
         )
     for name, parameter in model.named_parameters():
-        if not (parameter.is_contiguous() or _channels_last(parameter)):
+        if not (parameter.is_contiguous() or _is_channels_last(parameter)):
             raise UsageError(
                 f"parameter {name} of shape {list(parameter.shape)} has strides {list(parameter.stride())}, but "
                 f"gathered weights are contiguous, and torch may select a different kernel for them; make it "
@@ -274,17 +279,17 @@ def _check_dtypes(model: nn.Module, units: Sequence[nn.Module]) -> None:
         for parameter in trained[1:]:
             if parameter.dtype is not trained[0].dtype:
                 raise UsageError(
-                    f"parameter {names[parameter]} is {_dtype_name(parameter)} and {names[trained[0]]} is "
-                    f"{_dtype_name(trained[0])}, but the weights of a block are gathered together; use the same dtype, "
-                    f"move one of them to a separate block, or use strategy ddp or zero1"
+                    f"parameter {names[parameter]} is {_format_dtype(parameter)} and {names[trained[0]]} is "
+                    f"{_format_dtype(trained[0])}, but the weights of a block are gathered together; use the same "
+                    "dtype, move one of them to a separate block, or use strategy ddp or zero1"
                 )
 
 
-def _dtype_name(tensor: Tensor) -> str:
+def _format_dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _channels_last(tensor: Tensor) -> bool:
+def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -306,5 +311,5 @@ def _check_memory_formats_in_forward(model: nn.Module) -> None:
 
     for name, module in model.named_modules():
         weights = [weight for weight in module.parameters(recurse=False) if weight.ndim == 4]
-        if any(_channels_last(weight) and not weight.is_contiguous() for weight in weights):
+        if any(_is_channels_last(weight) and not weight.is_contiguous() for weight in weights):
             module.register_forward_pre_hook(partial(check, name))

@@ -27,7 +27,7 @@ from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs, map_tensors
 from lockstep.errors import LockstepError
 from lockstep.parallel.pipeline.graph_trace import PipelineCut, UntraceableError, get_rng_states
-from lockstep.parallel.pipeline.part import named_tensors, tensors_in_attributes
+from lockstep.parallel.pipeline.part import find_nonleaf_attributes, named_tensors
 
 
 @dataclass
@@ -35,10 +35,10 @@ class _TracedCall:
     """A call to a leaf module, which is never split, and the code that runs after it until the next call."""
 
     name: str
-    arguments: dict[str, int] = field(default_factory=dict)  # path -> id of each fake tensor in the arguments
-    produced: set[int] = field(default_factory=set)  # ids of the fake tensors created by the call and this code
-    read_after: set[int] = field(default_factory=set)  # ids of the fake tensors that this code uses
-    operations: int = 0
+    argument_ids: dict[str, int] = field(default_factory=dict)  # path -> id of each fake tensor in the arguments
+    produced_ids: set[int] = field(default_factory=set)  # ids of the fake tensors created by the call and this code
+    read_ids: set[int] = field(default_factory=set)  # ids of the fake tensors that this code uses
+    num_operations: int = 0
 
 
 @final
@@ -70,27 +70,27 @@ class CallTrace:
 
     def find_obstacle(self, position: int) -> str | None:
         """See GraphTrace."""
-        producers = {key: call.name for call in self._calls[:position] for key in call.produced}
-        entering = {*self._calls[position].arguments.values()}
+        producers = {key: call.name for call in self._calls[:position] for key in call.produced_ids}
+        entering = {*self._calls[position].argument_ids.values()}
         for call in self._calls[position:]:
-            for key in call.read_after:
+            for key in call.read_ids:
                 if key in producers:
                     return f"code between modules also uses an output of {producers[key]} after {call.name}"
-            for key in call.arguments.values():
+            for key in call.argument_ids.values():
                 if key in producers and key not in entering:
                     return f"{call.name} uses an output of {producers[key]}"
         return None
 
-    def boundary_paths(self, position: int) -> tuple[str, ...]:
+    def get_boundary_paths(self, position: int) -> tuple[str, ...]:
         """Return the paths of the arguments of the call at `position` that depend on earlier modules."""
-        return tuple(self._calls[position].arguments)
+        return tuple(self._calls[position].argument_ids)
 
     def measure(self, example: Inputs) -> list[int]:
         """See GraphTrace. The operations were counted when the forward pass was recorded. `example` is not used."""
-        return [call.operations // 2 for call in self._calls]
+        return [call.num_operations // 2 for call in self._calls]
 
     def _collect_tensors(self, call: _TracedCall) -> dict[int, Tensor]:
-        direct_tensors = [self._tensors[self._names[key]] for key in call.read_after if key in self._names]
+        direct_tensors = [self._tensors[self._names[key]] for key in call.read_ids if key in self._names]
         of_module = [tensor for _, tensor in named_tensors(self._modules[call.name])]
         return {id(tensor): tensor for tensor in (*direct_tensors, *of_module)}
 
@@ -127,14 +127,14 @@ class CallTrace:
                 outputs = batches.map_tensors(self._meta.to_fake, forward(*args, **kwargs))
         finally:
             self._inside_module = False
-        self._calls[-1].operations = counter.get_total_flops()
+        self._calls[-1].num_operations = counter.get_total_flops()
         self._record_produced(outputs)
         return outputs
 
     def _record_read(self, values: Any) -> None:
         """Record that code between modules uses these tensors, or that the model returns them."""
         if self._calls:
-            self._calls[-1].read_after |= {
+            self._calls[-1].read_ids |= {
                 id(value) for value in pytree.tree_leaves(values) if isinstance(value, FakeTensor)
             }
 
@@ -142,8 +142,8 @@ class CallTrace:
         fakes = [value for value in pytree.tree_leaves(values) if isinstance(value, FakeTensor)]
         self._alive += fakes
         if self._calls:
-            earlier_ids = set().union(*(call.produced for call in self._calls))
-            self._calls[-1].produced |= {id(value) for value in fakes} - earlier_ids
+            earlier_ids = set().union(*(call.produced_ids for call in self._calls))
+            self._calls[-1].produced_ids |= {id(value) for value in fakes} - earlier_ids
 
 
 @final
@@ -156,7 +156,7 @@ class _ReadRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._trace._inside_module and (result is None or batches.tensors_of(result)):
+        if not self._trace._inside_module and (result is None or batches.get_tensors(result)):
             self._trace._record_read((args, kwargs))
             self._trace._record_produced(result)
         return result
@@ -183,7 +183,7 @@ class MetaModel:
         for name, tensor in named_tensors(model):
             if id(tensor) not in by_identity:
                 by_identity[id(tensor)] = self.tensors[name] = self._fake_like(tensor)
-        by_identity |= {id(tensor): self._fake_like(tensor) for tensor in tensors_in_attributes(model)}
+        by_identity |= {id(tensor): self._fake_like(tensor) for tensor in find_nonleaf_attributes(model)}
         self.model: nn.Module = copy.deepcopy(model, by_identity)
         self._modules = dict(self.model.named_modules())
         self._outputs_by_key: dict[Any, Any] = {}
@@ -214,10 +214,10 @@ class MetaModel:
 def intercept(module: nn.Module, replacement: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Replace a module's forward method by `replacement(forward, args, kwargs)`, with the original as `forward`."""
     module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
-    module.forward = partial(_unpack, replacement, module.forward)
+    module.forward = partial(_call_replacement, replacement, module.forward)
 
 
-def _unpack(replacement: Any, forward: Forward, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+def _call_replacement(replacement: Any, forward: Forward, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
     return replacement(forward, *arguments)
 
 
@@ -241,10 +241,10 @@ def _make_cache_key(arguments: Any) -> Any:
     Objects other than tensors and plain values are compared by identity.
     """
     leaves, form = pytree.tree_flatten(arguments)
-    return str(form), tuple(_leaf_key(leaf) for leaf in leaves)
+    return str(form), tuple(_make_leaf_key(leaf) for leaf in leaves)
 
 
-def _leaf_key(leaf: Any) -> Any:
+def _make_leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return leaf if isinstance(leaf, int | float | str | bool | None) else id(leaf)

@@ -17,15 +17,15 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from lockstep.common.names import suggest
+from lockstep.common.names import format_suggestion
 from lockstep.core.batch import Inputs, call_model
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError
-from lockstep.parallel.blocks import find_units
-from lockstep.parallel.compiled import units_to_compile
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.compiled import find_modules_to_compile
 from lockstep.parallel.pipeline.call_trace import CallTrace
 from lockstep.parallel.pipeline.graph_trace import GraphTrace, PipelineCut, UntraceableError
-from lockstep.parallel.pipeline.part import empty_like, named_tensors, tensors_in_attributes
+from lockstep.parallel.pipeline.part import find_nonleaf_attributes, make_meta_tensor, named_tensors
 from lockstep.parallel.pipeline.replay import ReplayStage
 from lockstep.parallel.tensor.plan import find_region_names
 
@@ -38,22 +38,27 @@ _MAX_FAILURES: Final = 8  # stop after this many expansions in a row that don't 
 
 
 def find_cut(
-    model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str] = (), *, whole_blocks: bool = False
+    model: nn.Module,
+    num_stages: int,
+    example: Inputs | None,
+    module_names: Sequence[str] = (),
+    *,
+    whole_blocks: bool = False,
 ) -> PipelineCut:
-    """Find where to split `model` into `stages` stages.
+    """Find where to split `model` into `num_stages` stages.
 
-    If `names` is set, each stage except the first begins at one of these modules. Otherwise, the stages are balanced by
-    cost. Operations are counted for the inputs `example`. If it is None, the cost only depends on the parameters. The
-    model is never split within a region of tensor parallelism (parallel/tensor/chunks.py) or, with `whole_blocks`,
-    within a block (parallel/blocks.py). `model` can be on the meta device, and isn't modified. Raises UsageError with
-    the reason if the model can't be split.
+    If `module_names` is set, each stage except the first begins at one of these modules. Otherwise, the stages are
+    balanced by cost. Operations are counted for the inputs `example`. If it is None, the cost only depends on the
+    parameters. The model is never split within a region of tensor parallelism (parallel/tensor/chunks.py) or, with
+    `whole_blocks`, within a block (parallel/blocks.py). `model` can be on the meta device, and isn't modified. Raises
+    UsageError with the reason if the model can't be split.
     """
     with drop_new_tensors():
-        return _find_cut(model, stages, example, names, whole_blocks)
+        return _find_cut(model, num_stages, example, module_names, whole_blocks)
 
 
 def _find_cut(
-    model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str], whole_blocks: bool
+    model: nn.Module, num_stages: int, example: Inputs | None, module_names: Sequence[str], whole_blocks: bool
 ) -> PipelineCut:
     meta_model, runs_on_meta = _copy_to_meta(model, example)
     blocks = _get_compiled_module_names(meta_model) if whole_blocks else frozenset()
@@ -65,26 +70,26 @@ def _find_cut(
         )
     start = PipelineCut(unsplit=blocks | regions, example=example)
 
-    def find(start: PipelineCut, runs_on_meta: bool) -> "_CutResult":
+    def find_from(base_cut: PipelineCut, runs_on_meta: bool) -> "_CutResult":
         return (
-            _cut_at_modules(meta_model, stages, names, start, runs_on_meta)
-            if names
-            else _cut_by_cost(meta_model, stages, start, runs_on_meta)
+            _cut_at_modules(meta_model, num_stages, module_names, base_cut, runs_on_meta)
+            if module_names
+            else _cut_by_cost(meta_model, num_stages, base_cut, runs_on_meta)
         )
 
     try:
-        traced = find(start, runs_on_meta)
+        traced = find_from(start, runs_on_meta)
     except UsageError as error:
         if example is None:
             raise
         try:  # the code can't be traced, so run it again in each stage
-            return find(replace(start, replayed=True), True).cut
+            return find_from(replace(start, replayed=True), True).cut
         except UntraceableError:
             raise error from None
-    if names or not traced.has_opaque_modules or traced.highest_cost <= _MAX_IMBALANCE / stages:
+    if module_names or not traced.has_opaque_modules or traced.highest_cost <= _MAX_IMBALANCE / num_stages:
         return traced.cut
     try:  # running the code again in each stage may allow a better cut
-        replayed = find(replace(start, replayed=True), True)
+        replayed = find_from(replace(start, replayed=True), True)
     except UsageError:
         return traced.cut
     return replayed.cut if replayed.highest_cost < traced.highest_cost else traced.cut
@@ -115,7 +120,7 @@ def find_owners(model: nn.Module, cut: PipelineCut) -> Ownership:
     for training in (False, True):
         trace = trace_forward(model, cut, training)
         lendable = _find_lendable_weights(model, trace)
-        for number, part in enumerate(_stage_ranges(trace, cut)):
+        for number, part in enumerate(_get_stage_ranges(trace, cut)):
             for key in [key for position in part for key in trace.used[position]]:
                 stages = users.setdefault(key, [number])
                 if number not in stages:
@@ -170,28 +175,28 @@ def _find_obstacle(model: nn.Module, trace: ForwardTrace, position: int) -> str 
     return trace.find_obstacle(position)
 
 
-def _is_trainable(used: Mapping[int, Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in used.values())
+def _is_trainable(tensors: Mapping[int, Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors.values())
 
 
 def build_stage_module(model: nn.Module, cut: PipelineCut, stage: int) -> fx.GraphModule:
     """Return a module that maps the incoming values of a stage to its outgoing values, in the model's current mode."""
     trace = GraphTrace(model, cut, model.training)
-    part = _stage_ranges(trace, cut)[stage]
+    part = _get_stage_ranges(trace, cut)[stage]
     return trace.build_module(part.start, part.stop)
 
 
-def replay_stages(model: nn.Module, cut: PipelineCut, training: bool) -> list[ReplayStage]:
+def make_replay_stages(model: nn.Module, cut: PipelineCut, training: bool) -> list[ReplayStage]:
     """Return all stages of a model that is run by replay (replay.py)."""
     trace = CallTrace(model, cut, training)
     names = {position: name for name, position in trace.calls.items()}
-    ends = [(names[part.start], trace.boundary_paths(part.start)) for part in _stage_ranges(trace, cut)[1:]]
+    ends = [(names[part.start], trace.get_boundary_paths(part.start)) for part in _get_stage_ranges(trace, cut)[1:]]
     no_values: tuple[str, ...] = ()
     stage_starts = [(None, no_values), *ends]
     return [ReplayStage(*begin, *end) for begin, end in zip(stage_starts, [*ends, (None, no_values)], strict=True)]
 
 
-def _stage_ranges(trace: ForwardTrace, cut: PipelineCut) -> list[range]:
+def _get_stage_ranges(trace: ForwardTrace, cut: PipelineCut) -> list[range]:
     positions = [0]
     for name in cut.stage_starts:
         # The stage begins with the first call of the module or of one of its submodules.
@@ -210,32 +215,34 @@ def _stage_ranges(trace: ForwardTrace, cut: PipelineCut) -> list[range]:
 
 
 def _cut_at_modules(
-    model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs_on_meta: bool
+    model: nn.Module, num_stages: int, module_names: Sequence[str], base_cut: PipelineCut, runs_on_meta: bool
 ) -> "_CutResult":
-    if len(names) != stages - 1:
+    if len(module_names) != num_stages - 1:
         raise UsageError(
-            f"strategy pipeline: cut: the number of modules must be {stages - 1} for {stages} stages, got "
-            f"{len(names)}; list the first module of each stage except the first stage"
+            f"strategy pipeline: cut: the number of modules must be {num_stages - 1} for {num_stages} stages, got "
+            f"{len(module_names)}; list the first module of each stage except the first stage"
         )
     modules = dict(model.named_modules())
-    for name in names:
+    for name in module_names:
         if not name or name not in modules:
-            raise UsageError(f"strategy pipeline: cut: the model has no module {name}{suggest(name, modules)}")
-    parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
-    for block in sorted(parents & start.unsplit):
+            raise UsageError(
+                f"strategy pipeline: cut: the model has no module {name}{format_suggestion(name, modules)}"
+            )
+    parents = {".".join(name.split(".")[:depth]) for name in module_names for depth in range(1, name.count(".") + 1)}
+    for block in sorted(parents & base_cut.unsplit):
         raise UsageError(
             f"strategy pipeline: cut: no stage can begin within {block}, because recipe.compile or recipe.model.chunks "
             f"keeps it together; list {block} in cut instead, or unset the key that you set"
         )
-    cut = replace(start, stage_starts=tuple(names), expanded=frozenset(parents))
+    cut = replace(base_cut, stage_starts=tuple(module_names), expanded=frozenset(parents))
     trace = trace_forward(model, cut, training=True)
     if runs_on_meta and cut.example is not None:
         trace.measure(cut.example)
-    for number, part in enumerate(_stage_ranges(trace, cut)):
+    for number, part in enumerate(_get_stage_ranges(trace, cut)):
         reason = _find_obstacle(model, trace, part.start) if number else None
         if reason:
             raise UsageError(
-                f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}; list a different "
+                f"strategy pipeline: cut: no stage can begin at {module_names[number - 1]}: {reason}; list a different "
                 f"module in cut"
             )
         if not any(map(_is_trainable, trace.used[part.start : part.stop])):
@@ -254,44 +261,44 @@ class _CutResult(NamedTuple):
     has_opaque_modules: bool = False
 
 
-def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs_on_meta: bool) -> _CutResult:
+def _cut_by_cost(model: nn.Module, num_stages: int, base_cut: PipelineCut, runs_on_meta: bool) -> _CutResult:
     # Modules that aren't expanded. If the model is replayed, these include the blocks, because the code between the
     # modules of a block reads module outputs.
-    opaque = {*start.unsplit, *(_get_module_names(model, find_units(model)) if start.replayed else ())}
+    opaque = {*base_cut.unsplit, *(_get_module_names(model, find_blocks(model)) if base_cut.replayed else ())}
     initially_opaque = len(opaque)
     best, lowest_cost, failures = None, float("inf"), 0
     while failures < _MAX_FAILURES:
-        trace = trace_forward(model, start, training=True)
-        costs = _compute_costs(trace, start.example if runs_on_meta else None)
+        trace = trace_forward(model, base_cut, training=True)
+        costs = _compute_costs(trace, base_cut.example if runs_on_meta else None)
         allowed = {
             position: name
             for name, position in trace.calls.items()
             if position and _find_obstacle(model, trace, position) is None
         }
-        positions = balance(costs, stages, allowed, [*map(_is_trainable, trace.used)])
+        positions = split_by_cost(costs, num_stages, allowed, [*map(_is_trainable, trace.used)])
         if positions is not None:
-            cut = replace(start, stage_starts=tuple(allowed[position] for position in positions))
-            cost = max(sum(costs[part.start : part.stop]) for part in _stage_ranges(trace, cut))
+            cut = replace(base_cut, stage_starts=tuple(allowed[position] for position in positions))
+            cost = max(sum(costs[part.start : part.stop]) for part in _get_stage_ranges(trace, cut))
             if cost < lowest_cost:
                 best, lowest_cost, failures = cut, cost, 0
         failures += best is not None
-        if lowest_cost <= _MAX_IMBALANCE / stages:
+        if lowest_cost <= _MAX_IMBALANCE / num_stages:
             break
         name = _find_most_expensive_module(model, trace, costs, opaque)
-        while name is not None and not _can_expand(model, _expand(start, name)):
+        while name is not None and not _can_trace(model, _expand_module(base_cut, name)):
             opaque.add(name)
             name = _find_most_expensive_module(model, trace, costs, opaque)
         if name is None:
             break
-        start = _expand(start, name)
+        base_cut = _expand_module(base_cut, name)
     if best is None:
-        raise UsageError(_explain_no_cut(model, trace, stages))
+        raise UsageError(_explain_no_cut(model, trace, num_stages))
     find_owners(model, best)
     return _CutResult(best, lowest_cost, len(opaque) > initially_opaque)
 
 
-def _expand(cut: PipelineCut, name: str) -> PipelineCut:
-    return replace(cut, expanded=cut.expanded | {name})
+def _expand_module(cut: PipelineCut, module_name: str) -> PipelineCut:
+    return replace(cut, expanded=cut.expanded | {module_name})
 
 
 def _compute_costs(trace: ForwardTrace, example: Inputs | None) -> list[float]:
@@ -331,7 +338,7 @@ def _find_most_expensive_module(
     return max(candidates)[1] if candidates else None
 
 
-def _can_expand(model: nn.Module, cut: PipelineCut) -> bool:
+def _can_trace(model: nn.Module, cut: PipelineCut) -> bool:
     try:
         for training in (False, True):
             trace_forward(model, cut, training)
@@ -340,12 +347,12 @@ def _can_expand(model: nn.Module, cut: PipelineCut) -> bool:
     return True
 
 
-def _explain_no_cut(model: nn.Module, trace: ForwardTrace, stages: int) -> str:
+def _explain_no_cut(model: nn.Module, trace: ForwardTrace, num_stages: int) -> str:
     obstacles = [(_find_obstacle(model, trace, position), name) for name, position in trace.calls.items() if position]
     reasons = [f"not before {name}, since {reason}" for reason, name in obstacles if reason]
     explanation = f" ({', '.join(reasons[:3])})" if reasons else ""
     return (
-        f"strategy pipeline: the model cannot be split into {stages} stages with trainable parameters: its forward "
+        f"strategy pipeline: the model cannot be split into {num_stages} stages with trainable parameters: its forward "
         f"pass calls {len(obstacles) + 1} modules in sequence{explanation}; use fewer stages, or a different strategy"
     )
 
@@ -356,7 +363,7 @@ def _get_module_names(model: nn.Module, blocks: Iterable[nn.Module]) -> frozense
 
 
 def _get_compiled_module_names(model: nn.Module) -> frozenset[str]:
-    names = _get_module_names(model, units_to_compile(model))
+    names = _get_module_names(model, find_modules_to_compile(model))
     if "" in names:
         raise UsageError(
             "strategy pipeline: recipe.compile compiles this model as a whole, because it has no blocks; use a "
@@ -370,8 +377,8 @@ def _copy_to_meta(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, 
 
     If the model can't be copied, returns the original model and False.
     """
-    tensors = [*(tensor for _, tensor in named_tensors(model)), *tensors_in_attributes(model)]
-    memo = {id(tensor): empty_like(tensor) for tensor in tensors}
+    tensors = [*(tensor for _, tensor in named_tensors(model)), *find_nonleaf_attributes(model)]
+    memo = {id(tensor): make_meta_tensor(tensor) for tensor in tensors}
     try:
         meta_model = copy.deepcopy(model, memo)
     except Exception:  # a custom model can contain objects that can't be copied
@@ -387,30 +394,34 @@ def _copy_to_meta(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, 
     return meta_model, True
 
 
-def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed: Sequence[bool]) -> list[int] | None:
-    """Split a sequence of items into `parts` contiguous parts of balanced cost.
+def split_by_cost(
+    costs: Sequence[float], num_parts: int, allowed_positions: Collection[int], is_needed: Sequence[bool]
+) -> list[int] | None:
+    """Split a sequence of items into `num_parts` contiguous parts of balanced cost.
 
-    Returns `parts` - 1 ascending positions from `allowed`, or None if there is no such split. Position p is before item
-    p. Each part contains at least one item that is `needed`. The split minimizes the cost of the most expensive part.
-    Ties are broken by the smallest sum of the squared costs, which balances the other parts.
+    Returns `num_parts` - 1 ascending positions from `allowed_positions`, or None if there is no such split. Position p
+    is before item p. Each part contains at least one item that is `is_needed`. The split minimizes the cost of the most
+    expensive part. Ties are broken by the smallest sum of the squared costs, which balances the other parts.
     """
     length = len(costs)
-    sums, needed_before = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
-    positions = [position for position in sorted(set(allowed)) if 0 < position < length]
+    sums, needed_before = [0.0, *accumulate(costs)], [0, *accumulate(map(int, is_needed))]
+    positions = [position for position in sorted(set(allowed_positions)) if 0 < position < length]
     ends = [*positions, length]
 
-    def find_best_split(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
-        """Find the split with the smallest total cost, as combined by `add`. Each part costs at most `max_cost`.
+    def find_best_split(
+        max_cost: float, combine: Callable[[float, float], float]
+    ) -> tuple[float, tuple[int, ...]] | None:
+        """Find the split with the smallest total cost, as combined by `combine`. Each part costs at most `max_cost`.
 
         Returns the total cost and the positions, or None if there is no such split.
         """
         # best[end] is the best split of the items before `end`. Each iteration adds one part to each split.
         best: dict[int, tuple[float, tuple[int, ...]]]
-        best = {end: (add(0.0, sums[end]), ()) for end in ends if needed_before[end] and sums[end] <= max_cost}
-        for _ in range(parts - 1):
+        best = {end: (combine(0.0, sums[end]), ()) for end in ends if needed_before[end] and sums[end] <= max_cost}
+        for _ in range(num_parts - 1):
             rows = {
                 end: [
-                    (add(best[start][0], sums[end] - sums[start]), (*best[start][1], start))
+                    (combine(best[start][0], sums[end] - sums[start]), (*best[start][1], start))
                     for start in positions
                     if start < end and start in best and needed_before[end] > needed_before[start]
                     if sums[end] - sums[start] <= max_cost

@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.core.batch import Inputs
 from lockstep.parallel.pipeline.call_trace import MetaModel
-from lockstep.parallel.pipeline.cut import build_stage_module, find_owners, replay_stages, trace_forward
+from lockstep.parallel.pipeline.cut import build_stage_module, find_owners, make_replay_stages, trace_forward
 from lockstep.parallel.pipeline.graph_trace import PipelineCut
 from lockstep.parallel.pipeline.placement import StagePlacement
 from lockstep.parallel.pipeline.replay import Replay
@@ -27,7 +27,7 @@ class StageCode(NamedTuple):
 
 
 @final
-class CutModel:
+class PartitionedModel:
     """A model that is partitioned into stages.
 
     Create this object while `model` still has all of its tensors. Then discard the tensors of other ranks, and call
@@ -45,11 +45,11 @@ class CutModel:
             for stage_by_name in (self.owner, self.borrower)
         )
         self._meta = MetaModel(model, device) if cut.replayed else None
-        self._parts = [replay_stages(model, cut, training) for training in (True, False) if cut.replayed]
+        self._parts = [make_replay_stages(model, cut, training) for training in (True, False) if cut.replayed]
         self.outputs = trace_forward(model, cut, training=False).outputs
         model.train()  # tracing has left the model in evaluation mode
 
-    def owned_by(self, stage: int) -> set[str]:
+    def get_owned_names(self, stage: int) -> set[str]:
         """Return the names of the tensors that `stage` owns."""
         return {name for name, owner in self.owner.items() if owner == stage}
 
@@ -63,7 +63,9 @@ class CutModel:
             code_by_stage = {}
             for number in self._placement.stages:
                 evaluation, training = (build_stage_module(model.train(mode), cut, number) for mode in (False, True))
-                code_by_stage[number] = StageCode(_with_inputs(training), _with_inputs(evaluation), training)
+                code_by_stage[number] = StageCode(
+                    _make_stage_forward(training), _make_stage_forward(evaluation), training
+                )
             return code_by_stage
         replay = Replay(model, self._meta, cut, names)
         training_parts, evaluation_parts = self._parts
@@ -75,9 +77,9 @@ class CutModel:
         }
 
 
-def _with_inputs(module: nn.Module) -> StageForward:
-    def forward(values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
+def _make_stage_forward(module: nn.Module) -> StageForward:
+    def run_stage(values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
         outputs: Sequence[Any] = module(*values)
         return outputs
 
-    return forward
+    return run_stage

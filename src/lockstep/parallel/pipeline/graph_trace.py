@@ -53,9 +53,9 @@ class PipelineCut:
 class GraphTrace:
     """A traced forward pass: a sequence of module calls and of the operations between them.
 
-    - `body`: The nodes in order, without inputs, outputs and weights.
+    - `nodes`: The nodes in order, without inputs, outputs and weights.
     - `used`: The parameters and buffers that each node uses, by id.
-    - `calls`: The position in `body` of the first call of each module, by name, in call order.
+    - `calls`: The position in `nodes` of the first call of each module, by name, in call order.
 
     The model is traced in training mode if `training` is set, and in evaluation mode otherwise. Modules in
     `cut.unsplit` aren't traced, even if they are containers. `cut.example` contains the model inputs. If it is None,
@@ -68,16 +68,16 @@ class GraphTrace:
         self._root = _FlatInputs(model, example)
         self._graph = _trace(self._root, cut)
         self._modules = dict(model.named_modules())
-        self._inputs = _separate_inputs(self._graph, 1 if example is None else len(batches.tensors_of(example)))
+        self._inputs = _separate_inputs(self._graph, 1 if example is None else len(batches.get_tensors(example)))
         nodes = list(self._graph.nodes)
         self._output = nodes[-1]
-        self.body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
+        self.nodes = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
         self._named = {f"{_ROOT}.{name}": tensor for name, tensor in named_tensors(model)}
-        self.used = [self._collect_tensors(node) for node in self.body]
+        self.used = [self._collect_tensors(node) for node in self.nodes]
         self.calls: dict[str, int] = {}
-        for position, node in enumerate(self.body):
+        for position, node in enumerate(self.nodes):
             if node.op == "call_module":
-                self.calls.setdefault(_module_name(node), position)
+                self.calls.setdefault(_get_module_name(node), position)
         self._unsupported: frozenset[str] = (
             frozenset()
         )  # names of the nodes whose results are neither tensors nor integers
@@ -98,7 +98,9 @@ class GraphTrace:
 
     def find_obstacle(self, position: int) -> str | None:
         """Return why the forward pass can't be split before `position`, or None if the values there can be sent."""
-        unsupported_names = [node.name for node in self._boundary_nodes(position) if node.name in self._unsupported]
+        unsupported_names = [
+            node.name for node in self._find_boundary_nodes(position) if node.name in self._unsupported
+        ]
         return (
             f"'{unsupported_names[0]}', which would cross the split, is neither a tensor nor an integer"
             if unsupported_names
@@ -111,9 +113,9 @@ class GraphTrace:
         The model must be on the meta device. After this call, `find_obstacle` also checks the types of the values.
         """
         run = _FlopCounter(self._root, self._graph)
-        run.run(*batches.tensors_of(example))
+        run.run(*batches.get_tensors(example))
         self._unsupported = frozenset(run.unsupported)
-        return [run.operations.get(node.name, 0) // 2 for node in self.body]
+        return [run.operations.get(node.name, 0) // 2 for node in self.nodes]
 
     def build_module(self, start: int, stop: int) -> fx.GraphModule:
         """Return a module that runs positions `start` to `stop` - 1, and returns a list of the outgoing values.
@@ -122,23 +124,23 @@ class GraphTrace:
         outputs, in order. The module shares the submodules and weights of the model.
         """
         graph = fx.Graph()
-        copied = {node: graph.placeholder(node.name) for node in self._boundary_nodes(start)}
-        for node in self.body[start:stop]:
+        copied = {node: graph.placeholder(node.name) for node in self._find_boundary_nodes(start)}
+        for node in self.nodes[start:stop]:
             for weight in node.all_input_nodes:
                 if weight.op == "get_attr" and weight not in copied:
                     copied[weight] = graph.node_copy(weight)
             copied[node] = graph.node_copy(node, lambda argument: copied[argument])
-        last = stop == len(self.body)
-        results = self._output_nodes if last else self._boundary_nodes(stop)
+        last = stop == len(self.nodes)
+        results = self._output_nodes if last else self._find_boundary_nodes(stop)
         graph.output([copied[node] for node in results])
         return fx.GraphModule(self._root, graph)
 
-    def _boundary_nodes(self, position: int) -> list[fx.Node]:
+    def _find_boundary_nodes(self, position: int) -> list[fx.Node]:
         if position == 0:
             return self._inputs
-        later_nodes = {*self.body[position:], self._output}
+        later_nodes = {*self.nodes[position:], self._output}
         return [
-            node for node in [*self._inputs, *self.body[:position]] if any(user in later_nodes for user in node.users)
+            node for node in [*self._inputs, *self.nodes[:position]] if any(user in later_nodes for user in node.users)
         ]
 
     def _collect_tensors(self, node: fx.Node) -> dict[int, Tensor]:
@@ -146,7 +148,7 @@ class GraphTrace:
             self._named[str(input_node.target)] for input_node in node.all_input_nodes if input_node.op == "get_attr"
         ]
         if node.op == "call_module":
-            weights += [tensor for _, tensor in named_tensors(self._modules[_module_name(node)])]
+            weights += [tensor for _, tensor in named_tensors(self._modules[_get_module_name(node)])]
         return {id(tensor): tensor for tensor in weights}
 
 
@@ -171,11 +173,11 @@ class _FlatInputs(nn.Module):
         return batches.call_model(self.model, inputs)
 
 
-def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
+def _separate_inputs(graph: fx.Graph, num_inputs: int) -> list[fx.Node]:
     """Replace the traced list of inputs with one placeholder per tensor, and return the placeholders."""
     placeholder = next(iter(graph.nodes))
     with graph.inserting_before(placeholder):
-        placeholders = [graph.placeholder(f"input_{number}") for number in range(inputs)]
+        placeholders = [graph.placeholder(f"input_{number}") for number in range(num_inputs)]
     for node in [*placeholder.users]:
         node.replace_all_uses_with(placeholders[node.args[1]])
         graph.erase_node(node)
@@ -235,7 +237,7 @@ def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
     except Exception as error:  # user code can raise any exception when it gets fx proxies
         first = next(iter(str(error).splitlines()), "")
         raise UntraceableError(
-            f"its code {_error_location(error)} depends on values or shapes of tensors ({type(error).__name__}: "
+            f"its code {_format_error_location(error)} depends on values or shapes of tensors ({type(error).__name__}: "
             f"{first}); {UntraceableError.advice}"
         ) from error
     problem = None
@@ -254,7 +256,7 @@ def get_rng_states() -> list[object]:
     return [bytes(torch.get_rng_state().numpy()), np.asarray(numbers).tobytes(), rest, python_random.getstate()]
 
 
-def _error_location(error: Exception) -> str:
+def _format_error_location(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     library_folders = [Path(torch.__file__).parent, Path(__file__).parent]
     user_frames = [
@@ -267,5 +269,5 @@ def _error_location(error: Exception) -> str:
     )
 
 
-def _module_name(node: fx.Node) -> str:
+def _get_module_name(node: fx.Node) -> str:
     return str(node.target).removeprefix(f"{_ROOT}.")

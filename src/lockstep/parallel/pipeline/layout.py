@@ -12,43 +12,45 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard
-from lockstep.parallel.layouts.base import Layout, Norms, norms_of_rows, trainable_parameters
+from lockstep.parallel.layouts.base import Layout, NormFunctions, get_trainable_parameters, make_sharded_norms
 from lockstep.parallel.layouts.rows import RowLayout
-from lockstep.parallel.optimizer_step import gradient
-from lockstep.parallel.pipeline.part import absent_shard
+from lockstep.parallel.optimizer_step import get_gradient
+from lockstep.parallel.pipeline.part import make_empty_shard
 from lockstep.parallel.pipeline.placement import StagePlacement
-from lockstep.parallel.tensor.slices import Slice
-from lockstep.parallel.weights import Weights
+from lockstep.parallel.tensor.slices import ModelSlice
+from lockstep.parallel.weights import ReplicatedLayout
 
 
 @final
 class StageLayout:
-    """The layout of `part`, the part of `model` on this rank. All other tensors of the model are on the meta device.
+    """The layout of `local_module`, the part of `model` on this rank.
 
-    `placement` contains the stages of this rank, and `own_slice` is this rank's tensor-parallel slice of these stages.
-    All ranks must create this object at the same time.
+    All other tensors of the model are on the meta device. `placement` contains the stages of this rank, and `own_slice`
+    is this rank's tensor-parallel slice of these stages. All ranks must create this object at the same time.
     """
 
     def __init__(
         self,
         world: World,
         model: nn.Module,
-        part: nn.Module,
+        local_module: nn.Module,
         placement: StagePlacement,
         dtype: torch.dtype | None,
-        own_slice: Slice,
+        own_slice: ModelSlice,
     ) -> None:
         self._placement = placement
         self._slice = own_slice
-        self._all = trainable_parameters(model)
+        self._all = get_trainable_parameters(model)
         # Record the dtypes of the weights now, because borrowed weights are later converted to the compute dtype.
         self._absent = {
-            name: own_slice.convert_shard(name, absent_shard(tensor)) for name, tensor in model.state_dict().items()
+            name: own_slice.convert_shard(name, make_empty_shard(tensor)) for name, tensor in model.state_dict().items()
         }
-        sharers = world.split(placement.sharers)
+        sharers = world.split(placement.sharing_groups)
         is_alone = sharers.size == 1
         self._rank_layout: Layout = (
-            Weights(part, dtype) if is_alone else RowLayout(part, sharers, offload=False, dtype=dtype)
+            ReplicatedLayout(local_module, dtype)
+            if is_alone
+            else RowLayout(local_module, sharers, offload=False, dtype=dtype)
         )
         self.trained = self._rank_layout.trained
         self.collect, self.publish, self.reload = (
@@ -61,19 +63,19 @@ class StageLayout:
             self.as_shard(name, trained[name]) if name in trained else self._absent[name] for name, _ in self._all
         ]
         keys: list[Tensor] = [trained.get(name, parameter) for name, parameter in self._all]
-        all_norms = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), trained.values())
+        all_norms = make_sharded_norms(world, dict(zip(keys, self._parts, strict=True)), trained.values())
         stage_shards: dict[Tensor, Shard] = {tensor: self.as_shard(name, tensor) for name, tensor in self.trained}
-        stage_norms = self._rank_layout.norms.of_tensors
+        stage_norms = self._rank_layout.norms.compute_norms
         if placement.mesh.tensor > 1:  # other ranks hold different slices of the same stages
-            slice_world = world.split(placement.mesh.groups("replicate", "tensor", "context"))
-            stage_norms = norms_of_rows(slice_world, stage_shards).of_tensors
-        self.norms = Norms(all_norms.all_rows, stage_norms, all_norms.agree_)
+            slice_world = world.split(placement.mesh.get_groups("replicate", "tensor", "context"))
+            stage_norms = make_sharded_norms(slice_world, stage_shards).compute_norms
+        self.norms = NormFunctions(all_norms.compute_row_norms, stage_norms, all_norms.sync_flags_)
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         held = self._rank_layout.state()
         return {
-            name: self._as_part(name, held[name]) if name in held else absent_shard
+            name: self._to_full_shard(name, held[name]) if name in held else absent_shard
             for name, absent_shard in self._absent.items()
         }
 
@@ -83,14 +85,14 @@ class StageLayout:
 
     def as_shard(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
-        return self._as_part(name, self._rank_layout.as_shard(name, tensor.detach()))
+        return self._to_full_shard(name, self._rank_layout.as_shard(name, tensor.detach()))
 
     def gradient_shards(self) -> dict[str, MaybeSharded]:
         """Return the gradient of each parameter of the model as a shard. Shards of other ranks' stages are empty."""
-        gradients = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
+        gradients = {name: self.as_shard(name, get_gradient(tensor)) for name, tensor in self.trained}
         return {name: gradients.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
 
-    def _as_part(self, name: str, value: MaybeSharded) -> Shard:
+    def _to_full_shard(self, name: str, value: MaybeSharded) -> Shard:
         if isinstance(value, Shard):
             part = replace(value, primary=value.primary and self._placement.rows_primary)
         else:

@@ -32,45 +32,45 @@ class Links:
         neighbors = {number + step for number in placement.stages for step in (-1, 1)}
         neighbors |= {tie.owner for tie in ties.all if tie.borrower in placement.stages}
         neighbors |= {tie.borrower for tie in ties.all if tie.owner in placement.stages}
-        self._p2p = PointToPoint(world, placement.ranks_of(neighbors))
+        self._p2p = PointToPoint(world, placement.get_peer_ranks(neighbors))
         self.finish = self._p2p.finish  # waits until sent tensors can be overwritten
         self._inbox: dict[tuple[int, int], Values] = {}  # messages between stages of this rank, by channel and index
 
-    def gradient_line(self, stage: int) -> int:
+    def get_gradient_channel(self, stage: int) -> int:
         """Return the channel on which `stage` receives the gradients of its outputs.
 
         Channel `stage` is for its inputs.
         """
-        return self._placement.last + 1 + stage
+        return self._placement.last_stage + 1 + stage
 
-    def tied_weight_line(self, tie: TiedWeight) -> int:
+    def get_tied_weight_channel(self, tie: TiedWeight) -> int:
         """Return the channel for the gradients and the new values of a tied weight."""
-        return 2 * (self._placement.last + 1) + tie.number
+        return 2 * (self._placement.last_stage + 1) + tie.number
 
-    def send(self, values: Values, line: int, stage: int, index: int) -> None:
-        """Send values of micro-batch `index` to `stage`."""
+    def send(self, values: Values, channel: int, stage: int, microbatch_index: int) -> None:
+        """Send values of micro-batch `microbatch_index` to `stage`."""
         if stage in self._placement.stages:
-            self._inbox[line, index] = values
+            self._inbox[channel, microbatch_index] = values
         else:
-            self._p2p.send(values, self._placement.rank_of(stage), line)
+            self._p2p.send(values, self._placement.get_rank(stage), channel)
 
-    def receive(self, line: int, stage: int, index: int) -> Values:
-        """Receive values of micro-batch `index` from `stage`."""
+    def receive(self, channel: int, stage: int, microbatch_index: int) -> Values:
+        """Receive values of micro-batch `microbatch_index` from `stage`."""
         if stage in self._placement.stages:
-            return self._inbox.pop((line, index))
-        return self._p2p.receive(self._placement.rank_of(stage), line)
+            return self._inbox.pop((channel, microbatch_index))
+        return self._p2p.receive(self._placement.get_rank(stage), channel)
 
     def share_outputs(self, outputs: Values) -> Values:
         """Return the last stage's outputs on all ranks of the pipeline, by passing them back from rank to rank."""
         line, stages, previous = (
-            self.gradient_line(self._placement.last),
+            self.get_gradient_channel(self._placement.last_stage),
             self._placement.stages,
             self._placement.coordinate.pipe - 1,
         )
-        if self._placement.last not in stages:
-            outputs = self._p2p.receive(self._placement.rank_of(previous + 2), line)
+        if self._placement.last_stage not in stages:
+            outputs = self._p2p.receive(self._placement.get_rank(previous + 2), line)
         if previous >= 0:
-            self._p2p.send(outputs, self._placement.rank_of(previous), line)
+            self._p2p.send(outputs, self._placement.get_rank(previous), line)
         self._p2p.finish()
         return outputs
 
@@ -79,14 +79,16 @@ class Links:
         """Send tied weights to the ranks that borrow them. All ranks must call this after the weights change."""
         placement = self._placement
         crossing_ties = [
-            tie for tie in self._ties.all if placement.rank_of(tie.owner) != placement.rank_of(tie.borrower)
+            tie for tie in self._ties.all if placement.get_rank(tie.owner) != placement.get_rank(tie.borrower)
         ]
         for tie in crossing_ties:
             if tie.owner in placement.stages:
-                self._p2p.send([tie.tensor.detach()], placement.rank_of(tie.borrower), self.tied_weight_line(tie))
+                self._p2p.send(
+                    [tie.tensor.detach()], placement.get_rank(tie.borrower), self.get_tied_weight_channel(tie)
+                )
         for tie in crossing_ties:
             if tie.borrower in placement.stages:
-                [value] = self._p2p.receive(placement.rank_of(tie.owner), self.tied_weight_line(tie))
+                [value] = self._p2p.receive(placement.get_rank(tie.owner), self.get_tied_weight_channel(tie))
                 assert isinstance(value, Tensor)
                 tie.tensor.copy_(value)
         self._p2p.finish()

@@ -31,27 +31,34 @@ class PipelineShape:
 
 @final
 class StagePlacement:
-    """The stages and the pipeline of this rank. The stages of the model are numbered 0 to `last`."""
+    """The stages and the pipeline of this rank. The stages of the model are numbered 0 to `last_stage`."""
 
-    def __init__(self, pipe: PipelineShape, world: World) -> None:
-        pipelines = pipe.replicas * pipe.sharers
-        self.ranks = world.size // (pipelines * pipe.tensor * pipe.context)  # number of ranks in a pipeline
-        self.mesh = Mesh(replicate=pipelines, pipe=self.ranks, tensor=pipe.tensor, context=pipe.context)
+    def __init__(self, pipeline_shape: PipelineShape, world: World) -> None:
+        pipelines = pipeline_shape.replicas * pipeline_shape.sharers
+        self.num_ranks = world.size // (
+            pipelines * pipeline_shape.tensor * pipeline_shape.context
+        )  # number of ranks in a pipeline
+        self.mesh = Mesh(
+            replicate=pipelines, pipe=self.num_ranks, tensor=pipeline_shape.tensor, context=pipeline_shape.context
+        )
         self.coordinate = self.mesh.get_coordinates(world.rank)
-        self.last = self.ranks * pipe.stages_per_rank - 1
-        self.stages = range(self.coordinate.pipe, self.last + 1, self.ranks)
+        self.last_stage = self.num_ranks * pipeline_shape.stages_per_rank - 1
+        self.stages = range(self.coordinate.pipe, self.last_stage + 1, self.num_ranks)
         # Whether this rank reports its tensors, among the ranks with the same rows, or with the same full tensors.
-        self.rows_primary = self.coordinate.replicate < pipe.sharers and self.coordinate.context == 0
+        self.rows_primary = self.coordinate.replicate < pipeline_shape.sharers and self.coordinate.context == 0
         self.whole_primary = self.coordinate.replicate == self.coordinate.context == 0
-        # The groups of ranks that shard the optimizer state of their stages: the `pipe` axis of a helper mesh.
-        lengths = {"shard": self.ranks, "tensor": pipe.tensor, "context": pipe.context}
-        self.sharers = Mesh(replicate=pipe.replicas, pipe=pipe.sharers, **lengths).groups("pipe")
+        # The groups of ranks that shard the optimizer state of their stages: the `pipeline_shape` axis of a helper
+        # mesh.
+        lengths = {"shard": self.num_ranks, "tensor": pipeline_shape.tensor, "context": pipeline_shape.context}
+        self.sharing_groups = Mesh(
+            replicate=pipeline_shape.replicas, pipe=pipeline_shape.sharers, **lengths
+        ).get_groups("pipe")
 
-    def rank_of(self, stage: int) -> int:
+    def get_rank(self, stage: int) -> int:
         """Return the rank in this pipeline that has `stage`."""
-        return self.mesh.rank(self.coordinate._replace(pipe=stage % self.ranks))
+        return self.mesh.get_rank(self.coordinate._replace(pipe=stage % self.num_ranks))
 
-    def ranks_of(self, stages: Collection[int]) -> set[int]:
+    def get_peer_ranks(self, stages: Collection[int]) -> set[int]:
         """Return the other ranks that have these stages. Ignores stages that don't exist."""
-        own_rank = self.rank_of(self.coordinate.pipe)
-        return {self.rank_of(stage) for stage in stages if 0 <= stage <= self.last} - {own_rank}
+        own_rank = self.get_rank(self.coordinate.pipe)
+        return {self.get_rank(stage) for stage in stages if 0 <= stage <= self.last_stage} - {own_rank}

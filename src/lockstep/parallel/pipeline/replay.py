@@ -26,29 +26,29 @@ from lockstep.parallel.pipeline.graph_trace import PipelineCut
 class ReplayStage:
     """A pipeline stage: the modules whose first calls begin and end it, and the paths of their received arguments."""
 
-    begin: str | None  # name of the first module of the stage; None for the first stage
+    first_module: str | None  # name of the first module of the stage; None for the first stage
     incoming_paths: tuple[str, ...]
-    end: str | None  # name of the first module of the next stage; None for the last stage
+    next_module: str | None  # name of the first module of the next stage; None for the last stage
     outgoing_paths: tuple[str, ...]
 
 
 @dataclass
-class _Run:
-    """A forward pass of a stage. `received` maps the id of each fake tensor to the value that replaces it."""
+class _ForwardRun:
+    """A forward pass of a stage. `received_values` maps the id of each fake tensor to the value that replaces it."""
 
-    part: ReplayStage
+    stage: ReplayStage
     values: list[Any]
     started: bool
     rng_state: Tensor  # the torch RNG state before the forward pass
-    received: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    received_values: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 @final
 class _ThreadState(local):
     """The forward pass that is running on this thread. Interleaved forward passes run on separate threads."""
 
-    run: _Run | None = None
-    inside = False  # whether a leaf module, which is never split, is running
+    run: _ForwardRun | None = None
+    in_leaf_module = False  # whether a leaf module, which is never split, is running
 
 
 class _StageEnd(BaseException):
@@ -81,23 +81,23 @@ class Replay:
             if module not in leaf_modules_inside:
                 self._hide_tensors(path, module, local_names)
 
-    def make_stage(self, part: ReplayStage) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
+    def make_stage(self, stage: ReplayStage) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
         """Return a function that maps the incoming values of a stage and the model inputs to its outgoing values."""
-        return partial(self._run, part)
+        return partial(self._run, stage)
 
-    def _run(self, part: ReplayStage, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
-        first = part.begin is None
+    def _run(self, stage: ReplayStage, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
+        first = stage.first_module is None
         current = self._current
-        current.run = run = _Run(part, [*values], first, torch.get_rng_state())
+        current.run = run = _ForwardRun(stage, [*values], first, torch.get_rng_state())
         try:
             outputs = batches.call_model(self._model, batches.replace_tensors(inputs, [*values]) if first else inputs)
         except _StageEnd as end:
             return end.values
         finally:
-            current.run, current.inside = None, False
-        if part.end is not None:
-            _raise_unsupported(f"the model did not call {part.end}, the first module of the next stage")
-        return batches.tensors_of(batches.map_tensors(partial(_received_value, run), outputs))
+            current.run, current.in_leaf_module = None, False
+        if stage.next_module is not None:
+            _raise_unsupported(f"the model did not call {stage.next_module}, the first module of the next stage")
+        return batches.get_tensors(batches.map_tensors(partial(_get_received_value, run), outputs))
 
     def _run_module(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run or skip a leaf module. Replaces the module's forward method.
@@ -105,21 +105,21 @@ class Replay:
         Modules before the stage are skipped, and the first module of the next stage ends the forward pass.
         """
         run = self._current.run
-        if run is None or self._current.inside:
+        if run is None or self._current.in_leaf_module:
             return forward(*args, **kwargs)
-        if not run.started and name == run.part.begin:
+        if not run.started and name == run.stage.first_module:
             _begin_stage(run, args, kwargs)
         if not run.started:
             return self._meta.infer_outputs(name, self._model.training, args, kwargs)
-        if name == run.part.end:
+        if name == run.stage.next_module:
             leaves = dict(leaves_with_paths((args, kwargs)))
-            raise _StageEnd([_received_value(run, leaves[path]) for path in run.part.outgoing_paths])
-        args, kwargs = batches.map_tensors(partial(_received_value, run), (args, kwargs))
-        self._current.inside = True
+            raise _StageEnd([_get_received_value(run, leaves[path]) for path in run.stage.outgoing_paths])
+        args, kwargs = batches.map_tensors(partial(_get_received_value, run), (args, kwargs))
+        self._current.in_leaf_module = True
         try:
             return forward(*args, **kwargs)
         finally:
-            self._current.inside = False
+            self._current.in_leaf_module = False
 
     def _hide_tensors(self, path: str, module: nn.Module, local_names: Collection[str]) -> None:
         """Replace the tensors of other ranks with fake tensors, so that code between modules can refer to them."""
@@ -131,22 +131,22 @@ class Replay:
                 )  # takes precedence over the module's parameter or buffer
 
 
-def _begin_stage(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.equal(run.rng_state, torch.get_rng_state()):
+def _begin_stage(forward_run: _ForwardRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.equal(forward_run.rng_state, torch.get_rng_state()):
         _raise_unsupported("code between modules draws random numbers before this stage begins")
     leaves = dict(leaves_with_paths((args, kwargs)))
-    for path, value in zip(run.part.incoming_paths, run.values, strict=True):
-        run.received[id(leaves[path])] = leaves[path], value
-    run.started = True
+    for path, value in zip(forward_run.stage.incoming_paths, forward_run.values, strict=True):
+        forward_run.received_values[id(leaves[path])] = leaves[path], value
+    forward_run.started = True
 
 
-def _received_value(run: _Run, value: Any) -> Any:
+def _get_received_value(run: _ForwardRun, value: Any) -> Any:
     """Return the received value that replaces a fake tensor. Values of other types are returned unchanged."""
     if not isinstance(value, FakeTensor):  # only the meta model creates fake tensors
         return value
-    if id(value) not in run.received:
+    if id(value) not in run.received_values:
         _raise_unsupported("the values that a stage needs from earlier stages differ between micro-batches")
-    return run.received[id(value)][1]
+    return run.received_values[id(value)][1]
 
 
 def _raise_unsupported(problem: str) -> NoReturn:

@@ -40,31 +40,33 @@ def resolve_stages_per_rank(schedule: Schedule, stages_per_rank: int | None) -> 
     return stages_per_rank or (2 if schedule == "interleaved" else 1)
 
 
-def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, cut_modules: Sequence[str]) -> None:
+def check_stages(
+    strategy: str, schedule: Schedule, stages_per_rank: int, num_stages: int, cut_modules: Sequence[str]
+) -> None:
     """Raise UsageError if the schedule doesn't support this number of stages per rank.
 
     Also raises UsageError if `cut_modules` isn't empty, but doesn't list one module for each stage except the first.
     """
-    if per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
+    if stages_per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
         raise UsageError(
-            f"strategy {strategy}: schedule {schedule} requires stages_per_rank=1, got {per_rank}; use schedule "
+            f"strategy {strategy}: schedule {schedule} requires stages_per_rank=1, got {stages_per_rank}; use schedule "
             f"interleaved or zero_bubble, or don't set stages_per_rank"
         )
-    if per_rank == 1 and schedule == "interleaved":
+    if stages_per_rank == 1 and schedule == "interleaved":
         raise UsageError(
             f"strategy {strategy}: schedule interleaved requires stages_per_rank of 2 or more, got 1; set it to 2, or "
             f"use schedule 1f1b"
         )
-    if cut_modules and len(cut_modules) != stages - 1:
+    if cut_modules and len(cut_modules) != num_stages - 1:
         raise UsageError(
-            f"strategy {strategy}: cut: the number of modules must be {stages - 1} for {stages} stages ({per_rank} for "
-            f"each process of a pipeline), got {len(cut_modules)}; list the first module of each stage except the "
-            f"first stage, or don't set cut"
+            f"strategy {strategy}: cut: the number of modules must be {num_stages - 1} for {num_stages} stages "
+            f"({stages_per_rank} for each process of a pipeline), got {len(cut_modules)}; list the first module of "
+            "each stage except the first stage, or don't set cut"
         )
 
 
 def schedule_actions(
-    schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, microbatches: int
+    schedule: Schedule, rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int
 ) -> list[Action]:
     """Return the actions of `rank` in a step, in order.
 
@@ -72,36 +74,36 @@ def schedule_actions(
     same kind are in micro-batch order.
     """
     if schedule in ("naive", "gpipe"):
-        forwards, backwards = ([Action(kind, rank, number) for number in range(microbatches)] for kind in _BOTH)
+        forwards, backwards = ([Action(kind, rank, number) for number in range(num_microbatches)] for kind in _BOTH)
         if schedule == "gpipe":
             return forwards + backwards
         return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
     backward: Kind = "backward_input" if schedule == "zero_bubble" else "backward"
-    rounds = split_range(microbatches, max(1, microbatches // ranks))
-    forward_actions = list(_iterate_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
-    backward_actions = list(_iterate_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
+    rounds = split_range(num_microbatches, max(1, num_microbatches // num_ranks))
+    forward_actions = list(_iterate_in_rounds("forward", rank, num_ranks, range(stages_per_rank), rounds))
+    backward_actions = list(_iterate_in_rounds(backward, rank, num_ranks, range(stages_per_rank)[::-1], rounds))
     # The interleaved schedule warms up with two forward passes for each following rank. The inputs from the previous
     # rank then arrive at the same time as the gradients from the next rank.
-    distance = (2 if schedule == "interleaved" else 1) * (ranks - 1 - rank)
+    distance = (2 if schedule == "interleaved" else 1) * (num_ranks - 1 - rank)
     warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(forward_actions))
-    order = _alternate(forward_actions, backward_actions, warm_up)
+    order = _alternate_actions(forward_actions, backward_actions, warm_up)
     return list(_delay_weight_gradients(order, rank) if schedule == "zero_bubble" else order)
 
 
 def _iterate_in_rounds(
-    kind: Kind, rank: int, ranks: int, stage_indices: range, rounds: list[range]
+    action_kind: Kind, rank: int, num_ranks: int, stage_indices: range, rounds: list[range]
 ) -> Iterator[Action]:
     for numbers in rounds:
         for index in stage_indices:
             for number in numbers:
-                yield Action(kind, index * ranks + rank, number)
+                yield Action(action_kind, index * num_ranks + rank, number)
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
-    yield from forwards[:warm_up]
+def _alternate_actions(forwards: list[Action], backwards: list[Action], num_warm_up: int) -> Iterator[Action]:
+    yield from forwards[:num_warm_up]
     for number, backward in enumerate(backwards):
-        if warm_up + number < len(forwards):
-            yield forwards[warm_up + number]
+        if num_warm_up + number < len(forwards):
+            yield forwards[num_warm_up + number]
         yield backward
 
 

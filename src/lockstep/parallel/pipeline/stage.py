@@ -21,34 +21,34 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 
 from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.comm.p2p import Value, Values, backward_input, backward_weight
-from lockstep.core.tree import Counter, total
+from lockstep.core.tree import BinaryCounter, sum_pieces
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.cooperative import CooperativeScheduler
 from lockstep.parallel.gradients import (
     add_gradients_,
     allocate_sum,
-    backward_nodes,
-    flatten,
-    partition,
+    flatten_gradients,
+    get_wide_gradient,
+    iterate_backward_nodes,
+    partition_into_buckets,
     set_gradients,
-    unflatten,
-    wide_gradient,
+    unflatten_gradients,
 )
 from lockstep.parallel.isolated_grads import IsolatedGradients
 
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
-Pairs = list[tuple[GradientEdge, Tensor]]
+EdgeGradientPairs = list[tuple[GradientEdge, Tensor]]
 LentGradients = Sequence[tuple[nn.Parameter, Tensor]]  # lent parameters with the gradients from the borrowers
 
 _SENT_BYTES: Final = 32 << 20  # bucket size; limits the memory of the flat copies of gradients
 
 
-class Forward(NamedTuple):
-    """A forward pass of a stage on leaf `number` of the reduction tree. `compute` maps `inputs` to the outputs."""
+class ForwardPass(NamedTuple):
+    """A forward pass of a stage on leaf `leaf_index` of the reduction tree. `compute` maps `inputs` to the outputs."""
 
-    number: int
+    leaf_index: int
     inputs: Values
     compute: Compute
 
@@ -57,14 +57,14 @@ class BackwardInputs(NamedTuple):
     """The inputs of a backward pass: the gradients of the stage's outputs, and the borrowers' gradients."""
 
     gradients: Values
-    lent: LentGradients = ()
+    lent_gradients: LentGradients = ()
 
 
 class BackwardResult(NamedTuple):
     """The results of a backward pass: the gradients of the stage's inputs, and the gradients of borrowed parameters."""
 
-    inputs: Gradients
-    borrowed: Gradients
+    input_gradients: Gradients
+    borrowed_gradients: Gradients
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class _Leaf:
 
 
 @dataclass(eq=False)
-class _InFlight:
+class _InFlightMicroBatch:
     """A micro-batch between its forward and backward pass. `isolated` is None if the micro-batch is a single leaf."""
 
     leaves: list[_Leaf]
@@ -100,7 +100,7 @@ class Stage:
     """
 
     part: InitVar[nn.Module]
-    cooperative: CooperativeScheduler
+    scheduler: CooperativeScheduler
     recompute: bool = False
     borrowed: Sequence[Tensor] = ()
     guarded: InitVar[bool] = True
@@ -111,19 +111,19 @@ class Stage:
         self._guarded = BufferGuard(part, self.running.buffers).watch if guarded else nullcontext
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
         self.observations = torch.empty(0)  # the statistics of the last step, averaged over samples
-        self._in_flight: dict[int, Callable[[], _InFlight]] = {}
-        self._deferred: dict[int, _InFlight] = {}
-        self._gradients: Counter[list[Tensor]] = Counter(add_gradients_)
-        self._statistics: Counter[Tensor] = Counter(add_)
+        self._in_flight: dict[int, Callable[[], _InFlightMicroBatch]] = {}
+        self._deferred: dict[int, _InFlightMicroBatch] = {}
+        self._gradients: BinaryCounter[list[Tensor]] = BinaryCounter(add_gradients_)
+        self._statistics: BinaryCounter[Tensor] = BinaryCounter(add_)
 
-    def forward(self, forwards: Sequence[Forward], samples: int, module: nn.Module) -> list[list[Tensor | int]]:
+    def forward(self, forwards: Sequence[ForwardPass], num_samples: int, module: nn.Module) -> list[list[Tensor | int]]:
         """Run the forward passes of the leaves of a micro-batch, and return the detached outputs of each leaf.
 
-        `samples` is the number of samples in the micro-batch, and `module` has the parameters of the stage. The other
-        methods identify the micro-batch by the number of its first leaf. With recomputation, each forward pass runs
-        again before the backward pass, and must return the same results.
+        `num_samples` is the number of samples in the micro-batch, and `module` has the parameters of the stage. The
+        other methods identify the micro-batch by the number of its first leaf. With recomputation, each forward pass
+        runs again before the backward pass, and must return the same results.
         """
-        number = forwards[0].number
+        number = forwards[0].leaf_index
         self.running.before_forward()
         with self._guarded():
             if self.recompute:
@@ -133,7 +133,7 @@ class Stage:
                 in_flight, outputs = self._start_forwards(forwards, module)
                 self._in_flight[number] = lambda: in_flight
         if self.running.size:
-            self._statistics.push(number, self.running.observations(samples))
+            self._statistics.push(number, self.running.get_weighted_statistics(num_samples))
         return [[_detach(output) for output in leaf_outputs] for leaf_outputs in outputs]
 
     def backward(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
@@ -180,51 +180,51 @@ class Stage:
         [leaf] = in_flight.leaves
         self._gradients.push(leaf.number, in_flight.finish())
 
-    def add_gradients(self, leaves: int, across: CanonicalSum) -> None:
-        """Store the canonical gradient sums of a step in `grad`. The reduction tree has `leaves` leaves.
+    def add_gradients(self, num_leaves: int, canonical_sum: CanonicalSum) -> None:
+        """Store the canonical gradient sums of a step in `grad`. The reduction tree has `num_leaves` leaves.
 
-        `across` sums over the ranks with the same stage. All of these ranks must call this method.
+        `canonical_sum` sums over the ranks with the same stage. All of these ranks must call this method.
         """
-        pieces = self._gradients.pieces()
-        if across.is_single_rank:  # no flat buffers are necessary
-            set_gradients(self.parameters, total(pieces, leaves, add_gradients_))
+        pieces = self._gradients.pop_pieces()
+        if canonical_sum.is_single_rank:  # no flat buffers are necessary
+            set_gradients(self.parameters, sum_pieces(pieces, num_leaves, add_gradients_))
             return
         positions = {parameter: number for number, parameter in enumerate(self.parameters)}
-        for bucket in partition(self.parameters, _SENT_BYTES):
+        for bucket in partition_into_buckets(self.parameters, _SENT_BYTES):
             bucket_parts = {
                 block: [parts[positions[parameter]] for parameter in bucket] for block, parts in pieces.items()
             }
-            flat = {block: flatten(parts, bucket) for block, parts in bucket_parts.items()}
-            set_gradients(bucket, unflatten(across(flat, leaves, allocate_sum(bucket)), bucket))
+            flat = {block: flatten_gradients(parts, bucket) for block, parts in bucket_parts.items()}
+            set_gradients(bucket, unflatten_gradients(canonical_sum(flat, num_leaves, allocate_sum(bucket)), bucket))
 
-    def average_statistics(self, leaves: int, samples: int, across: CanonicalSum) -> None:
+    def average_statistics(self, num_leaves: int, num_samples: int, canonical_sum: CanonicalSum) -> None:
         """Set `observations` to the BatchNorm statistics of a step, averaged over its samples.
 
         All ranks with this stage must call this method.
         """
         if self.running.size:
             like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
-            statistics = self._statistics.pieces()
-            total_statistics = across(statistics, leaves, like)
-            self.observations = total_statistics / samples
+            statistics = self._statistics.pop_pieces()
+            total_statistics = canonical_sum(statistics, num_leaves, like)
+            self.observations = total_statistics / num_samples
 
     def update_running_statistics(self, applied: bool) -> None:
         """Update BatchNorm's running statistics with `observations`, or discard them if the step wasn't applied."""
         self.running.finish_step(applied, self.observations)
 
     def _start_forwards(
-        self, forwards: Sequence[Forward], module: nn.Module
-    ) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
+        self, forwards: Sequence[ForwardPass], module: nn.Module
+    ) -> tuple[_InFlightMicroBatch, list[Sequence[Tensor | int]]]:
         isolated = None
         if len(forwards) == 1:
             started = [_start_forward(forwards[0])]
         else:
             isolated = IsolatedGradients(module, len(forwards))
             with isolated.restore_after():
-                started = self.cooperative.run(
+                started = self.scheduler.run(
                     [partial(_start_forward, forward) for forward in forwards], isolated.activate
                 )
-        return _InFlight([leaf for leaf, _ in started], isolated), [outputs for _, outputs in started]
+        return _InFlightMicroBatch([leaf for leaf, _ in started], isolated), [outputs for _, outputs in started]
 
     def _pop_borrowed_gradients(self) -> Gradients:
         """Return the gradients of the borrowed parameters, and set their `grad` to None."""
@@ -240,10 +240,10 @@ class _Enter(torch.autograd.Function):
     """The identity. In the backward pass, stores the gradient in `input_grads` instead of propagating it."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, input_grads: dict[int, Tensor], index: int) -> Tensor:
-        ctx.input_grads, ctx.index = input_grads, index
+    def forward(ctx: Any, input_tensor: Tensor, input_grads: dict[int, Tensor], input_index: int) -> Tensor:
+        ctx.input_grads, ctx.index = input_grads, input_index
         ctx.set_materialize_grads(False)
-        return leaf.detach()
+        return input_tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
@@ -252,7 +252,7 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-def _start_forward(forward: Forward) -> tuple[_Leaf, Sequence[Tensor | int]]:
+def _start_forward(forward: ForwardPass) -> tuple[_Leaf, Sequence[Tensor | int]]:
     number, inputs, compute = forward
     input_grads: dict[int, Tensor] = {}
     leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
@@ -271,14 +271,14 @@ def _detach(output: Tensor | int) -> Tensor | int:
     return output.detach().requires_grad_(output.requires_grad) if isinstance(output, Tensor) else output
 
 
-def _without_saved_tensors(forward: Forward) -> Forward:
+def _without_saved_tensors(forward: ForwardPass) -> ForwardPass:
     """Return a copy of `forward` that saves no tensors for a backward pass, and doesn't modify its inputs."""
 
     def compute(values: Values) -> Sequence[Tensor | int]:
         with saved_tensors_hooks(_discard, _discard):
             return forward.compute(values)
 
-    return Forward(forward.number, [_copy_input(value) for value in forward.inputs], compute)
+    return ForwardPass(forward.leaf_index, [_copy_input(value) for value in forward.inputs], compute)
 
 
 def _copy_input(value: Value) -> Value:
@@ -290,25 +290,25 @@ def _discard(_: Any) -> Any:
     return None
 
 
-def _pair_edges_with_gradients(leaf: _Leaf, gradients: Values) -> Pairs:
+def _pair_edges_with_gradients(leaf: _Leaf, gradients: Values) -> EdgeGradientPairs:
     pairs = zip(leaf.edges, gradients, strict=True)
     return [(edge, gradient) for edge, gradient in pairs if edge is not None and isinstance(gradient, Tensor)]
 
 
-def _run_backward(pairs: Pairs) -> None:
+def _run_backward(pairs: EdgeGradientPairs) -> None:
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _run_full_backward(
-    pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
+    pairs: EdgeGradientPairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
 ) -> list[Tensor]:
     _run_backward(pairs)
     return _take_gradients(parameters, borrowed_gradients)
 
 
 def _start_split_backward(
-    leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
+    leaf: _Leaf, pairs: EdgeGradientPairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
 ) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
     groups = backward_input(edges, gradients, leaf.differentiable_inputs, parameters)
@@ -326,7 +326,7 @@ def _start_split_backward(
 
 
 def _reaches_input(node: Node) -> bool:
-    return any(reachable.name() == "_EnterBackward" for reachable in backward_nodes(node))
+    return any(reachable.name() == "_EnterBackward" for reachable in iterate_backward_nodes(node))
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients) -> list[Tensor]:
@@ -339,7 +339,7 @@ def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: Lent
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
     taken_gradients = []
     for parameter in parameters:
-        gradient, parameter.grad = wide_gradient(parameter), None
+        gradient, parameter.grad = get_wide_gradient(parameter), None
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         taken_gradients.append(gradient.detach())

@@ -9,25 +9,29 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.comm.world import World
-from lockstep.core.shard import MaybeSharded, Shard, local_tensor
+from lockstep.core.shard import MaybeSharded, Shard, get_local_tensor
 from lockstep.errors import UsageError
-from lockstep.parallel.layerwise import full_norms
-from lockstep.parallel.layouts.base import Slots
+from lockstep.parallel.layerwise import compute_full_norms
+from lockstep.parallel.layouts.base import OptimizerStateLayout
 from lockstep.parallel.numerics import MakeOptimizer
-from lockstep.parallel.optimizer_state import GROUP, NamedParameter, load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_state import GROUP_PREFIX, NamedParameter, get_optimizer_state, load_optimizer_state
 
 
-def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy: str) -> None:
+def check_separable(make_optimizer: MakeOptimizer, ndims: Iterable[int], strategy: str) -> None:
     """Raise UsageError if the update of a parameter depends on other parameters, which can be on other ranks.
 
     The check updates small parameters with these numbers of dims, once with a single optimizer and once with one
     optimizer each, and compares the results. Their gradients are large enough for an optimizer with clipping to clip.
     """
-    shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
+    shapes = [(dim, number) for dim in sorted(set(ndims)) for number in range(2)]
     joint = [_make_small_parameter(*shape) for shape in shapes]
     one_by_one = [_make_small_parameter(*shape) for shape in shapes]
-    optimizers = [make_optimizer([(f"{index}", parameter)], full_norms) for index, parameter in enumerate(one_by_one)]
-    joint_optimizer = make_optimizer([(f"{index}", parameter) for index, parameter in enumerate(joint)], full_norms)
+    optimizers = [
+        make_optimizer([(f"{index}", parameter)], compute_full_norms) for index, parameter in enumerate(one_by_one)
+    ]
+    joint_optimizer = make_optimizer(
+        [(f"{index}", parameter) for index, parameter in enumerate(joint)], compute_full_norms
+    )
     for optimizer in [joint_optimizer, *optimizers] * 3:
         optimizer.step()
     if not all(torch.equal(first, second) for first, second in zip(joint, one_by_one, strict=True)):
@@ -49,7 +53,7 @@ class OptimizerNames:
         self._index_of = {name: index for index, name in enumerate(self._group_of)}
 
     def state(
-        self, world: World, slots: Slots, optimizer: Optimizer, primary: bool
+        self, world: World, slots: OptimizerStateLayout, optimizer: Optimizer, primary: bool
     ) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         """Return the optimizer state of the full model, with tensors as shards. All ranks must call this method.
 
@@ -57,14 +61,14 @@ class OptimizerNames:
         this rank, and `slots` is the layout of its tensors. If several ranks have the same tensors, set `primary` on
         exactly one of them.
         """
-        tensors_here, scalars = optimizer_state(slots.trained, optimizer)
+        tensors_here, scalars = get_optimizer_state(slots.trained, optimizer)
         groups = self._global_group_numbers(slots.trained, optimizer)
         tensors = {
-            self._global_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
+            self._to_global_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
         }
         report = {
             "tensors": {
-                name: [list(tensor.shape), str(local_tensor(tensor).dtype)] for name, tensor in tensors.items()
+                name: [list(tensor.shape), str(get_local_tensor(tensor).dtype)] for name, tensor in tensors.items()
             },
             "slots": scalars["slots"],
             "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
@@ -82,7 +86,11 @@ class OptimizerNames:
         return merged, {"slots": ordered, "groups": [numbers[number] for number in sorted(numbers)]}
 
     def load(
-        self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
+        self,
+        slots: OptimizerStateLayout,
+        optimizer: Optimizer,
+        tensors: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
     ) -> None:
         """Load this rank's part of an optimizer state that `state` has returned. `tensors` are full tensors."""
         groups = self._global_group_numbers(slots.trained, optimizer)
@@ -90,12 +98,12 @@ class OptimizerNames:
         own_tensors: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             owner, _, slot = name.rpartition("/")
-            if owner.startswith(GROUP):
-                number = int(owner.removeprefix(GROUP))
+            if owner.startswith(GROUP_PREFIX):
+                number = int(owner.removeprefix(GROUP_PREFIX))
                 if number in groups:
-                    own_tensors[f"{GROUP}{groups.index(number)}/{slot}"] = tensor
+                    own_tensors[f"{GROUP_PREFIX}{groups.index(number)}/{slot}"] = tensor
             elif owner in names:
-                own_tensors[name] = slots.local_part(name, tensor)
+                own_tensors[name] = slots.select_local_rows(name, tensor)
             elif owner not in self._group_of:
                 raise UsageError(
                     f"optimizer state: contains {owner}, which is not a parameter of this model; load a state that was "
@@ -113,23 +121,23 @@ class OptimizerNames:
             for number, group in enumerate(optimizer.param_groups)
         ]
 
-    def _global_name(self, name: str, groups: list[int]) -> str:
+    def _to_global_name(self, name: str, groups: list[int]) -> str:
         owner, _, slot = name.rpartition("/")
-        if not owner.startswith(GROUP):
+        if not owner.startswith(GROUP_PREFIX):
             return name
-        return f"{GROUP}{groups[int(owner.removeprefix(GROUP))]}/{slot}"
+        return f"{GROUP_PREFIX}{groups[int(owner.removeprefix(GROUP_PREFIX))]}/{slot}"
 
     def _sort_key(self, name: str) -> int:
         owner = name.rpartition("/")[0]
-        if owner.startswith(GROUP):
-            return len(self._index_of) + int(owner.removeprefix(GROUP))
+        if owner.startswith(GROUP_PREFIX):
+            return len(self._index_of) + int(owner.removeprefix(GROUP_PREFIX))
         return self._index_of[owner]
 
 
-def _make_small_parameter(dim: int, number: int) -> Parameter:
-    values = torch.linspace(-1.0, 1.0 + number, 2**dim).view((2,) * dim)
+def _make_small_parameter(ndim: int, parameter_index: int) -> Parameter:
+    values = torch.linspace(-1.0, 1.0 + parameter_index, 2**ndim).view((2,) * ndim)
     parameter = Parameter(values)
-    parameter.grad = 100.0 * values.flip(0) if dim else 100.0 * values
+    parameter.grad = 100.0 * values.flip(0) if ndim else 100.0 * values
     return parameter
 
 

@@ -41,16 +41,17 @@ class _LookupCounts(local):
 
 @final
 class TiedWeights:
-    """The tied weights of `model`. `owner` and `borrower` map tensor names to stages (`Ownership` in cut.py).
+    """The tied weights of `model`.
 
-    A rank holds the values of the weights that its stages own or borrow.
+    `owner_stages` and `borrower_stages` map tensor names to stages (`Ownership` in cut.py). A rank holds the values of
+    the weights that its stages own or borrow.
     """
 
-    def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
+    def __init__(self, model: nn.Module, owner_stages: Mapping[str, int], borrower_stages: Mapping[str, int]) -> None:
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        shared_tensors = [(name, tensor) for name, tensor in tensors if name in borrower]
+        shared_tensors = [(name, tensor) for name, tensor in tensors if name in borrower_stages]
         self.all = [
-            TiedWeight(number, name, tensor, owner[name], borrower[name])
+            TiedWeight(number, name, tensor, owner_stages[name], borrower_stages[name])
             for number, (name, tensor) in enumerate(shared_tensors)
         ]
         self._lookup_counts = _LookupCounts()
@@ -61,11 +62,11 @@ class TiedWeights:
                     self._tie_by_module[module] = tie
                     module.register_forward_pre_hook(self._count_lookup)
 
-    def lent_by(self, stage: int) -> Iterator[TiedWeight]:
+    def get_lent_weights(self, stage: int) -> Iterator[TiedWeight]:
         """Return the trainable weights that `stage` lends. It receives their gradients from the borrowers."""
         return (tie for tie in self.all if tie.owner == stage and tie.tensor.requires_grad)
 
-    def borrowed_by(self, stage: int) -> Iterator[TiedWeight]:
+    def get_borrowed_weights(self, stage: int) -> Iterator[TiedWeight]:
         """Return the trainable weights that `stage` borrows. It sends their gradients to the owners."""
         return (tie for tie in self.all if tie.borrower == stage and tie.tensor.requires_grad)
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from torch import nn
 
-from lockstep.parallel.tensor.experts import takes_pairs
+from lockstep.parallel.tensor.experts import takes_routed_rows
 
 # The kinds of the layers of each module class, by name within the module. The name "" is the module itself.
 _MODULES: Final = {
@@ -25,7 +25,7 @@ _MODULES: Final = {
 _KINDS: Final = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "shared"}
 
 
-def built_in_plan(model: nn.Module) -> dict[str, str]:
+def get_built_in_plan(model: nn.Module) -> dict[str, str]:
     """Return the kind of each layer that the built-in plan of a model splits, by module name. Can be empty."""
     plan = {}
     for name, module in model.named_modules():
@@ -53,4 +53,4 @@ def _convert_transformers_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _is_expert_module(model: nn.Module, name: str, kind: str) -> bool:
-    return kind == "moe_tp_experts" and takes_pairs(model.get_submodule(name))
+    return kind == "moe_tp_experts" and takes_routed_rows(model.get_submodule(name))

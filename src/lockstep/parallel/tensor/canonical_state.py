@@ -7,17 +7,17 @@ from typing import final
 
 from torch import Size, Tensor
 
-from lockstep.core.shard import Chunked, MaybeSharded, NamedTensors, Shard
+from lockstep.core.shard import ChunkLayout, MaybeSharded, NamedTensors, Shard
 from lockstep.parallel.engine import Engine, State
 
 
 @final
 class CanonicalState:
-    """Wraps `engine`. Converts the parameters in `chunked` and their optimizer state to the original layout."""
+    """Wraps `engine`. Converts the parameters in `chunk_layouts` and their optimizer state to the original layout."""
 
-    def __init__(self, engine: Engine, chunked: Mapping[str, Chunked]) -> None:
+    def __init__(self, engine: Engine, chunk_layouts: Mapping[str, ChunkLayout]) -> None:
         self._engine = engine
-        self._chunked = chunked
+        self._chunked = chunk_layouts
         self.forward_backward, self.update = engine.forward_backward, engine.update
         self.evaluation, self.close = engine.evaluation, engine.close
 
@@ -58,7 +58,7 @@ class CanonicalState:
                 rows[name] = chunked.to_rows(tensor)
         return rows
 
-    def _find_chunked(self, name: str) -> Chunked | None:
+    def _find_chunked(self, name: str) -> ChunkLayout | None:
         """Return how a parameter or its optimizer slot (`PARAMETER/SLOT`) is chunked, or None if it isn't chunked."""
         return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])
 

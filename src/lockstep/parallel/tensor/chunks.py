@@ -31,18 +31,18 @@ from lockstep.comm.canonical import CanonicalSum, add_
 from lockstep.core import random
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import get_subrange
-from lockstep.core.tree import Counter, LeafBlock
+from lockstep.core.tree import BinaryCounter, LeafBlock
 
 
 class ForwardGroup(Protocol):
-    """A group of `count` forward passes that execute regions together.
+    """A group of `num_forwards` forward passes that execute regions together.
 
     This rank runs the forward passes with `local_indices`. By default, there is only one forward pass. If ranks split
     sequences outside regions (sequence_parallel.py), there is one forward pass for each chunk of a sequence.
     """
 
     @property
-    def count(self) -> int: ...
+    def num_forwards(self) -> int: ...
 
     @property
     def local_indices(self) -> range: ...
@@ -53,19 +53,22 @@ class ForwardGroup(Protocol):
     def enter(self, region: "Region", call: partial[Any]) -> None:
         """Announce that a forward pass of this rank calls `region`, so that all ranks call the region."""
 
-    def exchange(self, label: str, joint: Callable[[Sequence[Any]], Sequence[Any]], inputs: Any) -> Any:
-        """Call `joint` with the `inputs` of all forward passes, and return the result for this forward pass.
+    def exchange(self, label: str, joint_function: Callable[[Sequence[Any]], Sequence[Any]], inputs: Any) -> Any:
+        """Call `joint_function` with the `inputs` of all forward passes, and return the result for this forward pass.
 
         `label` describes the exchange in error messages.
         """
 
-    def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of all forward passes. `local` contains this rank's tensors, all of the same shape."""
+    def all_gather(self, local_tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of all forward passes.
 
-    def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], num_chunks: int) -> list[Tensor]:
+        `local_tensors` contains this rank's tensors, all of the same shape.
+        """
+
+    def reduce_scatter(self, partial_sums: Sequence[Mapping[LeafBlock, Tensor]], num_chunks: int) -> list[Tensor]:
         """Sum over all chunks of a region on all ranks. Returns the sum for each forward pass of this rank.
 
-        `pieces` contains this rank's partial sums for all forward passes, by block of the reduction tree.
+        `partial_sums` contains this rank's partial sums for all forward passes, by block of the reduction tree.
         """
 
 
@@ -82,33 +85,37 @@ class Region:
         self._single_forward = _SingleForward(self)
         self._calls = _RegionCalls()
 
-    def distribute(self, rank: int, ranks: int, canonical_sum: CanonicalSum) -> None:
-        """Keep only the chunks of rank `rank` of `ranks`. From now on, sum over these ranks with `canonical_sum`."""
-        self.local_chunks = get_subrange(self.num_chunks, ranks, rank)
+    def distribute(self, rank: int, num_ranks: int, canonical_sum: CanonicalSum) -> None:
+        """Keep only the chunks of rank `rank` of `num_ranks`.
+
+        From now on, sum over these ranks with `canonical_sum`.
+        """
+        self.local_chunks = get_subrange(self.num_chunks, num_ranks, rank)
         self._canonical_sum = canonical_sum
 
     def call_for_earlier_chunks(self, call: partial[Any]) -> None:
         """Call the region for all chunks of this rank except the last. The caller must call it for the last chunk."""
         self.forward_group.enter(self, call)
-        self._call(call, len(self.local_chunks) - 1)
+        self._call_for_chunks(call, len(self.local_chunks) - 1)
 
     def visit(self, call: partial[Any]) -> None:
         """Call the region for all chunks of this rank, for a different rank's forward pass (sequence_parallel.py)."""
-        self._call(call, len(self.local_chunks))
+        self._call_for_chunks(call, len(self.local_chunks))
 
-    def _call(self, call: partial[Any], times: int) -> None:
+    def _call_for_chunks(self, call: partial[Any], num_chunks: int) -> None:
         region_call = self._calls.active = _RegionCall(ChunkRng())
-        for index in range(times):
-            region_call.current = index
+        for index in range(num_chunks):
+            region_call.chunk_index = index
             try:
                 call()
             except ChunkDone:
                 region_call.rng.rewind()
             else:
                 raise RuntimeError(
-                    f"{self.name} was called without its rowwise layer, so it cannot be split; change recipe.model.plan"
+                    f"{self.name} was called without its rowwise layer, so it cannot be split; set its layers to "
+                    f"whole in recipe.model.plan"
                 )
-        region_call.current = len(self.local_chunks) - 1
+        region_call.chunk_index = len(self.local_chunks) - 1
 
     @property
     def forward_group(self) -> ForwardGroup:
@@ -124,7 +131,7 @@ class Region:
         """Whether a call of the region is in progress."""
         return self._calls.active is not None
 
-    def outputs_for_chunk(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    def get_chunk_outputs(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the outputs of `layer` for the current chunk.
 
         In the first call, `compute` computes the outputs for all chunks of this rank. It must return them in chunk
@@ -133,17 +140,17 @@ class Region:
         region_call = self._calls.active
         if region_call is None:
             raise RuntimeError(
-                f"a layer of {self.name} was called from outside {self.name}, so {self.name} cannot be split; change "
-                f"recipe.model.plan"
+                f"a layer of {self.name} was called from outside {self.name}, so {self.name} cannot be split; set its "
+                f"layers to whole in recipe.model.plan"
             )
         if layer not in region_call.outputs:
             region_call.outputs[layer] = compute()
         if layer.training:
-            region_call.rng.begin_chunk(self.local_chunks[region_call.current])
+            region_call.rng.begin_chunk(self.local_chunks[region_call.chunk_index])
         count = len(region_call.outputs[layer]) // len(self.local_chunks)
-        return region_call.outputs[layer][region_call.current * count : (region_call.current + 1) * count]
+        return region_call.outputs[layer][region_call.chunk_index * count : (region_call.chunk_index + 1) * count]
 
-    def gather_inputs(self, inputs: Tensor) -> list[Tensor]:
+    def collect_inputs(self, inputs: Tensor) -> list[Tensor]:
         """Store the last layer's inputs for the current chunk. Raises ChunkDone until the last chunk.
 
         For the last chunk, returns the inputs for all chunks of this rank.
@@ -152,10 +159,10 @@ class Region:
         if region_call is None:
             raise RuntimeError(
                 f"the rowwise layer of {self.name} was called from outside {self.name}, so {self.name} cannot be "
-                f"split; change recipe.model.plan"
+                f"split; set its layers to whole in recipe.model.plan"
             )
         region_call.inputs.append(inputs)
-        if region_call.current < len(self.local_chunks) - 1:
+        if region_call.chunk_index < len(self.local_chunks) - 1:
             raise ChunkDone
         region_call.rng.resume()
         del self._calls.active
@@ -173,16 +180,16 @@ class Region:
             yield index, chunk
         rng.resume()
 
-    def row_ranges(self, length: int) -> list[range]:
-        """Split `length` rows into chunks, and return the range of rows of each of this rank's chunks."""
-        return [get_subrange(length, self.num_chunks, chunk) for chunk in self.local_chunks]
+    def get_row_ranges(self, num_rows: int) -> list[range]:
+        """Split `num_rows` rows into chunks, and return the range of rows of each of this rank's chunks."""
+        return [get_subrange(num_rows, self.num_chunks, chunk) for chunk in self.local_chunks]
 
-    def gather_all(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """All-gather one tensor per chunk. Returns the tensors of all chunks, stacked along dim 0 in chunk order.
 
         `tensor` contains the tensors of this rank's chunks, stacked along dim 0. All ranks must call this method.
         """
-        return self._canonical_sum.stack_ranks(tensor).flatten(0, 1)
+        return self._canonical_sum.all_gather(tensor).flatten(0, 1)
 
     def sum_chunks(self, partials: Iterable[Tensor]) -> Tensor:
         """Return the sum over the chunks of all ranks. `partials` yields one tensor for each chunk of this rank.
@@ -192,18 +199,18 @@ class Region:
         """
         return self.sum_pieces(self.reduce_locally(partials))
 
-    def sum_pieces(self, pieces: Mapping[LeafBlock, Tensor]) -> Tensor:
+    def sum_pieces(self, partial_sums: Mapping[LeafBlock, Tensor]) -> Tensor:
         """Return the sum over the chunks of all ranks, given this rank's partial sums from `reduce_locally`."""
-        like = next(iter(pieces.values()))
-        flat = {block: piece.reshape(-1) for block, piece in pieces.items()}
+        like = next(iter(partial_sums.values()))
+        flat = {block: piece.reshape(-1) for block, piece in partial_sums.items()}
         return self._canonical_sum(flat, self.num_chunks, like.reshape(-1)).view(like.shape)
 
     def reduce_locally(self, partials: Iterable[Tensor]) -> dict[LeafBlock, Tensor]:
         """Add the tensors of this rank's chunks. Returns the partial sums by block of the reduction tree."""
-        counter: Counter[Tensor] = Counter(add_)
+        counter: BinaryCounter[Tensor] = BinaryCounter(add_)
         for chunk, partial_sum in zip(self.local_chunks, partials, strict=True):
             counter.push(chunk, partial_sum)
-        return counter.pieces()
+        return counter.pop_pieces()
 
 
 @final
@@ -211,23 +218,23 @@ class _SingleForward:
     """A ForwardGroup with a single forward pass."""
 
     def __init__(self, region: Region) -> None:
-        self.count, self.local_indices, self.in_progress = 1, range(1), True
+        self.num_forwards, self.local_indices, self.in_progress = 1, range(1), True
         self._region = region
 
     def enter(self, region: Region, call: partial[Any]) -> None:
         """See ForwardGroup."""
 
-    def exchange(self, label: str, joint: Callable[[Sequence[Any]], Sequence[Any]], inputs: Any) -> Any:
+    def exchange(self, label: str, joint_function: Callable[[Sequence[Any]], Sequence[Any]], inputs: Any) -> Any:
         """See ForwardGroup."""
-        return joint([inputs])[0]
+        return joint_function([inputs])[0]
 
-    def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
+    def all_gather(self, local_tensors: Sequence[Tensor]) -> list[Tensor]:
         """See ForwardGroup. Returns contiguous tensors, like a real gather, because strides can change the bits."""
-        return [tensor.contiguous() for tensor in local]
+        return [tensor.contiguous() for tensor in local_tensors]
 
-    def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], num_chunks: int) -> list[Tensor]:
+    def reduce_scatter(self, partial_sums: Sequence[Mapping[LeafBlock, Tensor]], num_chunks: int) -> list[Tensor]:
         """See ForwardGroup."""
-        return [self._region.sum_pieces(pieces_of_forward) for pieces_of_forward in pieces]
+        return [self._region.sum_pieces(pieces_of_forward) for pieces_of_forward in partial_sums]
 
 
 @dataclass(eq=False)
@@ -237,7 +244,7 @@ class _RegionCall:
     rng: "ChunkRng"
     outputs: dict[nn.Module, Sequence[Tensor]] = field(default_factory=dict)  # for all chunks of this rank
     inputs: list[Tensor] = field(default_factory=list)
-    current: int = 0  # the local index of the current chunk
+    chunk_index: int = 0  # the local index of the current chunk
 
 
 class _RegionCalls(threading.local):
@@ -292,7 +299,7 @@ class ChunkRng:
     def seed_chunk(self, key: int, chunk: int) -> None:
         """Seed the generators with a seed that is derived from `key` and `chunk`."""
         for generator in self._generators:
-            generator.manual_seed(random.torch_seed(random.extend_key(key, chunk)))
+            generator.manual_seed(random.make_torch_seed(random.extend_key(key, chunk)))
 
     def rewind(self) -> None:
         """Restore the generator states from before the key was drawn, so that the next call draws the same numbers."""

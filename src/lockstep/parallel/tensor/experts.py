@@ -30,16 +30,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.comm.canonical import move
+from lockstep.comm.canonical import transfer_tensors
 from lockstep.comm.carrier import Carrier
 from lockstep.device.meta import has_values
 from lockstep.errors import UsageError
-from lockstep.parallel.linear_map import linear_map
+from lockstep.parallel.linear_map import apply_linear_map
 from lockstep.parallel.tensor.chunks import ChunkRng, Region
-from lockstep.parallel.tensor.layers import align, copy_for_chunks, replaced_parameters, split_by_chunk
+from lockstep.parallel.tensor.layers import align, copy_for_chunks, replace_parameters, split_by_chunk
 
 
-class Pairs(NamedTuple):
+class RoutedRows(NamedTuple):
     """The inputs of a group of experts: `rows` [p, d], `experts` [p] (indices within the group) and `weights` [p]."""
 
     rows: Tensor
@@ -48,10 +48,10 @@ class Pairs(NamedTuple):
 
 
 # Computes the outputs [p, d] of each of several groups of experts.
-ComputeGroups = Callable[[Sequence[Pairs]], Sequence[Tensor]]
+ComputeGroups = Callable[[Sequence[RoutedRows]], Sequence[Tensor]]
 
 
-def takes_pairs(module: nn.Module) -> bool:
+def takes_routed_rows(module: nn.Module) -> bool:
     """Return whether a module's forward method takes three arguments, such as rows, expert indices and weights."""
     return len(inspect.signature(module.forward).parameters) == 3
 
@@ -76,21 +76,23 @@ class Experts:
         """Return the sum of the outputs of `experts` [n, k] for `rows` [n, d], weighted by `weights` [n, k]: [n, d]."""
         if rows.ndim != 2 or experts.ndim != 2:
             raise UsageError(
-                f"recipe.model.plan: {self.region.name} is experts, but was called with rows of shape {[*rows.shape]} "
-                f"and expert indices of shape {[*experts.shape]}; pass shapes [n, d] and [n, k]"
+                f"recipe.model.plan: {self.region.name} is set to experts, but was called with rows of shape "
+                f"{[*rows.shape]} and expert indices of shape {[*experts.shape]}; pass shapes [n, d] and [n, k]"
             )
         inputs = copy_for_chunks(self.region, [rows, weights.reshape(-1)])
         pairs_by_group, row_indices = [], []
         for index, group in enumerate(self.region.local_chunks):
             relative = experts.reshape(-1) - group * self._group_size
-            pairs = _pair_indices(relative, self._group_size)
+            pairs = _find_group_indices(relative, self._group_size)
             row_indices.append(pairs // experts.shape[-1])
             pairs_by_group.append(
-                Pairs(inputs[2 * index].index_select(0, row_indices[-1]), relative[pairs], inputs[2 * index + 1][pairs])
+                RoutedRows(
+                    inputs[2 * index].index_select(0, row_indices[-1]), relative[pairs], inputs[2 * index + 1][pairs]
+                )
             )
         outputs = zip(row_indices, self.compute_groups(pairs_by_group), strict=True)
         group_outputs = [torch.zeros_like(rows).index_add(0, *output) for output in outputs]
-        [total] = linear_map(
+        [total] = apply_linear_map(
             lambda tensors: [self.region.sum_chunks(tensors)],
             partial(_repeat_gradients, len(group_outputs)),
             group_outputs,
@@ -98,62 +100,64 @@ class Experts:
         return total
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
+    def local_parameters(self) -> dict[str, Tensor]:
         """The module's own parameters by name. They only contain this rank's experts."""
         return dict(self.module.named_parameters(recurse=False))
 
-    def compute(self, parameters: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
-        """Return the outputs [p, d] of a group of experts with these `parameters`."""
-        rows, experts, weights = pairs
+    def compute_group(self, parameters: Mapping[str, Tensor], routed_rows: RoutedRows) -> Tensor:
+        """Return the outputs [p, d] of a group of experts with these `local_parameters`."""
+        rows, experts, weights = routed_rows
         if not len(rows):  # keep rows and weights in the graph, so that the backward pass is the same on all ranks
             return rows * weights[:, None]
-        with replaced_parameters(self.module, {**self.module._parameters, **parameters}):
+        with replace_parameters(self.module, {**self.module._parameters, **parameters}):
             return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
 
-    def _compute_groups(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
-        group_parameters = {name: split_by_chunk(parameter, self.region) for name, parameter in self.parameters.items()}
+    def _compute_groups(self, rows_by_group: Sequence[RoutedRows]) -> list[Tensor]:
+        group_parameters = {
+            name: split_by_chunk(parameter, self.region) for name, parameter in self.local_parameters.items()
+        }
         outputs = []
         for index, _ in self.region.iterate_chunks(self.module.training):
             outputs.append(
-                self.compute(
-                    {name: parameter[index] for name, parameter in group_parameters.items()}, pairs_by_group[index]
+                self.compute_group(
+                    {name: parameter[index] for name, parameter in group_parameters.items()}, rows_by_group[index]
                 )
             )
         return outputs
 
 
-def _pair_indices(relative: Tensor, count: int) -> Tensor:
-    """Return the positions in `relative`, a list of expert indices relative to a group, of those in [0, count)."""
-    if not has_values(relative):  # on the meta device, only the shapes matter, so select all pairs
-        return torch.arange(len(relative), device=relative.device)
-    return ((relative >= 0) & (relative < count)).nonzero().squeeze(1)
+def _find_group_indices(relative_experts: Tensor, group_size: int) -> Tensor:
+    """Return the positions of the indices in [0, count) in `relative_experts`, expert indices relative to a group."""
+    if not has_values(relative_experts):  # on the meta device, only the shapes matter, so select all pairs
+        return torch.arange(len(relative_experts), device=relative_experts.device)
+    return ((relative_experts >= 0) & (relative_experts < group_size)).nonzero().squeeze(1)
 
 
-def _repeat_gradients(count: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-    return [*gradients] * count
+def _repeat_gradients(num_groups: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [*gradients] * num_groups
 
 
-Gradients = dict[str, Tensor]  # by parameter name
+NamedGradients = dict[str, Tensor]  # by parameter name
 
 
 @final
-class Dispatch:
-    """Dispatches rows to the ranks with their experts. Each of the `ranks` ranks holds consecutive groups."""
+class Dispatcher:
+    """Dispatches rows to the ranks with their experts. Each of the `num_ranks` ranks holds consecutive groups."""
 
-    def __init__(self, experts: Experts, rank: int, ranks: int, carrier: Carrier) -> None:
+    def __init__(self, experts: Experts, rank: int, num_ranks: int, carrier: Carrier) -> None:
         self._experts = experts
         self._rank = rank
-        self.ranks = ranks
+        self.ranks = num_ranks
         self._carrier = carrier
-        self._local_count = experts.region.num_chunks // ranks
+        self._local_count = experts.region.num_chunks // num_ranks
         # Parameter gradients of the current round by source rank, accumulated over all calls of the module.
-        self._gradients_by_source: dict[int, Gradients] = {}
+        self._gradients_by_source: dict[int, NamedGradients] = {}
 
-    def __call__(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
-        """Return the outputs of all groups on all ranks for this rank's rows. `pairs_by_group` covers all groups."""
+    def __call__(self, rows_by_group: Sequence[RoutedRows]) -> list[Tensor]:
+        """Return the outputs of all groups on all ranks for this rank's rows. `rows_by_group` covers all groups."""
         rng = ChunkRng()
         training = self._experts.module.training
-        counts = [len(pairs.rows) for pairs in pairs_by_group]
+        counts = [len(pairs.rows) for pairs in rows_by_group]
         counts_by_source = self._exchange_counts(counts, rng.key if training else 0)
         sent_counts = [
             sum(counts[first : first + self._local_count]) for first in range(0, len(counts), self._local_count)
@@ -163,20 +167,18 @@ class Dispatch:
             sent_counts,
             received_counts,
             [
-                torch.cat([pairs.rows for pairs in pairs_by_group]),
-                torch.cat([pairs.weights for pairs in pairs_by_group]),
+                torch.cat([pairs.rows for pairs in rows_by_group]),
+                torch.cat([pairs.weights for pairs in rows_by_group]),
             ],
         )
-        [experts] = self.exchange(
-            sent_counts, received_counts, [torch.cat([pairs.experts for pairs in pairs_by_group])]
-        )
+        [experts] = self.exchange(sent_counts, received_counts, [torch.cat([pairs.experts for pairs in rows_by_group])])
         # Rows arrive and return sorted by source rank, and then by group.
         lengths = [length for source_counts in counts_by_source for length in source_counts[:-1]]
         parts = zip(
             _split_rows(lengths, rows), torch.split(experts, lengths), _split_rows(lengths, weights), strict=True
         )
-        received_pairs = (Pairs(*fields) for fields in parts)
-        names, parameters = self._experts.parameters.keys(), self._experts.parameters.values()
+        received_pairs = (RoutedRows(*fields) for fields in parts)
+        names, parameters = self._experts.local_parameters.keys(), self._experts.local_parameters.values()
         parameters_by_source = _GradientsBySource.apply(self, *parameters)
         outputs = []
         for source in range(self.ranks):
@@ -186,7 +188,7 @@ class Dispatch:
                 if training:
                     rng.seed_chunk(counts_by_source[source][-1], group)
                 named_parameters = dict(zip(names, (align(parameter) for parameter in group_parameters), strict=True))
-                outputs.append(self._experts.compute(named_parameters, next(received_pairs)))
+                outputs.append(self._experts.compute_group(named_parameters, next(received_pairs)))
         rng.resume()
         [rows_back] = self._exchange_rows(received_counts, sent_counts, [_join_rows(outputs)])
         return list(_split_rows(counts, rows_back))
@@ -212,41 +214,41 @@ class Dispatch:
                 else:
                     sent.append((outgoing, rank))
                     received.append((incoming, rank))
-        move(self._carrier, sent, received)
+        transfer_tensors(self._carrier, sent, received)
         return arrived
 
     def _exchange_rows(
         self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Call `exchange`. In the backward pass, send the gradients in the opposite direction."""
-        return linear_map(
+        return apply_linear_map(
             partial(self.exchange, sent_counts, received_counts),
             partial(self.exchange, received_counts, sent_counts),
             tensors,
         )
 
-    def accumulate_gradients(self, source: int, gradients: Sequence[Tensor | None]) -> None:
-        """Accumulate parameter gradients of rank `source`'s micro-batch. A gradient can be None."""
-        gradients_of_source = self._gradients_by_source.setdefault(source, {})
-        for name, gradient in zip(self._experts.parameters, gradients, strict=True):
+    def accumulate_gradients(self, source_rank: int, gradients: Sequence[Tensor | None]) -> None:
+        """Accumulate parameter gradients of rank `source_rank`'s micro-batch. A gradient can be None."""
+        gradients_of_source = self._gradients_by_source.setdefault(source_rank, {})
+        for name, gradient in zip(self._experts.local_parameters, gradients, strict=True):
             if gradient is not None:
                 gradients_of_source[name] = (
                     gradients_of_source[name] + gradient if name in gradients_of_source else gradient
                 )
 
-    def pop_gradients(self) -> Mapping[int, Gradients]:
+    def pop_gradients(self) -> Mapping[int, NamedGradients]:
         """Return the parameter gradients of the current round by source rank, and clear them."""
         received, self._gradients_by_source = self._gradients_by_source, {}
         return received
 
-    def _exchange_counts(self, counts: Sequence[int], key: int) -> list[list[int]]:
+    def _exchange_counts(self, counts: Sequence[int], rng_key: int) -> list[list[int]]:
         """Exchange the number of rows for each group, and the RNG keys.
 
         Returns a list for each source rank: the number of its rows for each group of this rank, followed by its key.
         """
-        device = next(iter(self._experts.parameters.values())).device
+        device = next(iter(self._experts.local_parameters.values())).device
         announcement = [
-            [*counts[rank * self._local_count : (rank + 1) * self._local_count], key] for rank in range(self.ranks)
+            [*counts[rank * self._local_count : (rank + 1) * self._local_count], rng_key] for rank in range(self.ranks)
         ]
         [answers] = self.exchange([1] * self.ranks, [1] * self.ranks, [torch.tensor(announcement, device=device)])
         counts_by_source: list[list[int]] = answers.tolist()
@@ -257,7 +259,7 @@ class _GradientsBySource(torch.autograd.Function):
     """Returns one alias of each parameter per source rank. Passes the gradient of each alias to `dispatch`."""
 
     @staticmethod
-    def forward(ctx: Any, dispatch: Dispatch, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, dispatch: Dispatcher, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.dispatch, ctx.count = dispatch, len(parameters)
         ctx.set_materialize_grads(False)
         return tuple(parameter.detach() for _ in range(dispatch.ranks) for parameter in parameters)
@@ -272,16 +274,16 @@ class _GradientsBySource(torch.autograd.Function):
 
 def _split_rows(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
     """Split the rows of a tensor, and copy each part, so that its memory is aligned (see align in layers.py)."""
-    return linear_map(partial(_clone_parts, lengths), _concatenate, [tensor])
+    return apply_linear_map(partial(_split_and_clone, lengths), _concatenate, [tensor])
 
 
 def _join_rows(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate the rows of `parts`. In the backward pass, the gradient of each part has its own memory."""
-    [joined] = linear_map(_concatenate, partial(_clone_parts, [len(part) for part in parts]), parts)
+    [joined] = apply_linear_map(_concatenate, partial(_split_and_clone, [len(part) for part in parts]), parts)
     return joined
 
 
-def _clone_parts(lengths: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+def _split_and_clone(lengths: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
     [joined] = tensors
     return [part.clone() for part in torch.split(joined, [*lengths])]
 

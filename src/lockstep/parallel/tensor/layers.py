@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.parallel.linear_map import linear_map
+from lockstep.parallel.linear_map import apply_linear_map
 from lockstep.parallel.tensor.chunks import ChunkDone, ForwardGroup, Region
 
 _ALIGNED: Final = 16  # bytes
@@ -36,7 +36,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the current chunk."""
-        [outputs] = self.region.outputs_for_chunk(self, partial(self._compute_outputs, inputs))
+        [outputs] = self.region.get_chunk_outputs(self, partial(self._compute_outputs, inputs))
         return outputs.view(*inputs.shape[:-1], -1)
 
     def _compute_outputs(self, inputs: Tensor) -> Sequence[Tensor]:
@@ -59,8 +59,8 @@ class RowLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the sum over all chunks. It is the same on all ranks."""
-        inputs_by_chunk = [tensor.reshape(-1, tensor.shape[-1]) for tensor in self.region.gather_inputs(inputs)]
-        bias, weight, *inputs_by_chunk = _autocast(self.bias, self.weight, *inputs_by_chunk)
+        inputs_by_chunk = [tensor.reshape(-1, tensor.shape[-1]) for tensor in self.region.collect_inputs(inputs)]
+        bias, weight, *inputs_by_chunk = _cast_operands(self.bias, self.weight, *inputs_by_chunk)
         label = f"the last layer of {self.region.name}"
         total: Tensor | None = self.region.forward_group.exchange(
             label, partial(_multiply_rows, self.region), (weight, inputs_by_chunk)
@@ -73,7 +73,7 @@ class RowLinear(nn.Module):
 
 def compute_columns(region: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     """Return the outputs [n, o] for each chunk of this rank. `weight` contains the rows of these chunks."""
-    operands = _autocast(bias, weight, inputs.contiguous())
+    operands = _cast_operands(bias, weight, inputs.contiguous())
     outputs: Sequence[Tensor] = region.forward_group.exchange(
         f"a layer of {region.name}", partial(_multiply_columns, region), operands
     )
@@ -86,12 +86,12 @@ def share_parameters(layer: nn.Module, region: Region) -> None:
     layer.forward = partial(_forward_with_copies, layer, region, layer.forward)
 
 
-def _forward_with_copies(layer: nn.Module, region: Region, forward: Any, *inputs: Any) -> Any:
+def _forward_with_copies(layer: nn.Module, region: Region, original_forward: Any, *inputs: Any) -> Any:
     parameters = layer._parameters
     present = {name: parameter for name, parameter in parameters.items() if parameter is not None}
-    copied = region.outputs_for_chunk(layer, partial(copy_for_chunks, region, [*present.values()]))
-    with replaced_parameters(layer, parameters | dict(zip(present, copied, strict=True))):
-        return forward(*inputs)
+    copied = region.get_chunk_outputs(layer, partial(copy_for_chunks, region, [*present.values()]))
+    with replace_parameters(layer, parameters | dict(zip(present, copied, strict=True))):
+        return original_forward(*inputs)
 
 
 def copy_for_chunks(region: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -102,7 +102,7 @@ def copy_for_chunks(region: Region, tensors: Sequence[Tensor]) -> Sequence[Tenso
 
 
 @contextmanager
-def replaced_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
+def replace_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
     """Replace the direct parameters of `module` with `parameters` in the `with` block."""
     original = module._parameters
     module._parameters = parameters
@@ -117,9 +117,9 @@ def replaced_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterat
 
 
 def _multiply_columns(
-    region: Region, operands: Sequence[tuple[Tensor | None, Tensor, Tensor]]
+    region: Region, operands_by_forward: Sequence[tuple[Tensor | None, Tensor, Tensor]]
 ) -> Sequence[Sequence[Tensor]]:
-    biases, weights, inputs = zip(*operands, strict=True)
+    biases, weights, inputs = zip(*operands_by_forward, strict=True)
     forwards = region.forward_group
     outputs_by_chunk = _ColumnMultiply.apply(
         forwards, region, *biases, *weights, *(inputs[number] for number in forwards.local_indices)
@@ -127,13 +127,15 @@ def _multiply_columns(
     return _split_by_forward(outputs_by_chunk, forwards)
 
 
-def _multiply_rows(region: Region, operands: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
-    weights, parts = zip(*operands, strict=True)
+def _multiply_rows(
+    region: Region, operands_by_forward: Sequence[tuple[Tensor, Sequence[Tensor]]]
+) -> Sequence[Tensor | None]:
+    weights, parts = zip(*operands_by_forward, strict=True)
     forwards = region.forward_group
     totals = _RowMultiply.apply(
         forwards, region, *weights, *(part for parts_of_forward in parts for part in parts_of_forward)
     )
-    outputs: list[Tensor | None] = [None] * forwards.count
+    outputs: list[Tensor | None] = [None] * forwards.num_forwards
     outputs[forwards.local_indices.start : forwards.local_indices.stop] = totals
     return outputs
 
@@ -157,8 +159,8 @@ def _copy_forwards(region: Region, tensors_by_forward: Sequence[Sequence[Tensor]
                 region.reduce_locally(gradient.clone() for gradient in forward_gradients[number::count])
                 for forward_gradients in gradients_by_forward
             ]
-            totals.append(forwards.scatter(pieces, region.num_chunks))
-        gradients_out: list[Tensor | None] = [None] * (forwards.count * count)
+            totals.append(forwards.reduce_scatter(pieces, region.num_chunks))
+        gradients_out: list[Tensor | None] = [None] * (forwards.num_forwards * count)
         local_forwards = forwards.local_indices
         gradients_out[local_forwards.start * count : local_forwards.stop * count] = [
             total[index] for index in range(len(local_forwards)) for total in totals
@@ -166,7 +168,7 @@ def _copy_forwards(region: Region, tensors_by_forward: Sequence[Sequence[Tensor]
         return gradients_out
 
     return _split_by_forward(
-        linear_map(
+        apply_linear_map(
             copy_forward, sum_backward, [tensor for forward_tensors in tensors_by_forward for tensor in forward_tensors]
         ),
         forwards,
@@ -175,8 +177,8 @@ def _copy_forwards(region: Region, tensors_by_forward: Sequence[Sequence[Tensor]
 
 def _split_by_forward(tensors: Sequence[Any], forwards: ForwardGroup) -> list[Sequence[Any]]:
     """Split a flat list of tensors into lists of equal length, one for each forward pass."""
-    count = len(tensors) // forwards.count
-    return [tensors[number * count : (number + 1) * count] for number in range(forwards.count)]
+    count = len(tensors) // forwards.num_forwards
+    return [tensors[number * count : (number + 1) * count] for number in range(forwards.num_forwards)]
 
 
 class _ColumnMultiply(torch.autograd.Function):
@@ -187,17 +189,19 @@ class _ColumnMultiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forwards: ForwardGroup, region: Region, *operands: Tensor) -> tuple[Tensor, ...]:
-        count = forwards.count
+        count = forwards.num_forwards
         biases, weights, local_NI = operands[:count], operands[count : 2 * count], operands[2 * count :]
         ctx.forwards, ctx.region, ctx.biased = forwards, region, biases[0] is not None
         ctx.save_for_backward(weights[0], *local_NI)
         weight_OI = split_by_chunk(weights[0], region)
         if not ctx.biased:
-            return tuple(inputs_NI @ chunk_OI.t() for inputs_NI in forwards.gather(local_NI) for chunk_OI in weight_OI)
+            return tuple(
+                inputs_NI @ chunk_OI.t() for inputs_NI in forwards.all_gather(local_NI) for chunk_OI in weight_OI
+            )
         pairs = list(zip(split_by_chunk(biases[0], region), weight_OI, strict=True))
         return tuple(
             torch.addmm(bias_O, inputs_NI, chunk_OI.t())
-            for inputs_NI in forwards.gather(local_NI)
+            for inputs_NI in forwards.all_gather(local_NI)
             for bias_O, chunk_OI in pairs
         )
 
@@ -207,7 +211,7 @@ class _ColumnMultiply(torch.autograd.Function):
         forwards, region = ctx.forwards, ctx.region
         weight, *local_NI = ctx.saved_tensors
         gradients_by_forward = _split_by_forward(gradients, forwards)  # of outputs_NO, for each chunk
-        no_gradients = [None] * forwards.count
+        no_gradients = [None] * forwards.num_forwards
         bias_grads = (
             [
                 torch.cat([gradient.sum(0) for gradient in forward_gradients])
@@ -217,8 +221,8 @@ class _ColumnMultiply(torch.autograd.Function):
             else no_gradients
         )
         weight_grads: Sequence[Tensor | None] = no_gradients
-        if ctx.needs_input_grad[2 + forwards.count]:
-            pairs = zip(gradients_by_forward, forwards.gather(local_NI), strict=True)
+        if ctx.needs_input_grad[2 + forwards.num_forwards]:
+            pairs = zip(gradients_by_forward, forwards.all_gather(local_NI), strict=True)
             weight_grads = [
                 torch.cat([gradient.t() @ inputs_NI for gradient in forward_gradients])
                 for forward_gradients, inputs_NI in pairs
@@ -232,7 +236,7 @@ class _ColumnMultiply(torch.autograd.Function):
                 )
                 for forward_gradients in gradients_by_forward
             ]
-            input_grads = forwards.scatter(pieces, region.num_chunks)
+            input_grads = forwards.reduce_scatter(pieces, region.num_chunks)
         return None, None, *bias_grads, *weight_grads, *input_grads
 
 
@@ -241,7 +245,7 @@ class _RowMultiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forwards: ForwardGroup, region: Region, *tensors: Tensor) -> tuple[Tensor, ...]:
-        weights, inputs = tensors[: forwards.count], tensors[forwards.count :]
+        weights, inputs = tensors[: forwards.num_forwards], tensors[forwards.num_forwards :]
         ctx.forwards, ctx.region = forwards, region
         ctx.save_for_backward(weights[0], *inputs)
         weight_OI = split_by_chunk(weights[0], region)
@@ -251,7 +255,7 @@ class _RowMultiply(torch.autograd.Function):
             )
             for forward_inputs in _split_by_forward(inputs, forwards)
         ]
-        return tuple(forwards.scatter(pieces, region.num_chunks))
+        return tuple(forwards.reduce_scatter(pieces, region.num_chunks))
 
     @staticmethod
     @once_differentiable
@@ -262,7 +266,7 @@ class _RowMultiply(torch.autograd.Function):
         weight_grads: list[Tensor | None] = []
         input_grads = []
         for gradient_NO, forward_inputs in zip(
-            forwards.gather(gradients), _split_by_forward(inputs, forwards), strict=True
+            forwards.all_gather(gradients), _split_by_forward(inputs, forwards), strict=True
         ):
             needs_weight_grad = ctx.needs_input_grad[2]
             weight_grads.append(
@@ -277,17 +281,17 @@ def split_by_chunk(tensor: Tensor, region: Region) -> tuple[Tensor, ...]:
     return tuple(align(part) for part in tensor.tensor_split(len(region.local_chunks)))
 
 
-def align(part: Tensor) -> Tensor:
-    """Return `part`, or a copy of it if it isn't aligned to 16 bytes.
+def align(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or a copy of it if it isn't aligned to 16 bytes.
 
     The result of a kernel can depend on the memory address. For example, multiplying one row by a matrix on a CPU gives
     different bits if the matrix isn't aligned to 16 bytes. A chunk that follows other chunks in memory may not be
     aligned, but on a rank that only has this chunk, it is.
     """
-    return part.clone() if part.storage_offset() * part.itemsize % _ALIGNED else part
+    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % _ALIGNED else tensor
 
 
-def _autocast(bias: Tensor | None, weight: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
+def _cast_operands(bias: Tensor | None, weight: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
     """Cast the operands to the autocast dtype, as for matrix products. No-op if autocast is disabled."""
     kind = weight.device.type
     if not torch.is_autocast_enabled(kind):

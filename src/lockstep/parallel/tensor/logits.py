@@ -23,26 +23,28 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lockstep.comm.canonical import add_
-from lockstep.core.tree import LeafBlock, total
+from lockstep.core.tree import LeafBlock, sum_pieces
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.chunks import Region
 
 
 @final
-class Logits(Tensor):
-    """Logits of shape [..., entries]. Only contains `parts`, this rank's chunks of shape [..., entries per chunk]."""
+class ChunkedLogits(Tensor):
+    """Logits of shape [..., entries]. Only contains `chunks`, this rank's chunks of shape [..., entries per chunk]."""
 
-    parts: tuple[Tensor, ...]
+    chunks: tuple[Tensor, ...]
     region: Region
 
     @staticmethod
-    def __new__(cls, parts: Sequence[Tensor], region: Region, entries: int, dtype: torch.dtype | None = None) -> Logits:
+    def __new__(
+        cls, chunks: Sequence[Tensor], region: Region, entries: int, dtype: torch.dtype | None = None
+    ) -> ChunkedLogits:
         """Create logits from this rank's chunks. The apparent `dtype` defaults to that of the chunks."""
-        first = parts[0]
-        logits: Logits = Tensor._make_wrapper_subclass(
+        first = chunks[0]
+        logits: ChunkedLogits = Tensor._make_wrapper_subclass(
             cls, (*first.shape[:-1], entries), dtype=dtype or first.dtype, device=first.device
         )
-        logits.parts, logits.region = tuple(parts), region
+        logits.chunks, logits.region = tuple(chunks), region
         return logits
 
     @classmethod
@@ -61,7 +63,7 @@ class Logits(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> NoReturn:
         """Raise UsageError, because the operation would read values of other ranks' chunks."""
-        logits = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
+        logits = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ChunkedLogits))
         _raise_unsupported(logits, f"{function} computes with them")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -69,53 +71,53 @@ class Logits(Tensor):
         return f"Logits of shape {[*self.shape]}, chunks {self.region.local_chunks} of {self.region.num_chunks}"
 
 
-def _raise_unsupported(logits: Logits, reason: str) -> NoReturn:
+def _raise_unsupported(logits: ChunkedLogits, reason: str) -> NoReturn:
     raise UsageError(
-        f"recipe.model.plan: {logits.region.name} is vocab, so its logits are in chunks during training, but {reason}; "
-        f"use these logits only in a cross entropy, or set {logits.region.name} to whole"
+        f"recipe.model.plan: {logits.region.name} is set to vocab, so its logits are in chunks during training, but "
+        f"{reason}; use these logits only in a cross entropy, or set {logits.region.name} to whole"
     )
 
 
-def _with_parts(logits: Logits, parts: Sequence[Tensor]) -> Logits:
-    return Logits(parts, logits.region, logits.shape[-1], logits.dtype)
+def _replace_chunks(logits: ChunkedLogits, chunks: Sequence[Tensor]) -> ChunkedLogits:
+    return ChunkedLogits(chunks, logits.region, logits.shape[-1], logits.dtype)
 
 
-def _index(logits: Logits, index: Any) -> Logits:
+def _index_logits(logits: ChunkedLogits, index: Any) -> ChunkedLogits:
     items = index if isinstance(index, tuple) else (index,)
     is_supported = all(item is Ellipsis or isinstance(item, slice) for item in items)
     if not is_supported or (items[-1] != slice(None) and (Ellipsis in items or len(items) == logits.ndim)):
         _raise_unsupported(logits, f"they are indexed by [{index}]")
-    return _with_parts(logits, [part[index] for part in logits.parts])
+    return _replace_chunks(logits, [part[index] for part in logits.chunks])
 
 
-def _reshape(logits: Logits, *shape: Any) -> Logits:
-    return _reshape_parts(logits, torch.empty(logits.shape, device="meta").reshape(*shape))
+def _reshape(logits: ChunkedLogits, *shape: Any) -> ChunkedLogits:
+    return _reshape_chunks(logits, torch.empty(logits.shape, device="meta").reshape(*shape))
 
 
-def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits:
-    return _reshape_parts(logits, torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim))
+def _flatten(logits: ChunkedLogits, start_dim: int = 0, end_dim: int = -1) -> ChunkedLogits:
+    return _reshape_chunks(logits, torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim))
 
 
-def _reshape_parts(logits: Logits, like: Tensor) -> Logits:
+def _reshape_chunks(logits: ChunkedLogits, like: Tensor) -> ChunkedLogits:
     if not like.ndim or like.shape[-1] != logits.shape[-1]:
         _raise_unsupported(logits, f"they are reshaped from {[*logits.shape]} to {[*like.shape]}")
-    return _with_parts(logits, [part.reshape(*like.shape[:-1], part.shape[-1]) for part in logits.parts])
+    return _replace_chunks(logits, [part.reshape(*like.shape[:-1], part.shape[-1]) for part in logits.chunks])
 
 
-def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
+def _to(logits: ChunkedLogits, *args: Any, dtype: torch.dtype | None = None) -> ChunkedLogits:
     dtype = next((argument for argument in args if isinstance(argument, torch.dtype)), dtype)
     if any(argument not in (dtype, logits.device) for argument in args):
         _raise_unsupported(logits, f"to({', '.join(map(str, args))}) is called on them")
-    return Logits(logits.parts, logits.region, logits.shape[-1], dtype or logits.dtype)
+    return ChunkedLogits(logits.chunks, logits.region, logits.shape[-1], dtype or logits.dtype)
 
 
-def _register_hook(logits: Logits, hook: Any) -> Any:
+def _register_hook(logits: ChunkedLogits, hook: Any) -> Any:
     """Register `hook` on each chunk. Required by fully_shard, which registers hooks on module outputs."""
-    return [part.register_hook(hook) for part in logits.parts][-1]  # type: ignore[no-untyped-call]
+    return [part.register_hook(hook) for part in logits.chunks][-1]  # type: ignore[no-untyped-call]
 
 
 _CHUNKWISE_FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
-    Tensor.__getitem__: _index,
+    Tensor.__getitem__: _index_logits,
     Tensor.view: _reshape,
     Tensor.reshape: _reshape,
     torch.reshape: _reshape,
@@ -124,7 +126,7 @@ _CHUNKWISE_FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     Tensor.contiguous: lambda logits: logits,
     Tensor.float: lambda logits: _to(logits, torch.float32),
     Tensor.to: _to,
-    Tensor.requires_grad.__get__: lambda logits: any(part.requires_grad for part in logits.parts),  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__: lambda logits: any(part.requires_grad for part in logits.chunks),  # type: ignore[attr-defined]
     Tensor.register_hook: _register_hook,
 }
 
@@ -141,7 +143,7 @@ def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
             logits, f"logits of {[*logits.shape]} have targets of {targets.dtype} and shape {[*targets.shape]}"
         )
     ignored = arguments.get("ignore_index", -100)
-    losses: Tensor = _CrossEntropy.apply(logits.region, logits.shape[-1], ignored, targets, *logits.parts)
+    losses: Tensor = _CrossEntropy.apply(logits.region, logits.shape[-1], ignored, targets, *logits.chunks)
     match arguments.get("reduction", "mean"):
         case "none":
             return losses
@@ -159,22 +161,26 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, region: Region, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
-        valid = ((targets >= 0) & (targets < entries)) | (targets == ignored)
-        torch._assert_async(valid.all(), f"a target is not in [0, {entries})")
-        ctx.rows, ctx.ignored = region.row_ranges(entries), ignored
+    def forward(
+        ctx: Any, region: Region, num_entries: int, ignore_index: int, targets: Tensor, *logit_chunks: Tensor
+    ) -> Tensor:
+        valid = ((targets >= 0) & (targets < num_entries)) | (targets == ignore_index)
+        torch._assert_async(valid.all(), f"a target is not in [0, {num_entries})")
+        ctx.rows, ctx.ignored = region.get_row_ranges(num_entries), ignore_index
         statistics = [
             _compute_statistics(part, *_locate_targets(rows, targets))
-            for rows, part in zip(ctx.rows, parts, strict=True)
+            for rows, part in zip(ctx.rows, logit_chunks, strict=True)
         ]
         # Shapes are [chunks, n]. From here on, all ranks compute the same values.
-        chunk_max, sums, target_logits = region.gather_all(torch.stack(statistics)).unbind(1)
+        chunk_max, sums, target_logits = region.all_gather(torch.stack(statistics)).unbind(1)
         row_max = chunk_max.amax(0)
         sums = sums * (chunk_max - row_max).exp()
-        added = total({LeafBlock(chunk, 1): chunk_sum for chunk, chunk_sum in enumerate(sums)}, region.num_chunks, add_)
-        ctx.save_for_backward(targets, row_max, added, *parts)
+        added = sum_pieces(
+            {LeafBlock(chunk, 1): chunk_sum for chunk, chunk_sum in enumerate(sums)}, region.num_chunks, add_
+        )
+        ctx.save_for_backward(targets, row_max, added, *logit_chunks)
         losses: Tensor = added.log() - (target_logits.amax(0) - row_max)
-        return losses.masked_fill(targets == ignored, 0)
+        return losses.masked_fill(targets == ignore_index, 0)
 
     @staticmethod
     @once_differentiable
@@ -197,10 +203,10 @@ def _locate_targets(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
     return inside, (targets - rows.start).where(inside, 0)
 
 
-def _compute_statistics(part: Tensor, inside: Tensor, positions: Tensor) -> Tensor:
+def _compute_statistics(chunk: Tensor, target_mask: Tensor, positions: Tensor) -> Tensor:
     """Return [3, n]: for each row, the largest logit m of a chunk, the sum of exp(logit - m), and the target logit."""
-    logits = part.to(torch.promote_types(part.dtype, torch.float32))
+    logits = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
     row_max = logits.amax(1).clamp_min(torch.finfo(logits.dtype).min)  # finite even if all logits are minus infinity
     exp_sum = (logits - row_max[:, None]).exp_().sum(1)
-    target_logits = logits.gather(1, positions[:, None]).squeeze(1).masked_fill(~inside, -torch.inf)
+    target_logits = logits.gather(1, positions[:, None]).squeeze(1).masked_fill(~target_mask, -torch.inf)
     return torch.stack([row_max, exp_sum, target_logits])

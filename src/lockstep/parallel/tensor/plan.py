@@ -25,13 +25,13 @@ from typing import Any, Final, NamedTuple, final
 
 from torch import nn
 
-from lockstep.common.names import suggest
-from lockstep.common.patterns import select
-from lockstep.core.shard import Chunked
-from lockstep.core.work import divisors
+from lockstep.common.names import format_suggestion
+from lockstep.common.patterns import select_names
+from lockstep.core.shard import ChunkLayout
+from lockstep.core.work import find_divisors
 from lockstep.errors import UsageError
 from lockstep.parallel.tensor.chunks import Region
-from lockstep.parallel.tensor.experts import Experts, takes_pairs
+from lockstep.parallel.tensor.experts import Experts, takes_routed_rows
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, share_parameters
 from lockstep.parallel.tensor.vocab import ChunkedHead, ChunkedLookup
 
@@ -52,43 +52,43 @@ Kinds = Mapping[str, _Kind]  # by module name
 
 
 class _RegionSpec(NamedTuple):
-    """A module or a method that is computed chunk by chunk. `inside` maps its submodules to their kinds."""
+    """A module or a method that is computed chunk by chunk. `submodule_kinds` maps its submodules to their kinds."""
 
     name: str
     method: str
-    inside: Kinds
+    submodule_kinds: Kinds
 
-    def modules_of_kind(self, kind_name: str) -> list[tuple[str, str]]:
+    def find_modules_of_kind(self, kind_name: str) -> list[tuple[str, str]]:
         """Return the name and the kind argument of each module in the region that has this kind."""
-        return [(name, kind.argument) for name, kind in self.inside.items() if kind.label == kind_name]
+        return [(name, kind.argument) for name, kind in self.submodule_kinds.items() if kind.label == kind_name]
 
 
-def split_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
-    """Split the layers of a plan into `count` chunks, in place.
+def split_into_chunks(model: nn.Module, plan: Plan, num_chunks: int) -> dict[str, ChunkLayout]:
+    """Split the layers of a plan into `num_chunks` chunks, in place.
 
     Returns how each rearranged parameter is chunked, by name. Raises UsageError if a layer can't be split.
     """
     kinds = _resolve_kinds(model, plan)
     regions = [_find_region(model, name, kinds) for name, kind in kinds.items() if kind.label == "rowwise"]
-    names_in_regions = {name for region in regions for name in (region.name, *region.inside)}
+    names_in_regions = {name for region in regions for name in (region.name, *region.submodule_kinds)}
     for name, kind in kinds.items():
         if kind.label not in ("experts", "vocab", "whole") and name not in names_in_regions:
             raise UsageError(
-                f"{_KEY}: {name} is {kind.label}, but its module has no rowwise layer; add one to the plan, or set "
-                f"{name} to whole"
+                f"{_KEY}: {name} is set to {kind.label}, but its module has no rowwise layer; add one to the plan, or "
+                f"set {name} to whole"
             )
         if kind.label == "heads":
             for attribute in kind.argument.split(","):
-                _divide_attribute(model.get_submodule(name), name, attribute, count)
+                _divide_attribute(model.get_submodule(name), name, attribute, num_chunks)
     _check_untied(model, kinds)
-    chunked: dict[str, Chunked] = {}
+    chunked: dict[str, ChunkLayout] = {}
     for region in regions:
-        chunked |= _split_region(model, region, count)
+        chunked |= _split_region(model, region, num_chunks)
     for name, kind in kinds.items():
         if kind.label == "experts":
-            _split_experts(model.get_submodule(name), name, kind.argument or "num_experts", count)
+            _split_experts(model.get_submodule(name), name, kind.argument or "num_experts", num_chunks)
         if kind.label == "vocab":
-            _split_rows(model.get_submodule(name), name, count)
+            _split_rows(model.get_submodule(name), name, num_chunks)
     chunked_by_parameter = {model.get_parameter(name): layout for name, layout in chunked.items()}
     named_parameters = model.named_parameters(remove_duplicate=False)  # a module can have several names
     return {
@@ -122,8 +122,8 @@ def _check_untied(model: nn.Module, kinds: Kinds) -> None:
                 foreign_sharer := next((sharer for sharer in sharers if sharer not in by_rows), None)
             ):
                 raise UsageError(
-                    f"{_KEY}: {name} is vocab and shares a weight with {foreign_sharer}; set both to vocab, or untie "
-                    f"them"
+                    f"{_KEY}: {name} is set to vocab, but shares a weight with {foreign_sharer}; set both to vocab, or "
+                    f"untie them"
                 )
             if name not in by_rows and sharers:
                 raise UsageError(
@@ -140,18 +140,18 @@ def _resolve_kinds(model: nn.Module, plan: Plan) -> Kinds:
     names = [name for name, _ in model.named_modules() if name]
     for pattern, kind in plan.items():
         if kind.partition(":")[0] not in KINDS:
-            hint = suggest(kind, KINDS) or f"; use one of {', '.join(KINDS)}"
+            hint = format_suggestion(kind, KINDS) or f"; use one of {', '.join(KINDS)}"
             raise UsageError(f"{_KEY}: {pattern}: unknown kind {kind!r}{hint}")
-        select(_KEY, [pattern], names, "module")
+        select_names(_KEY, [pattern], names, "module")
     kind_by_name = {
         name: next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), "") for name in names
     }
     return {name: _Kind(*kind.partition(":")[::2]) for name, kind in kind_by_name.items() if kind}
 
 
-def _find_region(model: nn.Module, last: str, kinds: Kinds) -> _RegionSpec:
-    """Return the region of the rowwise layer `last`: its innermost parent module with a colwise layer."""
-    for name in _iterate_parents(last):
+def _find_region(model: nn.Module, rowwise_name: str, kinds: Kinds) -> _RegionSpec:
+    """Return the region of the rowwise layer `rowwise_name`: its innermost parent module with a colwise layer."""
+    for name in _iterate_parents(rowwise_name):
         prefix = f"{name}." if name else ""
         inside = {path: kind for path, kind in kinds.items() if path.startswith(prefix)}
         region_kind = kinds.get(name)
@@ -160,8 +160,8 @@ def _find_region(model: nn.Module, last: str, kinds: Kinds) -> _RegionSpec:
             inside = {path: kind for path, kind in inside.items() if "." not in path.removeprefix(prefix)}
             if not callable(getattr(model.get_submodule(name), region_kind.argument, None)):
                 raise UsageError(
-                    f"{_KEY}: {name} is region:{region_kind.argument}, but has no such method; use the name of a "
-                    f"method of this module"
+                    f"{_KEY}: {name} is set to region:{region_kind.argument}, but has no such method; use the name of "
+                    f"a method of this module"
                 )
             if any(kind.label == "colwise" for kind in inside.values()):
                 return _RegionSpec(name, region_kind.argument, inside)
@@ -175,8 +175,8 @@ def _find_region(model: nn.Module, last: str, kinds: Kinds) -> _RegionSpec:
             _check_covered(model, name, inside)
             return _RegionSpec(name, "", inside)
     raise UsageError(
-        f"{_KEY}: {last} is rowwise, but no module contains both it and a colwise layer; add a colwise layer to the "
-        f"plan, or set {last} to whole"
+        f"{_KEY}: {rowwise_name} is set to rowwise, but no module contains both it and a colwise layer; add a colwise "
+        f"layer to the plan, or set {rowwise_name} to whole"
     )
 
 
@@ -186,33 +186,33 @@ def _iterate_parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
+def _check_covered(model: nn.Module, name: str, submodule_kinds: Kinds) -> None:
     """Raise UsageError if the plan doesn't cover a parameter of the region.
 
     Otherwise, the gradients of this parameter wouldn't be summed over the chunks.
     """
     for path, _ in model.get_submodule(name).named_parameters():
         owner = f"{name}.{path}".removeprefix(".").rpartition(".")[0]
-        if not any(owner == planned or owner.startswith(f"{planned}.") for planned in inside):
+        if not any(owner == planned or owner.startswith(f"{planned}.") for planned in submodule_kinds):
             raise UsageError(
                 f"{_KEY}: {name or 'the model'} is split, but the plan does not cover its parameter {path}; set the "
                 f"module of {path} to shared (each chunk uses it) or whole (used before or after the split layers)"
             )
 
 
-def _split_region(model: nn.Module, spec: _RegionSpec, count: int) -> dict[str, Chunked]:
-    region = Region(count, spec.name or "the model")
+def _split_region(model: nn.Module, spec: _RegionSpec, num_chunks: int) -> dict[str, ChunkLayout]:
+    region = Region(num_chunks, spec.name or "the model")
     module = model.get_submodule(spec.name)
-    chunked: dict[str, Chunked] = {}
-    for name, parts_text in spec.modules_of_kind("colwise"):
+    chunked: dict[str, ChunkLayout] = {}
+    for name, parts_text in spec.find_modules_of_kind("colwise"):
         layer, head_dim = _get_linear(model, name, "colwise"), vars(module).get("head_dim", 1)
         chunked |= _replace_layer(
-            model, name, _split_outputs(layer, name, _parse_part_count(name, parts_text), head_dim, region)
+            model, name, _split_outputs(layer, name, _parse_output_count(name, parts_text), head_dim, region)
         )
-    for name, _ in spec.modules_of_kind("rowwise"):
+    for name, _ in spec.find_modules_of_kind("rowwise"):
         chunked |= _replace_layer(model, name, _split_inputs(_get_linear(model, name, "rowwise"), name, region))
-    for name, _ in spec.modules_of_kind("shared"):
-        _share_module(model.get_submodule(name), name, region)
+    for name, _ in spec.find_modules_of_kind("shared"):
+        _share_module_parameters(model.get_submodule(name), name, region)
     if spec.method:
         setattr(module, spec.method, _RegionMethod(getattr(module, spec.method), region))
     else:
@@ -227,8 +227,8 @@ class _RegionHook:
 
     region: Region
 
-    def __call__(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        self.region.call_for_earlier_chunks(partial(module.forward, *arguments, **named))
+    def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.region.call_for_earlier_chunks(partial(module.forward, *args, **kwargs))
 
 
 @final
@@ -244,109 +244,116 @@ class _RegionMethod:
         return self.method(*arguments)
 
 
-def _split_experts(module: nn.Module, name: str, attribute: str, count: int) -> None:
-    """Split the experts of `module` into `count` groups. Keeps the order, so no parameter is rearranged."""
-    if not takes_pairs(module):
+def _split_experts(module: nn.Module, name: str, attribute: str, num_chunks: int) -> None:
+    """Split the experts of `module` into `num_chunks` groups. Keeps the order, so no parameter is rearranged."""
+    if not takes_routed_rows(module):
         raise UsageError(
-            f"{_KEY}: {name} is experts, but its forward does not take exactly three arguments; let it take rows "
-            f"[n, d], expert indices [n, k] and weights [n, k]"
+            f"{_KEY}: {name} is set to experts, but its forward does not take exactly three arguments; let it take "
+            f"rows [n, d], expert indices [n, k] and weights [n, k]"
         )
     if any(path.count(".") for path, _ in module.named_parameters()):
         raise UsageError(
-            f"{_KEY}: {name} is experts, but has submodules with parameters; store the experts as rows of the module's "
-            f"own parameters, or set {name} to whole"
+            f"{_KEY}: {name} is set to experts, but has submodules with parameters; store the experts as rows of the "
+            f"module's own parameters, or set {name} to whole"
         )
-    _divide_attribute(module, name, attribute, count)
+    _divide_attribute(module, name, attribute, num_chunks)
     group_size: int = vars(module)[attribute]
     for key, parameter in module.named_parameters():
-        if not parameter.ndim or parameter.shape[0] != group_size * count:
+        if not parameter.ndim or parameter.shape[0] != group_size * num_chunks:
             raise UsageError(
-                f"{_KEY}: {name} is experts with {attribute}={group_size * count}, but its parameter {key} has shape "
-                f"{[*parameter.shape]}; use one row of dim 0 for each expert"
+                f"{_KEY}: {name} is set to experts with {attribute}={group_size * num_chunks}, but its parameter {key} "
+                f"has shape {[*parameter.shape]}; use one row of dim 0 for each expert"
             )
     # Replace the method instead of the module, so that parameter names don't change.
-    module.forward = Experts(module, Region(count, name), group_size)
+    module.forward = Experts(module, Region(num_chunks, name), group_size)
 
 
-def _split_rows(module: nn.Module, name: str, count: int) -> None:
-    """Split an embedding or a head into `count` chunks of rows. Keeps the row order."""
+def _split_rows(module: nn.Module, name: str, num_chunks: int) -> None:
+    """Split an embedding or a head into `num_chunks` chunks of rows. Keeps the row order."""
     forward: ChunkedLookup | ChunkedHead
     if type(module) is nn.Embedding:
-        forward = ChunkedLookup(module, Region(count, name))
+        forward = ChunkedLookup(module, Region(num_chunks, name))
         if unsupported := [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module)[key]]:
             raise UsageError(
-                f"{_KEY}: {name} is vocab, but sets {unsupported[0]}, which requires all rows; remove {unsupported[0]}"
+                f"{_KEY}: {name} is set to vocab, but uses {unsupported[0]}, which requires all rows; remove "
+                f"{unsupported[0]}"
             )
     elif type(module) is nn.Linear:
-        forward = ChunkedHead(module, Region(count, name))
+        forward = ChunkedHead(module, Region(num_chunks, name))
     else:
         raise UsageError(
             f"{_KEY}: {name} is a {type(module).__name__}, but vocab requires an nn.Embedding, or an nn.Linear whose "
             f"outputs are used by a cross entropy; set {name} to whole"
         )
-    if forward.rows < count:
+    if forward.num_rows < num_chunks:
         raise UsageError(
-            f"recipe.model.chunks: {name} has {forward.rows} rows, fewer than {count} chunks; use fewer chunks, or set "
-            f"{name} to whole in {_KEY}"
+            f"recipe.model.chunks: {name} has {forward.num_rows} rows, fewer than {num_chunks} chunks; use fewer "
+            f"chunks, or set {name} to whole in {_KEY}"
         )
     # Replace the method instead of the module, to keep the class of the module and tied weights.
     module.forward = forward  # type: ignore[method-assign,assignment]
 
 
-def _parse_part_count(name: str, parts_text: str) -> int:
-    if parts_text and not (parts_text.isdecimal() and int(parts_text)):
+def _parse_output_count(module_name: str, argument: str) -> int:
+    if argument and not (argument.isdecimal() and int(argument)):
         raise UsageError(
-            f"{_KEY}: {name} is colwise:{parts_text}, expected the number of concatenated outputs; use e.g. colwise:3"
+            f"{_KEY}: {module_name} is set to colwise:{argument}, expected the number of concatenated outputs; use "
+            "e.g. colwise:3"
         )
-    return int(parts_text or 1)
+    return int(argument or 1)
 
 
-def _share_module(module: nn.Module, name: str, region: Region) -> None:
+def _share_module_parameters(module: nn.Module, module_name: str, region: Region) -> None:
     own_parameters, all_parameters = list(module.parameters(recurse=False)), list(module.parameters())
     if len(own_parameters) < len(all_parameters):
-        raise UsageError(f"{_KEY}: {name} is shared, but has submodules with parameters; set these to shared instead")
+        raise UsageError(
+            f"{_KEY}: {module_name} is set to shared, but has submodules with parameters; set these to shared instead"
+        )
     if own_parameters:
         share_parameters(module, region)
 
 
-def _divide_attribute(module: nn.Module, name: str, attribute: str, count: int) -> None:
-    number = vars(module).get(attribute)
+def _divide_attribute(module: nn.Module, module_name: str, attribute_name: str, num_chunks: int) -> None:
+    number = vars(module).get(attribute_name)
     if not isinstance(number, int):
-        raise UsageError(f"{_KEY}: {name} has no integer attribute {attribute!r}; use the name of such an attribute")
-    if number % count:
-        raise _indivisible_error(count, f"{name}.{attribute} = {number}", number)
-    setattr(module, attribute, number // count)
+        raise UsageError(
+            f"{_KEY}: {module_name} has no integer attribute {attribute_name!r}; use the name of such an attribute"
+        )
+    if number % num_chunks:
+        raise _make_indivisible_error(num_chunks, f"{module_name}.{attribute_name} = {number}", number)
+    setattr(module, attribute_name, number // num_chunks)
 
 
-def _get_linear(model: nn.Module, name: str, kind: str) -> nn.Linear:
-    module = model.get_submodule(name)
+def _get_linear(model: nn.Module, module_name: str, kind: str) -> nn.Linear:
+    module = model.get_submodule(module_name)
     if type(module) is not nn.Linear:
         raise UsageError(
-            f"{_KEY}: {name} is a {type(module).__name__}, but {kind} requires an nn.Linear; set {name} to whole"
+            f"{_KEY}: {module_name} is a {type(module).__name__}, but {kind} requires an nn.Linear; set {module_name} "
+            "to whole"
         )
     return module
 
 
-SplitResult = tuple[ColumnLinear | RowLinear, dict[str, Chunked]]
+SplitResult = tuple[ColumnLinear | RowLinear, dict[str, ChunkLayout]]
 
 
-def _split_outputs(layer: nn.Linear, name: str, parts: int, head_dim: int, region: Region) -> SplitResult:
+def _split_outputs(layer: nn.Linear, name: str, num_parts: int, head_dim: int, region: Region) -> SplitResult:
     """Split the outputs of `layer` into chunks. Returns the split layer and how its parameters are chunked.
 
-    The outputs are the concatenation of `parts` equal parts, such as queries, keys and values. Each chunk contains
+    The outputs are the concatenation of `num_parts` equal parts, such as queries, keys and values. Each chunk contains
     whole heads of `head_dim` outputs.
     """
     outputs, inputs, count = layer.out_features, layer.in_features, region.num_chunks
-    length = outputs // parts
-    if outputs % parts or length % (count * head_dim):
+    length = outputs // num_parts
+    if outputs % num_parts or length % (count * head_dim):
         size_text = f"{length} outputs" if head_dim == 1 else f"{length // head_dim} heads"
-        raise _indivisible_error(
-            count, f"the {f'{parts} x ' if parts > 1 else ''}{size_text} of {name}", length // head_dim
+        raise _make_indivisible_error(
+            count, f"the {f'{num_parts} x ' if num_parts > 1 else ''}{size_text} of {name}", length // head_dim
         )
-    chunked = {"weight": Chunked((outputs, inputs), (parts, count, length // count, inputs), 1)}
+    chunked = {"weight": ChunkLayout((outputs, inputs), (num_parts, count, length // count, inputs), 1)}
     weight, bias = chunked["weight"].to_rows(layer.weight.detach()), None
     if layer.bias is not None:
-        chunked["bias"] = Chunked((outputs,), (parts, count, length // count), 1)
+        chunked["bias"] = ChunkLayout((outputs,), (num_parts, count, length // count), 1)
         bias = chunked["bias"].to_rows(layer.bias.detach())
     return ColumnLinear(weight, bias, region), chunked
 
@@ -354,14 +361,14 @@ def _split_outputs(layer: nn.Linear, name: str, parts: int, head_dim: int, regio
 def _split_inputs(layer: nn.Linear, name: str, region: Region) -> SplitResult:
     outputs, inputs, count = layer.out_features, layer.in_features, region.num_chunks
     if inputs % count:
-        raise _indivisible_error(count, f"the {inputs} inputs of {name}", inputs)
-    chunked = Chunked((outputs, inputs), (outputs, count, inputs // count), 1)
+        raise _make_indivisible_error(count, f"the {inputs} inputs of {name}", inputs)
+    chunked = ChunkLayout((outputs, inputs), (outputs, count, inputs // count), 1)
     bias = None if layer.bias is None else layer.bias.detach()
     return RowLinear(chunked.to_rows(layer.weight.detach()), bias, region), {"weight": chunked}
 
 
-def _replace_layer(model: nn.Module, name: str, split: SplitResult) -> dict[str, Chunked]:
-    layer, chunked_by_key = split
+def _replace_layer(model: nn.Module, name: str, split_result: SplitResult) -> dict[str, ChunkLayout]:
+    layer, chunked_by_key = split_result
     replaced = model.get_submodule(name)
     layer.train(replaced.training)
     for key, parameter in replaced.named_parameters():
@@ -371,6 +378,6 @@ def _replace_layer(model: nn.Module, name: str, split: SplitResult) -> dict[str,
     return {f"{name}.{key}": chunked for key, chunked in chunked_by_key.items()}
 
 
-def _indivisible_error(count: int, subject: str, number: int) -> UsageError:
-    divisors_text = ", ".join(str(divisor) for divisor in divisors(number) if 1 < divisor <= _MAX_SHOWN_CHUNKS)
-    return UsageError(f"recipe.model.chunks: {count} does not divide {subject}; use {divisors_text or 1}")
+def _make_indivisible_error(num_chunks: int, subject: str, size: int) -> UsageError:
+    divisors_text = ", ".join(str(divisor) for divisor in find_divisors(size) if 1 < divisor <= _MAX_SHOWN_CHUNKS)
+    return UsageError(f"recipe.model.chunks: {num_chunks} does not divide {subject}; use {divisors_text or 1}")

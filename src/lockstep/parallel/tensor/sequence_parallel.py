@@ -38,20 +38,20 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lockstep.comm.canonical import CanonicalSum, add_, move
+from lockstep.comm.canonical import CanonicalSum, add_, transfer_tensors
 from lockstep.comm.carrier import Carrier
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs, call_model
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import get_subrange
-from lockstep.core.tree import LeafBlock, blocks, total
+from lockstep.core.tree import LeafBlock, split_into_blocks, sum_pieces
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.exchange import Exchange
-from lockstep.parallel.context.sequence_chunks import SequenceChunks, argument_names, require_sequence_task
-from lockstep.parallel.cooperative import CooperativeScheduler, Joint
+from lockstep.parallel.context.sequence_chunks import SequenceChunks, get_argument_names, require_sequence_task
+from lockstep.parallel.cooperative import CooperativeScheduler, JointFunction
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, align
-from lockstep.parallel.tensor.slices import SplitLayer, split_layers
+from lockstep.parallel.tensor.slices import SplitLayer, find_split_layers
 from lockstep.parallel.work_units import WorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
@@ -68,7 +68,7 @@ def make_sequence_parallel_units(
     num_chunks: int,
     world: World,
     spread_mesh: Mesh,
-    cooperative: CooperativeScheduler,
+    scheduler: CooperativeScheduler,
 ) -> WorkUnits:
     """Return the work units of this rank: one for each chunk of a sequence.
 
@@ -80,21 +80,21 @@ def make_sequence_parallel_units(
     local_chunks = get_subrange(num_chunks, mesh.context, coordinate.context)
     exchange = Exchange(num_chunks, coordinate.context, mesh.context, carrier)
     sequences = SequenceChunks(
-        require_sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative
+        require_sequence_task(problem.task), get_argument_names(model), local_chunks, exchange, scheduler
     )
-    across = world.canonical(mesh, "tensor", side_stream=False)
+    across = world.make_canonical_sum(mesh, "tensor", side_stream=False)
     along = world.make_carrier(mesh, "tensor", side_stream=False)
     forwards = SequenceForwards(
-        len(local_chunks), coordinate.tensor, mesh.tensor, across, along, cooperative, world.get_generators()
+        len(local_chunks), coordinate.tensor, mesh.tensor, across, along, scheduler, world.get_generators()
     )
-    for layer in split_layers(model).values():
+    for layer in find_split_layers(model).values():
         layer.region.sequence_forwards = forwards
     return SequenceParallelUnits(sequences, forwards)
 
 
 def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
     """Raise UsageError if a model can't use sequence parallelism. The model and `example` are on the meta device."""
-    layers = split_layers(model)
+    layers = find_split_layers(model)
     for name, layer in layers.items():
         if not isinstance(layer.module, ColumnLinear | RowLinear):
             raise UsageError(
@@ -136,20 +136,22 @@ class _AttentionCheck(TorchFunctionMode):
 class SequenceParallelUnits:
     """Work units for all chunks of a sequence. Units for other ranks' chunks are dummies that only visit regions."""
 
-    def __init__(self, sequences: SequenceChunks, forwards: "SequenceForwards") -> None:
-        self.count, self.forward_context = sequences.count, sequences.forward_context
-        self.inputs, self.evaluation_inputs = sequences.inputs, sequences.evaluation_inputs
-        self._sequences = sequences
+    def __init__(self, sequence_chunks: SequenceChunks, forwards: "SequenceForwards") -> None:
+        self.count, self.forward_context = sequence_chunks.count, sequence_chunks.forward_context
+        self.inputs, self.evaluation_inputs = sequence_chunks.inputs, sequence_chunks.evaluation_inputs
+        self._sequences = sequence_chunks
         self._forwards = forwards
 
     def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits."""
         leaves = self._sequences.units_for(microbatch, microbatches)
-        return [replace(unit, dummy=number not in self._forwards.local_indices) for number, unit in enumerate(leaves)]
+        return [
+            replace(unit, is_dummy=number not in self._forwards.local_indices) for number, unit in enumerate(leaves)
+        ]
 
     def loss(self, unit: MicroBatch, compute: Callable[[], T]) -> T | None:
         """See WorkUnits."""
-        if unit.dummy:
+        if unit.is_dummy:
             with self.forward_context():
                 self._forwards.visit_regions()
             return None
@@ -158,94 +160,102 @@ class SequenceParallelUnits:
         return loss
 
 
-class _Visit(NamedTuple):
+class _RegionVisit(NamedTuple):
     """A call of a region, with the generator states at its start."""
 
     region: Region
     call: partial[Any]
-    states: Sequence[Tensor]
+    rng_states: Sequence[Tensor]
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class SequenceForwards:
-    """The forward passes of the `count` chunks of a sequence, which execute regions together. See ForwardGroup.
+    """The forward passes of the `num_forwards` chunks of a sequence, which execute regions together. See ForwardGroup.
 
-    Each of the `ranks` ranks has the same number of consecutive chunks, and this rank is `rank`. `across` gathers
-    tensors from all ranks, and `carrier` sends tensors to them. A single rank doesn't need a carrier.
+    Each of the `num_ranks` ranks has the same number of consecutive chunks, and this rank is `rank`. `canonical_sum`
+    gathers tensors from all ranks, and `carrier` sends tensors to them. A single rank doesn't need a carrier.
     """
 
-    count: int
+    num_forwards: int
     rank: int
-    ranks: int
-    across: CanonicalSum
+    num_ranks: int
+    canonical_sum: CanonicalSum
     carrier: Carrier | None
-    cooperative: CooperativeScheduler
+    scheduler: CooperativeScheduler
     generators: Sequence[Generator]
 
     @property
     def local_indices(self) -> range:
         """The indices of the sequence chunks of this rank."""
-        return get_subrange(self.count, self.ranks, self.rank)
+        return get_subrange(self.num_forwards, self.num_ranks, self.rank)
 
     @property
     def in_progress(self) -> bool:
         """Whether the forward passes are running. Always False in evaluation, which uses full sequences."""
-        return self.cooperative.in_progress
+        return self.scheduler.in_progress
 
     def enter(self, region: Region, call: partial[Any]) -> None:
-        """Announce that a forward pass of this rank calls `region`, so that the threads of dummies visit it."""
+        """Announce that a forward pass of this rank calls `region`, so that ranks without a micro-batch also run it."""
         states = [generator.get_state() for generator in self.generators]
-        self.cooperative.exchange(_NEXT, self._share_visits, _Visit(region, call, states))
+        self.scheduler.exchange(_NEXT, self._share_visits, _RegionVisit(region, call, states))
 
     def leave(self) -> None:
         """Announce that a forward pass of this rank won't call any more regions."""
-        self.cooperative.exchange(_NEXT, self._share_visits, None)
+        self.scheduler.exchange(_NEXT, self._share_visits, None)
 
     def visit_regions(self) -> None:
         """Visit all regions that a different rank's forward pass enters, until it calls `leave`."""
-        while (visit := self.cooperative.exchange(_NEXT, self._share_visits, None)) is not None:
-            for generator, state in zip(self.generators, visit.states, strict=True):
+        while (visit := self.scheduler.exchange(_NEXT, self._share_visits, None)) is not None:
+            for generator, state in zip(self.generators, visit.rng_states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view with a storage offset
             visit.region.visit(visit.call)
 
-    def exchange(self, label: str, joint: Joint, inputs: Any) -> Any:
+    def exchange(self, label: str, joint_function: JointFunction, inputs: Any) -> Any:
         """See ForwardGroup."""
-        return self.cooperative.exchange(label, joint, inputs)
+        return self.scheduler.exchange(label, joint_function, inputs)
 
-    def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
+    def all_gather(self, local_tensors: Sequence[Tensor]) -> list[Tensor]:
         """See ForwardGroup."""
-        return [align(tensor) for tensor in self.across.stack_ranks(torch.stack([*local])).flatten(0, 1)]
+        return [align(tensor) for tensor in self.canonical_sum.all_gather(torch.stack([*local_tensors])).flatten(0, 1)]
 
-    def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], num_chunks: int) -> list[Tensor]:
+    def reduce_scatter(self, partial_sums: Sequence[Mapping[LeafBlock, Tensor]], num_chunks: int) -> list[Tensor]:
         """See ForwardGroup."""
-        own_blocks = [*pieces[0]]
+        own_blocks = [*partial_sums[0]]
         sent, received = [], {}
-        for rank in range(self.ranks):
+        for rank in range(self.num_ranks):
             if rank == self.rank:
                 continue
             peer_pieces = [
-                pieces[number][block] for number in get_subrange(self.count, self.ranks, rank) for block in own_blocks
+                partial_sums[number][block]
+                for number in get_subrange(self.num_forwards, self.num_ranks, rank)
+                for block in own_blocks
             ]
             sent.append((torch.stack(peer_pieces), rank))
-            block_count = len(blocks(get_subrange(num_chunks, self.ranks, rank)))
+            block_count = len(split_into_blocks(get_subrange(num_chunks, self.num_ranks, rank)))
             received[rank] = peer_pieces[0].new_empty(len(self.local_indices), block_count, *peer_pieces[0].shape)
         if self.carrier is not None:
-            move(self.carrier, sent, [(tensor, rank) for rank, tensor in received.items()])
+            transfer_tensors(self.carrier, sent, [(tensor, rank) for rank, tensor in received.items()])
         return [
-            self._sum_pieces(pieces[number], received, index, num_chunks)
+            self._sum_pieces(partial_sums[number], received, index, num_chunks)
             for index, number in enumerate(self.local_indices)
         ]
 
     def _sum_pieces(
-        self, own_blocks: Mapping[LeafBlock, Tensor], received: Mapping[int, Tensor], index: int, num_chunks: int
+        self,
+        own_blocks: Mapping[LeafBlock, Tensor],
+        received_pieces: Mapping[int, Tensor],
+        sum_index: int,
+        num_chunks: int,
     ) -> Tensor:
         all_pieces = dict(own_blocks)
-        for rank, tensor in received.items():
-            all_pieces |= zip(blocks(get_subrange(num_chunks, self.ranks, rank)), tensor[index], strict=True)
-        return total(all_pieces, num_chunks, add_)
+        for rank, tensor in received_pieces.items():
+            all_pieces |= zip(
+                split_into_blocks(get_subrange(num_chunks, self.num_ranks, rank)), tensor[sum_index], strict=True
+            )
+        return sum_pieces(all_pieces, num_chunks, add_)
 
-    def _share_visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
+    def _share_visits(self, visits_by_forward: Sequence[_RegionVisit | None]) -> Sequence[_RegionVisit | None]:
         """Return the region call of each forward pass, with arguments that are gathered from all ranks."""
         own_visits = [visits_by_forward[number] for number in self.local_indices]
         visits = [visit for visit in own_visits if visit is not None]
@@ -258,23 +268,23 @@ class SequenceForwards:
                 f"another chunk has not; with sequence_parallel, make every chunk go through the same layers in the "
                 f"same order"
             )
-        flat = [pytree.tree_flatten((visit.call.args, visit.call.keywords, visit.states)) for visit in visits]
+        flat = [pytree.tree_flatten((visit.call.args, visit.call.keywords, visit.rng_states)) for visit in visits]
         columns = [self._gather_argument(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
         all_visits = [*visits_by_forward]
-        for number in set(range(self.count)).difference(self.local_indices):
+        for number in set(range(self.num_forwards)).difference(self.local_indices):
             inputs, named, states = pytree.tree_unflatten([column[number] for column in columns], flat[0][1])
-            all_visits[number] = _Visit(first.region, partial(first.call.func, *inputs, **named), states)
+            all_visits[number] = _RegionVisit(first.region, partial(first.call.func, *inputs, **named), states)
         return all_visits
 
-    def _gather_argument(self, local: Sequence[Any]) -> Sequence[Any]:
-        """Return one argument of a region call for all forward passes. `local` has the arguments on this rank.
+    def _gather_argument(self, local_values: Sequence[Any]) -> Sequence[Any]:
+        """Return one argument of a region call for all forward passes. `local_values` has the arguments on this rank.
 
         Tensors that require a gradient are replaced by zeros, because a visit only uses their shape.
         """
-        first = local[0]
+        first = local_values[0]
         if not isinstance(first, Tensor):
-            return [first] * self.count
+            return [first] * self.num_forwards
         if first.requires_grad:
-            return [first.new_zeros(()).expand(first.shape)] * self.count
-        gathered = self.gather([tensor.to(self.generators[-1].device) for tensor in local])
+            return [first.new_zeros(()).expand(first.shape)] * self.num_forwards
+        gathered = self.all_gather([tensor.to(self.generators[-1].device) for tensor in local_values])
         return [tensor.to(first.device) for tensor in gathered]

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lockstep.core.order import split_range
-from lockstep.parallel.linear_map import linear_map
+from lockstep.parallel.linear_map import apply_linear_map
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import compute_columns, split_by_chunk
-from lockstep.parallel.tensor.logits import Logits
+from lockstep.parallel.tensor.logits import ChunkedLogits
 
 
 @final
@@ -32,13 +32,13 @@ class ChunkedLookup:
     def __init__(self, module: nn.Embedding, region: Region) -> None:
         self.module = module
         self.region = region
-        self.rows = module.num_embeddings  # number of rows of the full table
+        self.num_rows = module.num_embeddings  # number of rows of the full table
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the embeddings [..., d] of `ids` [...]."""
         module = self.module
         embeddings: Tensor = _LookupFunction.apply(
-            self.region, self.rows, module.padding_idx, ids.reshape(-1), module.weight
+            self.region, self.num_rows, module.padding_idx, ids.reshape(-1), module.weight
         )
         return embeddings.view(*ids.shape, -1)
 
@@ -50,7 +50,7 @@ class ChunkedHead:
     def __init__(self, module: nn.Linear, region: Region) -> None:
         self.module = module
         self.region = region
-        self.rows = module.out_features  # number of rows of the full weight
+        self.num_rows = module.out_features  # number of rows of the full weight
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the logits: in training, this rank's chunks (Logits), and in evaluation, the full logits."""
@@ -58,9 +58,11 @@ class ChunkedHead:
         flat = compute_columns(self.region, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
         parts = [logits.view(*inputs.shape[:-1], -1) for logits in flat]
         if module.training:
-            return Logits(parts, self.region, self.rows)
-        [full] = linear_map(
-            partial(_join_chunks, self.region, self.rows), partial(_slice_gradient, self.region, self.rows), parts
+            return ChunkedLogits(parts, self.region, self.num_rows)
+        [full] = apply_linear_map(
+            partial(_join_chunks, self.region, self.num_rows),
+            partial(_slice_gradient, self.region, self.num_rows),
+            parts,
         )
         return full
 
@@ -69,9 +71,11 @@ class _LookupFunction(torch.autograd.Function):
     """Looks up the embeddings [n, d] of `ids` [n]. The embedding of the ID `padding` gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, region: Region, length: int, padding: int | None, ids: Tensor, weight: Tensor) -> Tensor:
-        torch._assert_async(((ids >= 0) & (ids < length)).all(), f"an id is not in [0, {length})")
-        ctx.rows, ctx.padding = region.row_ranges(length), padding
+    def forward(
+        ctx: Any, region: Region, num_entries: int, padding_index: int | None, ids: Tensor, weight: Tensor
+    ) -> Tensor:
+        torch._assert_async(((ids >= 0) & (ids < num_entries)).all(), f"an id is not in [0, {num_entries})")
+        ctx.rows, ctx.padding = region.get_row_ranges(num_entries), padding_index
         ctx.save_for_backward(ids)
         # Adding zeros changes no bits, except that -0.0 becomes 0.0.
         return region.sum_chunks(_look_up_chunks(ctx.rows, split_by_chunk(weight, region), ids))
@@ -96,17 +100,17 @@ def _look_up_chunks(row_ranges: list[range], weights: tuple[Tensor, ...], ids: T
         yield F.embedding((ids - rows.start).masked_fill(outside, 0), weight).masked_fill_(outside[:, None], 0)
 
 
-def _join_chunks(region: Region, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
-    """All-gather the chunks, and concatenate them: [..., entries]. `parts` are this rank's chunks."""
-    if len(parts) == region.num_chunks:
-        return [torch.cat([*parts], -1)]
-    lengths = [len(rows) for rows in split_range(length, region.num_chunks)]
+def _join_chunks(region: Region, num_entries: int, local_chunks: Sequence[Tensor]) -> list[Tensor]:
+    """All-gather the chunks, and concatenate them: [..., entries]. `local_chunks` are this rank's chunks."""
+    if len(local_chunks) == region.num_chunks:
+        return [torch.cat([*local_chunks], -1)]
+    lengths = [len(rows) for rows in split_range(num_entries, region.num_chunks)]
     # Pad all chunks to the length of the first chunk, which is the longest.
-    padded = [F.pad(chunk, (0, lengths[0] - chunk.shape[-1])) for chunk in parts]
-    all_chunks = region.gather_all(torch.stack(padded))
+    padded = [F.pad(chunk, (0, lengths[0] - chunk.shape[-1])) for chunk in local_chunks]
+    all_chunks = region.all_gather(torch.stack(padded))
     return [torch.cat([chunk[..., :count] for chunk, count in zip(all_chunks, lengths, strict=True)], -1)]
 
 
-def _slice_gradient(region: Region, length: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+def _slice_gradient(region: Region, num_entries: int, gradients: Sequence[Tensor]) -> list[Tensor]:
     [gradient] = gradients
-    return [gradient[..., rows.start : rows.stop] for rows in region.row_ranges(length)]
+    return [gradient[..., rows.start : rows.stop] for rows in region.get_row_ranges(num_entries)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.common import plainfile
-from lockstep.common.platforms import reserve
+from lockstep.common.platforms import reserve_disk_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     return FileRecord(digest.hexdigest(), size)
 
 
-def create_sized(path: Path, head: bytes, length: int) -> None:
+def create_preallocated(path: Path, header: bytes, num_bytes: int) -> None:
     """Create a new file of `num_bytes` bytes that starts with `header`. `write_at` writes the rest."""
     with path.open("xb") as file:
-        file.write(head)
-        reserve(file.fileno(), length)  # detects a full disk here, not in the middle of writing
+        file.write(header)
+        reserve_disk_space(file.fileno(), num_bytes)  # detects a full disk here, not in the middle of writing
 
 
-def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
+def write_at(path: Path, chunks: Iterable[tuple[int, memoryview]]) -> None:
     """Write each chunk at its offset in a file, and sync the file to disk. Ranks can write to a file concurrently."""
     with path.open("r+b") as file:
-        for start, data in parts:
+        for start, data in chunks:
             file.seek(start)
             file.write(data)
         file.flush()
@@ -56,7 +56,7 @@ def hash_file(path: Path) -> FileRecord:
 
 def replace(path: Path, data: bytes) -> None:
     """Atomically replace the content of `path` with `data`. A reader sees either the old or the new content."""
-    temporary = _temporary_path(path)
+    temporary = _make_temporary_path(path)
     temporary.unlink(missing_ok=True)
     try:
         write(temporary, [data])
@@ -69,7 +69,7 @@ def replace(path: Path, data: bytes) -> None:
 
 def replace_link(link: Path, target: str) -> None:
     """Atomically make `link` a symbolic link to `target`, which is in the same folder. The folder isn't synced."""
-    temporary = _temporary_path(link)
+    temporary = _make_temporary_path(link)
     temporary.unlink(missing_ok=True)
     os.symlink(target, temporary)
     os.replace(temporary, link)
@@ -84,6 +84,6 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _temporary_path(path: Path) -> Path:
+def _make_temporary_path(path: Path) -> Path:
     # The file must be in the same folder, because a rename is atomic only within a file system.
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")

@@ -13,7 +13,7 @@ def read_same_checkpoint(rendezvous: Rendezvous, path: Path, key: bytes | None) 
 
     All ranks call it. If the manifests of the ranks differ, it raises an error on all ranks.
     """
-    manifest = store.manifest(path, key)
+    manifest = store.read_manifest(path, key)
     # If each host has a separate run folder, the folders may hold different runs. Their paths can differ.
     rendezvous.compare({f"checkpoint {path.name}": asdict(manifest)})
     return manifest, store.read_checkpoint(path, key)

@@ -101,7 +101,7 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
     return saved
 
 
-def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
+def find_progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
     """Yield a description of each value in `progress` that isn't possible for a run with these `steps`.
 
     `task` determines which evaluation is the best. `may_skip` is whether the run may skip updates.

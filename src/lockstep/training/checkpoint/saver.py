@@ -24,7 +24,7 @@ from typing import Any, final
 import torch
 
 from lockstep.comm.world import World
-from lockstep.core.shard import MaybeSharded, Shard, unsharded_tensors
+from lockstep.core.shard import MaybeSharded, Shard, get_unsharded_tensors
 from lockstep.errors import HostError
 from lockstep.training.agreement import Disagreement, find_disagreement
 from lockstep.training.checkpoint import shards, store
@@ -50,7 +50,7 @@ class Saver:
     buffers: frozenset[str] = frozenset()
     key: bytes | None = None
     upload: Callable[[Path], None] | None = None
-    remote: shards.RemoteParts | None = None
+    remote: shards.RemoteShardTransfer | None = None
 
     def __post_init__(self) -> None:
         self._world = self.world.duplicate() if self.background else self.world
@@ -66,10 +66,10 @@ class Saver:
         start_time = time.perf_counter()
         fields, best = progress.event_fields, progress.best_at == progress.step
         if self._executor is None:
-            return [self._write(fields, best, snapshot, start_time)]
+            return [self._write_checkpoint(fields, best, snapshot, start_time)]
         completed = self.wait()
         copied = _copy_snapshot(snapshot)
-        self._running = self._executor.submit(self._write, fields, best, copied, start_time)
+        self._running = self._executor.submit(self._write_checkpoint, fields, best, copied, start_time)
         return completed
 
     def poll(self) -> list[Saved]:
@@ -86,26 +86,28 @@ class Saver:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, fields: dict[str, Any], best: bool, snapshot: Snapshot, start_time: float) -> Saved:
-        step, weights = fields["step"], store.weights_sha256(unsharded_tensors(snapshot.model))
+    def _write_checkpoint(
+        self, event_fields: dict[str, Any], is_best: bool, snapshot: Snapshot, start_time: float
+    ) -> Saved:
+        step, weights = event_fields["step"], store.weights_sha256(get_unsharded_tensors(snapshot.model))
         if (difference := find_disagreement(self._world, snapshot.model, weights)) is not None:
-            raise HostError(_disagreement_message(step, difference, self.buffers))
+            raise HostError(_format_disagreement(step, difference, self.buffers))
         if not snapshot.is_unsharded:
-            weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key, self.remote)
+            weights = shards.save(self._world, self.folder, step, snapshot, self.keep, is_best, self.key, self.remote)
         else:
             with self._world.without_timeout():  # the other ranks wait in a collective, which may time out
                 if self._world.rank == 0:
-                    store.save(self.folder, step, snapshot, self.keep, best, self.key)
+                    store.save(self.folder, step, snapshot, self.keep, is_best, self.key)
         path = self.folder / store.step_name(step)
         if self.upload is not None:
             with self._world.without_timeout():
                 if self._world.rank == 0:
                     self.upload(path)
         seconds = time.perf_counter() - start_time
-        return Saved(**fields, path=str(path), weights_sha256=weights, best=best, seconds=seconds)
+        return Saved(**event_fields, path=str(path), weights_sha256=weights, best=is_best, seconds=seconds)
 
 
-def _disagreement_message(step: int, difference: Disagreement, buffers: frozenset[str]) -> str:
+def _format_disagreement(step: int, difference: Disagreement, buffers: frozenset[str]) -> str:
     """Return the message for ranks that disagree: the tensors, the differing rank, the likely cause, and what to do."""
     fault = "a processor or memory fault"
     if buffers.issuperset(difference.names):
@@ -116,23 +118,24 @@ def _disagreement_message(step: int, difference: Disagreement, buffers: frozense
         cause = f"{fault}, or code that changes weights outside the optimizer"
     subject = f"a {kind} differs" if len(difference.names) == 1 else f"{kind.replace(' or ', 's or ')}s differ"
     return (
-        f"after step {step}, {subject} between ranks: {difference.name_list}: {difference.verdict}; not saved. Likely "
-        f"cause: {cause}. To find such code, use `lockstep verify`, or set placement.audit_every to find a rank that "
-        f"computes wrong results; to continue from the last checkpoint, run the same command again"
+        f"after step {step}, {subject} between ranks ({difference.name_list}), so no checkpoint was saved: "
+        f"{difference.verdict}. Likely cause: {cause}. To find such code, use `lockstep verify`, or set "
+        f"placement.audit_every to find a rank that computes wrong results; to continue from the last checkpoint, run "
+        f"the same command again"
     )
 
 
 @torch.no_grad()
 def _copy_snapshot(snapshot: Snapshot) -> Snapshot:
     files = [
-        None if tensors is None else {name: _copy(value) for name, value in tensors.items()}
+        None if tensors is None else {name: _copy_to_cpu(value) for name, value in tensors.items()}
         for tensors in (snapshot.model, snapshot.optimizer, snapshot.ema, snapshot.feedback, snapshot.script)
     ]
     model, optimizer, ema, feedback, script = files
     return Snapshot(model or {}, optimizer or {}, ema, snapshot.state, feedback, script)
 
 
-def _copy(value: MaybeSharded) -> MaybeSharded:
+def _copy_to_cpu(value: MaybeSharded) -> MaybeSharded:
     if isinstance(value, Shard):
         return replace(value, tensor=value.tensor.to("cpu", copy=True))
     return value.to("cpu", copy=True)

@@ -28,7 +28,7 @@ from lockstep.training.checkpoint.store import Snapshot
 T = TypeVar("T")
 
 
-class RemoteParts(Protocol):
+class RemoteShardTransfer(Protocol):
     """Transfers the rows of a rank to rank 0, if the two ranks don't share a folder (runs/remote_shards.py)."""
 
     def send(self, checkpoint: str, rank: int, files: Mapping[str, Iterable[tuple[int, memoryview]]]) -> None: ...
@@ -44,7 +44,7 @@ def save(
     keep: int,
     best: bool,
     key: bytes | None = None,
-    remote: RemoteParts | None = None,
+    remote: RemoteShardTransfer | None = None,
 ) -> str:
     """Write the checkpoint of `step` like store.save, and return the SHA-256 of the weights. All ranks call it.
 
@@ -57,12 +57,12 @@ def save(
     def prepare() -> str:
         temporary = store.prepare(final)
         for name, frame in frames.items():
-            durable.create_sized(temporary / name, frame.head, frame.bytes)
+            durable.create_preallocated(temporary / name, frame.head, frame.bytes)
         return str(temporary)
 
     def write(temporary: Path) -> bool:
         parts = {
-            name: tensorfile.local_parts(tensors, frames[name].starts, world.rank)
+            name: tensorfile.iterate_local_chunks(tensors, frames[name].offsets, world.rank)
             for name, tensors in snapshot.files.items()
         }
         if remote is not None and not temporary.is_dir():
@@ -72,29 +72,31 @@ def save(
             durable.write_at(temporary / name, file_parts)
         return False
 
-    def publish(temporary: Path, senders: list[int]) -> str:
-        for rank in senders:
+    def publish(temporary_folder: Path, sender_ranks: list[int]) -> str:
+        for rank in sender_ranks:
             assert remote is not None
-            remote.receive(final.name, rank, temporary)
-        files = {name: durable.hash_file(temporary / name) for name in frames}
-        weights = store.weights_sha256(safetensors.torch.load_file(temporary / store.MODEL))  # a memory-mapped file
+            remote.receive(final.name, rank, temporary_folder)
+        files = {name: durable.hash_file(temporary_folder / name) for name in frames}
+        weights = store.weights_sha256(
+            safetensors.torch.load_file(temporary_folder / store.MODEL)
+        )  # a memory-mapped file
         store.publish(final, files, weights, snapshot.state, keep, best, key)
         return weights
 
     try:
         temporary = Path(world.broadcast_text(_all_succeed(world, prepare if world.rank == 0 else str)))
         sends = _all_succeed(world, lambda: write(temporary))
-        senders = [] if remote is None else _ranks_where(world, sends)
+        senders = [] if remote is None else _find_ranks_where(world, sends)
         return world.broadcast_text(
             _all_succeed(world, (lambda: publish(temporary, senders)) if world.rank == 0 else str)
         )
     except OSError as error:
         if world.rank == 0:
             store.abandon(final)
-        raise HostError(store.write_error_message(final, error)) from error
+        raise HostError(store.make_write_error_message(final, error)) from error
 
 
-def _ranks_where(world: World, condition: bool) -> list[int]:
+def _find_ranks_where(world: World, condition: bool) -> list[int]:
     """Return the ranks on which a condition is true. All ranks call it."""
     flags = torch.zeros(world.size, dtype=torch.int64)
     flags[world.rank] = condition

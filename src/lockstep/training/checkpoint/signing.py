@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from lockstep.errors import UsageError, os_error_as
+from lockstep.errors import UsageError, convert_os_error
 
 _MIN_KEY_BYTES: Final = 32  # bytes; a shorter key could be guessed
 _MAX_KEY_BYTES: Final = 4096
@@ -16,14 +16,14 @@ _KEY_ADVICE: Final = "create a key with: (umask 077; head -c 32 /dev/urandom > F
 _PURPOSE: Final = b"lockstep checkpoint manifest\n"
 
 
-def signing_key(file: str | None) -> bytes | None:
+def read_signing_key(file: str | None) -> bytes | None:
     """Return the key that signs the checkpoints of a run, or None if run.key_file isn't set."""
     return read_key(Path(file)) if file is not None else None
 
 
 def read_key(path: Path) -> bytes:
     """Return the key in a file. Raise UsageError if the file is accessible to other users, or doesn't contain a key."""
-    with os_error_as(UsageError, f"run.key_file {path}: cannot be read"):
+    with convert_os_error(UsageError, f"run.key_file {path}: cannot be read"):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -44,11 +44,11 @@ def read_key(path: Path) -> bytes:
     return key
 
 
-def signature(key: bytes, data: bytes) -> str:
+def sign(key: bytes, data: bytes) -> str:
     """Return the HMAC-SHA256 of the text of a manifest, as a hexadecimal string."""
     return hmac.new(key, _PURPOSE + data, hashlib.sha256).hexdigest()
 
 
 def is_signed(key: bytes, data: bytes, claimed: str) -> bool:
     """Return whether `claimed` is the signature of `data`. Compares in constant time."""
-    return hmac.compare_digest(signature(key, data).encode(), claimed.encode())
+    return hmac.compare_digest(sign(key, data).encode(), claimed.encode())

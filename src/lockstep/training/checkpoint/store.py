@@ -44,8 +44,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.common import plainfile
-from lockstep.core.shard import NamedTensors, Shard, local_tensor
-from lockstep.errors import DataError, HostError, TrainingError, UsageError, error_as
+from lockstep.core.shard import NamedTensors, Shard, get_local_tensor
+from lockstep.errors import DataError, HostError, TrainingError, UsageError, convert_error
 from lockstep.training.checkpoint import durable, signing, tensorfile
 from lockstep.training.checkpoint.durable import FileRecord
 
@@ -65,7 +65,7 @@ SCRIPT: Final = "script.safetensors"  # tensors of a user's script
 _FORMAT: Final = 1
 _HMAC: Final = "hmac_sha256"
 _MAX_MANIFEST_BYTES: Final = 1 << 16  # bytes; a manifest lists at most six files
-_MAX_STATE_BYTES: Final = 1 << 26  # bytes; some optimizers keep a scalar for each parameter
+_MAX_STATE_BYTES: Final = 1 << 26  # state.json has the optimizer's scalars, of which some have one for each parameter
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _STEP: Final = re.compile(r"step-(\d{8,})")
 # .tmp is a folder that is being written or removed. .old is a checkpoint that is being replaced by a newer checkpoint
@@ -131,13 +131,13 @@ def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key
     try:
         temporary = prepare(final)
         files = {
-            name: durable.write(temporary / name, tensorfile.chunks(tensors))
+            name: durable.write(temporary / name, tensorfile.iterate_chunks(tensors))
             for name, tensors in unsharded_files(snapshot).items()
         }
         publish(final, files, weights_sha256(snapshot.model), snapshot.state, keep, best, key)
     except OSError as error:
         abandon(final)
-        raise HostError(write_error_message(final, error)) from error
+        raise HostError(make_write_error_message(final, error)) from error
     return final
 
 
@@ -150,7 +150,7 @@ def prepare(final: Path) -> Path:
     """Remove leftovers of killed runs, and create and return the temporary folder for the checkpoint at `final`."""
     final.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
     _remove_leftovers(final.parent)
-    temporary = _hidden_path(final, "tmp")
+    temporary = _make_hidden_path(final, "tmp")
     temporary.mkdir()
     return temporary
 
@@ -169,23 +169,23 @@ def publish(
     `files` are the tensor files in the temporary folder, and `weights` is the SHA-256 of the weights. For the other
     arguments, see `save`.
     """
-    temporary, folder = _hidden_path(final, "tmp"), final.parent
-    files = {**files, STATE: durable.write(temporary / STATE, [_json(state)])}
+    temporary, folder = _make_hidden_path(final, "tmp"), final.parent
+    files = {**files, STATE: durable.write(temporary / STATE, [_to_json(state)])}
     content: dict[str, JSON] = {
         "format": _FORMAT,
         "files": {name: asdict(written) for name, written in files.items()},
         "weights_sha256": weights,
     }
     if key is not None:
-        content[_HMAC] = signing.signature(key, _json(content))
-    durable.write(temporary / MANIFEST, [_json(content)])
+        content[_HMAC] = signing.sign(key, _to_json(content))
+    durable.write(temporary / MANIFEST, [_to_json(content)])
     durable.sync_folder(temporary)
-    _install(final)
+    _rename_to_final(final)
     durable.replace_link(folder / LATEST, final.name)
     if best:
         durable.replace_link(folder / BEST, final.name)
     durable.sync_folder(folder)
-    for path in _removable_checkpoints(folder, keep):
+    for path in _list_removable_checkpoints(folder, keep):
         remove(path)
 
 
@@ -195,11 +195,11 @@ def abandon(final: Path) -> None:
         _remove_leftovers(final.parent)
 
 
-def write_error_message(final: Path, error: OSError) -> str:
+def make_write_error_message(final: Path, error: OSError) -> str:
     """Return the error message for a checkpoint that couldn't be saved, with the newest intact checkpoint."""
     if not final.parent.parent.is_dir():
         return f"{final.parent.parent}: the run folder was removed during training, with its checkpoints; start again"
-    earlier = [path.name for path in checkpoints(final.parent)]
+    earlier = [path.name for path in list_checkpoints(final.parent)]
     intact = f"{earlier[0]} is intact" if earlier else "there is no earlier checkpoint"
     remedy = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fix the problem"
     return f"{final}: checkpoint not written: {error.strerror}; {intact}; {remedy} and start again"
@@ -208,7 +208,8 @@ def write_error_message(final: Path, error: OSError) -> str:
 def unsharded_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each file of an unsharded snapshot."""
     return {
-        name: {key: local_tensor(value) for key, value in tensors.items()} for name, tensors in snapshot.files.items()
+        name: {key: get_local_tensor(value) for key, value in tensors.items()}
+        for name, tensors in snapshot.files.items()
     }
 
 
@@ -220,7 +221,7 @@ def load_newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | Non
     it raises UsageError.
     """
     problems: list[str] = []
-    for path in _candidates(folder):
+    for path in _list_candidates(folder):
         try:
             return FoundCheckpoint(read_checkpoint(path, key), path, problems)
         except TrainingError as error:
@@ -253,13 +254,13 @@ def read_checkpoint(path: Path, key: bytes | None = None) -> Snapshot:
 
     If `key` is set, a manifest that isn't signed with it raises UsageError.
     """
-    expected = manifest(path, key)
+    expected = read_manifest(path, key)
     for name, written in expected.files.items():
-        _verify(path / name, written)
+        _verify_file(path / name, written)
     read_errors = (SafetensorError, ValueError, OSError)
-    with error_as(TrainingError, read_errors, f"{path}: cannot be read, although its hashes match"):
+    with convert_error(TrainingError, read_errors, f"{path}: cannot be read, although its hashes match"):
         # The files are memory-mapped, so a caller that needs only some rows reads only these rows from disk.
-        tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
+        tensors = {name: _load_tensors(path / name) for name in expected.files if name != STATE}
         state = _read_json_object(path / STATE, _MAX_STATE_BYTES)
         snapshot = Snapshot(
             tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK), tensors.get(SCRIPT)
@@ -269,7 +270,7 @@ def read_checkpoint(path: Path, key: bytes | None = None) -> Snapshot:
     return snapshot
 
 
-def manifest(path: Path, key: bytes | None = None) -> Manifest:
+def read_manifest(path: Path, key: bytes | None = None) -> Manifest:
     """Return the manifest of the checkpoint folder `path`, without verifying its files.
 
     Raises DataError if the manifest is damaged, and UsageError if `key` is set and the manifest isn't signed with it.
@@ -287,7 +288,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
             case {"format": int(version), "files": dict(listed), "weights_sha256": str(weights), **rest} if (
                 not rest and version is not True
             ):
-                files = {name: _file_record(name, file) for name, file in listed.items()}
+                files = {name: _parse_file_record(name, file) for name, file in listed.items()}
             case _:
                 raise ValueError(f"its keys are {_format_names(content)}")
         if not _SHA256.fullmatch(weights) or not (signed is None or isinstance(signed, str)):
@@ -297,14 +298,14 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
     if set(files) - {EMA, FEEDBACK, SCRIPT} != {MODEL, OPTIMIZER, STATE}:
         raise DataError(f"{manifest_path}: lists {_format_names(files)}; the checkpoint is damaged")
     if key is not None:
-        _check_signature(path, key, _json(content), signed)
+        _check_signature(path, key, _to_json(content), signed)
     return Manifest(files, weights)
 
 
 def verify(path: Path) -> None:
     """Check the size and the hash of each file of the checkpoint `path`. Raise TrainingError if it is damaged."""
-    for name, written in manifest(path).files.items():
-        _verify(path / name, written)
+    for name, written in read_manifest(path).files.items():
+        _verify_file(path / name, written)
 
 
 def parse_step(path: Path) -> int | None:
@@ -322,29 +323,29 @@ def weights_sha256(model: NamedTensors) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(model):
-        tensor = local_tensor(model[name])
+        tensor = get_local_tensor(model[name])
         # The line break is an unambiguous separator, because JSON escapes line breaks inside a name.
         digest.update(json.dumps([name, tensorfile.dtype_name(name, tensor), list(tensor.shape)]).encode() + b"\n")
         digest.update(tensorfile.to_bytes(tensor))
     return digest.hexdigest()
 
 
-def _json(content: Mapping[str, JSON]) -> bytes:
+def _to_json(content: Mapping[str, JSON]) -> bytes:
     return json.dumps(content, sort_keys=True, indent=1).encode() + b"\n"
 
 
-def _install(final: Path) -> None:
+def _rename_to_final(final: Path) -> None:
     # Two renames are needed, because a rename can't replace a folder that isn't empty. If the process is killed between
     # the two renames, the previous checkpoint of the step keeps its .old name, and `load_newest` finds it there.
     if final.exists():
-        os.rename(final, _hidden_path(final, "old"))
-    os.rename(_hidden_path(final, "tmp"), final)
+        os.rename(final, _make_hidden_path(final, "old"))
+    os.rename(_make_hidden_path(final, "tmp"), final)
     durable.sync_folder(final.parent)
-    _remove(_hidden_path(final, "old"))
+    _remove(_make_hidden_path(final, "old"))
 
 
-def _hidden_path(final: Path, kind: Literal["tmp", "old"]) -> Path:
-    return final.with_name(f".{final.name}.{kind}-{os.getpid()}")
+def _make_hidden_path(checkpoint_path: Path, kind: Literal["tmp", "old"]) -> Path:
+    return checkpoint_path.with_name(f".{checkpoint_path.name}.{kind}-{os.getpid()}")
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -378,14 +379,14 @@ def find_surplus(folder: Path, keep: int) -> list[Path]:
     `best` point to. The caller must hold the lock of the run. If there are checkpoints to remove, the newest checkpoint
     is verified first. If the newest checkpoint is damaged, raises TrainingError, because a run needs an older one.
     """
-    unneeded = _removable_checkpoints(folder, keep)
+    unneeded = _list_removable_checkpoints(folder, keep)
     if unneeded:
-        verify(checkpoints(folder)[0])
+        verify(list_checkpoints(folder)[0])
     leftovers = sorted(folder.iterdir()) if folder.is_dir() else []
     return [*unneeded, *(path for path in leftovers if _is_leftover(path))]
 
 
-def size(path: Path) -> int:
+def compute_size(path: Path) -> int:
     """Return the total size of a checkpoint's files in bytes."""
     return sum(file.lstat().st_size for file in path.iterdir())
 
@@ -395,18 +396,18 @@ def remove(path: Path) -> None:
     if _STEP.fullmatch(path.name):
         # Rename the folder first, so that a kill during the removal doesn't leave a partial checkpoint under a valid
         # name.
-        hidden_path = _hidden_path(path, "tmp")
+        hidden_path = _make_hidden_path(path, "tmp")
         os.rename(path, hidden_path)
         path = hidden_path
     _remove(path)
 
 
-def _removable_checkpoints(folder: Path, keep: int) -> list[Path]:
+def _list_removable_checkpoints(folder: Path, num_kept: int) -> list[Path]:
     linked = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
-    return [path for path in checkpoints(folder)[keep:] if path.name not in linked]
+    return [path for path in list_checkpoints(folder)[num_kept:] if path.name not in linked]
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of `folder` (<run>/checkpoints) by name, newest first."""
     if not folder.is_dir():
         return []
@@ -414,19 +415,21 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(numbered, reverse=True)]
 
 
-def _candidates(folder: Path) -> list[Path]:
+def _list_candidates(folder: Path) -> list[Path]:
     """Return the checkpoints, including those that a killed save renamed to .old, newest step first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     moved = [path for path in paths if (leftover := _LEFTOVER.fullmatch(path.name)) and leftover[3] == "old"]
     # For the same step, the folder with the final name comes before the .old folder.
-    return sorted([*checkpoints(folder), *moved], key=lambda path: (parse_step(path) or 0, path.name), reverse=True)
+    return sorted(
+        [*list_checkpoints(folder), *moved], key=lambda path: (parse_step(path) or 0, path.name), reverse=True
+    )
 
 
-def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) -> FoundCheckpoint:
+def _load_run(path: Path, prefer: Literal["newest", "best"], signing_key: bytes | None) -> FoundCheckpoint:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if prefer == "best" and (folder / BEST).is_symlink():
-        return load(folder / BEST, key=key)
-    checkpoint = load_newest(folder, key)
+        return load(folder / BEST, key=signing_key)
+    checkpoint = load_newest(folder, signing_key)
     if checkpoint is None:
         raise UsageError(f"{path}: no checkpoint found; pass the folder of a run that has saved one")
     if prefer == "best":
@@ -436,32 +439,32 @@ def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) 
     return checkpoint
 
 
-def _check_signature(path: Path, key: bytes, signed_text: bytes, signed: str | None) -> None:
-    if signed is None:
+def _check_signature(path: Path, signing_key: bytes, signed_text: bytes, signature: str | None) -> None:
+    if signature is None:
         raise UsageError(
             f"{path}: not signed, but run.key_file requires a signature, and anyone with write access may have created "
             f"it; if you know that it is yours, resume from it once without run.key_file"
         )
-    if not signing.is_signed(key, signed_text, signed):
+    if not signing.is_signed(signing_key, signed_text, signature):
         raise UsageError(f"{path}: signed with a different key than run.key_file, or changed since; do not use it")
 
 
-def _file_record(name: str, file: JSON) -> FileRecord:
-    match file:
+def _parse_file_record(name: str, entry: JSON) -> FileRecord:
+    match entry:
         case {"sha256": str(sha256), "bytes": int(size), **rest} if not rest and size >= 0 and size is not True:
             if _SHA256.fullmatch(sha256):
                 return FileRecord(sha256, size)
     raise ValueError(f"the entry of {name[:40]!r} is not a hash and a size")
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    with _reading(path):
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    with _convert_read_errors(path):
         plainfile.check_safetensors(path)
     return safetensors.torch.load_file(path)
 
 
-def _verify(path: Path, expected: FileRecord) -> None:
-    with _reading(path), plainfile.open_reader(path) as file:
+def _verify_file(path: Path, expected: FileRecord) -> None:
+    with _convert_read_errors(path), plainfile.open_reader(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
             raise DataError(_describe_damage(path, "bytes", expected.bytes, size))
@@ -472,15 +475,15 @@ def _verify(path: Path, expected: FileRecord) -> None:
 
 def _read_json_object(path: Path, limit: int) -> dict[str, JSON]:
     """Return the JSON object in a file. Raise ValueError if the content isn't a JSON object."""
-    with _reading(path):
+    with _convert_read_errors(path):
         data = plainfile.read_bytes(path, limit)
-    content = plainfile.parse_json(data, _unique_keys)
+    content = plainfile.parse_json(data, _reject_duplicate_keys)
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     return content
 
 
-def _unique_keys(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+def _reject_duplicate_keys(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("a key appears twice")
@@ -492,7 +495,7 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _convert_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:

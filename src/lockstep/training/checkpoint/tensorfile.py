@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.common.plainfile import LARGEST_HEADER
-from lockstep.core.shard import NamedTensors, Shard, local_tensor
+from lockstep.common.plainfile import MAX_HEADER_BYTES
+from lockstep.core.shard import NamedTensors, Shard, get_local_tensor
 from lockstep.errors import TrainingError
 
 _DTYPES: Final[Mapping[torch.dtype, str]] = {
@@ -37,15 +37,15 @@ _DTYPES: Final[Mapping[torch.dtype, str]] = {
 }
 
 
-class Frame(NamedTuple):
+class FileLayout(NamedTuple):
     """The layout of a file: the bytes before the tensors, the offset of each tensor, and the size of the file."""
 
     head: bytes
-    starts: dict[str, int]
+    offsets: dict[str, int]
     bytes: int
 
 
-def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def iterate_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file. They depend on names and values, but not on the device or memory format.
 
     Raises ValueError with the name of the tensor if the format doesn't support its dtype.
@@ -56,31 +56,35 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield to_bytes(tensors[name])
 
 
-def make_layout(tensors: NamedTensors) -> Frame:
+def make_layout(tensors: NamedTensors) -> FileLayout:
     """Return the layout of a file with these tensors. Sharding doesn't change it."""
     # The widest dtypes come first, so that every tensor starts at a multiple of its element size, as mmap readers
     # require.
-    names = sorted(tensors, key=lambda name: (-local_tensor(tensors[name]).element_size(), name))
+    names = sorted(tensors, key=lambda name: (-get_local_tensor(tensors[name]).element_size(), name))
     header: dict[str, object] = {}
     ends = [0]
     for name in names:
-        shape, tensor = tensors[name].shape, local_tensor(tensors[name])
+        shape, tensor = tensors[name].shape, get_local_tensor(tensors[name])
         ends.append(ends[-1] + shape.numel() * tensor.element_size())
         header[name] = {"dtype": dtype_name(name, tensor), "shape": list(shape), "data_offsets": ends[-2:]}
     header_json = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     header_json += b" " * (-len(header_json) % 8)
-    if len(header_json) > LARGEST_HEADER:
+    if len(header_json) > MAX_HEADER_BYTES:
         raise TrainingError(
             f"a file of {len(names):,} tensors: its header of {len(header_json):,} bytes exceeds the limit of "
-            f"{LARGEST_HEADER:,}; use fewer tensors or shorter names"
+            f"{MAX_HEADER_BYTES:,}; use fewer tensors or shorter names"
         )
     head = len(header_json).to_bytes(8, "little") + header_json
-    return Frame(head, {name: len(head) + end for name, end in zip(names, ends, strict=False)}, len(head) + ends[-1])
+    return FileLayout(
+        head, {name: len(head) + end for name, end in zip(names, ends, strict=False)}, len(head) + ends[-1]
+    )
 
 
-def local_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
+def iterate_local_chunks(
+    tensors: NamedTensors, offsets: Mapping[str, int], rank: int
+) -> Iterator[tuple[int, memoryview]]:
     """Yield the offset and bytes of each chunk that `rank` writes: its shards and, on rank 0, all unsharded tensors."""
-    for name, start in starts.items():
+    for name, start in offsets.items():
         value = tensors[name]
         if not isinstance(value, Shard):
             if rank == 0:
