@@ -219,9 +219,7 @@ def _collect_waiting_replies(replies: Sequence[_WaitingReply | _ReturnedReply]) 
     Raises UsageError if functions are waiting at different exchanges, or if only some of them have returned.
     """
     messages = [reply for reply in replies if isinstance(reply, _WaitingReply)]
-    exchanges = [
-        reply.label if isinstance(reply, _WaitingReply) else "its end" for reply in replies
-    ]
+    exchanges = [reply.label if isinstance(reply, _WaitingReply) else "its end" for reply in replies]
     if len(set(exchanges)) > 1:
         index = next(number for number, label in enumerate(exchanges) if label != exchanges[0])
         raise UsageError(
