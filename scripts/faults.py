@@ -105,8 +105,8 @@ class Job:
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def until(self, condition: Callable[[], Any], what: str) -> Any:
-        end = time.monotonic() + PATIENCE_S
+    def until(self, condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+        end = time.monotonic() + patience_s
         while not (found := condition()):
             if time.monotonic() > end:
                 raise SystemExit(f"waited in vain for {what}\n{self.said[-4000:]}")
@@ -122,8 +122,8 @@ class Job:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
-    def wait(self, *codes: int) -> None:
-        self.until(lambda: self.ended, "the end of the job")
+    def wait(self, *codes: int, patience_s: float = PATIENCE_S) -> None:
+        self.until(lambda: self.ended, "the end of the job", patience_s)
         if codes and self.process.returncode not in codes:
             raise SystemExit(f"exit code {self.process.returncode}, not {codes}\n{self.said[-4000:]}")
 
@@ -142,6 +142,8 @@ class Run:
     jobs: int = 0
     before: int = 0  # steps logged when the last job began
     at: float = 0.0  # when the fault came
+    _events: list[dict[str, Any]] = field(default_factory=list)
+    _read_bytes: int = 0  # of the log; a job is waited for by reading it 200 times a second
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -160,8 +162,16 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         path = self.folder / "run" / "events.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        if not path.exists() or path.stat().st_size < self._read_bytes:
+            self._events, self._read_bytes = [], 0
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read_bytes)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]  # without a line that is being written
+            self._events += map(json.loads, whole.splitlines())
+            self._read_bytes += len(whole)
+        return [*self._events]
 
     @property
     def done(self) -> int:

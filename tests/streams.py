@@ -53,7 +53,7 @@ class Streams(Pretended):
             (_fsdp_param, "free_storage", lambda tensor: (self._forget(tensor), free(tensor))),
             (torch.accelerator, "current_stream", handle.current_stream),
             (World, "on_gpu", True),
-            (World, "stream", lambda world: CudaStream(DEVICE)),
+            (World, "make_stream", lambda world: CudaStream(DEVICE)),
             (Transfer, "wait", lambda transfer: (wait(transfer), self._order.now.wait_stream(self._nccl))),
         )
         super().__enter__()
