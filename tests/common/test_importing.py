@@ -21,7 +21,7 @@ def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_returns_the_object() -> None:
-    assert import_object("lockstep.common.names:nearest", "model") is find_nearest
+    assert import_object("lockstep.common.names:find_nearest", "model") is find_nearest
 
 
 def test_finds_modules_of_the_current_directory_and_adds_it_once(here: Path) -> None:

@@ -53,7 +53,7 @@ def test_counts(text: str, numbers: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "2(x)", "2x3", "2(x3", "1,,2", "-1", "2(x3)4"])
 def test_what_are_no_counts(text: str) -> None:
-    with pytest.raises(ValueError, match="expected counts"):
+    with pytest.raises(ValueError, match="expected task counts"):
         expand_counts(text)
 
 
