@@ -211,7 +211,7 @@ class _InLine:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def start(self, tensors: Sequence[Tensor]) -> FinishCopy:
+    def start_copy(self, tensors: Sequence[Tensor]) -> FinishCopy:
         return lambda: [tensor.to(self._device, non_blocking=True) for tensor in tensors]
 
 
@@ -224,7 +224,7 @@ class _Noting:
     def __init__(self, sent: list[Sequence[Tensor]]) -> None:
         self._sent = sent
 
-    def start(self, tensors: Sequence[Tensor]) -> FinishCopy:
+    def start_copy(self, tensors: Sequence[Tensor]) -> FinishCopy:
         self._sent.append(tensors)
         return lambda: tensors
 

@@ -164,14 +164,14 @@ def whole_sum(engine: Any) -> None:
 
 
 def inputs(engine: Any) -> None:
-    loss_of = engine._loss_of
+    loss_of = engine._compute_loss
 
     def faulty(microbatch: Any, *given: Any) -> Any:
         changed = microbatch.batch[0].clone()
         flip(changed)
         return loss_of(replace(microbatch, batch=(changed, microbatch.batch[1])), *given)
 
-    engine._loss_of = faulty
+    engine._compute_loss = faulty
 
 
 def after_the_check(engine: Any) -> None:

@@ -19,7 +19,7 @@ class PlacedRun:
     _model: nn.Module | None
     _computing: int = 0
 
-    def _is_in(self, folder: str | None) -> bool:
+    def _uses_folder(self, folder: str | None) -> bool:
         return False
 
     def _abandon(self) -> None: ...
