@@ -31,9 +31,8 @@ from lockstep.ranks.status import RankStatus
 
 LOST_AFTER_S: Final = 10.0
 _STALL_S: Final = 8.0  # maximum duration of a measurement; the slowest takes 2 s over a 1 Mbit/s link
-_COLLECTIVE_TIMEOUT_S: Final = (
-    20.0  # timeout of collectives; the stall detector needs less time to identify a rank that hangs
-)
+# Timeout of collectives; the stall detector needs less time to identify a rank that hangs.
+_COLLECTIVE_TIMEOUT_S: Final = 20.0
 _HOST_TIMEOUT_S: Final = 15.0  # the first query of a GPU takes seconds
 _NETWORK_TIMEOUT_S: Final = 8.0
 

@@ -201,9 +201,8 @@ def _iterate_frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 def _format_message(error: BaseException) -> str:
     """Format the type and message of an exception. Handles any content, and messages that fail to format."""
     try:
-        message_source = (
-            error.msg if isinstance(error, SyntaxError) and find_source_line(error) else error
-        )  # avoids repeating the location
+        # Avoids repeating the location.
+        message_source = error.msg if isinstance(error, SyntaxError) and find_source_line(error) else error
         name, message = type(error).__name__, str.__str__(str(message_source))
     except Exception as format_error:
         return f"an exception whose message cannot be shown ({type(format_error).__name__})"

@@ -9,9 +9,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
-MAX_HEADER_BYTES: Final = (
-    1 << 24
-)  # in bytes; a header of this size describes 150,000 tensors and takes seconds to parse
+# In bytes; a header of this size describes 150,000 tensors and takes seconds to parse.
+MAX_HEADER_BYTES: Final = 1 << 24
 
 
 def open_descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False) -> int:

@@ -44,9 +44,8 @@ def find_key_positions(message: str, origins: Mapping[str, str]) -> list[str]:
     relevant key is `root` if the user set it and the dataset is known, and `name` otherwise. Default values and
     overrides are omitted, because they have no position in a file.
     """
-    message = re.split(r"\bvalid:", message, maxsplit=1, flags=re.IGNORECASE)[
-        0
-    ]  # ignore the list of valid alternatives
+    # Ignore the list of valid alternatives.
+    message = re.split(r"\bvalid:", message, maxsplit=1, flags=re.IGNORECASE)[0]
     sections = [section for start, section in _SECTIONS_BY_PREFIX.items() if message.startswith(start)]
     keys: dict[str, None] = {}
     for mentioned in dict.fromkeys([*_KEY.findall(message), *sections]):

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from lockstep.core import random
 from lockstep.core.random import UInt64
 
-OrderFunction = Callable[
-    [NDArray[np.int64]], NDArray[np.int64]
-]  # positions in an epoch -> sample indices of the same shape
+# Positions in an epoch -> sample indices of the same shape.
+OrderFunction = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 # Larger datasets are shuffled with a network. On a small rectangle, a network shuffles poorly. A permutation array of
 # this size only takes 32 KiB.

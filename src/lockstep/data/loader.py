@@ -86,9 +86,8 @@ class Loader:
     num_workers: int = 0
     select_dummy: Callable[[Step], int | None] | None = None
     weighting: BatchWeighting | None = None
-    order: Callable[[int], OrderFunction] | None = (
-        None  # returns the sample order of an epoch; defaults to a seeded shuffle
-    )
+    # Returns the sample order of an epoch; defaults to a seeded shuffle.
+    order: Callable[[int], OrderFunction] | None = None
     devices: Sequence[torch.device] = ()  # assigned to micro-batches round-robin; defaults to `device` for all
 
     def __post_init__(self) -> None:

@@ -31,9 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lockstep.common.own_code import SourceLocation, describe_code_between, is_user_code, make_refusal
 from lockstep.loop.placing import FREEZING_ADVICE
 
-MakeWriteError = Callable[
-    [bool], Exception
-]  # returns the error for a write; the argument is whether autograd is writing
+# Returns the error for a write; the argument is whether autograd is writing.
+MakeWriteError = Callable[[bool], Exception]
 
 
 @final
@@ -165,9 +164,8 @@ class Guard:
             for part in (module._parameters, module._buffers, module._modules)
             if part
         ]
-        self._module_dict_values = [
-            part.values() for _, part in self._module_dicts
-        ]  # views, which reflect changes of the dicts
+        # Views, which reflect changes of the dicts.
+        self._module_dict_values = [part.values() for _, part in self._module_dicts]
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._stand_ins = [GradientStandIn(parameter, self._make_write_error) for parameter in self._trained]
         self._no_gradients = [None] * len(self._trained)
@@ -398,9 +396,8 @@ class Guard:
     def _check_before_model_call(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
             self._check_structure(self.last)  # check this before gathering, which overwrites replaced parameters
-            self._check_autograd(
-                check_hooks=False, is_sharded=True
-            )  # requires_grad affects what the backward pass gathers
+            # requires_grad affects what the backward pass gathers.
+            self._check_autograd(check_hooks=False, is_sharded=True)
 
     def _check_before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (name := self._find_foreign_module(module)):

@@ -38,9 +38,8 @@ from lockstep.tasks.base import MicroBatch
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
 # The smallest factor that is recognized as the scale of a GradScaler, which starts at 65,536 and is halved on overflow.
 _MIN_GRAD_SCALE: Final = 256.0
-_NUM_COMPARED_OPERATIONS: Final = (
-    4  # the number of operations at the end of a loss that are compared with earlier losses
-)
+# The number of operations at the end of a loss that are compared with earlier losses.
+_NUM_COMPARED_OPERATIONS: Final = 4
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 

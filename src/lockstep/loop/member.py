@@ -106,9 +106,8 @@ class Member:
             _close_abandoned_runs(run_config.dir)
             if warning := slurm.make_warning(os.environ):
                 print(warning, file=sys.stderr)
-            rendezvous = (
-                make_single_process_rendezvous()
-            )  # errors propagate to the caller, such as a notebook or a test
+            # Errors propagate to the caller, such as a notebook or a test.
+            rendezvous = make_single_process_rendezvous()
         with _release_on_error(resources):
             check_sinks(run_config)
             size, processes = rendezvous.info.size, placement.processes

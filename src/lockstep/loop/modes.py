@@ -22,12 +22,10 @@ class ModuleModes:
         self._modules = dict(model.named_modules())
         names = [*self._modules]  # parents before their children
         self._sizes = [_count_subtree_modules(names, index) for index in range(len(names))]
-        self.initial_names = [
-            *initial_names
-        ]  # names of the modules that were in evaluation mode when the script called run.place
-        self._modules_to_set_eval: frozenset[str] | None = (
-            None  # names of the modules to set to evaluation mode at the first step
-        )
+        # Names of the modules that were in evaluation mode when the script called run.place.
+        self.initial_names = [*initial_names]
+        # Names of the modules to set to evaluation mode at the first step.
+        self._modules_to_set_eval: frozenset[str] | None = None
         self._saved: frozenset[str] | None = None  # names of the modules in evaluation mode at the save in this step
         self._saved_at = ""  # the line of the save
         self._late_changes: dict[str, bool] = {}  # `training` of each module whose mode was set after the save

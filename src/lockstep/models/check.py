@@ -48,9 +48,8 @@ class ModelSummary:
 
     num_parameters: int  # total number of elements in all parameters
     tensors: Mapping[str, TensorSpec]  # all tensors in the state_dict
-    trained_parameters: Mapping[
-        str, TensorSpec
-    ]  # all parameters with requires_grad, in the order of model.named_parameters()
+    # All parameters with requires_grad, in the order of model.named_parameters().
+    trained_parameters: Mapping[str, TensorSpec]
     has_active_batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
     sync_batchnorm_name: str  # name of the first SyncBatchNorm layer that isn't frozen, or an empty string
     buffers: frozenset[str]  # names of the buffers

@@ -41,9 +41,8 @@ from lockstep.errors import UsageError
 
 T = TypeVar("T")
 
-JointFunction = Callable[
-    [Sequence[Any]], Sequence[Any]
-]  # maps the inputs of all functions to one result for each function
+# Maps the inputs of all functions to one result for each function.
+JointFunction = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class _WaitingReply(NamedTuple):

@@ -29,15 +29,13 @@ class Numerics:
 
     recipe: EngineRecipe
     offload_activations: bool = False
-    recompute_interval: int = (
-        0  # recompute every n-th block, or none if 0; only for strategies without their own recomputation
-    )
+    # Recompute every n-th block, or none if 0; only for strategies without their own recomputation.
+    recompute_interval: int = 0
     checks_writes: bool = True  # whether to raise an error if a forward pass writes to weights or buffers
     averages_weights: bool = True  # whether to average weights if the recipe sets `ema`
     needs_full_tensors: bool = False  # whether to give the optimizer full tensors, although they are sharded or chunked
-    chunked_parameters: Mapping[str, ChunkLayout] = field(
-        default_factory=dict
-    )  # parameters that the recipe splits into chunks
+    # Parameters that the recipe splits into chunks.
+    chunked_parameters: Mapping[str, ChunkLayout] = field(default_factory=dict)
     num_peers: int = 1  # number of engines that split the micro-batches of a step, and use different seeds
     peer_index: int = 0  # index of this engine among its peers
 

@@ -34,9 +34,8 @@ FORWARD_CULPRITS: Final = (
     *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
 )
 _CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
-_RELATIVE_TOLERANCE: Final = (
-    1e-3  # much larger than the rounding error of a sum of losses, and much smaller than its distance from a mean
-)
+# Much larger than the rounding error of a sum of losses, and much smaller than its distance from a mean.
+_RELATIVE_TOLERANCE: Final = 1e-3
 
 
 class RandomSample(NamedTuple):

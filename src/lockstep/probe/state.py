@@ -37,9 +37,8 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self.kinds: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
-        self.norm_buffers: dict[
-            str, str
-        ] = {}  # buffers of subclasses of torch's BatchNorm, which may update them differently
+        # Buffers of subclasses of torch's BatchNorm, which may update them differently.
+        self.norm_buffers: dict[str, str] = {}
         self.attributes: dict[str, str] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""

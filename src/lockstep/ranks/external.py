@@ -80,9 +80,8 @@ def _report_and_exit(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
 def _report_failure(rendezvous: Rendezvous, failure: Failure) -> None:
     """Report `failure` to the other ranks, and print the lines that this rank is responsible for."""
     timing = rendezvous.timing
-    first = run_with_timeout(
-        timing.report_timeout_s, lambda: rendezvous.report_failure(failure)
-    )  # the store may no longer exist
+    # The store may no longer exist.
+    first = run_with_timeout(timing.report_timeout_s, lambda: rendezvous.report_failure(failure))
     if (save_failure := rendezvous.write_failure) is not None:
         run_with_timeout(timing.report_timeout_s, lambda: save_failure(first or failure))  # the disk may hang
     for line in (

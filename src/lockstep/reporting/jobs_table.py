@@ -14,9 +14,8 @@ _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "la
 _BEST_COLUMN_INDEX: Final = 3  # index of the column before which `best` is inserted
 _KEY_COLUMNS_INDEX: Final = 6  # index of the column before which the differing keys are inserted
 _NUMERIC_COLUMNS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
-_MAX_KEY_COLUMNS: Final = (
-    5  # maximum number of differing keys with a column; the remaining keys are listed below the table
-)
+# Maximum number of differing keys with a column; the remaining keys are listed below the table.
+_MAX_KEY_COLUMNS: Final = 5
 _MAX_CELL_CHARS: Final = 24  # maximum number of characters in a column of a differing key
 
 

@@ -27,9 +27,8 @@ from lockstep.reporting.run_page import make_live_sections, make_title
 from lockstep.reporting.run_view import RunView
 
 _POLL_MS: Final = 2_000  # polling interval of a live page in milliseconds
-_FINAL_UPDATE_TIMEOUT_S: Final = (
-    2.5 * _POLL_MS / 1_000
-)  # time to keep serving after the runs end, so that pages get the final update
+# Time to keep serving after the runs end, so that pages get the final update.
+_FINAL_UPDATE_TIMEOUT_S: Final = 2.5 * _POLL_MS / 1_000
 _IDLE_TIMEOUT_S: Final = 10.0  # idle connections are closed after this time
 _MAX_CONNECTION_S: Final = (
     60.0  # maximum duration of a connection; a connection serves a single request for at most a few MB

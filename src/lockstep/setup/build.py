@@ -74,9 +74,8 @@ class Setup:
     warnings: tuple[str, ...]  # about settings that are valid but probably unintended
     source_hashes: Mapping[str, str]  # hashes of the user's source files
     task_description: str = ""  # a description of the task, and the reason why it was chosen
-    chunk_layouts: Mapping[str, ChunkLayout] = field(
-        default_factory=dict
-    )  # layouts of the parameters that are split into chunks
+    # Layouts of the parameters that are split into chunks.
+    chunk_layouts: Mapping[str, ChunkLayout] = field(default_factory=dict)
     initial_weights: InitialWeights | None = None  # the initial weights, or None if the seed determines them
     weights_report: MatchReport | None = None  # describes how the initial weights match the parameters of the model
     is_guarded: bool = True  # whether to reject code that makes results depend on the placement

@@ -18,14 +18,12 @@ from lockstep.tasks.batches import get_predictions
 from lockstep.tasks.dpo import Dpo
 from lockstep.tasks.sft import POSITIONS
 
-_MAX_CHECKED_PARAMETERS: Final = (
-    250_000_000  # the maximum number of parameters of a model that is checked with all its layers
-)
+# The maximum number of parameters of a model that is checked with all its layers.
+_MAX_CHECKED_PARAMETERS: Final = 250_000_000
 _NUM_LAYERS: Final = 2
 _SEQUENCE_LENGTH: Final = 8  # length of each sequence, whose ids are drawn from a sample
-_MAX_RELATIVE_DIFFERENCE: Final = (
-    2.0**-10
-)  # maximum difference due to a different input shape, relative to the largest magnitude
+# Maximum difference due to a different input shape, relative to the largest magnitude.
+_MAX_RELATIVE_DIFFERENCE: Final = 2.0**-10
 
 
 def check_reference(resolved: ResolvedConfig, setup: Setup) -> None:

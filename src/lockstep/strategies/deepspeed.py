@@ -116,9 +116,8 @@ class Strategy:
 
     def make_configuration(self, numerics: Numerics) -> dict[str, Any]:
         """Return the DeepSpeed configuration. DeepSpeed uses its defaults for the keys that are missing."""
-        bucket = 2 * max(
-            1, int(self.bucket_mib * 2**19 / _FP32_BYTES)
-        )  # number of elements; a multiple of 2 for alignment
+        # Number of elements; a multiple of 2 for alignment.
+        bucket = 2 * max(1, int(self.bucket_mib * 2**19 / _FP32_BYTES))
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         if self.stage == 3:
             # Disable memory_efficient_linear, because it patches torch for the rest of the process.

@@ -36,9 +36,8 @@ class Plan:
     steps: Steps
     rate: RateSchedule | None  # None if the caller of the loop sets the learning rate
     monitor: Monitor = LOSS
-    compute_metrics: Callable[[Mapping[str, Tensor]], MetricValues] | None = (
-        None  # computes the metrics of a step from its sums
-    )
+    # Computes the metrics of a step from its sums.
+    compute_metrics: Callable[[Mapping[str, Tensor]], MetricValues] | None = None
     # Whether weights and sample counts differ. If so, reports also contain the speed in weight per second.
     has_weights: bool = False
     recipe: EngineRecipe | None = None

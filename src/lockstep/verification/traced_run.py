@@ -71,9 +71,8 @@ class TraceJob:
 
 def open_setup(loaded: LoadedConfig) -> Setup:
     """Open the dataset, run all checks of a training run except those of the placement, and return the setup."""
-    return replace(
-        open_recipe_without_placement(loaded), is_guarded=False
-    )  # report differences instead of rejecting code that causes them
+    # Report differences instead of rejecting code that causes them.
+    return replace(open_recipe_without_placement(loaded), is_guarded=False)
 
 
 def limit_validation(setup: Setup, count: int) -> Setup:

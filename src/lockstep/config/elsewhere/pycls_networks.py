@@ -6,14 +6,10 @@ from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
 _DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
-_RESNET_SHAPE: Final = (
-    [0.25] * 4,
-    [64, 128, 256, 512],
-)  # bottleneck ratios and group widths of ResNets, which have one group
-_RESNEXT_SHAPE: Final = (
-    [0.5] * 4,
-    [4, 8, 16, 32],
-)  # bottleneck ratios and group widths of ResNeXts, which have 32 groups
+# Bottleneck ratios and group widths of ResNets, which have one group.
+_RESNET_SHAPE: Final = [0.25] * 4, [64, 128, 256, 512]
+# Bottleneck ratios and group widths of ResNeXts, which have 32 groups.
+_RESNEXT_SHAPE: Final = [0.5] * 4, [4, 8, 16, 32]
 # The ResNets and ResNeXts that torchvision has. Only timm has the ResNeXt in _TIMM_RESNEXT.
 _RESNETS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d")
 _TIMM_RESNEXT: Final = "resnext101_32x4d"

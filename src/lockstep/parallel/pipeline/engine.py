@@ -129,9 +129,8 @@ class PipelineEngine:
         self._slots = OptimizerStateLayout(self._layout.trained, self._layout.as_shard)
         self._updates = WeightUpdater(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        self._offload = (
-            numerics.offload_activations and not pipeline_shape.recompute
-        )  # recomputation has no saved activations
+        # Recomputation has no saved activations.
+        self._offload = numerics.offload_activations and not pipeline_shape.recompute
         self._forward_key = random.make_key(random.FORWARD, numerics.seed)
         self._links = Links(world, placement, self._ties)
         self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0

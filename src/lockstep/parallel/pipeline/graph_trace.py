@@ -78,9 +78,8 @@ class GraphTrace:
         for position, node in enumerate(self.nodes):
             if node.op == "call_module":
                 self.calls.setdefault(_get_module_name(node), position)
-        self._unsupported: frozenset[str] = (
-            frozenset()
-        )  # names of the nodes whose results are neither tensors nor integers
+        # Names of the nodes whose results are neither tensors nor integers.
+        self._unsupported: frozenset[str] = frozenset()
         self._output_nodes = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
         if any(
             node.target is getattr for node in self._output_nodes

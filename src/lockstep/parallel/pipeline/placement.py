@@ -35,9 +35,8 @@ class StagePlacement:
 
     def __init__(self, pipeline_shape: PipelineShape, world: World) -> None:
         pipelines = pipeline_shape.replicas * pipeline_shape.sharers
-        self.num_ranks = world.size // (
-            pipelines * pipeline_shape.tensor * pipeline_shape.context
-        )  # number of ranks in a pipeline
+        # Number of ranks in a pipeline.
+        self.num_ranks = world.size // (pipelines * pipeline_shape.tensor * pipeline_shape.context)
         self.mesh = Mesh(
             replicate=pipelines, pipe=self.num_ranks, tensor=pipeline_shape.tensor, context=pipeline_shape.context
         )

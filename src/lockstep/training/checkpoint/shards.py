@@ -77,9 +77,8 @@ def save(
             assert remote is not None
             remote.receive(final.name, rank, temporary_folder)
         files = {name: durable.hash_file(temporary_folder / name) for name in frames}
-        weights = store.weights_sha256(
-            safetensors.torch.load_file(temporary_folder / store.MODEL)
-        )  # a memory-mapped file
+        # A memory-mapped file.
+        weights = store.weights_sha256(safetensors.torch.load_file(temporary_folder / store.MODEL))
         store.publish(final, files, weights, snapshot.state, keep, best, key)
         return weights
 
