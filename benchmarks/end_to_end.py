@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import transforms
 
-from benchmarks.loop import no_evaluation, no_save
+from benchmarks.loop import train_only
 from benchmarks.processes import Contestant, Turn, take_turns, timed
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
@@ -39,14 +39,9 @@ from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import select_deterministic_kernels
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
-from lockstep.ranks.signals import StopRequest
 from lockstep.strategies.ddp import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.loop import iterate_training_steps, train
-from lockstep.training.plan import Interval, Plan
-from lockstep.training.progress import Progress
-from lockstep.training.reports import StepReporter
 
 BATCH, SAMPLES, CLASSES = 256, 5120, 10  # the global batch of the tutorial and of the recipe cifar10-resnet18
 LR, MOMENTUM = 0.01, 0.9
@@ -118,20 +113,8 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
         world,
         Numerics(PlainRecipe(microbatches=microbatches)),
     )
-    never = Interval(steps=10**9)
-    plan = Plan(
-        endless,
-        RateSchedule(LR, SAMPLES, 1.0),
-        recipe=PlainRecipe(1),
-        log=Interval(steps=1),
-        evaluate=never,
-        save=never,
-    )
-    reports = StepReporter(world, plan, Progress())
-    following = iterate_training_steps(
-        loader.iterate_steps, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
-    )
-    return _turn(steps, world, train(engine, reports, following))
+    rate = RateSchedule(LR, SAMPLES, 1.0)
+    return _turn(steps, world, train_only(engine, loader, world, rate, log_every=1))
 
 
 def _turn(steps: int, world: World, training: Iterator[object]) -> Turn:

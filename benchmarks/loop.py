@@ -34,6 +34,7 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
 from lockstep.device.memory import keep_freed_memory
 from lockstep.device.precision import select_deterministic_kernels
+from lockstep.parallel.engine import Engine
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.ranks.external import make_single_process_rendezvous
@@ -42,9 +43,9 @@ from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
-from lockstep.training.events import Evaluated, Saved
+from lockstep.training.events import Evaluated, Event, Saved
 from lockstep.training.loop import iterate_training_steps, train
-from lockstep.training.plan import Interval, Plan
+from lockstep.training.plan import NEVER, Interval, Plan
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReporter
 
@@ -161,15 +162,6 @@ def _lockstep(steps: int, world: World) -> Turn:
     split = TensorSplit(*_data())
     data = DataSet(split, split)
     plan_steps = Steps(SAMPLES, BATCH, steps=steps)
-    never = Interval(steps=10**9)
-    plan = Plan(
-        plan_steps,
-        RateSchedule(LR, SAMPLES, 1.0),
-        recipe=PlainRecipe(1),
-        log=Interval(steps=10),
-        evaluate=never,
-        save=never,
-    )
     loader = Loader(data, plan_steps, 1, NoTransforms(), world.device, 0)
     engine = Strategy().start(
         Problem(Classification(), _model),
@@ -177,14 +169,11 @@ def _lockstep(steps: int, world: World) -> Turn:
         world,
         Numerics(PlainRecipe(microbatches=1)),
     )
+    rate = RateSchedule(LR, SAMPLES, 1.0)
 
     def turn() -> float:
         began = time.perf_counter()
-        reports = StepReporter(world, plan, Progress())
-        following = iterate_training_steps(
-            loader.iterate_steps, reports, evaluate=no_evaluation, save=no_save, stop=StopRequest()
-        )
-        for _ in train(engine, reports, following):
+        for _ in train_only(engine, loader, world, rate, log_every=10):
             pass
         return time.perf_counter() - began
 
@@ -212,13 +201,23 @@ def _own_loop(steps: int, _: World) -> Turn:
     return turn
 
 
-def no_evaluation(progress: Progress) -> Evaluated:
+def train_only(engine: Engine, loader: Loader, world: World, rate: RateSchedule, log_every: int) -> Iterator[Event]:
+    """Train through the steps of the loader, with a report every so many of them, and neither evaluate nor save."""
+    plan = Plan(loader.steps, rate, recipe=PlainRecipe(1), log=Interval(steps=log_every), evaluate=NEVER, save=NEVER)
+    reports = StepReporter(world, plan, Progress())
+    following = iterate_training_steps(
+        loader.iterate_steps, reports, evaluate=_no_evaluation, save=_no_save, stop=StopRequest()
+    )
+    return train(engine, reports, following)
+
+
+def _no_evaluation(progress: Progress) -> Evaluated:
     """Say that nothing was evaluated: the loop asks for it after the last step."""
     place = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
     return Evaluated(**place, loss=0.0, figures={}, evaluated=0, of=0, seconds=0.0)
 
 
-def no_save(_: Progress) -> list[Saved]:
+def _no_save(_: Progress) -> list[Saved]:
     """Save nothing: the loop asks for it after the last step."""
     return []
 

@@ -40,11 +40,18 @@ from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
 from lockstep.comparison.drive import run_all
 from lockstep.comparison.output import JSON, Display
-from lockstep.comparison.plan import ComparisonRequest, PlannedRun, make_comparison_path, parse_processes, plan_runs
+from lockstep.comparison.plan import (
+    ComparisonRequest,
+    PlannedRun,
+    check_folders,
+    make_comparison_path,
+    parse_processes,
+    plan_runs,
+)
 from lockstep.comparison.result import Comparison, ResultRow, format_conclusions, to_json
 from lockstep.config import plan as planning
 from lockstep.config.blame import add_key_positions
-from lockstep.config.load import LoadedConfig, load, read_run_recipe, split_arguments, to_yaml
+from lockstep.config.load import LoadedConfig, load, split_arguments, to_yaml
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import CONFIG_NAME
 from lockstep.config.write import format_flow
@@ -70,7 +77,6 @@ from lockstep.setup.examples import get_device_transforms
 from lockstep.setup.first_weights import load_initial_weights
 from lockstep.setup.prepare import PreparedRun, open_recipe
 from lockstep.setup.resolved import ResolvedConfig, resolve_config
-from lockstep.setup.resume import check_recipe
 from lockstep.setup.schedule import find_rate
 from lockstep.training.checkpoint.store import weights_sha256
 from lockstep.training.evaluate import compute_batch_sums, compute_task_metrics
@@ -116,10 +122,9 @@ def plan(source: str, overrides: Sequence[str], processes: Sequence[int], folder
         own = folder / f"usual-script-{size}"
         placed = (f"placement.strategy={'ddp' if size > 1 else 'single'}", f"placement.processes={size}")
         loaded = load(source, [*overrides, *placed, f"run.dir={format_flow(str(own))}", "run.resume=auto"])
-        if (own / CONFIG_NAME).exists():
-            check_recipe(own, read_run_recipe(own / CONFIG_NAME), loaded.config.recipe)
         _prepare(loaded)
         plans.append(PlannedRun(loaded, ResultRow(NAIVE, size, "", str(own), "none"), train_naive))
+    check_folders(plans[1:], folder)
     return plans
 
 

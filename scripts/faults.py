@@ -6,7 +6,6 @@ run ended or stopped, its work saved as far as the fault allowed, and the machin
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -24,6 +23,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from lockstep.reporting.jsonl import Tail
 
 SCRIPTS = Path(__file__).parent
 MARK = "LOCKSTEP_FAULTS"  # in the environment of all that a run starts, so that survivors can be found
@@ -142,8 +143,6 @@ class Run:
     jobs: int = 0
     before: int = 0  # steps logged when the last job began
     at: float = 0.0  # when the fault came
-    _events: list[dict[str, Any]] = field(default_factory=list)
-    _read_bytes: int = 0  # of the log; a job is waited for by reading it 200 times a second
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -151,6 +150,7 @@ class Run:
         (self.folder / "paced.py").write_text(MODEL, encoding="utf-8")
         (self.folder / "small.yaml").write_text(RECIPE.format(steps=self.steps), encoding="utf-8")
         self.tell("pace", PACE)
+        self._follow()
 
     @property
     def mark(self) -> str:
@@ -161,17 +161,14 @@ class Run:
         (self.folder / "new").rename(self.folder / name)
 
     def events(self) -> list[dict[str, Any]]:
-        path = self.folder / "run" / "events.jsonl"
-        if not path.exists() or path.stat().st_size < self._read_bytes:
-            self._events, self._read_bytes = [], 0
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(self._read_bytes)
-                new = file.read()
-            whole = new[: new.rfind(b"\n") + 1]  # without a line that is being written
-            self._events += map(json.loads, whole.splitlines())
-            self._read_bytes += len(whole)
+        """All that was logged. What waits for a job asks 200 times a second, so only new lines are read."""
+        if self._tail.is_replaced():
+            self._follow()
+        self._events += self._tail.read_new_events()
         return [*self._events]
+
+    def _follow(self) -> None:
+        self._tail, self._events = Tail(self.folder / "run" / "events.jsonl", strict=True), []
 
     @property
     def done(self) -> int:

@@ -135,8 +135,28 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
         raise UsageError("\n".join(recipe_problems))
     if problems:
         raise UsageError("\n".join(["these placements cannot run, so none was started:", *dict.fromkeys(problems)]))
-    _check_folders(plans, request.folder)
+    check_folders(plans, request.folder)
     return plans
+
+
+def check_folders(plans: Sequence[PlannedRun], folder: Path) -> None:
+    """Raise UsageError if runs in `folder` have a different recipe. The error lists each key that differs once."""
+    configs = [(Path(plan.row.folder) / CONFIG_NAME, plan.loaded.config.recipe) for plan in plans]
+    differences = dict.fromkeys(
+        line
+        for config, recipe in configs
+        if config.exists()
+        for line in list_recipe_differences(read_run_recipe(config), recipe)
+    )
+    if differences:
+        raise UsageError(
+            "\n".join(
+                [
+                    f"{folder}: contains runs of a different recipe; choose a different folder, or undo the changes:",
+                    *differences,
+                ]
+            )
+        )
 
 
 def _load_variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, LoadedConfig]]:
@@ -194,26 +214,6 @@ def _plan_run(
     resolved = check_config(loaded)
     check_partitioning(resolved, setup)
     return PlannedRun(loaded, ResultRow(name, count, variant, str(folder), resolved.strategy.traits.exactness))
-
-
-def _check_folders(plans: Sequence[PlannedRun], folder: Path) -> None:
-    """Raise UsageError if runs in `folder` have a different recipe. The error lists each key that differs once."""
-    configs = [(Path(plan.row.folder) / CONFIG_NAME, plan.loaded.config.recipe) for plan in plans]
-    differences = dict.fromkeys(
-        line
-        for config, recipe in configs
-        if config.exists()
-        for line in list_recipe_differences(read_run_recipe(config), recipe)
-    )
-    if differences:
-        raise UsageError(
-            "\n".join(
-                [
-                    f"{folder}: contains runs of a different recipe; choose a different folder, or undo the changes:",
-                    *differences,
-                ]
-            )
-        )
 
 
 def _make_placement_overrides(strategy: Strategy, num_processes: int) -> tuple[str, str]:
