@@ -123,7 +123,7 @@ def test_what_is_not_installed_is_named(saved, monkeypatch):
 
 def test_samples_of_several_inputs_are_no_pictures(saved):
     with pytest.raises(UsageError, match="samples of dataset digits have no single shape, but images have 1 or 3"):
-        get_preprocessing(replace(saved, facts=DatasetInfo()))
+        get_preprocessing(replace(saved, dataset_info=DatasetInfo()))
 
 
 def test_models_of_others_are_refused(run, trained):
@@ -143,7 +143,7 @@ def test_an_export_of_other_weights_leaves_nothing(saved, trained, monkeypatch):
         return write(subject, place)
 
     monkeypatch.setattr(to_safetensors, "write", damaged)
-    with pytest.raises(TrainingError, match=r"differ from the model of the run by .* \(tolerance 0\); nothing was"):
+    with pytest.raises(TrainingError, match=r"differ from the model of the run by .* \(tolerance 0\), so nothing was"):
         export_saved(saved, "safetensors")
     monkeypatch.setattr(to_safetensors, "write", lambda subject, place: place.write_text("no"))
     with pytest.raises(TrainingError, match="cannot load the export, so nothing was written"):
@@ -166,7 +166,7 @@ def test_a_model_that_cannot_be_traced_is_told(saved, trained, monkeypatch):
 
 
 def test_outputs_are_compared_with_what_roundings_may_do(saved, trained, monkeypatch):
-    model, inputs = saved.model(), (torch.ones(2, 1, 8, 8),)
+    model, inputs = saved.build_model(), (torch.ones(2, 1, 8, 8),)
     outputs = model(*inputs)
     monkeypatch.setattr("lockstep.exports.check._run_export", lambda *_: outputs * (1 + 1e-6))
     found = check_export("torch", trained, model, inputs, outputs, {}, exact=False)
