@@ -22,7 +22,7 @@ from lockstep.comm.world import World
 from lockstep.device.live_bytes import LiveByteCounter
 from lockstep.device.memory import keep_freed_memory
 from lockstep.models.find import build_model
-from lockstep.models.initialise import initialize_model
+from lockstep.models.initialization import initialize_model
 from lockstep.parallel.tensor.built_in import get_built_in_plan
 from lockstep.parallel.tensor.plan import split_into_chunks
 

@@ -35,7 +35,7 @@ from lockstep.comm.world import World
 from lockstep.core.order import Steps
 from lockstep.data.base import DataSet
 from lockstep.data.images.device_transforms import ImageTransforms
-from lockstep.data.images.pictures import ImageSplit
+from lockstep.data.images.lazy_images import ImageSplit
 from lockstep.data.images.prepare import write_archives
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader

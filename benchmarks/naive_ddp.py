@@ -50,7 +50,7 @@ from lockstep.comparison.plan import (
 )
 from lockstep.comparison.result import Comparison, ResultRow, format_conclusions, to_json
 from lockstep.config import plan as planning
-from lockstep.config.blame import add_key_positions
+from lockstep.config.error_positions import add_key_positions
 from lockstep.config.load import LoadedConfig, load, split_arguments, to_yaml
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import CONFIG_NAME
@@ -74,7 +74,7 @@ from lockstep.runs import folder as run_folder
 from lockstep.setup import recipe_folder
 from lockstep.setup.build import Setup, get_evaluation_batch_size
 from lockstep.setup.examples import get_device_transforms
-from lockstep.setup.first_weights import load_initial_weights
+from lockstep.setup.initial_weights import load_initial_weights
 from lockstep.setup.prepare import PreparedRun, open_recipe
 from lockstep.setup.resolved import ResolvedConfig, resolve_config
 from lockstep.setup.schedule import find_rate

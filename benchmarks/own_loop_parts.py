@@ -22,10 +22,10 @@ from benchmarks import loop
 from lockstep.core import random
 from lockstep.data.loader import Loader
 from lockstep.loop import seeding
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.forward import ForwardContext
 from lockstep.loop.guard import Guard
 from lockstep.loop.loss_check import LossCheck
-from lockstep.loop.placed import PlacedModel
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.training.reports import StepReporter
 

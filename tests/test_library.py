@@ -68,7 +68,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-VERIFIED = pytest.mark.slow("verification/test_own_loop.py verifies a loop, and refuses one that joins no run")
+VERIFIED = pytest.mark.slow("verification/test_custom_loop.py verifies a loop, and refuses one that joins no run")
 
 
 @pytest.mark.parametrize(

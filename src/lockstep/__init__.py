@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         Stopped,
         Warned,
     )
-    from lockstep.verification.own_loop import Checked, verify
+    from lockstep.verification.custom_loop import Checked, verify
 
 _MODULES = {
     "comparison.drive": "compare",

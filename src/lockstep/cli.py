@@ -17,9 +17,9 @@ import click
 from click.shell_completion import BashComplete, add_completion_class
 
 from lockstep.common.loader_processes import find_loader_error
-from lockstep.common.own_code import convert_user_error
 from lockstep.common.platforms import require_posix
 from lockstep.common.text import printable
+from lockstep.common.user_code import convert_user_error
 from lockstep.common.version import __version__
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
 

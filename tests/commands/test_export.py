@@ -19,7 +19,7 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import to_safetensors, to_torch
 from lockstep.exports.check import check_export
 from lockstep.exports.export import export_saved
-from lockstep.inference.pictures import get_preprocessing
+from lockstep.inference.images import get_preprocessing
 from lockstep.inference.saved import DatasetInfo, SavedModel, open_saved
 from lockstep.run.evaluation import EvalRequest
 

@@ -23,7 +23,7 @@ from lockstep.errors import LockstepError
 from lockstep.parallel.engine import Engine
 from lockstep.run.checkpoints import get_engine_state
 from lockstep.setup.build import Setup, build_setup
-from lockstep.setup.data_facts import make_dataset_info
+from lockstep.setup.dataset_info import make_dataset_info
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resolved import resolve_config

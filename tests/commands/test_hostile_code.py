@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.comm.world import open_world
-from lockstep.common.own_code import convert_user_error
+from lockstep.common.user_code import convert_user_error
 from lockstep.config.load import load
 from lockstep.errors import LockstepError
 from lockstep.ranks.external import make_single_process_rendezvous

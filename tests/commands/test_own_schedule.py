@@ -7,7 +7,7 @@ from pathlib import Path
 import own_schedules
 import pytest
 
-from lockstep.common.own_code import format_location
+from lockstep.common.user_code import format_location
 from lockstep.config.load import load
 from lockstep.config.plan import compute_steps
 from lockstep.core.rate import RateSchedule

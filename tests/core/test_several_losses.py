@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.core.several_losses import add_losses, add_total, compute_loss_means, make_loss_sums
 from lockstep.errors import UsageError
-from lockstep.tasks.own import CustomTask, compute_metric_values
+from lockstep.tasks.custom import CustomTask, compute_metric_values
 from lockstep.training.evaluate import compute_batch_sums, compute_task_metrics
 
 BATCH = (torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 2, 0]))

@@ -92,7 +92,7 @@ def test_code_that_treats_each_feature_by_itself_trains_as_before() -> None:
         assert train(run, Net(F.gelu), scale=2.0) == [1, 2]
         checked = run.fingerprint()
     with joined() as run, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.loop.placed.FirstCallCheck", lambda *_: None)
+        patch.setattr("lockstep.loop.distributed_model.FirstCallCheck", lambda *_: None)
         train(run, Net(F.gelu), scale=2.0)
         assert run.fingerprint() == checked
 

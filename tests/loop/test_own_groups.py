@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lockstep.errors import UsageError
-from lockstep.loop.placing import UserParamGroups
+from lockstep.loop.model_check import UserParamGroups
 
 
 def made() -> tuple[AdamW, list[dict], UserParamGroups]:

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.common.importing import import_object
 from lockstep.errors import UsageError
 from lockstep.models.find import OURS, build_model, make_construction
-from lockstep.tasks.facts import make_dataset_info
+from lockstep.tasks.dataset_properties import make_dataset_info
 
 
 class Plain(nn.Linear):

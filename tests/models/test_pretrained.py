@@ -15,7 +15,7 @@ from torchvision.models import WeightsEnum
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
 from lockstep.models.pretrained import lock_download
-from lockstep.tasks.facts import make_dataset_info
+from lockstep.tasks.dataset_properties import make_dataset_info
 
 
 @pytest.fixture(autouse=True)

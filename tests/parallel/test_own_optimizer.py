@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep.common.own_code import format_location
+from lockstep.common.user_code import format_location
 from lockstep.errors import UsageError, UserCodeError
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_trials import check_custom_optimizer, check_optimizer, check_row_updates

@@ -6,7 +6,7 @@ from lockstep.comparison import plan
 from lockstep.config.load import load
 from lockstep.config.placement import StrategyConfig
 from lockstep.planning.survey import _iterate_placements
-from lockstep.verification.own_loop import _list_placements as list_placements_of_loop
+from lockstep.verification.custom_loop import _list_placements as list_placements_of_loop
 
 
 def pairs(*names: str) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.tasks.own import CustomTask
+from lockstep.tasks.custom import CustomTask
 
 FEW = 2  # classes, whose samples have a second loss: most micro-batches have other numbers of them, and some have none
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS
-from lockstep.tasks.own import add_metrics, check_metrics, find_metrics
+from lockstep.tasks.custom import add_metrics, check_metrics, find_metrics
 
 OUTPUTS, BATCH = torch.tensor([[1.0], [3.0]]), (torch.zeros(2), torch.tensor([0.5, 1.0]))
 

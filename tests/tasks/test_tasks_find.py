@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import Classification
+from lockstep.tasks.custom import CustomTask
 from lockstep.tasks.find import find_task
 from lockstep.tasks.language import Language
-from lockstep.tasks.own import CustomTask
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
 

@@ -25,7 +25,7 @@ from lockstep.comm.gradient_queue import GradientQueue
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.unit_calls import UnitCalls
 from lockstep.comm.unit_outputs import separate_outputs
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
 

@@ -132,8 +132,8 @@ def command(
 
     from lockstep.comparison.plan import parse_placements, parse_processes
     from lockstep.config.base import section_to_dict
-    from lockstep.config.blame import add_key_positions
     from lockstep.config.document import parse
+    from lockstep.config.error_positions import add_key_positions
     from lockstep.config.load import load, split_arguments
     from lockstep.config.write import format_flow
     from lockstep.planning.costs import CostParameters, estimate_costs

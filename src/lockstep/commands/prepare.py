@@ -55,7 +55,7 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
 
 
 def _write_split(split: object, folder: Path, split_name: str, short_side: int | None) -> None:
-    from lockstep.data.images.pictures import ImageSplit
+    from lockstep.data.images.lazy_images import ImageSplit
     from lockstep.data.images.prepare import write_archives
 
     if not isinstance(split, ImageSplit):

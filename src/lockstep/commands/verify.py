@@ -71,7 +71,7 @@ def command(
         )
     if no_resume or seed:
         raise UsageError("--seed, --no-resume: only supported with a script; a recipe is always resumed halfway")
-    from lockstep.config.blame import add_key_positions
+    from lockstep.config.error_positions import add_key_positions
     from lockstep.config.load import load, split_arguments
 
     loaded = load(*split_arguments(arguments))
@@ -118,7 +118,7 @@ def _verify_script(
         click.echo(f"{misplaced[0]} is passed to {path}; options of verify come before the script", err=True)
     _recipe.print_preparing(str(path), "loading libraries; the first run is the reference, on one process", err=True)
     from lockstep.strategies import list_strategy_names
-    from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, make_script_runner
+    from lockstep.verification.custom_loop import STRATEGIES, check_compared, check_placements, make_script_runner
 
     for strategy in strategies:
         if strategy not in list_strategy_names() and ":" not in strategy:

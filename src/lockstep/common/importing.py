@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.common.names import format_suggestion
-from lockstep.common.own_code import UserCode, describe_error
+from lockstep.common.user_code import UserCode, describe_error
 from lockstep.errors import LockstepError, UsageError, UserCodeError
 
 

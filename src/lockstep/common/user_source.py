@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Final
 
-from lockstep.common.own_code import is_user_code
 from lockstep.common.patterns import list_some
+from lockstep.common.user_code import is_user_code
 
 _HASH_DIGITS: Final = 16  # number of hex digits to keep of each hash; enough to avoid collisions
 _MAX_NAMED: Final = 10

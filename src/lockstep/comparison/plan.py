@@ -12,8 +12,8 @@ import torch
 
 from lockstep.comparison.result import ResultRow
 from lockstep.config.base import section_to_dict
-from lockstep.config.blame import add_key_positions
 from lockstep.config.document import get_mapping, parse
+from lockstep.config.error_positions import add_key_positions
 from lockstep.config.load import LoadedConfig, load, read_run_recipe
 from lockstep.config.overrides import SHORTHAND_KEYS
 from lockstep.config.recorded import CONFIG_NAME

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from lockstep.common import plainfile
 from lockstep.common.names import format_choices, format_suggestion
 from lockstep.common.text import printable_line
-from lockstep.config import across, wording, write
+from lockstep.config import key_conflicts, wording, write
 from lockstep.config.base import section_to_dict
 from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
-from lockstep.config.earlier import keep_earlier_defaults
+from lockstep.config.earlier_defaults import keep_earlier_defaults
 from lockstep.config.naming import drop_obsolete_values
 from lockstep.config.overrides import SHORTHAND_KEYS, apply_overrides
 from lockstep.config.recipe import Recipe, find_keys_without_effect
@@ -205,7 +205,10 @@ def _parse_mapping(text: str, label: str) -> Document:
 
 def _validate(document: Document, splits_steps: bool) -> Config:
     """Validate a document. Raises ConfigError with a list of all problems, including problems found by the parser."""
-    problems = [*document.problems, *across.find_cross_key_problems(document.values, document.positions, splits_steps)]
+    problems = [
+        *document.problems,
+        *key_conflicts.find_cross_key_problems(document.values, document.positions, splits_steps),
+    ]
     try:
         config = Config.model_validate(document.values)
     except ValidationError as error:

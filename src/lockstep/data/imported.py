@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lockstep.common.importing import import_callable, import_object
-from lockstep.common.own_code import UserCode
 from lockstep.common.type_name import describe_type
+from lockstep.common.user_code import UserCode
 from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
 from lockstep.data.items import CheckedSplit, Collate, ImportedSplit, is_map_style, preserve_rng_states
 from lockstep.data.streams.find import open_stream
 from lockstep.data.streams.sharded import ShardedDataset
 from lockstep.errors import UsageError, convert_error
-from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, infer_target_info
+from lockstep.tasks.dataset_properties import NAMES, find_class_names, find_skip_mask, infer_target_info
 
 _STREAM_ADVICE: Final = "; a stream must have known shards, as in datasets.IterableDataset or webdataset.WebDataset"
 
@@ -30,9 +30,9 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
 
     The function must return a DataSet, or a pair (train, validation) of map-style datasets. `validation` may be None.
     Samples can be any structure of values that data/images/leaves.py supports. With a `collate` function (an import
-    path, or an attribute of the training set), samples can be any objects. The option NAMES (see tasks/facts.py) is
-    reserved, and is passed to the function only if the function accepts it. Raises UsageError if the result is invalid,
-    or if the options don't match the signature of the function.
+    path, or an attribute of the training set), samples can be any objects. The option NAMES (see
+    tasks/dataset_properties.py) is reserved, and is passed to the function only if the function accepts it. Raises
+    UsageError if the result is invalid, or if the options don't match the signature of the function.
     """
     label = f"dataset {path}"
     result = _call_dataset_function(label, import_object(path, "dataset"), options)
@@ -54,7 +54,8 @@ def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, co
     """Wrap map-style datasets in a DataSet.
 
     The dataset properties are inferred from the first training sample, and updated with the attribute `facts` of the
-    training set. If `class_names` is None, the class names are read from the training set (see tasks/facts.py).
+    training set. If `class_names` is None, the class names are read from the training set (see
+    tasks/dataset_properties.py).
     """
     names = find_class_names(label, class_names, train)
     collate = collate or getattr(train, "collate", None)

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.core import random
 from lockstep.core.batch import Batch, get_tensors, map_tensors
 from lockstep.data.base import Split
 from lockstep.data.collate import check_batch, stack_samples
 from lockstep.data.streams.sharded import ShardedDataset
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import check_pair
+from lockstep.tasks.dataset_properties import check_pair
 
 Collate = Callable[[list[Any]], Batch]
 

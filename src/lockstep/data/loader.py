@@ -30,7 +30,7 @@ from lockstep.core.several_losses import Weight
 from lockstep.core.shuffle import OrderFunction, make_shuffled_order
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import DeviceCopier, FinishCopy, prefetch
-from lockstep.data.weigh import BatchWeighting
+from lockstep.data.step_weight import BatchWeighting
 from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, convert_os_error
 from lockstep.tasks.base import MicroBatch
 

@@ -8,7 +8,7 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.items import preserve_rng_states
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
-from lockstep.tasks.facts import make_dataset_info
+from lockstep.tasks.dataset_properties import make_dataset_info
 
 Options = NoOptions
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from lockstep.common.location import is_url
 from lockstep.common.names import format_choices
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.common.version import __version__
 from lockstep.core.batch import Inputs, call_model, map_tensors
 from lockstep.errors import TrainingError, UsageError, convert_os_error

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from lockstep.common.own_code import describe_error
+from lockstep.common.user_code import describe_error
 from lockstep.core.batch import map_tensors
 from lockstep.errors import UsageError
 from lockstep.exports.base import ExportSource

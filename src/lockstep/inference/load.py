@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.config.base import section_to_dict
 from lockstep.config.recipe import Recipe
 from lockstep.core.shard import get_local_tensor

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lockstep.common.text import printable_line
 from lockstep.errors import UsageError
-from lockstep.inference.pictures import Row, Warn, classify, find_image_files, get_preprocessing, regress, write_masks
+from lockstep.inference.images import Row, Warn, classify, find_image_files, get_preprocessing, regress, write_masks
 from lockstep.inference.saved import SavedModel, Weights, open_saved
 from lockstep.inference.table import predict_rows
 from lockstep.inference.text import Sampling, continue_prompt, get_tokenizer

@@ -10,21 +10,21 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
-from lockstep.common.own_code import UserCode
 from lockstep.common.rank import ALONE
+from lockstep.common.user_code import UserCode
 from lockstep.config.base import section_to_dict
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, Inputs, call_model, map_tensors
 from lockstep.core.shard import get_local_tensor
 from lockstep.data.base import DataSet
-from lockstep.data.images.pictures import CropSettings, get_crop_settings
+from lockstep.data.images.lazy_images import CropSettings, get_crop_settings
 from lockstep.data.request import make_data_request
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
 from lockstep.models.find import Construction, make_construction
 from lockstep.models.finetuning import build_finetuned
-from lockstep.models.initialise import initialize_model
+from lockstep.models.initialization import initialize_model
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import convert_compute_dtype, convert_parameters, widen_batchnorm
 from lockstep.run.evaluation import EvalRequest, open_checkpoint

@@ -14,7 +14,7 @@ from lockstep.data.tables.columns import NumericColumn, check_numeric_column, re
 from lockstep.data.tables.files import read_table
 from lockstep.data.tables.rows import TableSplit
 from lockstep.errors import UsageError
-from lockstep.inference.pictures import Row, get_top_classes
+from lockstep.inference.images import Row, get_top_classes
 from lockstep.inference.saved import EvaluationModel, SavedModel
 from lockstep.tasks.batches import get_predictions
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.data.text.tokenizer import FileTokenizer, Tokenizer, tokenizer_of
 from lockstep.errors import UsageError
-from lockstep.inference.pictures import Row
+from lockstep.inference.images import Row
 from lockstep.inference.saved import EvaluationModel, SavedModel
 from lockstep.tasks.batches import get_predictions
 

@@ -15,7 +15,7 @@ from lockstep.core.batch import Batch, map_tensors
 from lockstep.data.base import DataSet, DeviceTransforms, Split
 from lockstep.errors import UsageError
 from lockstep.inference.saved import EvaluationModel, SavedModel
-from lockstep.setup.data_facts import check_dataset_info
+from lockstep.setup.dataset_info import check_dataset_info
 from lockstep.setup.examples import get_device_transforms, load_example_batches
 from lockstep.tasks.base import Task
 from lockstep.training.evaluate import compute_batch_sums, compute_task_metrics

@@ -4,11 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, final
 
-from lockstep.common.own_code import find_calling_line
+from lockstep.common.user_code import find_calling_line
 from lockstep.core.shard import get_unsharded_tensors
 from lockstep.errors import TrainingError
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.member import Member
-from lockstep.loop.placed import PlacedModel
 from lockstep.loop.record import LoopRecord
 from lockstep.loop.resume import read_loop_checkpoint
 from lockstep.loop.state import ScriptState, check_shares_no_memory, compare_tensors

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.core.batch import get_tensors
 from lockstep.data.items import preserve_rng_states
 from lockstep.device.cached_tensors import drop_new_tensors

@@ -5,13 +5,13 @@ from inspect import GEN_SUSPENDED, getgeneratorstate
 from typing import Any, final
 from weakref import ref
 
-from lockstep.common.own_code import find_calling_line, make_refusal
+from lockstep.common.user_code import find_calling_line, make_refusal
 from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.loader import Loader
-from lockstep.loop.meeting import SameCallCheck
+from lockstep.loop.call_agreement import SameCallCheck
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.model import Gate, preserve_modes
-from lockstep.loop.placed import PlacedModel
 from lockstep.loop.seeding import seed_all
 from lockstep.loop.sums import EvaluationPass, sum_values
 from lockstep.run.rank import Rank

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.common import plainfile
-from lockstep.loop.placed import PlacedModel
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.parallel.engine import Update
 from lockstep.parallel.layouts.base import iterate_full_tensors
 from lockstep.tasks.base import MicroBatch

@@ -5,12 +5,12 @@ from typing import final
 
 from torch import Tensor
 
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.core.batch import get_tensors
 from lockstep.core.order import Step
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.examination import Examination
 from lockstep.loop.model import Gate, StrayModuleCheck
-from lockstep.loop.placed import PlacedModel
 from lockstep.tasks.base import MicroBatch
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code

@@ -28,8 +28,8 @@ from torch.nn import Parameter, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.common.own_code import SourceLocation, describe_code_between, is_user_code, make_refusal
-from lockstep.loop.placing import FREEZING_ADVICE
+from lockstep.common.user_code import SourceLocation, describe_code_between, is_user_code, make_refusal
+from lockstep.loop.model_check import FREEZING_ADVICE
 
 # Returns the error for a write; the argument is whether autograd is writing.
 MakeWriteError = Callable[[bool], Exception]

@@ -8,8 +8,8 @@ from lockstep.core.sample_order import SampleOrder
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import MapStyleSplit
 from lockstep.data.loader import Loader
-from lockstep.data.weigh import BatchWeighting
-from lockstep.loop.placed import PlacedModel
+from lockstep.data.step_weight import BatchWeighting
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.strategies.base import replica_devices
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from lockstep.common.own_code import find_calling_line, make_refusal
+from lockstep.common.user_code import find_calling_line, make_refusal
 from lockstep.loop.loss_terms import (
     LossTerm,
     Node,

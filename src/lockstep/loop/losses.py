@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.core.order import Step
 from lockstep.core.several_losses import describe_names
 from lockstep.loop.loss_terms import Node

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lockstep.comm import exchanges
 from lockstep.comm.gathers import CALL_MODEL_ADVICE, CALLED_DIRECTLY
 from lockstep.comm.world import World
-from lockstep.common.own_code import SourceLocation, describe_error, find_source_line, format_location, make_refusal
+from lockstep.common.user_code import SourceLocation, describe_error, find_source_line, format_location, make_refusal
 from lockstep.core.batch import get_tensors
 from lockstep.errors import LockstepError, UserCodeError
 from lockstep.parallel.gradients import iterate_backward_nodes

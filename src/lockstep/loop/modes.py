@@ -5,7 +5,7 @@ from typing import final
 
 from torch import nn
 
-from lockstep.common.own_code import find_calling_line, make_refusal
+from lockstep.common.user_code import find_calling_line, make_refusal
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 

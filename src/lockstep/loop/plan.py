@@ -9,14 +9,14 @@ from torch import Tensor
 
 from lockstep.comm.named_sums import sum_over_ranks
 from lockstep.comm.world import World
-from lockstep.common.own_code import UserCode, make_refusal
+from lockstep.common.user_code import UserCode, make_refusal
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
 from lockstep.core.several_losses import Weight, check_weights
 from lockstep.core.work import compute_default_microbatches
 from lockstep.data.items import MapStyleSplit
-from lockstep.data.weigh import BatchWeighting
+from lockstep.data.step_weight import BatchWeighting
 from lockstep.training.plan import Interval, Plan
 
 _WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represents integers below this number exactly

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.common.own_code import find_calling_line, make_refusal
+from lockstep.common.user_code import find_calling_line, make_refusal
 from lockstep.core.work import compute_legacy_microbatches
 from lockstep.errors import UsageError
-from lockstep.loop.placed import PlacedModel
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.plan import LoopPlan
 from lockstep.run.rank import Rank
 

@@ -7,8 +7,8 @@ from typing import Any
 from lockstep.core.sample_order import SHUFFLED
 from lockstep.core.shard import get_local_tensor
 from lockstep.errors import UsageError
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.member import Member
-from lockstep.loop.placed import PlacedModel
 from lockstep.loop.record import reject_different_loop
 from lockstep.run.checkpoints import ResumeCheckpoint
 from lockstep.training.checkpoint import saved_state

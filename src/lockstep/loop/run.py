@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
 from lockstep.common.location import get_local_folder
-from lockstep.common.own_code import add_calling_line, make_refusal
+from lockstep.common.user_code import add_calling_line, make_refusal
 from lockstep.config.placement import Placement
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
@@ -25,16 +25,16 @@ from lockstep.core.precision import Precision
 from lockstep.core.sample_order import SHUFFLED, IndexFunction, SampleOrder
 from lockstep.data.items import Collate, MapStyleSplit
 from lockstep.errors import CorruptionError, LockstepError
+from lockstep.loop.call_agreement import SameCallCheck
 from lockstep.loop.checkpoints import LoopCheckpoints
 from lockstep.loop.dataset_check import check_dataset, warn_about_set_epoch
+from lockstep.loop.distributed_model import ChunkPlan, PlacedModel, place_model
 from lockstep.loop.evaluation import Evaluation
-from lockstep.loop.figures import LoggedMetrics
 from lockstep.loop.loading import make_loader
-from lockstep.loop.meeting import SameCallCheck
+from lockstep.loop.logged_values import LoggedMetrics
 from lockstep.loop.member import Member
 from lockstep.loop.model import CallConsistencyCheck, Gate, explain_error, preserve_modes
-from lockstep.loop.placed import ChunkPlan, PlacedModel, place_model
-from lockstep.loop.placing import check_model_and_optimizer, disable_optimizer
+from lockstep.loop.model_check import check_model_and_optimizer, disable_optimizer
 from lockstep.loop.plan import make_plan
 from lockstep.loop.record import LoopRecord
 from lockstep.loop.scheduler import UserScheduler

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.errors import UsageError
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code

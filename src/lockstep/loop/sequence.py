@@ -5,17 +5,17 @@ from typing import final
 
 from torch import nn
 
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.core import random
+from lockstep.loop.call_agreement import SameCallCheck
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.examination import Examination
-from lockstep.loop.figures import LoggedMetrics
+from lockstep.loop.logged_values import LoggedMetrics
 from lockstep.loop.loss_check import LossCheck
-from lockstep.loop.meeting import SameCallCheck
 from lockstep.loop.member import Member
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.model_modes import find_mode_dependent_layer, is_in_evaluation_mode
-from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import StepSeeder
 from lockstep.loop.state import ScriptState, compute_state_digests

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from lockstep.common.own_code import find_calling_line
+from lockstep.common.user_code import find_calling_line
 from lockstep.config.base import Section, Threads
 from lockstep.config.document import SourcePosition, format_key
 from lockstep.config.placement import Placement

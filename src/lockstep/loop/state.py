@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import make_refusal
 from lockstep.common.plainfile import parse_json
+from lockstep.common.user_code import make_refusal
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 

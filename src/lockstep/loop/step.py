@@ -9,8 +9,9 @@ from typing import Any, Final, Never, final
 import torch
 from torch import Tensor
 
-from lockstep.common.own_code import find_calling_line, make_refusal
+from lockstep.common.user_code import find_calling_line, make_refusal
 from lockstep.core.batch import Batch
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.examination import Examination
 from lockstep.loop.forward import ForwardContext
 from lockstep.loop.loss_check import LossCheck
@@ -22,7 +23,6 @@ from lockstep.loop.losses import (
     parse_named_losses,
 )
 from lockstep.loop.model import Gate, StrayModuleCheck
-from lockstep.loop.placed import PlacedModel
 from lockstep.loop.seeding import StepSeeder
 from lockstep.loop.step_pass import StepPass
 from lockstep.loop.step_sums import StepSums

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
 from typing import final
 
-from lockstep.common.own_code import make_refusal
-from lockstep.loop.placed import PlacedModel
+from lockstep.common.user_code import make_refusal
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.step_sums import MAX_SUMS
 from lockstep.parallel.audited import Computation
 from lockstep.parallel.engine import Sums

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 
 MAX_SUMS: Final = 16  # the maximum number of names per step
 _NO_TOTALS: Final[Mapping[str, Tensor]] = MappingProxyType({})

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 
 _UNNAMED: Final = ""  # the name of an unnamed value
 

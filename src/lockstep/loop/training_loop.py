@@ -9,14 +9,14 @@ from typing import NoReturn, final
 
 import torch
 
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.loop.checkpoints import LoopCheckpoints
 from lockstep.loop.dataset_check import DatasetFault
+from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.examination import Examination
 from lockstep.loop.loading import make_loader
 from lockstep.loop.member import Member
-from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import seed_after_loop
 from lockstep.loop.sequence import StepSequence

@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
-from lockstep.common.own_code import make_refusal
-from lockstep.loop.placed import PlacedModel
+from lockstep.common.user_code import make_refusal
+from lockstep.loop.distributed_model import PlacedModel
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 

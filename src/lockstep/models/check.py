@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.common.own_code import UserCode, describe_error, find_source_line
+from lockstep.common.user_code import UserCode, describe_error, find_source_line
 from lockstep.core.batch import Inputs, call_model, get_batch_size, get_tensors, map_tensors
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import LockstepError, UsageError, UserCodeError

@@ -12,8 +12,8 @@ from torch import nn
 
 from lockstep.common.importing import import_callable, import_object
 from lockstep.common.names import format_suggestion
-from lockstep.common.own_code import UserCode, describe_error
 from lockstep.common.type_name import describe_type
+from lockstep.common.user_code import UserCode, describe_error
 from lockstep.errors import LockstepError, UsageError, UserCodeError
 from lockstep.models.hugging_face import build_transformers_model, check_weights_exist, is_transformers_folder
 from lockstep.models.pretrained import load_matching_weights, lock_download

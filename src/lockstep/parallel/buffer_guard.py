@@ -12,7 +12,7 @@ from typing import Final, final
 
 from torch import Tensor, nn
 
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.errors import UsageError
 
 _ADVICE: Final = (

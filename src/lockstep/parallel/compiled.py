@@ -18,7 +18,7 @@ from typing import Final, NoReturn, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from lockstep.common.own_code import format_location
+from lockstep.common.user_code import format_location
 from lockstep.device.compiler import COMPILE_OPTIONS, configure_compiler
 from lockstep.device.machine import make_fingerprint
 from lockstep.errors import UsageError

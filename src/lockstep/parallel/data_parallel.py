@@ -37,7 +37,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call_model
 from lockstep.core.mesh import Mesh

@@ -30,7 +30,7 @@ from lockstep.comm.canonical import add_
 from lockstep.comm.deepspeed import init_deepspeed, translate_deepspeed_errors
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call_model
 from lockstep.core.mesh import Mesh

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.canonical import VectorSum
 from lockstep.comm.stream import CommStream
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.core.tree import BinaryCounter, LeafBlock, sum_pieces
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.tasks.base import MicroBatch, MicroBatches, TensorRecorder

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.common.importing import import_callable
 from lockstep.common.names import format_choices, format_suggestion
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.errors import UsageError, convert_error
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import ComputeNorms, Lamb, Lars, compute_full_norms

@@ -14,10 +14,10 @@ from lockstep.device.precision import unscale_
 from lockstep.parallel.engine import Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layouts.base import Layout
-from lockstep.parallel.narrow_steps import PositionIndependentMode, is_16_bit_on_cpu
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.offloaded import OffloadedOptimizer
 from lockstep.parallel.optimize import unwrap_step
+from lockstep.parallel.sixteen_bit_updates import PositionIndependentMode, is_16_bit_on_cpu
 
 
 @final

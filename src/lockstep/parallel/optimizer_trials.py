@@ -16,9 +16,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.common import plainfile
-from lockstep.common.own_code import UserCode, convert_user_error
+from lockstep.common.user_code import UserCode, convert_user_error
 from lockstep.errors import UsageError
-from lockstep.parallel.narrow_steps import PositionIndependentMode
 from lockstep.parallel.optimize import CONTRACT, OWN_OPTIMIZERS
 from lockstep.parallel.optimizer_state import (
     NamedParameter,
@@ -26,6 +25,7 @@ from lockstep.parallel.optimizer_state import (
     get_optimizer_state,
     load_optimizer_state,
 )
+from lockstep.parallel.sixteen_bit_updates import PositionIndependentMode
 
 MakeTrialOptimizer = Callable[[Iterable[NamedParameter]], Optimizer]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 
 
 def forbid_rrelu_with_hooks(model: nn.Module) -> None:

@@ -7,8 +7,8 @@ from typing import Final
 
 from lockstep.common import plainfile
 from lockstep.common.text import format_bytes, format_step_time
-from lockstep.config.blame import add_key_positions
 from lockstep.config.document import get_mapping, parse
+from lockstep.config.error_positions import add_key_positions
 from lockstep.config.load import LoadedConfig
 from lockstep.config.placement import StrategyConfig
 from lockstep.config.recorded import CONFIG_NAME

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.common.importing import import_object
-from lockstep.common.own_code import find_source_line as place_of_error
 from lockstep.common.rank import ALONE
+from lockstep.common.user_code import find_source_line as place_of_error
 from lockstep.core import random
 from lockstep.core.batch import call_model, get_tensors, leaves_with_paths, map_tensors
 from lockstep.core.mesh import DataRank
@@ -34,7 +34,7 @@ from lockstep.data.items import CheckedSplit, ImportedSplit, MapStyleSplit
 from lockstep.device.fake_rank_env import simulate_rank
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError, UserCodeError
-from lockstep.models.initialise import initialize_model
+from lockstep.models.initialization import initialize_model
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.probe.findings import LossComparison, ProbeResult, RandomSample, make_findings

@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from lockstep.common.own_code import format_location, is_installed
+from lockstep.common.user_code import format_location, is_installed
 from lockstep.setup.user_code import find_frame_line, is_library_file
 
 CLOCK: Final = "the clock"

@@ -10,9 +10,9 @@ from typing import Any, Final, final, get_args
 from lockstep.comm.peer_errors import PeerLostError, find_peer_error
 from lockstep.common import plainfile
 from lockstep.common.loader_processes import find_loader_error
-from lockstep.common.own_code import convert_user_error
 from lockstep.common.rank import RankInfo
 from lockstep.common.text import printable, printable_line
+from lockstep.common.user_code import convert_user_error
 from lockstep.device.ulimits import find_open_files_error
 from lockstep.errors import EXIT_FAILED, Cause, CorruptionError, LockstepError, TrainingError, UsageError
 from lockstep.ranks.job_store import parse_fields, parse_int

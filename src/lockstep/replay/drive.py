@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.config.recorded import CONFIG_NAME
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError, convert_os_error
 from lockstep.replay import page
-from lockstep.replay.own import replay_script
+from lockstep.replay.custom_loop import replay_script
 from lockstep.replay.run import Replay, ReplayRequest, find_checkpoint_before, list_samples, replay_here
 from lockstep.reporting.jsonl import EVENTS, read_last_step
 from lockstep.reporting.page import render_page as html

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.errors import LockstepError
 from lockstep.reporting.sink import Sink
 from lockstep.training.events import Event

@@ -35,7 +35,7 @@ from lockstep.run.session import open_recipe_rank
 from lockstep.run.start import RankFunction, run_on_ranks
 from lockstep.runs.folder import print_message
 from lockstep.runs.remote import make_local_copy
-from lockstep.setup.data_facts import collect_values_to_compare
+from lockstep.setup.dataset_info import collect_values_to_compare
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config
 from lockstep.setup.resume import get_checkpoint_recipe

@@ -19,7 +19,7 @@ from lockstep.device.clock import ActivityClock
 from lockstep.device.meter import SpeedMeter
 from lockstep.errors import EXIT_DONE, CorruptionError
 from lockstep.parallel.engine import Engine
-from lockstep.probe.first_look import GetFindings
+from lockstep.probe.startup_check import GetFindings
 from lockstep.ranks.affinity import bind_to_gpu_cores
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, StopRequest
@@ -32,9 +32,9 @@ from lockstep.run.plan_accuracy import StepMeasurements, can_compare_with_plan
 from lockstep.run.rank import Rank
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
-from lockstep.setup.data_facts import make_dataset_info
+from lockstep.setup.dataset_info import make_dataset_info
 from lockstep.setup.engine import start_engine
-from lockstep.setup.first_weights import make_weights_record
+from lockstep.setup.initial_weights import make_weights_record
 from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resume import make_continuation_state
 from lockstep.tasks.base import MicroBatch, TaskReport

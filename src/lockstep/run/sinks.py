@@ -12,8 +12,8 @@ from typing import Any, Final, TextIO, final
 from lockstep.common.importing import import_object
 from lockstep.common.location import is_url
 from lockstep.common.names import format_choices
-from lockstep.common.own_code import UserCode
 from lockstep.common.text import printable
+from lockstep.common.user_code import UserCode
 from lockstep.config.run import RunConfig, SinkConfig
 from lockstep.errors import UsageError
 from lockstep.reporting import mlflow_sink, wandb_sink

@@ -17,13 +17,13 @@ import torch
 from lockstep.common.follow_parent import read_parent_command
 from lockstep.common.location import is_url
 from lockstep.common.rank import RankInfo
-from lockstep.config.blame import add_key_positions
+from lockstep.config.error_positions import add_key_positions
 from lockstep.config.load import LoadedConfig
 from lockstep.config.placement import Placement
 from lockstep.config.schema import Config
 from lockstep.errors import EXIT_DONE, CorruptionError, TrainingError, UsageError, convert_error
 from lockstep.launchers import torchrun
-from lockstep.probe.first_look import check_in_background
+from lockstep.probe.startup_check import check_in_background
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rank_log import get_log_name
 from lockstep.ranks.rendezvous import Rendezvous
@@ -40,13 +40,13 @@ from lockstep.runs.remote import check_run_dir, find_on_this_host
 from lockstep.runs.runs import read_failure_reason
 from lockstep.setup import recipe_folder
 from lockstep.setup.chunk_check import check_plan
-from lockstep.setup.data_facts import collect_values_to_compare
+from lockstep.setup.dataset_info import collect_values_to_compare
 from lockstep.setup.post_training import check_packing
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config, prepare_run
 from lockstep.setup.resolved import ResolvedConfig, explain_process_count
 from lockstep.setup.resume import check_start
 from lockstep.setup.resume import get_resume_state as checked_state
-from lockstep.setup.trained import describe_fine_tuning
+from lockstep.setup.trained_parameters import describe_fine_tuning
 from lockstep.training.checkpoint.read_same_checkpoint import read_same_checkpoint
 from lockstep.training.checkpoint.signing import read_signing_key
 

@@ -24,7 +24,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.loader import Loader
 from lockstep.data.request import make_data_request
 from lockstep.data.sources import open_data
-from lockstep.data.weigh import BatchWeighting
+from lockstep.data.step_weight import BatchWeighting
 from lockstep.device.compiler import check_compiler
 from lockstep.device.meta import build_on_meta
 from lockstep.device.precision import get_compute_dtype, get_weight_dtype
@@ -33,7 +33,7 @@ from lockstep.models.adapters import Lora
 from lockstep.models.check import ModelSummary, check_dtype, check_model
 from lockstep.models.find import build_model, check_pretrained
 from lockstep.models.finetuning import FinetuneSettings, build_finetuned
-from lockstep.models.initialise import initialize_model
+from lockstep.models.initialization import initialize_model
 from lockstep.models.match_state import MatchReport
 from lockstep.parallel.layerwise import ComputeNorms
 from lockstep.parallel.optimizer_state import NamedParameter
@@ -48,14 +48,14 @@ from lockstep.setup.examples import (
     load_example_batches,
     repeat_samples,
 )
-from lockstep.setup.first_weights import InitialWeights
-from lockstep.setup.optimizing import compute_parameter_settings, make_optimizer_factories, make_optimizer_factory
+from lockstep.setup.initial_weights import InitialWeights
+from lockstep.setup.optimizer import compute_parameter_settings, make_optimizer_factories, make_optimizer_factory
 from lockstep.setup.schedule import check_rate, find_rate
 from lockstep.setup.user_code import get_import_paths
 from lockstep.tasks.base import ModelFactory, Problem, Task
-from lockstep.tasks.facts import find_scale_warnings
+from lockstep.tasks.custom import add_metrics
+from lockstep.tasks.dataset_properties import find_scale_warnings
 from lockstep.tasks.find import find_task
-from lockstep.tasks.own import add_metrics
 from lockstep.training.plan import Interval, Plan
 
 
@@ -172,7 +172,7 @@ def make_tuning(recipe: Recipe) -> FinetuneSettings:
 def build_setup(recipe: Recipe, initial_weights: InitialWeights | None = None) -> Setup:
     """Open the dataset of a recipe, check its model, loss and optimizer, and return the setup.
 
-    If the seed doesn't determine the initial weights, pass them as `initial_weights` (setup/first_weights.py). Raises
+    If the seed doesn't determine the initial weights, pass them as `initial_weights` (setup/initial_weights.py). Raises
     UsageError if the recipe contains a mistake. No process group is needed.
     """
     exclude_imports()

@@ -16,12 +16,12 @@ from lockstep.device.env_flags import check_env_flags
 from lockstep.device.precision import check_precision, get_compute_dtype, get_weight_dtype
 from lockstep.errors import UsageError
 from lockstep.models.operations import NondeterministicCall, find_nondeterministic_calls
-from lockstep.parallel.narrow_steps import DTYPES_16_BIT
 from lockstep.parallel.optimizer_trials import check_row_updates
 from lockstep.parallel.pipeline.state import check_separable
+from lockstep.parallel.sixteen_bit_updates import DTYPES_16_BIT
 from lockstep.setup.build import Setup
 from lockstep.setup.examples import load_example_batches
-from lockstep.setup.optimizing import make_optimizer_factories, make_optimizer_factory
+from lockstep.setup.optimizer import make_optimizer_factories, make_optimizer_factory
 from lockstep.setup.post_training import check_reference
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.setup.strategy import check_strategy

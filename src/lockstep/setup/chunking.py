@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.config.recipe import ModelConfig
 from lockstep.core.batch import Batch, Inputs, get_batch_size, get_tensors, map_tensors
 from lockstep.core.shard import ChunkLayout

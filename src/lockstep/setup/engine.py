@@ -8,7 +8,7 @@ from typing import cast
 from lockstep.comm.world import World
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.data.loader import Loader
-from lockstep.models.initialise import initialize_model
+from lockstep.models.initialization import initialize_model
 from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Auditable, Engine, RotatableEngine
 from lockstep.parallel.numerics import Numerics

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.core.batch import call_model, get_tensors
 from lockstep.data.items import preserve_rng_states
 from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError
-from lockstep.models.initialise import initialize_model
+from lockstep.models.initialization import initialize_model
 from lockstep.setup.build import Setup, make_model_builder
 from lockstep.setup.resolved import ResolvedConfig
 from lockstep.tasks.batches import get_predictions

@@ -13,7 +13,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.config.run import RunConfig
 from lockstep.setup.build import Setup, build_setup
 from lockstep.setup.checks import check_kernels, check_partitioning, check_placement
-from lockstep.setup.first_weights import InitialWeights, load_initial_weights
+from lockstep.setup.initial_weights import InitialWeights, load_initial_weights
 from lockstep.setup.resolved import ResolvedConfig, resolve_config
 from lockstep.setup.resume import check_initial_weights
 from lockstep.setup.wrong_names import explain_errors

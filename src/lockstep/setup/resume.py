@@ -31,7 +31,7 @@ from lockstep.parallel.layerwise import compute_full_norms
 from lockstep.parallel.optimizer_state import get_optimizer_state
 from lockstep.parallel.optimizer_step import store_lr_ratios
 from lockstep.setup.build import Setup
-from lockstep.setup.data_facts import check_dataset_info
+from lockstep.setup.dataset_info import check_dataset_info
 from lockstep.training.checkpoint import saved_state
 from lockstep.training.checkpoint.saved_state import SavedOptimizer, SavedState
 from lockstep.training.checkpoint.store import Snapshot

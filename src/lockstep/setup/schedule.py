@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Final
 
 from lockstep.common.importing import import_callable
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.config import plan as planning
 from lockstep.config.recipe import Recipe
 from lockstep.core.order import Steps

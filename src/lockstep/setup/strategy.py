@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lockstep.common.importing import import_object
 from lockstep.common.names import format_choices
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.config.placement import FASTEST, Placement
 from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lockstep.common.own_code import format_location, is_installed, is_user_code
+from lockstep.common.user_code import format_location, is_installed, is_user_code
 from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import get_mixture_sources

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lockstep.config.blame import find_key_positions
+from lockstep.config.error_positions import find_key_positions
 from lockstep.config.load import LoadedConfig
 from lockstep.config.recipe import Recipe
 from lockstep.data.sources import check_dataset_name

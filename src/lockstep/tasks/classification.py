@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import MetricValues, Monitor, TaskReport
 from lockstep.tasks.batches import get_predictions, get_targets, split_batch
-from lockstep.tasks.own_loss import PATH_MARK, Loss, check_is_sum, import_custom_loss, sum_loss
+from lockstep.tasks.custom_loss import PATH_MARK, Loss, check_is_sum, import_custom_loss, sum_loss
 
 SKIPPED: Final = -100  # target of an unreadable sample; the default ignore_index of F.cross_entropy
 _TOLERANCE: Final = 1e-2  # tolerance for the sum of mixture weights, which may be rounded to bfloat16

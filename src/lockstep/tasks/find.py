@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lockstep.common.importing import import_callable
 from lockstep.common.names import format_choices
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Task
 from lockstep.tasks.batches import split_batch
 from lockstep.tasks.classification import Classification, find_loss
+from lockstep.tasks.custom import CustomTask
 from lockstep.tasks.dpo import dpo
 from lockstep.tasks.language import language
-from lockstep.tasks.own import CustomTask
 from lockstep.tasks.regression import LOSSES, regression
 from lockstep.tasks.segmentation import segmentation
 from lockstep.tasks.sft import sft

@@ -15,7 +15,7 @@ from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, MetricValues, Monitor, TaskReport
 from lockstep.tasks.batches import get_predictions, get_targets, split_batch
-from lockstep.tasks.own_loss import PATH_MARK, Loss, import_custom_loss, sum_loss
+from lockstep.tasks.custom_loss import PATH_MARK, Loss, import_custom_loss, sum_loss
 
 LOSSES: Final = ("mse", "mae", "huber")
 

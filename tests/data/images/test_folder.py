@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional
 from lockstep.core import random
 from lockstep.data.base import DataSet
 from lockstep.data.images.crops import NUM_DRAWS, compute_random_crop_box
-from lockstep.data.images.pictures import CropSettings, crop_image, to_sample
+from lockstep.data.images.lazy_images import CropSettings, crop_image, to_sample
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import TrainingError

@@ -9,7 +9,7 @@ from PIL import Image
 
 from lockstep.data.base import DataSet
 from lockstep.data.images import prepare
-from lockstep.data.images.pictures import ImageSplit
+from lockstep.data.images.lazy_images import ImageSplit
 from lockstep.data.images.prepare import write_archives
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data

@@ -13,7 +13,7 @@ from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.data.tables.columns import CategoricalColumn, NumericColumn, restore_column
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import find_scale_warnings
+from lockstep.tasks.dataset_properties import find_scale_warnings
 
 TRAIN = "size,color,old,kind\n1,red,true,a\n2,blue,false,b\n3,red,true,a\n6,green,false,c\n"
 VALIDATION = "color,size,kind,old\nred,3,c,true\npink,12,a,false\n"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.errors import UsageError, UserCodeError
 from lockstep.parallel.context.attention import SequenceAttention
 from lockstep.parallel.context.exchange import Exchange

@@ -18,7 +18,7 @@ from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.base import Request
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import count_sample_classes
+from lockstep.tasks.dataset_properties import count_sample_classes
 
 _DRAWS: Final = 3  # random numbers per sample: row, column, flip
 _MIN_LOOP_SIZE: Final = 1 << 16  # number of values per image from which a CPU flips images faster in a loop

@@ -10,7 +10,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
-from lockstep.tasks.facts import make_dataset_info
+from lockstep.tasks.dataset_properties import make_dataset_info
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
 _MEAN: Final = 0.3061  # pixel mean of the training split

@@ -14,7 +14,7 @@ import torch
 from lockstep.common import plainfile
 from lockstep.common.text import printable_line
 from lockstep.data.base import DataSet
-from lockstep.data.images.pictures import make_image_dataset
+from lockstep.data.images.lazy_images import make_image_dataset
 from lockstep.data.images.scan import IMAGE_SUFFIXES, OTHER_IMAGE_SUFFIXES, is_hidden, scan_folder
 from lockstep.data.options import Fraction
 from lockstep.data.request import DataRequest

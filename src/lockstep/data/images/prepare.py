@@ -12,7 +12,7 @@ from typing import Final
 from lockstep.common.platforms import count_usable_cores
 from lockstep.data.images.crops import compute_resized_shape
 from lockstep.data.images.decoding import encode_ppm
-from lockstep.data.images.pictures import ImageSplit, resize_image
+from lockstep.data.images.lazy_images import ImageSplit, resize_image
 
 ARCHIVE_BYTES: Final = 1 << 30  # once an archive reaches this size, a new one is started
 _IMAGES_PER_CORE: Final = 16  # number of images per core that are decoded at a time

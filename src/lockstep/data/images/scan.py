@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.common.patterns import list_some
-from lockstep.data.shares import is_held_out, select_held_out
+from lockstep.data.validation_split import is_held_out, select_held_out
 from lockstep.errors import UsageError
 
 IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")

@@ -13,7 +13,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import Count
 from lockstep.data.request import SYNTHETIC, DataRequest
-from lockstep.tasks.facts import make_dataset_info
+from lockstep.tasks.dataset_properties import make_dataset_info
 
 _TEMPLATES: Final = random.make_key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.make_key(random.SYNTHETIC, 1)

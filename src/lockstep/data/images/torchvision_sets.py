@@ -19,7 +19,7 @@ from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
 from lockstep.errors import UsageError, convert_os_error
-from lockstep.tasks.facts import make_dataset_info
+from lockstep.tasks.dataset_properties import make_dataset_info
 
 _TIMEOUT_S: Final = 30.0  # without a timeout, all processes would wait forever if the network drops packets
 

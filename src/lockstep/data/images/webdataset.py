@@ -14,12 +14,12 @@ import torch
 
 from lockstep.common import plainfile
 from lockstep.data.base import DataSet
-from lockstep.data.images.pictures import make_image_dataset
+from lockstep.data.images.lazy_images import make_image_dataset
 from lockstep.data.images.tar_index import TarIndex, load_index
 from lockstep.data.options import Count, Fraction, Names, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.shares import is_held_out
 from lockstep.data.streams.index import FileState, check_unchanged
+from lockstep.data.validation_split import is_held_out
 from lockstep.errors import DataError, UsageError, convert_os_error
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from lockstep.common.own_code import UserCode, describe_error
+from lockstep.common.user_code import UserCode, describe_error
 from lockstep.data.streams.index import FileState, ShardIndex, check_unchanged, get_file_state, load_or_scan
 from lockstep.data.streams.rows import RowStages, copy_dataset
 from lockstep.data.streams.sequential import RowChunk, SequentialReader

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from lockstep.common import plainfile
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.data.streams.index import FileState, ShardIndex
 from lockstep.data.streams.pipeline import Pipeline
 from lockstep.errors import LockstepError, UsageError

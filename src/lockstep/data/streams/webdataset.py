@@ -10,7 +10,7 @@ from typing import Any, Final, final
 from urllib.parse import urlparse
 
 from lockstep.common import plainfile
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.data.streams.index import FileState, ShardIndex, check_unchanged, get_file_state, load_or_scan
 from lockstep.data.streams.pipeline import Stage, is_local, parse_pipeline
 from lockstep.data.streams.sharded import get_only_sample

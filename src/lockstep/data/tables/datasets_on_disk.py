@@ -15,7 +15,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.imported import import_collate, wrap_map_style
 from lockstep.data.options import Fraction, Names, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.shares import make_held_out_mask
+from lockstep.data.validation_split import make_held_out_mask
 from lockstep.errors import UsageError
 
 

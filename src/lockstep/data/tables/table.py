@@ -15,10 +15,10 @@ from lockstep.common.names import format_choices
 from lockstep.data.base import DataSet
 from lockstep.data.options import Fraction, Names, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.shares import make_held_out_mask
 from lockstep.data.tables.columns import check_input_column, fit_column, get_column_kind, reject_mixed_column
 from lockstep.data.tables.files import read_table, select_same_columns
 from lockstep.data.tables.rows import TableSplit
+from lockstep.data.validation_split import make_held_out_mask
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import compute_skip_mask
 

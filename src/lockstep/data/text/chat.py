@@ -15,11 +15,11 @@ from lockstep.common import plainfile
 from lockstep.data.base import DataSet, Split
 from lockstep.data.options import Count, Fraction, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.shares import make_held_out_mask
 from lockstep.data.text.chat_rows import Kind, PreferencePair, check_pair, get_row_kind, parse_conversation, parse_pair
 from lockstep.data.text.chat_template import ChatTokenizer, RowError, Tokens, read_chat_format
 from lockstep.data.text.packing import pack_sequences
 from lockstep.data.text.windows import IGNORED
+from lockstep.data.validation_split import make_held_out_mask
 from lockstep.errors import UsageError
 
 _MAX_SHOWN: Final = 3  # maximum number of rows in a message

@@ -29,7 +29,7 @@ from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_parts
 from lockstep.comm.fsdp import GatherDtype, ShardedModel, compute_rows_per_member, get_local_gradient
 from lockstep.comm.stream import CommStream, InlineStream, PendingResult
 from lockstep.comm.world import World
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import MaybeSharded, shard_like
 from lockstep.core.tree import BinaryCounter

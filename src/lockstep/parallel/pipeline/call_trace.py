@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.common.own_code import describe_error
+from lockstep.common.user_code import describe_error
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs, map_tensors
 from lockstep.errors import LockstepError

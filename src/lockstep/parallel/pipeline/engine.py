@@ -28,7 +28,7 @@ from lockstep.comm.canonical import add_
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.p2p import Value, Values
 from lockstep.comm.world import World
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, get_tensors, replace_tensors
 from lockstep.core.order import Step

@@ -17,10 +17,10 @@ from torch import nn
 from lockstep.config.load import load
 from lockstep.models.find import build_model
 from lockstep.probe import findings as causes
-from lockstep.probe import first_look as looking
-from lockstep.probe.first_look import check_in_background, is_part_of_lockstep, is_plain
+from lockstep.probe import startup_check as looking
+from lockstep.probe.startup_check import check_in_background, is_part_of_lockstep, is_plain
 from lockstep.setup.build import Setup, build_setup
-from lockstep.tasks.facts import make_dataset_info
+from lockstep.tasks.dataset_properties import make_dataset_info
 
 pytestmark = pytest.mark.slow("runs whole commands")
 

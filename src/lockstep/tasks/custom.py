@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lockstep.common.importing import import_callable
-from lockstep.common.own_code import UserCode
 from lockstep.common.reserved_metrics import RESERVED_IN_TRAINING, find_reserved_name
+from lockstep.common.user_code import UserCode
 from lockstep.core.batch import Batch, Inputs, get_batch_size, get_tensors, map_tensors
 from lockstep.core.several_losses import (
     Loss,
@@ -31,7 +31,7 @@ from lockstep.core.several_losses import (
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, MetricValues, Monitor, Task, TaskReport
 from lockstep.tasks.batches import split_batch
-from lockstep.tasks.own_loss import is_mean
+from lockstep.tasks.custom_loss import is_mean
 
 Metric = Callable[[Any, Batch], Mapping[str, Any]]
 Metrics = Mapping[str, Metric]  # maps import paths to metrics

@@ -141,7 +141,7 @@ def test_an_optimizer_that_no_checkpoint_holds_is_refused_as_in_a_recipe(kind: t
     model = loops.net()
     with pytest.raises(UsageError, match=text) as raised, joined() as run:
         run.place(model, kind(model.parameters()))
-    assert "test_placing.py" in str(raised.value)
+    assert "test_loop_model_check.py" in str(raised.value)
 
 
 def with_own(run: Any, last: int = 6) -> None:

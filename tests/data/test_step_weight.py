@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.core.order import Step
-from lockstep.data.weigh import BatchWeighting
+from lockstep.data.step_weight import BatchWeighting
 from lockstep.errors import UsageError
 
 STEP = Step(0, 0, 0, 4, 0, False)

@@ -5,7 +5,7 @@ import torch
 
 from lockstep.config.load import load
 from lockstep.setup.prepare import open_recipe_without_placement
-from lockstep.setup.trained import describe_fine_tuning
+from lockstep.setup.trained_parameters import describe_fine_tuning
 
 LORA = "recipe.model.lora={target_modules: [convolutions.0], r: 2}"
 

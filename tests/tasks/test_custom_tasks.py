@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Monitor
-from lockstep.tasks.own import CustomTask
+from lockstep.tasks.custom import CustomTask
 
 BATCH = (torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 2, 0]))
 OUTPUTS = torch.empty(4, 3, device="meta")
@@ -108,7 +108,9 @@ def test_an_error_names_its_line() -> None:
         def weight(self, batch: Any) -> int:
             raise KeyError("mask")
 
-    with pytest.raises(UsageError, match=r"^task a:B: weight: KeyError: 'mask' \(.*test_own.py:\d+\); fix it there$"):
+    with pytest.raises(
+        UsageError, match=r"^task a:B: weight: KeyError: 'mask' \(.*test_custom_tasks.py:\d+\); fix it there$"
+    ):
         CustomTask("task a:B", Fails()).weight(BATCH)
 
 

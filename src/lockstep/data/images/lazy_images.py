@@ -22,7 +22,7 @@ from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.request import FILES_SIZE, DataRequest
 from lockstep.errors import DataError
 from lockstep.tasks.classification import SKIPPED, compute_skip_mask
-from lockstep.tasks.facts import make_dataset_info
+from lockstep.tasks.dataset_properties import make_dataset_info
 
 _MEAN: Final = (0.485, 0.456, 0.406)  # ImageNet mean of each channel
 _STD: Final = (0.229, 0.224, 0.225)  # ImageNet standard deviation of each channel

@@ -10,8 +10,8 @@ import torch
 from one_process import joined
 from torch import nn
 
+from lockstep.verification.carried_state import LoopState
 from lockstep.verification.held_tensors import compute_digest, find_tensors
-from lockstep.verification.kept import LoopState
 
 CACHE: list[int] = []
 anew = [0]
@@ -38,9 +38,9 @@ def test_what_is_kept_is_named_with_its_line() -> None:
     setattr(sys.modules[__name__], "anew", [1])  # noqa: B010 - as a script's loop does
     found = before.find_changes(LoopState([model]))
     assert found.keys() == {"0.count of the model", "0.center of the model", f"{__name__}.CACHE"}
-    assert re.fullmatch(r"0 -> 1, \S*test_kept\.py:\d+", found["0.count of the model"])
+    assert re.fullmatch(r"0 -> 1, \S*test_carried_state\.py:\d+", found["0.count of the model"])
     assert found["0.center of the model"] == "a buffer"
-    assert re.fullmatch(r"list \[\] -> list \[1\], \S*test_kept\.py:\d+", found[f"{__name__}.CACHE"])
+    assert re.fullmatch(r"list \[\] -> list \[1\], \S*test_carried_state\.py:\d+", found[f"{__name__}.CACHE"])
 
 
 def test_local_variables_of_the_function_with_the_loop_are_named_too() -> None:
@@ -54,7 +54,7 @@ def test_local_variables_of_the_function_with_the_loop_are_named_too() -> None:
     found = before.find_changes(LoopState([]))
     assert found.keys() == {"generator", "seen"}
     made = test_local_variables_of_the_function_with_the_loop_are_named_too.__code__.co_firstlineno + 1
-    assert re.fullmatch(rf"a generator, \S*test_kept\.py:{made}", found["generator"])
+    assert re.fullmatch(rf"a generator, \S*test_carried_state\.py:{made}", found["generator"])
     del unchanged, made_later
 
 
@@ -74,7 +74,7 @@ def count_in_a_loop(x: torch.Tensor) -> dict[str, str]:
 def test_a_number_that_steps_use_is_named_and_not_the_data_of_the_loop() -> None:
     found = count_in_a_loop(torch.ones(3))
     assert found.keys() == {"seen"}
-    assert re.fullmatch(r"0 -> 3, \S*test_kept\.py:\d+", found["seen"])
+    assert re.fullmatch(r"0 -> 3, \S*test_carried_state\.py:\d+", found["seen"])
 
 
 @pytest.mark.parametrize("norms", [1, 2])
@@ -107,7 +107,7 @@ def test_what_holds_modules_is_the_likeliest_and_what_is_only_printed_is_unused(
     stopped = after(2)
     lost = after(0).find_lost_state(stopped.to_texts(), stopped.compute_priorities())
     assert [*lost.likely] == ["average", "queue", "turns", "count"]
-    assert re.fullmatch(r"a SimpleNamespace, \S*test_kept\.py:\d+", lost.likely["average"])
+    assert re.fullmatch(r"a SimpleNamespace, \S*test_carried_state\.py:\d+", lost.likely["average"])
     assert [*lost.unused] == ["losses"]
 
 

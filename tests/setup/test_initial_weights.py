@@ -9,7 +9,7 @@ import torch
 from lockstep.config.base import section_to_dict
 from lockstep.config.load import LoadedConfig, load, select_comparable_values
 from lockstep.errors import UsageError
-from lockstep.setup.first_weights import load_initial_weights, make_weights_record
+from lockstep.setup.initial_weights import load_initial_weights, make_weights_record
 from lockstep.training.checkpoint import store
 
 TENSORS = {"weight": torch.arange(4.0), "bias": torch.ones(2)}

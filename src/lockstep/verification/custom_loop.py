@@ -25,7 +25,7 @@ from typing import Any, Final, final
 from lockstep.common import plainfile
 from lockstep.common.hashing import choose_different_hash_seed
 from lockstep.common.patterns import list_some
-from lockstep.config.blame import add_key_positions
+from lockstep.config.error_positions import add_key_positions
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_SAVED, EXIT_USAGE, UsageError, VerificationError
@@ -42,9 +42,9 @@ from lockstep.runs.worker_context import VERIFYING, WORKER_CONTEXT, WorkerContex
 from lockstep.setup.user_code import get_user_modules
 from lockstep.strategies import SINGLE_PROCESS_STRATEGIES
 from lockstep.training.events import Event, Started
+from lockstep.verification.carried_state import MODEL_SUFFIX, LoopState, LostState
 from lockstep.verification.cases import verify_placements
 from lockstep.verification.causes import describe_hash_seed_cause
-from lockstep.verification.kept import MODEL_SUFFIX, LoopState, LostState
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE_FILE: Final = "trace.jsonl"

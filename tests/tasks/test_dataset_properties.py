@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import check_pair, count_sample_classes, find_class_names, find_skip_mask, infer_target_info
+from lockstep.tasks.dataset_properties import (
+    check_pair,
+    count_sample_classes,
+    find_class_names,
+    find_skip_mask,
+    infer_target_info,
+)
 
 INPUTS = torch.zeros(2, 3)
 WHOLE = (INPUTS, torch.tensor([0, 2]))

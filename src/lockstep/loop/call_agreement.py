@@ -3,7 +3,7 @@
 from typing import Final, final
 
 from lockstep.comm.world import World
-from lockstep.common.own_code import find_calling_line, make_refusal
+from lockstep.common.user_code import find_calling_line, make_refusal
 from lockstep.errors import UserCodeError
 from lockstep.loop.model import CallConsistencyCheck, Gate
 

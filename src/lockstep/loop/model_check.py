@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.common.own_code import make_refusal
+from lockstep.common.user_code import make_refusal
 from lockstep.models.check import find_hooked_parameter
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import ComputeNorms
-from lockstep.parallel.narrow_steps import DTYPES_16_BIT
 from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_trials import (
@@ -33,6 +32,7 @@ from lockstep.parallel.optimizer_trials import (
     check_row_updates,
     check_stored_dtype,
 )
+from lockstep.parallel.sixteen_bit_updates import DTYPES_16_BIT
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 

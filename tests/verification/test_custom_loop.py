@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.probe.witness import CLOCK, RANK
-from lockstep.verification.own_loop import _describe_loop_cause, check_placements, make_script_runner
+from lockstep.verification.custom_loop import _describe_loop_cause, check_placements, make_script_runner
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
 
@@ -243,12 +243,12 @@ class Caching(Remembering):
         return self.net(x + CACHE.setdefault(len(x), x.mean()))
 
 
-@pytest.mark.slow("test_kept.py has what is kept, and the rank's test that a cause is named")
+@pytest.mark.slow("test_carried_state.py has what is kept, and the rank's test that a cause is named")
 @pytest.mark.parametrize(
     ("model", "kept"),
     [
-        (Remembering, r"the attribute seen of the model \(a list, \S*test_own_loop\.py:\d+\)"),
-        (Caching, r"\S*CACHE \(a dict, \S*test_own_loop\.py:\d+\)"),
+        (Remembering, r"the attribute seen of the model \(a list, \S*test_custom_loop\.py:\d+\)"),
+        (Caching, r"\S*CACHE \(a dict, \S*test_custom_loop\.py:\d+\)"),
     ],
 )
 def test_what_a_loop_keeps_is_named(model, kept):
@@ -288,7 +288,7 @@ def carrying_hidden() -> None:
 
 def test_a_hidden_state_that_is_carried_is_named_and_not_the_flat_weights_of_the_rnn():
     [row] = compared(carrying_hidden, (2,), ("ddp",), 2)
-    assert re.search(r"likely cause: the loop carries hidden \(.*test_own_loop\.py:\d+\) from one step", row.line)
+    assert re.search(r"likely cause: the loop carries hidden \(.*test_custom_loop\.py:\d+\) from one step", row.line)
     assert "_flat_weights" not in row.line
 
 
@@ -397,9 +397,9 @@ def test_a_loop_without_state_of_its_own_is_resumed_on_another_placement():
 @pytest.mark.parametrize(
     ("kind", "lost"),
     [
-        ("count", r"count \(\d -> 0, \S*test_own_loop\.py:\d+\)"),
-        ("queue", r"queue \(a tensor, \S*test_own_loop\.py:\d+\)"),
-        ("generator", r"generator \(a generator, \S*test_own_loop\.py:\d+\)"),
+        ("count", r"count \(\d -> 0, \S*test_custom_loop\.py:\d+\)"),
+        ("queue", r"queue \(a tensor, \S*test_custom_loop\.py:\d+\)"),
+        ("generator", r"generator \(a generator, \S*test_custom_loop\.py:\d+\)"),
     ],
 )
 def test_what_a_resume_loses_is_named(kind, lost):
@@ -461,7 +461,7 @@ def test_an_object_with_a_module_is_blamed_before_figures_that_are_printed(kind)
     *_, resumed = check_placements(lambda: averaging(kind), (1,), (), 6)
     assert re.search(
         rf"differs: step \d: .*run\.state.*; likely cause: no checkpoint contains average \(an? {kind.__name__}, "
-        r"\S*test_own_loop\.py:\d+\); store it in run\.state",
+        r"\S*test_custom_loop\.py:\d+\); store it in run\.state",
         resumed.line,
     )
 
@@ -485,7 +485,7 @@ def test_figures_that_are_only_printed_are_named_last_and_times_not_at_all():
         r"likely cause: the loop depends on something that is in no checkpoint and in none of the variables "
         r"that it reads: a file, the clock, the state of a library object, or a weight or buffer that NumPy "
         r"changed; or losses \(a list, "
-        r"\S*test_own_loop\.py:\d+\)",
+        r"\S*test_custom_loop\.py:\d+\)",
         resumed.line,
     )
     assert "began" not in resumed.line

@@ -5,8 +5,8 @@ from typing import final
 
 from torch import Tensor
 
-from lockstep.common.own_code import make_refusal
 from lockstep.common.reserved_metrics import RESERVED_BY_EVENTS, find_reserved_name
+from lockstep.common.user_code import make_refusal
 from lockstep.run.rank import Rank
 from lockstep.training.events import Logged
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.models.initialise import initialize_model
+from lockstep.models.initialization import initialize_model
 
 
 def _from_every_generator() -> nn.Module:

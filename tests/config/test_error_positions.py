@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.config.blame import add_key_positions
+from lockstep.config.error_positions import add_key_positions
 from lockstep.config.load import load_text
 from lockstep.errors import ConfigError, TrainingError, UsageError
 

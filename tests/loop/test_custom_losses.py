@@ -297,7 +297,7 @@ NAMES = r"the names first, second"
         (
             lambda batch: {"first": 1.5},
             None,
-            r"weight: returned 1.5 for first \(.*test_own_losses.py:\d+\); return an integer",
+            r"weight: returned 1.5 for first \(.*test_custom_losses.py:\d+\); return an integer",
         ),
         (
             lambda batch: {f"n{int(batch[0][0, 0] > 0)}": 1},
@@ -322,7 +322,7 @@ def test_names_that_do_not_match_are_refused(weight: Any, given: Any, said: str)
     with pytest.raises(lockstep.UsageError, match=said) as raised:
         trained()
     if given:
-        assert "test_own_losses.py:" in str(raised.value)
+        assert "test_custom_losses.py:" in str(raised.value)
 
 
 def by_rank(run: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.common.importing import import_callable
-from lockstep.common.own_code import UserCode
+from lockstep.common.user_code import UserCode
 from lockstep.errors import UsageError
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.data.shares import is_held_out, make_held_out_mask, select_held_out
+from lockstep.data.validation_split import is_held_out, make_held_out_mask, select_held_out
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.parallel.narrow_steps import PositionIndependentMode
+from lockstep.parallel.sixteen_bit_updates import PositionIndependentMode
 
 SIZE = 37  # some vectors, and some elements over
 ADDS: list[Callable[[Tensor, Tensor], Tensor]] = [

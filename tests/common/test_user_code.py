@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 import lockstep
-from lockstep.common.own_code import (
+from lockstep.common.user_code import (
     UserCode,
     convert_user_error,
     describe_code_between,
@@ -21,7 +21,7 @@ from lockstep.core.tree import sum_pieces
 from lockstep.errors import TrainingError, UserCodeError
 from lockstep.parallel.pipeline.stage import _run_backward
 
-HERE = r"\S*test_own_code\.py:\d+"
+HERE = r"\S*test_user_code\.py:\d+"
 
 
 def test_files_that_are_the_users() -> None:

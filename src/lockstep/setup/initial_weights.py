@@ -24,7 +24,7 @@ from lockstep.models.adapters import has_adapters
 from lockstep.models.match_state import MatchReport, copy_matching_tensors
 from lockstep.models.statefiles import read_tensors, strip_prefix
 from lockstep.runs.remote import fetch_file, make_local_copy
-from lockstep.tasks.facts import OUTPUT_PROPERTIES
+from lockstep.tasks.dataset_properties import OUTPUT_PROPERTIES
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.signing import read_key

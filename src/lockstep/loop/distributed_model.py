@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.world import World
-from lockstep.common.own_code import format_location, make_refusal
+from lockstep.common.user_code import format_location, make_refusal
 from lockstep.config.placement import StrategyConfig
 from lockstep.config.strategy_name import find_strategy_problems
 from lockstep.core.audit_schedule import AuditSchedule
@@ -24,15 +24,15 @@ from lockstep.loop.chunk_check import FirstCallCheck
 from lockstep.loop.guard import Guard, NoGuard
 from lockstep.loop.member import Member
 from lockstep.loop.model import describe_structure
-from lockstep.loop.model_modes import is_in_evaluation_mode
-from lockstep.loop.modes import ModuleModes, list_eval_module_names
-from lockstep.loop.placing import (
+from lockstep.loop.model_check import (
     UserParamGroups,
     get_base_rate,
     get_hyperparameters,
     make_optimizer_factory,
     run_trial_steps,
 )
+from lockstep.loop.model_modes import is_in_evaluation_mode
+from lockstep.loop.modes import ModuleModes, list_eval_module_names
 from lockstep.loop.scheduler import UserScheduler
 from lockstep.loop.settings import JoinSettings
 from lockstep.models.check import check_layers

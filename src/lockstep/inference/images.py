@@ -14,7 +14,7 @@ from lockstep.common import plainfile
 from lockstep.config.base import section_to_dict
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.images.device_transforms import make_device_transforms
-from lockstep.data.images.pictures import CropSettings, crop_image, to_sample
+from lockstep.data.images.lazy_images import CropSettings, crop_image, to_sample
 from lockstep.data.images.scan import IMAGE_SUFFIXES, iterate_images
 from lockstep.errors import UsageError, convert_error, convert_os_error
 from lockstep.inference.polarity import describe_inverted, find_polarity
