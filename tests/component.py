@@ -72,8 +72,11 @@ def _miss(component: str, reason: str) -> None:
 
 
 def script(name: str) -> ModuleType:
-    """Return a program of scripts/ as a module."""
-    loader = SourceFileLoader(name.replace("-", "_"), str(Path(__file__).parents[1] / "scripts" / name))
+    """Return a program of scripts/ as a module, which can import its neighbors."""
+    folder = Path(__file__).parents[1] / "scripts"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    loader = SourceFileLoader(name.replace("-", "_"), str(folder / name))
     spec = spec_from_loader(loader.name, loader)
     module = module_from_spec(spec)
     loader.exec_module(module)

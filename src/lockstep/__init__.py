@@ -49,7 +49,7 @@ _MODULES = {
     "loop.run": "Run join",
     "loop.step": "Step",
     "training.events": "Corrupted Done Evaluated Event Logged Saved Skipped Started Stepped Stopped Warned",
-    "verification.own_loop": "Checked verify",
+    "verification.custom_loop": "Checked verify",
 }
 # All other modules need POSIX to lock run folders and start processes.
 _ON_EVERY_SYSTEM = ("config.placement", "config.recipe", "errors", "training.events")

@@ -278,7 +278,7 @@ class Guard:
             self._running = True
 
     def find_calling_line(self, depth: int = 1) -> SourceLocation:
-        """Return the line of user code that made the current call. Faster than `own_code.find_calling_line`.
+        """Return the line of user code that made the current call. Faster than `user_code.find_calling_line`.
 
         The search starts `depth` frames above the frame of this method.
         """
