@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
 from pathlib import Path

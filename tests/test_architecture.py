@@ -124,15 +124,15 @@ LIBRARY = [
     "runs",
 ]
 APPLICATION = [
-    *("config/recipe", "config/load", "config/across", "setup", "probe", "models", "tasks", "run/events"),
+    *("config/recipe", "config/load", "config/key_conflicts", "setup", "probe", "models", "tasks", "run/events"),
     *("run/training", "run/evaluation", "run/rank_training", "reporting/verification"),
 ]
 FOR_ALL = ["tasks/base"]  # the words for batches and figures
 STILL_NEEDED = {
     "loop/chunk_check": ["setup/chunk_check"],
     "loop/dataset_check": ["probe/probe"],
-    "loop/placed": ["models/check", "setup/chunking", "setup/strategy"],
-    "loop/placing": ["models/check"],
+    "loop/distributed_model": ["models/check", "setup/chunking", "setup/strategy"],
+    "loop/model_check": ["models/check"],
     "loop/run": ["setup/strategy"],
 }
 SHARED_BY_LAUNCHERS = {
